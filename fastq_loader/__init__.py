@@ -1,5 +1,18 @@
 """A drop-in replacement for torch's DataLoader: `from fastq_loader import DataLoader`.
 
+| for | there is |
+|---|---|
+| who loads what, and where | `RoundRobin`, `Dynamic`, `Processes`, `RayWorkers` |
+| samples that cannot be read | `Replace`, `Skip` |
+| what users bring | `PermutationSampler`, `share`, `empty`, `normalize` |
+| what it did, and what limits it | `LoaderStatistics`, `EpochStatistics`, `WorkerStatistics`, `Diagnosis` |
+| is it worth it, and with which setting? | `compare`, `tune` |
+| the way to a device | `ToDevice`, `copy_into`, and `Prefetcher` for any loader |
+| libraries that make loaders | `install`, `assert_active`, and the modules in `fastq_loader.integrations` |
+| a job that is told to end | `preemption`, `DataLoader.state_dict` |
+
+The examples take `torch` and the names of this package as imported.
+
 The way of a batch through the folders: `loader` reads the `arguments` and makes one of the `iterators`. Its
 `consumer` asks `scheduling` what to load next and sends it to `workers`, which read the dataset (`reading`)
 and write the batch to shared memory (`packing`, `memory`). The answer comes back over `ipc`; the consumer
@@ -57,6 +70,7 @@ from fastq_loader.workers.kinds import Processes
 if AVAILABLE:  # with the rest: a program may give up the right to read files before it iterates
     from fastq_loader.workers import local_pool as _local_pool  # noqa: F401
 
+__docformat__ = "google"  # for pdoc
 __all__ = [
     "BadSample",
     "BadSampleFound",

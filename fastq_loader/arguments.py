@@ -19,11 +19,12 @@ from fastq_loader.device.accelerator import read_device
 from fastq_loader.errors import warn_user
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.memory import arena
+from fastq_loader.reading import datapipes
 from fastq_loader.reading.sampling import PermutationSampler
 from fastq_loader.reading.tolerance import Tolerance, read_errors
 from fastq_loader.remote.ray_workers import RayWorkers
 from fastq_loader.scheduling.schedules import Dynamic, RoundRobin, Schedule, WindowLimits, read_schedule
-from fastq_loader.workers.config import Rules
+from fastq_loader.workers.config import Payload, Plan, Rules
 from fastq_loader.workers.kinds import Auto, Processes, WorkerKind, read_workers
 
 
@@ -38,6 +39,7 @@ class Loader(Protocol):
     collate_fn: Any
     generator: Any
     worker_init_fn: Any
+    multiprocessing_context: Any
     pin_memory: bool
     pin_memory_device: str
     persistent_workers: bool
@@ -201,6 +203,33 @@ def window(loader: Loader) -> WindowLimits:
         prefetch=loader.prefetch_factor,
         iterable=is_iterable(loader),
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+    )
+
+
+def plan(loader: Loader) -> Plan:
+    """What its workers are to do."""
+    kind = workers(loader)
+    return Plan(
+        make_pool=kind.make_pool,
+        payload=Payload(
+            loader.dataset,
+            loader.collate_fn,
+            datapipes.sharding_init_fn(loader.dataset, loader.worker_init_fn),
+            read_errors(loader.errors),
+        ),
+        rules=rules(loader),
+        workers=int(loader.num_workers),
+        prefetch=loader.prefetch_factor or 2,
+        in_order=loader.in_order,
+        dynamic=is_dynamic(loader),
+        window=window(loader),
+        restarts=kind.restarts(is_iterable(loader)),
+        timeout=loader.timeout,
+        persistent=loader.persistent_workers,
+        context=loader.multiprocessing_context,
+        for_device=loader._resources.session is not None,
+        save_generators=saves_generators(loader),
+        grace=kind.grace,
     )
 
 

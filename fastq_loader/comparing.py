@@ -54,6 +54,9 @@ class ComparisonRow:
         cpu_seconds: of all its processes, but for those of Python's fork server.
         memory_bytes: the most that all its processes had, as PSS: shared pages count once.
         error: what was raised instead of a batch.
+
+    >>> ComparisonRow("torch", batches=100, seconds=2.0).batches_per_second
+    50.0
     """
 
     loader: str
@@ -88,6 +91,12 @@ class Comparison:
         batches: that were compared.
         rows: torch's costs, and ours.
         notes: what the comparison left out, or did in another way.
+
+    >>> rows = ComparisonRow("torch", 100, 2.0), ComparisonRow("fastq_loader", 100, 0.5)
+    >>> print(Comparison(True, None, 100, rows))
+    Equal: 100 batches (values, types, strides, order), and the random generators.
+    fastq_loader gives 4.0 times torch's batches per second.
+    ...
     """
 
     equal: bool
@@ -136,6 +145,9 @@ def compare(
     Raises:
         ValueError, TypeError: an argument.
         RuntimeError: this system has no worker processes.
+
+    >>> compare(DataLoader(torch.arange(64), 8, shuffle=True)).equal
+    True
     """
     checked(loader, epochs, step_seconds, batches)
     torchs, ours, *timed = _variants(loader)

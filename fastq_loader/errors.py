@@ -17,43 +17,88 @@ from typing import Any
 
 
 class InvalidTransition(RuntimeError):
-    """An event met a batch, worker or block in a state whose transition table does not list it."""
+    """An event met a batch, worker or block in a state whose transition table does not list it.
+
+    >>> issubclass(InvalidTransition, RuntimeError)  # a fault of this package: please report it
+    True
+    """
 
 
 class ProtocolError(RuntimeError):
-    """Frames that are not a message of this version of the wire protocol."""
+    """Frames that are not a message of this version of the wire protocol.
+
+    >>> issubclass(ProtocolError, RuntimeError)  # what came is counted in `LoaderStatistics.rejected_frames`
+    True
+    """
 
 
 class WorkerDied(RuntimeError):
-    """A worker process ended before it answered; torch raises a plain RuntimeError here."""
+    """A worker process ended before it answered; torch raises a plain RuntimeError here.
+
+    >>> list(DataLoader(range(4), num_workers=1, collate_fn=lambda samples: os._exit(3)))
+    Traceback (most recent call last):
+    fastq_loader.errors.WorkerDied: ...: worker 0 exited with code 3 before it answered batch 0 (indices [0])
+    """
 
 
 class PoisonousBatch(WorkerDied):
-    """Several workers, one after the other, died while they loaded the same batch."""
+    """Several workers, one after the other, died while they loaded the same batch.
+
+    >>> kept = Processes(max_restarts=3)
+    >>> list(DataLoader(range(4), num_workers=1, collate_fn=lambda samples: os._exit(3), workers=kept))
+    Traceback (most recent call last):
+    fastq_loader.errors.PoisonousBatch: batch 0 (indices [0]) was given up: 3 workers died of it, ...
+    """
 
 
 class BadSampleFound(RuntimeWarning):
-    """A sample could not be read, and was left out or replaced; see `Replace` and `Skip`."""
+    """A sample could not be read, and was left out or replaced; see `Replace` and `Skip`.
+
+    >>> warnings.simplefilter("error", BadSampleFound)  # stop at the first
+    """
 
 
 class WorkerReplaced(RuntimeWarning):
-    """A worker died or hung, and another one does its work; see `Processes`."""
+    """A worker died or hung, and another one does its work; see `Processes`.
+
+    >>> warnings.simplefilter("ignore", WorkerReplaced)  # `LoaderStatistics.worker_restarts` counts them
+    """
 
 
 class LoaderTimeout(RuntimeError):
-    """No batch arrived within `timeout` seconds; torch raises a plain RuntimeError here."""
+    """No batch arrived within `timeout` seconds; torch raises a plain RuntimeError here.
+
+    >>> list(DataLoader(range(4), num_workers=1, timeout=0.1, collate_fn=lambda samples: time.sleep(0.5)))
+    Traceback (most recent call last):
+    fastq_loader.errors.LoaderTimeout: DataLoader timed out after 0.1 seconds: worker 0 ... batch 0 ...
+    """
 
 
 class IteratorInvalid(RuntimeError):
-    """`next()` on an iterator whose workers were closed, or that a newer iterator has replaced."""
+    """`next()` on an iterator whose workers were closed, or that a newer iterator has replaced.
+
+    >>> loader = DataLoader(range(4), num_workers=1)
+    >>> batches = iter(loader)
+    >>> loader.close()
+    >>> next(batches)
+    Traceback (most recent call last):
+    fastq_loader.errors.IteratorInvalid: ...
+    """
 
 
 class PinFailed(RuntimeError):
-    """Host memory could not be page-locked for copies to a device, and `pin` does not allow less."""
+    """Host memory could not be page-locked for copies to a device, and `pin` does not allow less.
+
+    >>> issubclass(PinFailed, RuntimeError)  # of `ToDevice("cuda", pin="register")`
+    True
+    """
 
 
 class PinFallback(RuntimeWarning):
-    """`pin="auto"` goes on with a slower way of copying to the device; `statistics()` says which and why."""
+    """`pin="auto"` goes on with a slower way of copying to the device; `statistics()` says which and why.
+
+    >>> warnings.simplefilter("error", PinFallback)  # no slower way without an error
+    """
 
 
 class LoaderHint(UserWarning):
@@ -62,6 +107,8 @@ class LoaderHint(UserWarning):
     Each kind comes at most once for each loader, at the line that calls `next()`; what was seen and what to
     change stands in its text. `warnings.simplefilter("ignore", fastq_loader.LoaderHint)` silences all, and a
     filter for one of the classes below one of them. As an error it costs no batch: the next call goes on.
+
+    >>> warnings.simplefilter("ignore", LoaderHint)
     """
 
 
@@ -71,6 +118,13 @@ class SameOrder(LoaderHint):
     The first 32 batches are compared. Not given for an order that ascends, with `shuffle=False`, for fewer
     than 2 batches or 20 samples, where the sampler was told another epoch, or where the first of the two was
     broken off before that.
+
+    >>> warnings.simplefilter("error", SameOrder)
+    >>> sampler = torch.utils.data.DistributedSampler(range(64), num_replicas=1, rank=0)
+    >>> loader = DataLoader(range(64), 16, sampler=sampler)
+    >>> epochs = [list(loader), list(loader)]
+    Traceback (most recent call last):
+    fastq_loader.errors.SameOrder: ...: call its set_epoch(epoch) before each epoch
     """
 
 
@@ -80,12 +134,29 @@ class DuplicateData(LoaderHint):
 
     The first 8 batches of each worker are compared, at the end of an epoch or after 1,000 batches of it. Not
     given where these batches are alike among themselves, or hold less than 24 bytes.
+
+    >>> class Stream(torch.utils.data.IterableDataset):
+    ...     def __iter__(self):
+    ...         return iter(range(100))
+    >>> warnings.simplefilter("error", DuplicateData)
+    >>> list(DataLoader(Stream(), 10, num_workers=2))
+    Traceback (most recent call last):
+    fastq_loader.errors.DuplicateData: Workers 0 and 1 gave the same data ...
     """
 
 
 class IdleWorker(LoaderHint):
     """Some workers of an iterable dataset yielded nothing in a whole epoch, while each of the others gave 8
-    batches or more: it has fewer parts than there are workers."""
+    batches or more: it has fewer parts than there are workers.
+
+    >>> class Stream(torch.utils.data.IterableDataset):
+    ...     def __iter__(self):
+    ...         return iter(range(100 if torch.utils.data.get_worker_info().id == 0 else 0))
+    >>> warnings.simplefilter("error", IdleWorker)
+    >>> list(DataLoader(Stream(), 10, num_workers=2))
+    Traceback (most recent call last):
+    fastq_loader.errors.IdleWorker: 1 of 2 workers gave no batch in a whole epoch (worker 1): ...
+    """
 
 
 class TinyBatches(LoaderHint):
@@ -94,6 +165,8 @@ class TinyBatches(LoaderHint):
 
     Said at the end of an epoch of at least 1,000 batches, if it took at least five seconds longer than it had
     to. The start of the workers does not count.
+
+    >>> warnings.simplefilter("ignore", TinyBatches)
     """
 
 
@@ -101,6 +174,8 @@ class MemoryPressure(LoaderHint):
     """The batches that may be loaded ahead take more than half of the memory that this process can have.
 
     Looked at once, when 4 batches have shown how large they are; less than 64 MiB are no pressure.
+
+    >>> warnings.simplefilter("error", MemoryPressure)  # stop before the system ends a worker
     """
 
 
@@ -110,15 +185,29 @@ class GrowingWorkers(LoaderHint):
 
     Looked at when an epoch ends, with workers on this machine. Said where all copies together take more than
     1 GB, or a tenth of the memory that is left for this process.
+
+    >>> warnings.simplefilter("ignore", GrowingWorkers)
     """
 
 
 class UnpicklableError(pickle.PicklingError):
-    """Something that has to travel to or from a worker cannot be pickled; the text names where it lies."""
+    """Something that has to travel to or from a worker cannot be pickled; the text names where it lies.
+
+    >>> list(DataLoader(range(4), num_workers=1, collate_fn=lambda samples: open(os.devnull)))
+    Traceback (most recent call last):
+    fastq_loader.errors.UnpicklableError: batch (a _io.TextIOWrapper: ...) cannot be pickled: ...
+    """
 
 
 class WorkerTraceback(Exception):
-    """The traceback of a failure inside a worker, as text: the `__cause__` of what `next()` raises."""
+    """The traceback of a failure inside a worker, as text: the `__cause__` of what `next()` raises.
+
+    >>> try:
+    ...     list(DataLoader(range(4), num_workers=1, collate_fn=lambda samples: 1 / 0))
+    ... except ZeroDivisionError as error:
+    ...     print(error.batch, type(error.__cause__).__name__)
+    0 WorkerTraceback
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

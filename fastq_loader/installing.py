@@ -66,6 +66,11 @@ def install() -> None:
 
     Accelerate builds loaders anew with torch's arguments only, also those of ours. Where they have a schedule
     or workers of their own, import `fastq_loader.integrations.accelerate`, too.
+
+    >>> install()
+    >>> torch.utils.data.DataLoader is DataLoader
+    True
+    >>> uninstall()
     """
     global _ours_before
     if _ours_before is None:
@@ -80,6 +85,11 @@ def uninstall() -> None:
 
     Loaders that were made meanwhile stay ours, and so do classes that were derived. Without `install()` it
     does nothing.
+
+    >>> install()
+    >>> uninstall()
+    >>> torch.utils.data.DataLoader is DataLoader
+    False
     """
     global _ours_before
     if _ours_before is None:
@@ -101,7 +111,13 @@ def _knows_torchs_only(name: str) -> bool:
 @contextmanager
 def installed() -> Iterator[None]:
     """`install()` for as long as a `with` lasts. Inside another one, or after `install()`, it changes
-    nothing."""
+    nothing.
+
+    >>> with installed():
+    ...     loader = torch.utils.data.DataLoader(range(8))
+    >>> isinstance(loader, DataLoader)
+    True
+    """
     outermost = _ours_before is None
     install()
     try:
@@ -122,6 +138,11 @@ def assert_active(loader_or_trainer: Any) -> None:
     Raises:
         AssertionError: another class runs; it names the class, and the line that mends it.
         TypeError: no loader was found.
+
+    >>> assert_active(DataLoader(range(8)))
+    >>> assert_active({"train": torch.utils.data.DataLoader(range(8))})
+    Traceback (most recent call last):
+    AssertionError: torch.utils.data.dataloader.DataLoader runs...: make it with fastq_loader.DataLoader, ...
     """
     found = list(_running(loader_or_trainer, ()))
     if not found:

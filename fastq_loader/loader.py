@@ -28,8 +28,7 @@ from fastq_loader.insight.model import Evidence, Setting
 from fastq_loader.insight.verdict import Diagnosis
 from fastq_loader.iterators.multiprocess import MultiprocessIterator
 from fastq_loader.iterators.serial import SerialIterator
-from fastq_loader.reading import datapipes
-from fastq_loader.reading.tolerance import Tolerance, read_errors
+from fastq_loader.reading.tolerance import Tolerance
 from fastq_loader.resources import Resources
 from fastq_loader.resume import saved, state
 from fastq_loader.resume.record import Position
@@ -37,7 +36,6 @@ from fastq_loader.resume.replay import replay
 from fastq_loader.scheduling.schedules import Dynamic, Schedule, read_schedule
 from fastq_loader.statistics.snapshots import LoaderStatistics
 from fastq_loader.tracing.trace import traced
-from fastq_loader.workers.config import Payload, Plan
 from fastq_loader.workers.kinds import Auto, WorkerKind
 
 T_co = TypeVar("T_co", covariant=True)
@@ -86,6 +84,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     Raises:
         ValueError, TypeError: an argument, with torch's texts; an unknown or absent device.
         RuntimeError: `num_workers > 0` on a system without memfd (Linux has it).
+
+    >>> for batch in DataLoader(range(10), batch_size=4):
+    ...     print(batch)
+    tensor([0, 1, 2, 3])
+    tensor([4, 5, 6, 7])
+    tensor([8, 9])
     """
 
     def __init__(
@@ -201,7 +205,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         growth, context = resources.growth, self.multiprocessing_context
         looks = arguments.workers(self).here and growth.begin(self.dataset, context, int(self.num_workers))
         resources.counters.before_end = growth.look if looks else None
-        engine = Engine(self._plan(), base_seed, shared_seed, resources.counters, resources.session)
+        engine = Engine(arguments.plan(self), base_seed, shared_seed, resources.counters, resources.session)
         resources.engines.add(engine)
         return engine
 
@@ -217,32 +221,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             resources.session = None if options is None else DeviceSession(options)
             resources.counters.stage(None if resources.session is None else resources.session.statistics)
         return resources.session
-
-    def _plan(self) -> Plan:
-        assert self.prefetch_factor is not None, "torch's constructor sets it for num_workers > 0"
-        kind = arguments.workers(self)
-        return Plan(
-            make_pool=kind.make_pool,
-            payload=Payload(
-                self.dataset,
-                self.collate_fn,
-                datapipes.sharding_init_fn(self.dataset, self.worker_init_fn),
-                read_errors(self.errors),
-            ),
-            rules=arguments.rules(self),
-            workers=int(self.num_workers),
-            prefetch=self.prefetch_factor,
-            in_order=self.in_order,
-            dynamic=arguments.is_dynamic(self),
-            window=arguments.window(self),
-            restarts=kind.restarts(arguments.is_iterable(self)),
-            timeout=self.timeout,
-            persistent=self.persistent_workers,
-            context=self.multiprocessing_context,
-            for_device=self._resources.session is not None,
-            save_generators=arguments.saves_generators(self),
-            grace=kind.grace,
-        )
 
     # ---- what frameworks reach for -----------------------------------------------------------
 
@@ -280,6 +258,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Workers finish the sample that they are at, and what user code has for their exit, within 5 seconds.
         Batches stay valid; iterators that were cut off raise RuntimeError in `next()`. The loader can be
         iterated again. Closing twice does nothing.
+
+        >>> with DataLoader(range(8), num_workers=2, persistent_workers=True) as loader:  # closes it
+        ...     print(sum(loader))
+        tensor([28])
         """
         resources = self._resources
         resources.close_engines("its loader was closed")
@@ -303,11 +285,18 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             A new plain dict, of some 15 kB unless the user's own states in it are larger, and up to 300 bytes
             for each of the last thousand bad samples. It passes through `json.dumps` where those do. It has
             no state of torch's, Python's and numpy's global generators as they are now: save these with the
-            model, as frameworks do, or give the loader a `generator`.
+            model, as frameworks do, or give the loader `generator=`.
 
         Raises:
             Exception: whatever `state_dict` of a sampler raises.
             RuntimeError: that of the dataset, or of its iterator, raised; or it cannot be pickled.
+
+        >>> loader = DataLoader(range(8), 2, shuffle=True)
+        >>> batches = [next(iter(loader))]
+        >>> state = loader.state_dict()
+        >>> loader.load_state_dict(state)
+        >>> sorted(torch.cat(batches + list(loader)).tolist())
+        [0, 1, 2, 3, 4, 5, 6, 7]
         """
         return state.now(self)
 
@@ -331,6 +320,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 else. It names the field, what was saved and what is there; nothing has changed. A sampler
                 that yields others than before raises it in `iter()`.
             TypeError: `ignore` is no collection of names.
+
+        >>> DataLoader(range(8), 4).load_state_dict(DataLoader(range(8), 2).state_dict())
+        Traceback (most recent call last):
+        ValueError: ...batch_size...
         """
         resources = self._resources
         if state_dict == {}:
@@ -347,7 +340,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
         With `schedule="dynamic"` it is the same to the bit. With "round_robin" the samples are the same, and
         random numbers that are drawn while they are read are others, which a warning says. Nothing of the
-        loader, its sampler or its generators changes. `worker_init_fn` is not called.
+        loader, its sampler or its generators changes. No `worker_init_fn=` is called.
 
         Args:
             batch: its number in the epoch, from 0 on.
@@ -360,20 +353,36 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             IndexError: the epoch had fewer batches.
             TypeError: the dataset is iterable, or the sampler cannot be copied.
             Exception: what the dataset raises.
+
+        >>> loader = DataLoader(range(8), 2, schedule="dynamic")
+        >>> _, second, *_ = loader
+        >>> loader.replay(1).equal(second)
+        True
         """
         return replay(self, batch, epoch, state)
 
     @property
     def position(self) -> Position:
         """How far this loader has come, for progress bars: epochs that are over, batches of the next one, and
-        batches in all; those that raised count, too."""
+        batches in all; those that raised count, too.
+
+        >>> loader = DataLoader(range(8), 2)
+        >>> batch = next(iter(loader))
+        >>> loader.position
+        Position(epoch=0, batch=1, batches=1)
+        """
         record, loaded = self._resources.place
         if loaded is not None:
             return loaded.position
         return Position() if record is None else record.shown_position
 
     def statistics(self) -> LoaderStatistics:
-        """What this loader did so far, as an immutable snapshot."""
+        """What this loader did so far, as an immutable snapshot.
+
+        >>> loader = DataLoader(range(8), 2)
+        >>> len(list(loader)), loader.statistics().batches
+        (4, 4)
+        """
         resources = self._resources
         if history := resources.counters.history:
             history[-1].used_cpu(time.process_time_ns())
@@ -404,6 +413,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
         Raises:
             ValueError: there is no such epoch.
+
+        >>> print(DataLoader(range(8)).diagnose())
+        Nothing can be said yet: ...
         """
         statistics = self.statistics()
         # A subclass may have no attributes before its first epoch.
@@ -434,21 +446,21 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         )
 
     def trace(self, path: str | PathLike[str]) -> AbstractContextManager[None]:
-        """Write what happens to a file, for as long as the context lasts:
+        """Write what happens to a file, for as long as the context lasts.
 
-            with loader.trace("epoch.json"):
-                for batch in loader:
-                    ...
+        >>> loader = DataLoader(range(8), 2)
+        >>> with loader.trace("epoch.json"):
+        ...     batches = list(loader)
 
         Open the file with https://ui.perfetto.dev or chrome://tracing: tracks for the consumer, for each
         worker, for the batches that are under way and for copies to the device. It is written as it goes, so
-        what a crash leaves can be opened, too. A batch takes about 1 kB. See `fastq_loader/README.md`.
+        what a crash leaves can be opened, too. A batch takes about 1 kB.
 
         Args:
             path: of the file, which is overwritten.
 
-        Raises, where the context begins or ends:
-            OSError: the file cannot be written.
+        Raises:
+            OSError: the file cannot be written; where the context begins or ends, as the others.
             ValueError: another trace, of any process, is writing to it.
             RuntimeError: this loader is being traced.
         """

@@ -37,9 +37,19 @@ class preemption:
     Attributes:
         signal: the first one that came; None: none has.
 
-    Raises, where the context begins:
-        ValueError: this is not the main thread, whose handlers they would be.
+    Raises:
         TypeError: something is no loader of this package.
+        ValueError: this is not the main thread, whose handlers they would be; where the context begins.
+
+    >>> loader = DataLoader(range(8), 2)
+    >>> with preemption(loader) as preempted:
+    ...     for batch in loader:
+    ...         if batch[0] == 4:
+    ...             signal.raise_signal(signal.SIGTERM)  # from the cluster
+    ...         if preempted:
+    ...             break
+    >>> loader.position.batch
+    3
     """
 
     def __init__(self, *loaders: Any, signals: Iterable[int] = _SIGNALS) -> None:

@@ -54,6 +54,9 @@ class TuningRow:
         expected: batches per second, by the model; None: it was not asked.
         current: whether they are the loader's own.
         error: what was raised instead.
+
+    >>> TuningRow({"num_workers": 2}, 310.5, 0.02, None, current=True).batches_per_second
+    310.5
     """
 
     settings: dict[str, Any]
@@ -75,6 +78,12 @@ class Tuning:
         notes: what else there is to know: which settings failed, and how, and what the others change.
         loader: a new loader with the recommended settings and everything else as in the one that was given;
             they share dataset, sampler and generator.
+
+    >>> loader = DataLoader(range(8))
+    >>> row = TuningRow({"num_workers": 0}, 310.5, None, None, current=True)
+    >>> print(Tuning(row.settings, (row,), 0.05, (), loader))
+    Recommended: num_workers=0 (as it is), with a step of 50 ms.
+    ...
     """
 
     settings: dict[str, Any]
@@ -154,6 +163,10 @@ def tune(
         RuntimeError: this system has no worker processes, so that there is nothing to choose.
         Exception: what the loader raised with its own setting, if no setting gave a batch.
         KeyboardInterrupt: nothing was measured before it.
+
+    >>> found = tune(DataLoader(range(64), 8), seconds=1, max_workers=0, progress=False)
+    >>> found.settings["num_workers"]
+    0
     """
     own, limits = checked(loader, step_seconds, seconds, start_methods, schedules, max_workers)
     so_far = loader.statistics().total

@@ -141,6 +141,6 @@ def test_a_stream_goes_with_the_default_of_ray_and_not_with_another_number(
 ) -> None:
     monkeypatch.setattr(RayWorkers, "missing", lambda self: "")
     made = loader(dataset=STREAM, num_workers=2, workers="ray")
-    assert made._plan().restarts == 0
+    assert arguments.plan(made).restarts == 0
     with pytest.raises(ValueError, match="cannot be kept with an IterableDataset"):
         loader(dataset=STREAM, num_workers=2, workers=RayWorkers(max_restarts=1))

@@ -39,6 +39,10 @@ _CHOICES = {"transform_stream": ("consumer", "side"), "pin": PIN_MODES}
 class ToDevice:
     """Batches arrive on a device; `device="cuda"` is short for `ToDevice("cuda")`.
 
+    What `iter()` of such a loader returns has two methods more. `poll()` begins the copies of batches that
+    have become ready since the last `next()`, for loops whose steps take long. `copy_into(static_batch)`
+    takes the next batch and copies it into the tensors of a captured step; see `copy_into`.
+
     Args:
         device: torch's accelerator ("cuda", "cuda:1", "xpu", a torch.device), whatever its kind, through
             `torch.Stream` and `torch.Event`. "cpu" leaves batches on the host, and applies `transform` there.
@@ -61,6 +65,12 @@ class ToDevice:
     Raises:
         ValueError, TypeError: an argument, with its name, its value and what it may be; an unknown or absent
             device.
+
+    >>> list(DataLoader(range(4), 2, device=ToDevice("cpu", transform=lambda batch: -batch)))
+    [tensor([ 0, -1]), tensor([-2, -3])]
+    >>> ToDevice("cpu", prefetch=0)
+    Traceback (most recent call last):
+    ValueError: ToDevice('cpu', prefetch=0): it must be a number of batches, at least 1
     """
 
     device: str | int | torch.device
@@ -98,7 +108,7 @@ class ToDevice:
         raise kind(f"ToDevice({self.device!r}, {name}={getattr(self, name)!r}): {why}")
 
     def apply_transform(self, batch: Any) -> Any:
-        """The batch as the user's transform returns it, on the stream that is current.
+        """The batch as the user's transform returns it, on the stream that is current. @private
 
         Raises:
             RuntimeError: it raised StopIteration, which out of `next()` would end the epoch silently.

@@ -57,6 +57,10 @@ class Prefetcher:
     Raises:
         ValueError, TypeError: an argument, with its name, its value and what it may be; an unknown or absent
             device, or one without `record_stream`; a loader that brings its batches to a device itself.
+
+    >>> prefetcher = Prefetcher(DataLoader(range(4), 2), "cpu")
+    >>> prefetcher.next(), prefetcher.next(), prefetcher.next()
+    (tensor([0, 1]), tensor([2, 3]), None)
     """
 
     def __init__(

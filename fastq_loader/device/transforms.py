@@ -39,6 +39,10 @@ class normalize:
     Raises:
         ValueError: `mean` and `std` differ in length or a `std` is 0; in a call, a batch has no image.
         TypeError: `dtype` is not floating-point, or `which` is a single name.
+
+    >>> images = torch.full((1, 3, 2, 2), 255, dtype=torch.uint8)
+    >>> normalize(mean=[0.5, 0.5, 0.5], std=[0.25, 0.25, 0.25])(images).unique()
+    tensor([2.])
     """
 
     mean: Sequence[float]
@@ -171,6 +175,14 @@ def copy_into(static_batch: Any, batch: Any) -> None:
         ValueError: structure, a shape or a dtype differ (the short last batch of an epoch: use
             drop_last=True), or `static_batch` has no tensors, some in objects of another kind, or one that is
             expanded; nothing was copied.
+
+    >>> static_batch = {"image": torch.zeros(2, 3)}
+    >>> copy_into(static_batch, {"image": torch.ones(2, 3), "name": ["a", "b"]})
+    Traceback (most recent call last):
+    ValueError: static_batch and batch differ: ...
+    >>> copy_into(static_batch, {"image": torch.ones(2, 3)})
+    >>> static_batch["image"].sum()
+    tensor(6.)
     """
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     _pair(static_batch, batch, "batch", pairs)

@@ -84,6 +84,10 @@ class Diagnosis:
         epoch: where the time went; its `epoch` is 0 for all epochs together.
         workers: what each worker did since it started.
         settings: the arguments that matter, in words.
+
+    >>> diagnosis = DataLoader(range(8)).diagnose()
+    >>> diagnosis.limit, diagnosis.share, diagnosis.advice
+    ('unknown', 0.0, ...)
     """
 
     limit: str

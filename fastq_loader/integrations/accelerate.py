@@ -35,6 +35,11 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
     Raises:
         TypeError: a `Prefetcher`, which Accelerate would neither divide nor synchronise.
         AssertionError: Accelerate put another class in place of ours.
+
+    >>> accelerator = accelerate.Accelerator(cpu=True)
+    >>> loader = prepare(accelerator, DataLoader(range(8), 2, schedule="dynamic"))
+    >>> loader.schedule
+    'dynamic'
     """
     for each in objects:
         if isinstance(each, Prefetcher):

@@ -126,12 +126,18 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         return outcome.batch
 
     def pass_by(self, progress: Progress) -> None:
-        """The epoch has come that far, with a batch that was left out."""
+        """The epoch has come that far, with a batch that was left out. @private"""
         self._order.progress = progress
 
     def poll(self) -> None:
         """Begin the copies of batches that have become ready since the last `next()`. With a `device`, for
-        loops whose steps take so long that workers fall idle and copies begin late; waits for nothing."""
+        loops whose steps take so long that workers fall idle and copies begin late; waits for nothing.
+
+        >>> batches = iter(DataLoader(range(8), 4))
+        >>> batches.poll()
+        >>> next(batches)
+        tensor([0, 1, 2, 3])
+        """
 
     def copy_into(self, static_batch: Any) -> None:
         """Take the next batch, and copy it into the tensors that a captured step reads; see
@@ -140,6 +146,11 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         Raises:
             StopIteration: there is none.
             ValueError: its structure, shapes or dtypes differ; the batch is gone.
+
+        >>> static_batch = torch.zeros(4, dtype=torch.int64)
+        >>> iter(DataLoader(range(8), 4)).copy_into(static_batch)
+        >>> static_batch
+        tensor([0, 1, 2, 3])
         """
         copy_into(static_batch, next(self))
 

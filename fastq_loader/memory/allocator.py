@@ -367,6 +367,9 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
 
     Returns:
         A contiguous CPU tensor, its memory its own.
+
+    >>> empty((64, 3, 224, 224), torch.uint8).shape
+    torch.Size([64, 3, 224, 224])
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     dtype = torch.get_default_dtype() if dtype is None else dtype

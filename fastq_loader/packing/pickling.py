@@ -95,9 +95,7 @@ def _dispatch_table() -> dict[type, Callable[[Any], Any]]:
     return {**copyreg.dispatch_table, **others}
 
 
-#: torch 2.15 has another name for the last one.
-_REDUCERS = ("reduce_tensor", "reduce_storage", "reduce_event", "_reduce_event")
-_SHARING = [getattr(reductions, name) for name in _REDUCERS if hasattr(reductions, name)]
+_SHARING = (reductions.reduce_tensor, reductions.reduce_storage)
 
 
 class SharedContainer(Exception):

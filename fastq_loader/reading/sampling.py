@@ -98,6 +98,12 @@ class PermutationSampler(Sampler[int]):
 
     Raises:
         TypeError, ValueError: an argument is no such number.
+
+    >>> sampler = PermutationSampler(10**12, seed=1)
+    >>> DataLoader(range(10**12), 4, sampler=sampler).sampler is sampler
+    True
+    >>> sorted(PermutationSampler(8, seed=1))
+    [0, 1, 2, 3, 4, 5, 6, 7]
     """
 
     def __init__(
@@ -135,7 +141,7 @@ class PermutationSampler(Sampler[int]):
             yield from chunk.tolist()
 
     def chunks(self, position: int, size: int) -> Iterator[torch.Tensor]:
-        """The same as int64 tensors of `size` indices; the last one may be shorter."""
+        """The same as int64 tensors of shape (`size`,); the last one may be shorter."""
         permutation, length = Permutation(self.n, self.seed, self.epoch), len(self)
         while position < length:
             stop = min(position + size, length)

@@ -36,18 +36,7 @@ class LeftOut(Exception):
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What to do with a sample that raises when it is read, in `__getitem__`, `__getitems__` or `__next__`.
-
-    Args:
-        limit: how many samples of an epoch may fail. A whole number, or a float from 0.0 to 1.0, which is the
-            share of those read, counting at least 1,000; None is any number. Beyond it the last error is
-            raised, with a list.
-        only: the exceptions that count, a class or several; others are raised as ever.
-        path: a file that gets a line of JSON for each such sample: epoch, batch, index, instead, error.
-
-    Raises:
-        TypeError, ValueError: an argument is not such a value.
-    """
+    """What to do with a sample that raises when it is read; for the arguments see `Replace`."""
 
     limit: int | float | None = 0.5
     only: type[Exception] | tuple[type[Exception], ...] = (Exception,)
@@ -65,7 +54,7 @@ class Tolerance:
             raise TypeError(f"{self}: path must be that of a file")
 
     def allows(self, bad: int, read: int) -> bool:
-        """Whether so many samples of those read may have failed."""
+        """Whether so many samples of those read may have failed. @private"""
         if isinstance(self.limit, float):
             return bad <= self.limit * max(read, LEAST_READ)
         return self.limit is None or bad <= self.limit
@@ -73,21 +62,52 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Replace(Tolerance):
-    """Another sample takes its place: batches keep their sizes, and ranks stay in step.
+    """Another sample takes the place of one that raises when it is read, in `__getitem__`, `__getitems__` or
+    `__next__`: batches keep their sizes, and ranks stay in step.
 
     Which one follows from the epoch's number, the batch's and the position: it is the same for any number of
     workers, after their deaths and after a resume. It is one of those that the sampler may give, where that
     is torch's `RandomSampler`, `SequentialSampler` or `DistributedSampler`, or a `PermutationSampler`; with
     any other sampler it is another one of the same batch, so that no sample of a validation set comes in.
+
+    Args:
+        limit: how many samples of an epoch may fail. A whole number, or a float from 0.0 to 1.0, which is the
+            share of those read, counting at least 1,000; None is any number. Beyond it the last error is
+            raised, with a list.
+        only: the exceptions that count, a class or several; others are raised as ever.
+        path: a file that gets a line of JSON for each such sample: epoch, batch, index, instead, error.
+
+    Raises:
+        TypeError, ValueError: an argument is not such a value.
+
+    >>> class Reciprocals(torch.utils.data.Dataset):
+    ...     def __len__(self):
+    ...         return 4
+    ...     def __getitem__(self, index):
+    ...         return 1 / index
+    >>> warnings.simplefilter("ignore", BadSampleFound)
+    >>> loader = DataLoader(Reciprocals(), 4, errors=Replace(limit=1, only=ZeroDivisionError))
+    >>> [len(batch) for batch in loader], loader.statistics().bad_samples
+    ([4], 1)
     """
 
 
 @dataclass(frozen=True)
 class Skip(Tolerance):
-    """The batch is that much shorter; one without any sample is left out.
+    """A sample that raises when it is read is left out: its batch is that much shorter, and one without any
+    sample does not come. Arguments and what is raised are those of `Replace`.
 
     An iterable dataset must go on after it has raised, which generators do not: where one has ended with an
     error, that is raised.
+
+    >>> class Reciprocals(torch.utils.data.Dataset):
+    ...     def __len__(self):
+    ...         return 4
+    ...     def __getitem__(self, index):
+    ...         return 1 / index
+    >>> warnings.simplefilter("ignore", BadSampleFound)
+    >>> list(DataLoader(Reciprocals(), 4, errors=Skip()))
+    [tensor([1.0000, 0.5000, 0.3333], dtype=torch.float64)]
     """
 
 

@@ -68,6 +68,10 @@ class RayWorkers(WorkerKind):
     Raises:
         TypeError, ValueError: an argument, with its name, its value and what it may be. A loader with such
             workers raises RuntimeError where Ray is not installed.
+
+    >>> RayWorkers(num_gpus=1.5)
+    Traceback (most recent call last):
+    ValueError: RayWorkers(num_gpus=1.5): num_gpus must be a whole number, or a fraction below 1
     """
 
     short_form: ClassVar[str | None] = "ray"

@@ -34,6 +34,11 @@ class Position(NamedTuple):
         epoch: epochs that are over.
         batch: batches of the next one that were handed out; with those that raised.
         batches: batches that were handed out in all epochs.
+
+    >>> loader = DataLoader(range(8), 2)
+    >>> batches = list(loader)
+    >>> loader.position
+    Position(epoch=1, batch=0, batches=4)
     """
 
     epoch: int = 0

@@ -51,7 +51,10 @@ class RoundRobin(Schedule):
             them and a resumed epoch draws the same random numbers. About 15 kB and 0.1 ms for each batch.
 
     Raises:
-        TypeError, ValueError: `window` or `save_generators` is not such a value.
+        TypeError, ValueError: an argument is not such a value.
+
+    >>> DataLoader(range(8), num_workers=2, schedule=RoundRobin(window=8)).schedule
+    RoundRobin(window=8, save_generators=False)
     """
 
     save_generators: bool = False
@@ -80,6 +83,10 @@ class Dynamic(Schedule):
         window: as for `RoundRobin`. None is `prefetch_factor + 1` batches for each worker and, while the next
             batch is late and workers would idle, up to 16 times `prefetch_factor` for each, or 1 GiB (or a
             sixteenth of the machine's memory, if that is less); 14,335 at most.
+
+    >>> loader = DataLoader(torch.arange(8), 2, shuffle=True, num_workers=2, schedule=Dynamic())
+    >>> sorted(torch.cat(list(loader)).tolist())
+    [0, 1, 2, 3, 4, 5, 6, 7]
     """
 
 

@@ -85,6 +85,11 @@ class EpochStatistics:
         wait_p50, wait_p95, wait_p99: percentiles of the time that one call of `next()` took, within 3 %.
         ready: how far the workers were ahead: how many batches were loaded and not handed out, on average in
             each of up to 64 equal parts of the epoch, in the order of time.
+
+    >>> loader = DataLoader(range(8), 2)
+    >>> batches = list(loader)
+    >>> loader.statistics().per_epoch[-1].batches
+    4
     """
 
     epoch: int = 0
@@ -105,7 +110,12 @@ class EpochStatistics:
     ready: tuple[float, ...] = ()
 
     def spent_on(self, cause: str) -> float:
-        """The seconds of one of `CAUSES`."""
+        """The seconds of one of the causes: of "consumer", "workers", "head_of_line", "transport", "memory",
+        "sampler", "device_copy" or "start_up".
+
+        >>> EpochStatistics(seconds=2.0, workers_seconds=1.5).spent_on("workers")
+        1.5
+        """
         seconds: float = getattr(self, f"{cause}_seconds")
         return seconds
 
@@ -135,6 +145,11 @@ class WorkerStatistics:
         shared_bytes, private_bytes: memory of its process that others have, too, as what it was forked with
             and batches, and that it has alone. As last seen by `statistics()`, which looks while it runs and
             spends no more than a hundredth of the time on that; 0: never, or it runs on another machine.
+
+    >>> with DataLoader(range(8), 2, num_workers=2) as loader:
+    ...     batches = list(loader)
+    >>> [worker.batches for worker in loader.statistics().workers]
+    [2, 2]
     """
 
     id: int
@@ -166,6 +181,9 @@ class LateBatch:
         sample: the index of the sample that took longest; None where samples are not read one by one, or
             took less than 25 µs each before.
         sample_seconds: wall time of that.
+
+    >>> LateBatch(epoch=1, batch=7, seconds=0.5, load_seconds=0.6, sample=449, sample_seconds=0.58).sample
+    449
     """
 
     epoch: int
@@ -185,6 +203,9 @@ class BadSample:
         index: its own; None in an iterable dataset.
         instead: the index of the sample that took its place; None: it was left out.
         error: what it raised, as text.
+
+    >>> BadSample(epoch=0, batch=7, index=449, instead=12, error="OSError('truncated')").instead
+    12
     """
 
     epoch: int
@@ -211,6 +232,9 @@ class StagingStatistics:
         copy_wait_seconds: wall time that `next()` waited for a bounce buffer, in seconds.
         block_wait_seconds: wall time that `next()` waited for copies because the device was behind by twice
             `prefetch` batches, whose blocks cannot be written again before, in seconds.
+
+    >>> DataLoader(range(8)).statistics().staging is None  # its batches stay on the host
+    True
     """
 
     device: str
@@ -254,6 +278,12 @@ class LoaderStatistics:
         wire_bytes: bytes that workers on other machines sent; see `WorkerStatistics`.
         bad_samples: that could not be read, and were left out or replaced; see `errors=`.
         last_bad_samples: of these the last thousand.
+
+    >>> loader = DataLoader(range(8), 2)
+    >>> batches = list(loader)
+    >>> statistics = loader.statistics()
+    >>> statistics.epochs, statistics.batches, statistics.blocks_in_use
+    (1, 4, 0)
     """
 
     epochs: int = 0

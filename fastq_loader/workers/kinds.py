@@ -46,17 +46,17 @@ class WorkerKind(ABC):
             raise ValueError(f"{self}: max_restarts must not be negative: use 0 for none")
 
     def restarts(self, iterable: bool) -> int:
-        """How many workers may be replaced, with an iterable dataset or another one."""
+        """How many workers may be replaced, with an iterable dataset or another one. @private"""
         assert self.max_restarts is not None, "it was checked"
         return self.max_restarts
 
     def missing(self) -> str:
-        """What this system lacks for such workers, and what to install; "" if nothing."""
+        """What this system lacks for such workers, and what to install; "" if nothing. @private"""
         return ""
 
     @abstractmethod
     def make_pool(self, plan: Plan) -> WorkerPool:
-        """A pool of this kind."""
+        """A pool of this kind. @private"""
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,10 @@ class Processes(WorkerKind):
     Raises:
         TypeError, ValueError: `max_restarts` is not a number of workers, or `grace_seconds` not one of
             seconds.
+
+    >>> Processes(max_restarts=-1)
+    Traceback (most recent call last):
+    ValueError: Processes(max_restarts=-1): max_restarts must not be negative: use 0 for none
     """
 
     short_form: ClassVar[str | None] = "processes"

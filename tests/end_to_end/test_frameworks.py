@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from fastq_loader import DataLoader, Prefetcher, Processes, assert_active
-from tests.conftest import running_script
+from tests.conftest import run_script, running_script
 
 pytestmark = [pytest.mark.processes, pytest.mark.frameworks]
 
@@ -335,3 +335,18 @@ def test_the_wrapper_of_fabric_reaches_all_that_ours_has(tmp_path: Path) -> None
     assert not hasattr(theirs, "close")
     with pytest.raises(AssertionError, match="_FabricDataLoader"):
         assert_active(theirs)
+
+
+def test_the_examples_in_the_docstrings_run() -> None:
+    """In a process of their own: what they import changes accelerate. The others run in test_docstrings."""
+    pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")
+    result = run_script(
+        """
+        import doctest
+        from fastq_loader import DataLoader
+        from fastq_loader.integrations import accelerate
+        print(doctest.testmod(accelerate, extraglobs={"DataLoader": DataLoader}))
+        """,
+        timeout=60,
+    )
+    assert result.stdout == "TestResults(failed=0, attempted=3)\n", result
