@@ -1,5 +1,6 @@
 """On the shell: `python -m fastq_loader tune module:make_loader` prints what `tune` finds, `compare` what
-`compare` does; `replay` loads a batch again; `doctor` looks at this machine.
+`compare` does; `replay` loads a batch again; `doctor` looks at this machine. What else may be wrong stands in
+TROUBLESHOOTING.md, in the folder of this package.
 
 Runs in a process of its own, which is the consumer of the loader that is made. The folder that it is started
 in is searched for modules, as `python -m` does.

@@ -33,7 +33,8 @@ class ProtocolError(RuntimeError):
 
 
 class WorkerDied(RuntimeError):
-    """A worker process ended before it answered; torch raises a plain RuntimeError here.
+    """A worker process ended before it answered; torch raises a plain RuntimeError here. TROUBLESHOOTING.md has
+    what may have ended it.
 
     >>> list(DataLoader(range(4), num_workers=1, collate_fn=lambda samples: os._exit(3)))
     Traceback (most recent call last):
@@ -66,7 +67,8 @@ class WorkerReplaced(RuntimeWarning):
 
 
 class LoaderTimeout(RuntimeError):
-    """No batch arrived within `timeout` seconds; torch raises a plain RuntimeError here.
+    """No batch arrived within `timeout` seconds; torch raises a plain RuntimeError here. The text has the stacks
+    of the worker, and TROUBLESHOOTING.md what such a worker may wait for.
 
     >>> list(DataLoader(range(4), num_workers=1, timeout=0.1, collate_fn=lambda samples: time.sleep(0.5)))
     Traceback (most recent call last):
