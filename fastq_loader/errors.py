@@ -33,8 +33,8 @@ class ProtocolError(RuntimeError):
 
 
 class WorkerDied(RuntimeError):
-    """A worker process ended before it answered; torch raises a plain RuntimeError here. TROUBLESHOOTING.md has
-    what may have ended it.
+    """A worker process ended before it answered; torch raises a plain RuntimeError here. What may have ended
+    it stands in TROUBLESHOOTING.md.
 
     >>> list(DataLoader(range(4), num_workers=1, collate_fn=lambda samples: os._exit(3)))
     Traceback (most recent call last):
@@ -67,8 +67,8 @@ class WorkerReplaced(RuntimeWarning):
 
 
 class LoaderTimeout(RuntimeError):
-    """No batch arrived within `timeout` seconds; torch raises a plain RuntimeError here. The text has the stacks
-    of the worker, and TROUBLESHOOTING.md what such a worker may wait for.
+    """No batch arrived within `timeout` seconds; torch raises a plain RuntimeError here. The text has the
+    stacks of the worker, and TROUBLESHOOTING.md what a worker may wait for.
 
     >>> list(DataLoader(range(4), num_workers=1, timeout=0.1, collate_fn=lambda samples: time.sleep(0.5)))
     Traceback (most recent call last):
