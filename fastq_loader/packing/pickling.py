@@ -191,6 +191,12 @@ def dump(
     return file.getvalue()
 
 
+# A function in torch 2.15, with a list for each thread.
+_unvalidated = getattr(
+    torch._utils, "_get_sparse_tensors_to_validate", lambda: torch._utils._sparse_tensors_to_validate
+)
+
+
 def load(data: bytes, leaves: Sequence[Any]) -> Any:
     """The inverse of `dump`, with the leaves put together again.
 
@@ -204,7 +210,7 @@ def load(data: bytes, leaves: Sequence[Any]) -> Any:
     finally:
         _building.leaves = before
         # torch keeps every sparse tensor in it until the next torch.load, and its memory with it.
-        torch._utils._sparse_tensors_to_validate.clear()
+        _unvalidated().clear()
 
 
 # ---- naming what cannot be pickled ------------------------------------------------------------------
