@@ -1,6 +1,6 @@
 """Files that people open in `__getitem__` give torch's batches, with workers of any start method.
 
-Runs where the libraries are: `pip install -e '.[test,frameworks]'`; for `streaming` see `.ci/run`.
+Runs where the libraries are: `pip install -e '.[test,formats]'`; for `streaming` see `.ci/run`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from fastq_loader import DataLoader
 from tests.support.datasets import assert_same
 from tests.support.formats import FORMATS, STREAMS, epoch, write_all
 
-pytestmark = [pytest.mark.processes, pytest.mark.frameworks, pytest.mark.filterwarnings("ignore")]
+pytest.importorskip("h5py", reason="needs the extra 'formats'")
+
+pytestmark = [pytest.mark.processes, pytest.mark.formats, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")
@@ -44,5 +46,5 @@ def ours(files: Path, request: pytest.FixtureRequest) -> dict[str, list[Any]]:
 def test_a_format_gives_torchs_batches(
     name: str, module: str, torchs: dict[str, list[Any]], ours: dict[str, list[Any]]
 ) -> None:
-    pytest.importorskip(module, reason="needs the extra 'frameworks'", exc_type=ImportError)
+    pytest.importorskip(module, reason="needs the extra 'formats'", exc_type=ImportError)
     assert_same(torchs[name], ours[name])

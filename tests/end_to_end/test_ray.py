@@ -148,9 +148,10 @@ def test_a_warning_names_the_node_and_the_process(
     cluster: Nodes, crime: Callable[[Nodes, random.Random], None]
 ) -> None:
     cluster.resize(2, 2)
-    with loader(Made(slow, 400), RayWorkers(), 2, schedule="dynamic", shuffle=False) as made:
-        batches = iter(made)
-        found = [next(batches)]
+    with loader(Made(slow, 4000), RayWorkers(), 2, schedule="dynamic", shuffle=False) as made:
+        batches, found = iter(made), []
+        while not all(worker.batches for worker in made.statistics().workers):
+            found.append(next(batches))
         workers = hosts_and_workers()[1]
         crime(cluster, random.Random(3))
         with pytest.warns(
