@@ -35,6 +35,7 @@ _REMEDIES = {
     "accelerate": _ACCELERATE,
     "transformers": f"{_ACCELERATE}, and call fastq_loader.install() before the Trainer makes it, or return "
     "a fastq_loader.DataLoader from get_train_dataloader()",
+    "ray": "make it with sampler=DistributedSampler(dataset), which Ray Train does not replace",
 }
 _REMEDY = "make it with fastq_loader.DataLoader, or call fastq_loader.install() before it is made"
 

@@ -255,7 +255,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     chaos.addoption("--chaos-seconds", type=float, default=6.0, help="how long each test may go on")
     chaos.addoption("--chaos-seed", type=int, help="of the first run; drawn if it is not given")
     cluster = parser.getgroup("ray")
-    cluster.addoption("--ray-runs", type=int, default=2, help="how many random runs in a Ray cluster")
+    cluster.addoption("--ray-runs", type=int, default=1, help="how many random runs in a Ray cluster")
     cluster.addoption("--ray-seed", type=int, help="of the first run; drawn if it is not given")
 
 

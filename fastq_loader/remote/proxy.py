@@ -124,6 +124,7 @@ class Proxy:
         self._tasks = TaskQueue(claims, self._shared_tasks, setup.worker)
         self._far: Connection | None = None
         self._greeted = False
+        self._pings: list[Ping] = []  # not sent back
         self._epoch: Epoch | None = None
         self._stopping = False
         self._failures = 0
@@ -178,10 +179,16 @@ class Proxy:
             elif isinstance(message, Space):
                 self._blocks.give(message.ranges)
             elif isinstance(message, Ping):
-                self._socket.send(message)
+                self._pings.append(message)
+                self._answer_pings()
             else:
                 assert isinstance(message, Stop)
                 self._stopping = True
+
+    def _answer_pings(self) -> None:
+        """Send them back; not before the greeting: until then there is no way back to the consumer."""
+        while self._greeted and self._pings:
+            self._socket.send(self._pings.pop())
 
     def _add(self, task: Task) -> None:
         if not self._shared_tasks:  # all are this worker's: the far one sees to their order
@@ -299,6 +306,7 @@ class Proxy:
         if not self._greeted:
             self._greeted = True
             self._socket.say_hello()
+            self._answer_pings()
 
     def _report(self, status: Status) -> None:
         with contextlib.suppress(OSError):  # the consumer is gone, and in a moment this process, too

@@ -156,6 +156,7 @@ class OwnArguments(DataLoader[Any]):
 
 RANK = """
 import json, os, warnings
+from itertools import islice
 import accelerate, torch
 from torch.utils.data import DataLoader, DistributedSampler
 import fastq_loader, fastq_loader.integrations.accelerate as integration
@@ -172,8 +173,8 @@ def made(config, loader, stateful=False):
 def epochs(config, loader):
     accelerator, prepared = made(config, loader)
     model, told = torch.nn.Linear(1, 1), []
-    for _ in range(2):
-        for indices, _ in prepared:
+    for stop in (2, None, None):
+        for indices, _ in islice(prepared, stop):
             with accelerator.accumulate(model):
                 gathered = accelerator.gather_for_metrics(indices).flatten().tolist()
                 told.append([indices.tolist(), gathered, accelerator.sync_gradients, prepared.remainder])
@@ -216,7 +217,7 @@ for name, config in CONFIGS.items():
         assert type(loader) is OwnArguments and loader.size == 45 and loader.schedule == "dynamic", name
         assert loader.workers == Processes(max_restarts=3), name
         loader.statistics(), loader.position
-    seen[name] = [batch[0] for batch in told[:-3]]
+    seen[name] = [batch[0] for batch in told[2:-3]]
     resumed(lambda seed: made(config, OwnArguments(seed, 40), stateful=True), 3)
 resumed(registered, 2)
 print(json.dumps(seen))
@@ -231,26 +232,89 @@ CONFIGS: dict[str, Any] = {
 }
 
 
+def run_ranks(source: str, ranks: int, **env: str) -> list[Any]:
+    """Run a script once for each rank, as torchrun does; what each of them printed in the end."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    processes = [env]
+    if ranks > 1:
+        env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "1"}
+        processes = [{**env, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    with contextlib.ExitStack() as stack:
+        scripts = [stack.enter_context(running_script(source, env=each)) for each in processes]
+        results = [script.finish(150) for script in scripts]
+    for result in results:
+        assert (result.returncode, result.left) == (0, ()), result
+    return [json.loads(result.stdout.splitlines()[-1]) for result in results]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_accelerate_keeps_ours_and_makes_of_it_what_it_makes_of_torchs(ranks: int, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")
     pytest.importorskip("torchdata.stateful_dataloader")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    job = {"ACCELERATE_USE_CPU": "1", "FOLDER": str(tmp_path)}
-    processes = [job]
-    if ranks > 1:
-        job |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        processes = [{**job, "MASTER_PORT": str(port), "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    with contextlib.ExitStack() as stack:
-        scripts = [stack.enter_context(running_script(RANK, env=environment)) for environment in processes]
-        results = [script.finish(150) for script in scripts]
-    for result in results:
-        assert result.returncode == 0, result
-    told = [json.loads(result.stdout.splitlines()[-1]) for result in results]
+    told = run_ranks(RANK, ranks, ACCELERATE_USE_CPU="1", FOLDER=str(tmp_path))
     for name in CONFIGS:
         drawn = {index for seen in told for batch in seen[name] for [index] in batch}
         assert drawn == set(range(45)), name
+
+
+DDP = """
+import json, os, warnings
+import lightning, torch
+from torch.utils.data import DataLoader
+import fastq_loader, fastq_loader.integrations.fabric
+from tests.end_to_end.test_frameworks import Augmented
+
+warnings.simplefilter("ignore")
+OPTIONS = {"schedule": "dynamic", "workers": fastq_loader.Processes(max_restarts=3)}
+DEVICES = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear(1, 1), []
+    def training_step(self, batch, _):
+        self.seen.append(batch[0].flatten().tolist())
+        return self.layer(batch[0]).sum()
+    def validation_step(self, batch, _):
+        self.seen.append(batch[0].flatten().tolist())
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-6)
+
+def fit(cls, **options):
+    trainer = lightning.Trainer(
+        **DEVICES, max_epochs=2, limit_train_batches=4, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
+        default_root_dir=os.environ["FOLDER"],
+    )
+    model = Model()
+    train, evaluate = (cls(Augmented(), 4, shuffle, num_workers=2, **options) for shuffle in (True, False))
+    trainer.fit(model, train, evaluate)
+    return model.seen, [trainer.train_dataloader, trainer.val_dataloaders]
+
+def fabric(cls, **options):
+    fabric = lightning.Fabric(**DEVICES)
+    fabric.launch()
+    loader = fabric.setup_dataloaders(cls(Augmented(), 4, True, num_workers=2, **options))
+    return [batch[0].flatten().tolist() for _ in range(2) for batch in loader], [loader]
+
+for run in (fit, fabric):
+    expected, _ = run(DataLoader)
+    seen, loaders = run(fastq_loader.DataLoader, **OPTIONS)
+    assert seen == expected, (run, seen, expected)
+    fastq_loader.assert_active(loaders)
+    for loader in loaders:
+        assert {name: getattr(loader, name) for name in OPTIONS} == OPTIONS, run
+        loader.statistics(), loader.close()
+print(json.dumps(seen))
+"""
+
+
+def test_lightning_and_fabric_divide_ours_among_two_processes_as_torchs(tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="needs the extra 'frameworks'")
+    drawn = [batch for seen in run_ranks(DDP, 2, FOLDER=str(tmp_path)) for batch in seen]
+    assert sorted(index for batch in drawn for index in batch) == sorted(2 * [*map(float, range(40))])
 
 
 @pytest.mark.filterwarnings("ignore")

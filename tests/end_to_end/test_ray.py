@@ -13,17 +13,17 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import torch.utils.data
 
-from fastq_loader import DataLoader, RayWorkers, WorkerDied, WorkerReplaced
+from fastq_loader import DataLoader, Processes, RayWorkers, WorkerDied, WorkerReplaced, assert_active
 from tests.conftest import running_script, wait_until
 from tests.support.certificates import AVAILABLE, make_tls
-from tests.support.datasets import Made, MapDataset, Stream, assert_same
+from tests.support.datasets import Made, Stream, assert_same
 from tests.support.loaders import MANY_WORKERS, seed_all
 from tests.support.ray_cluster import Nodes, actors, hosts_and_workers, nothing_left, remote_processes
 
@@ -35,8 +35,6 @@ pytestmark = [
     MANY_WORKERS,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray's own
 ]
-
-SCHEDULES = pytest.mark.parametrize("schedule", ["dynamic", "round_robin"])
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +59,11 @@ def plain(index: int) -> Any:
     return torch.full((20_000,), float(index)), [index]
 
 
+def slow(index: int) -> Any:
+    time.sleep(0.05)
+    return plain(index)
+
+
 def loader(dataset: Any, workers: Any, number: int, **options: Any) -> DataLoader[Any]:
     options = {"batch_size": 4, "shuffle": not isinstance(dataset, Stream), "timeout": 100, **options}
     return DataLoader(dataset, num_workers=number, workers=workers, **options)
@@ -74,26 +77,6 @@ def epochs(stops: tuple[int | None, ...], *given: Any, **options: Any) -> list[A
     return [*found, torch.rand(1)]
 
 
-@SCHEDULES
-@pytest.mark.parametrize("encrypted", [False, True])
-def test_batches_are_those_of_local_workers(
-    cluster: Nodes, schedule: str, encrypted: bool, tmp_path: Path
-) -> None:
-    """So are those of persistent workers and of streams, after breaks."""
-    cluster.resize(2, 1)
-    workers, stops = RayWorkers(), (None, 2, 0, None)
-    if encrypted:
-        if not AVAILABLE:
-            pytest.skip("needs the program openssl")
-        for made, name in zip(make_tls(tmp_path), ("cert.pem", "key.pem", "ca.pem"), strict=True):
-            Path(made).rename(tmp_path / name)
-        workers, stops = RayWorkers(tls=tmp_path), (None,)
-    for dataset in (Made(drawn, 70), MapDataset("large", 50), Stream("large", [9, 2, 5])):
-        options = {"persistent_workers": len(stops) > 1, "schedule": schedule}
-        here = epochs(stops, dataset, "processes", 3, **options)
-        assert_same(here, epochs(stops, dataset, workers, 3, **options))
-
-
 def device(index: int) -> str:
     return os.environ["CUDA_VISIBLE_DEVICES"]
 
@@ -104,7 +87,40 @@ def test_each_worker_sees_the_gpu_of_its_own_actor(cluster: Nodes) -> None:
     workers = RayWorkers(num_gpus=1)
     with loader(Made(device, 8), workers, 2, collate_fn=list, schedule="round_robin") as made:
         assert sorted(made) == [["0"] * 4, ["1"] * 4]
-    cluster.resize()
+
+
+def test_a_node_that_joins_gets_work_in_the_same_epoch(cluster: Nodes) -> None:
+    cluster.resize(1)
+    with loader(Made(plain, 10**6), "ray", 3, schedule="dynamic", shuffle=False) as made:
+        batches = iter(made)
+        for at in range(10**9):
+            next(batches)
+            if at == 10:
+                assert sum(worker.batches > 0 for worker in made.statistics().workers) == 1
+                cluster.add(2)
+            if sum(worker.batches > 0 for worker in made.statistics().workers) == 3:
+                return
+
+
+@pytest.mark.parametrize(
+    ("schedule", "encrypted"), [("dynamic", False), ("round_robin", False), ("dynamic", True)]
+)
+def test_batches_are_those_of_local_workers(
+    cluster: Nodes, schedule: str, encrypted: bool, tmp_path: Path
+) -> None:
+    """So are those of persistent workers and of streams, after breaks."""
+    cluster.resize(2, 2)
+    workers, stops = RayWorkers(), (None, 2, 0, None)
+    if encrypted:
+        if not AVAILABLE:
+            pytest.skip("needs the program openssl")
+        for made, name in zip(make_tls(tmp_path), ("cert.pem", "key.pem", "ca.pem"), strict=True):
+            Path(made).rename(tmp_path / name)
+        workers, stops = RayWorkers(tls=tmp_path), (None,)
+    for dataset in (Made(drawn, 70), Stream("large", [9, 2, 5])):
+        options = {"persistent_workers": len(stops) > 1, "schedule": schedule}
+        here = epochs(stops, dataset, "processes", 3, **options)
+        assert_same(here, epochs(stops, dataset, workers, 3, **options))
 
 
 def kill(pids: list[int], chance: random.Random) -> None:
@@ -131,31 +147,19 @@ CRIMES: list[Callable[[Nodes, random.Random], None]] = [
 def test_a_warning_names_the_node_and_the_process(
     cluster: Nodes, crime: Callable[[Nodes, random.Random], None]
 ) -> None:
-    cluster.resize(2)
-    with loader(Made(plain, 400), RayWorkers(), 2, schedule="dynamic", shuffle=False) as made:
-        batches = iter(made)
-        found = [next(batches)]
+    cluster.resize(2, 2)
+    with loader(Made(slow, 4000), RayWorkers(), 2, schedule="dynamic", shuffle=False) as made:
+        batches, found = iter(made), []
+        while not all(worker.batches for worker in made.statistics().workers):
+            found.append(next(batches))
         workers = hosts_and_workers()[1]
         crime(cluster, random.Random(3))
         with pytest.warns(
             WorkerReplaced, match=r"was lost with its process on .*Ray's node \w{12}\) \(pid \d+"
         ) as caught:
-            found += batches
+            found += takewhile(lambda _: not caught.list, batches)
     assert any(f"(pid {pid}" in str(warning.message) for warning in caught for pid in workers)
-    assert [int(batch[1][0][0]) for batch in found] == list(range(0, 400, 4))
-
-
-def test_a_node_that_joins_gets_work_in_the_same_epoch(cluster: Nodes) -> None:
-    cluster.resize(1)
-    with loader(Made(plain, 10**6), "ray", 3, schedule="dynamic", shuffle=False) as made:
-        batches = iter(made)
-        for at in range(10**9):
-            next(batches)
-            if at == 10:
-                assert sum(worker.batches > 0 for worker in made.statistics().workers) == 1
-                cluster.add(2)
-            if sum(worker.batches > 0 for worker in made.statistics().workers) == 3:
-                return
+    assert [int(batch[1][0][0]) for batch in found] == list(range(0, 4 * len(found), 4))
 
 
 #: What the scripts begin with.
@@ -192,9 +196,9 @@ loader.close()
 
 
 def test_a_rank_leaves_room_for_the_others(cluster: Nodes, tmp_path: Path) -> None:
-    cluster.resize(4)
+    cluster.resize(2, 2)
     env, said = {"WORLD_SIZE": "2"}, {"address": cluster.address, "go": str(tmp_path / "go")}
-    with running_script(RANK.format(rank=0, **said), env=env) as first:
+    with running_script(RANK.format(rank=0, **said), env=env, warm=True) as first:
         first.wait_for("2\n", 100)  # its workers stay, and are two of four
         with running_script(RANK.format(rank=1, **said), env=env) as second:
             second.wait_for("2\n", 100)
@@ -220,7 +224,7 @@ for number, batch in enumerate(loader):
 
 def test_a_consumer_that_is_killed_leaves_nothing_in_the_cluster(cluster: Nodes) -> None:
     cluster.resize(2, 2)
-    with running_script(CONSUMER.format(address=cluster.address)) as script:
+    with running_script(CONSUMER.format(address=cluster.address), warm=True) as script:
         script.wait_for("running", 100)
         assert wait_until(lambda: len(hosts_and_workers()[1]) == 3, 60)
         os.kill(script.pid, signal.SIGKILL)
@@ -228,9 +232,9 @@ def test_a_consumer_that_is_killed_leaves_nothing_in_the_cluster(cluster: Nodes)
 
 
 def test_a_consumer_that_is_terminated_may_take_its_time(cluster: Nodes) -> None:
-    cluster.resize(3)
+    cluster.resize(2, 2)
     slow = "import atexit, time; atexit.register(time.sleep, 4)"  # Ray's handler of SIGTERM waits for 3 s
-    with running_script(slow + CONSUMER.format(address=cluster.address)) as script:
+    with running_script(slow + CONSUMER.format(address=cluster.address), warm=True) as script:
         script.wait_for("running", 100)
         os.kill(script.pid, signal.SIGTERM)
         result = script.finish(60)
@@ -239,8 +243,8 @@ def test_a_consumer_that_is_terminated_may_take_its_time(cluster: Nodes) -> None
 
 @pytest.mark.parametrize("end", ["break", "error", "close"])
 def test_an_epoch_that_is_left_leaves_nothing_in_the_cluster(cluster: Nodes, end: str) -> None:
-    cluster.resize(2)
-    made = loader(Made(plain, 4000), "ray", 2)
+    cluster.resize(2, 2)
+    made = loader(Made(plain, 4000), "ray", 1)
     batches = iter(made)
     next(batches)
     if end == "error":
@@ -258,7 +262,7 @@ SHUT_DOWN = (
     + """
 import ray
 chance, kept = random.Random({seed}), []
-for in_the_middle in (True, False, True, False):
+for in_the_middle in (True, False):
     ray.init(address={address!r}, log_to_driver=False)
     schedule = chance.choice(["dynamic", "round_robin"])
     options = {{"workers": RayWorkers(), "schedule": schedule, "persistent_workers": True}}
@@ -278,13 +282,13 @@ print("saved")
 
 
 def test_a_process_outlives_ray_and_its_loaders_say_what_happened(cluster: Nodes) -> None:
-    cluster.resize(2)
+    cluster.resize(2, 2)
     seed = random.randrange(10**6)
-    with running_script(SHUT_DOWN.format(address=cluster.address, seed=seed)) as script:
+    with running_script(SHUT_DOWN.format(address=cluster.address, seed=seed), warm=True) as script:
         result = script.finish(200)
     assert result.returncode == 0, (seed, result)
     *errors, saved = result.stdout.splitlines()
-    assert (len(errors), saved) == (4, "saved"), (seed, result)
+    assert (len(errors), saved) == (2, "saved"), (seed, result)
     assert all("Ray was shut down" in error for error in errors), (seed, errors)
 
 
@@ -307,11 +311,65 @@ def test_without_a_cluster_one_is_started_on_this_machine_and_ends_with_the_prog
     assert not result.left
 
 
+def train(config: dict[str, Any]) -> None:
+    """What each rank of Ray Train does."""
+    import ray.train.torch as ray_train
+
+    def loader(cls: Any, sampler: Any, **options: Any) -> Any:
+        return cls(range(40), 4, sampler=sampler, num_workers=1, **options)
+
+    def ranks() -> Any:
+        return torch.utils.data.DistributedSampler(range(40), seed=3)  # type: ignore[arg-type]
+
+    options = {"schedule": "dynamic", "workers": Processes(max_restarts=3)}
+    made = loader(DataLoader, ranks(), **options)
+    assert ray_train.prepare_data_loader(made, move_to_device=False) is made
+    wrapped = ray_train.prepare_data_loader(made)
+    assert_active(wrapped)
+    assert wrapped._dataloader is made
+    found = [batch.tolist() for batch in wrapped]
+    theirs = ray_train.prepare_data_loader(loader(torch.utils.data.DataLoader, ranks()))
+    assert found == [batch.tolist() for batch in theirs]
+    replaced = ray_train.prepare_data_loader(loader(DataLoader, None, **options))
+    if config["ranks"] > 1:
+        with pytest.raises(AssertionError, match="sampler=DistributedSampler"):
+            assert_active(replaced)
+    rank = torch.distributed.get_rank()
+    Path(config["folder"], f"{config['ranks']}.{rank}").write_text(repr(found))
+
+
+TRAINER = """
+import ray, ray.train
+from ray.train.torch import TorchTrainer
+from tests.end_to_end.test_ray import train
+
+ray.init(address={address!r}, log_to_driver=False)
+for ranks in (1, 2):
+    TorchTrainer(
+        train,
+        train_loop_config={{"folder": {folder!r}, "ranks": ranks}},
+        scaling_config=ray.train.ScalingConfig(num_workers=ranks),
+        run_config=ray.train.RunConfig(storage_path={folder!r}),
+    ).fit()
+"""
+
+
+def test_ray_train_keeps_a_loader_that_has_a_sampler_for_ranks(cluster: Nodes, tmp_path: Path) -> None:
+    pytest.importorskip("ray.train", exc_type=ImportError)
+    cluster.resize(2, 2)
+    with running_script(TRAINER.format(address=cluster.address, folder=str(tmp_path)), warm=True) as script:
+        result = script.finish(200)
+    assert result.returncode == 0, result
+    for ranks in (1, 2):
+        drawn = [batch for file in tmp_path.glob(f"{ranks}.*") for batch in eval(file.read_text())]
+        assert sorted(index for batch in drawn for index in batch) == list(range(40))
+
+
 # ---- nodes die: in the end, because Ray places actors on them for a quarter of a minute ----------------
 
 
 def test_where_all_nodes_are_lost_it_is_said_at_the_head_of_the_line(cluster: Nodes) -> None:
-    cluster.resize(2)
+    cluster.resize(2, 2)
     with loader(Made(plain, 4000), RayWorkers(max_restarts=0), 2, schedule="dynamic", shuffle=False) as made:
         batches = iter(made)
         next(batches)

@@ -177,20 +177,27 @@ def test_far_and_local_workers_of_two_loaders_do_not_meet() -> None:
 
 
 def test_more_workers_than_places_wait_until_a_machine_joins() -> None:
-    loader = DataLoader(Made(slow, 60), 2, num_workers=3, workers=far(nodes=1, room=1), schedule="dynamic")
+    """For long: those that wait have a ping to send back by then."""
+    loader = DataLoader(
+        Made(later_slow, 660), 2, num_workers=3, workers=far(nodes=1, room=1), schedule="dynamic"
+    )
     seen = set()
     for number, batch in enumerate(loader):
         seen.update(batch.tolist())
-        if number == 3:
+        if number == 290:
             assert [worker.batches > 0 for worker in loader.statistics().workers].count(True) == 1
             LocalHosts.made[-1].add_node()
-    assert seen == set(range(60))
+    assert seen == set(range(660))
     assert [worker.batches > 0 for worker in loader.statistics().workers].count(True) >= 2
 
 
 def slow(index: int) -> int:
     time.sleep(0.02)
     return index
+
+
+def later_slow(index: int) -> int:
+    return index if index < 580 else slow(index)
 
 
 @SCHEDULES

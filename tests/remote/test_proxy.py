@@ -29,7 +29,7 @@ from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.remote import proxy as module
-from fastq_loader.remote.connection import MESSAGE, Address, Connection, header
+from fastq_loader.remote.connection import MESSAGE, WELCOME, Address, Connection, Frame, header
 from fastq_loader.remote.proxy import NoPlace, Place, Proxy, Status
 from fastq_loader.system import calls
 from tests.support.simulation import Table
@@ -54,6 +54,7 @@ class PlayedSocket:
         return self.messages.pop(0) if self.messages else None
 
     def send(self, message: Any) -> None:
+        assert self.greetings, "no way back yet"
         self.sent.append(message)
 
     def say_hello(self) -> None:
@@ -84,6 +85,7 @@ class Scene:
         mine, other = socket.socketpair()
         self.ends += (mine, other)
         self.proxy._far = Connection(mine, MESSAGE)
+        self.proxy._greeted, self.socket.greetings = True, 1
         self.far = Connection(other, MESSAGE)
 
     def tell(self, *messages: Any) -> None:
@@ -254,6 +256,21 @@ def test_tasks_that_others_have_are_not_kept_while_there_is_no_far_worker(scene:
         scene.tell(task(seq % 900))
         scene.claims.claim(100 + seq % 900, 0)
     assert len(scene.proxy._tasks) <= module._UNREAD
+
+
+def test_a_ping_from_before_the_first_place_is_sent_back_after_the_greeting(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then there is no way back to the consumer."""
+    far, scene.proxy._far = scene.proxy._far, None
+    scene.proxy._greeted, scene.socket.greetings = False, 0
+    scene.tell(EPOCH, task(0), Ping())
+    assert scene.socket.sent == []
+    monkeypatch.setattr(module, "connect", lambda *_, **__: (far, Frame(WELCOME, b"7", 0)))
+    scene.pipe.send(PLACE)
+    scene.proxy._take_place()
+    assert scene.socket.greetings == 1
+    assert scene.socket.sent == [Ping()]
 
 
 def test_places_where_nobody_listens_are_given_back_and_the_third_is_the_last(assigned: Scene) -> None:
