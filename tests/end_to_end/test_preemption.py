@@ -114,11 +114,14 @@ def test_a_worker_outlives_sigterm_and_ends_with_its_loader(start_method: str) -
 
 class Forks(Slow):
     def __getitem__(self, index: int) -> int:
+        ready, there = os.pipe()
         child = os.fork()
         if child == 0:
+            os.write(there, b"1")
             for _ in range(200):  # a signal may come right before a sleep
                 time.sleep(0.05)
             os._exit(1)
+        os.read(ready, 1)  # Python forgets a signal that comes before the child is its own
         os.kill(child, signal.SIGTERM)
         _, status = os.waitpid(child, 0)
         return os.waitstatus_to_exitcode(status)
