@@ -24,7 +24,9 @@ pytest.importorskip("build")
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 ABI = f"cp{sys.version_info.major}{sys.version_info.minor}t" if FREE_THREADED else "abi3"
 NO_COMPILER = (
-    platform.machine() != "x86_64" or shutil.which(sysconfig.get_config_var("CC").split()[0]) is None
+    platform.machine() != "x86_64"
+    or shutil.which(sysconfig.get_config_var("CC").split()[0]) is None
+    or not Path(sysconfig.get_path("include"), "Python.h").exists()
 )
 PROGRAM = """
 import fastq_loader
