@@ -167,7 +167,8 @@ def in_child(
         RuntimeError: the child died.
         Exception: what the task raised.
     """
-    context: Any = multiprocessing.get_context(method)
+    # Not by Python's own fork server: its children may be interrupted while they import.
+    context: Any = multiprocessing.get_context("fork" if method == "fork" else "spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = Child(context.Process(target=_run, args=(sender, task, os.getpid())))
     with receiver, sender:
@@ -177,6 +178,7 @@ def in_child(
                 child.start()
             sender.close()
             sources = receiver.fileno(), child.descriptor
+            receiver.recv()  # it is up: imports are not part of its time
             while look is not None and not calls.readable(sources, look(child.pid)):
                 pass
             if not calls.readable(sources, patience):
@@ -227,9 +229,10 @@ def _run(answers: Connection, task: Task, consumer: int) -> None:
         leave_with(consumer)  # the workers see this process end, and follow
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, _leave)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        answers.send(None)
         try:
             with contextlib.suppress(_TimeIsOver):
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
                 task.run()
             _let_finish()  # what is left takes workers 5 s at most
             answer = task.result()

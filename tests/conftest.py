@@ -8,6 +8,7 @@ ZeroMQ, a zombie) counts as well.
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import re
 import signal
@@ -242,6 +243,15 @@ def _nothing_left_behind(request: pytest.FixtureRequest, _own_temporary_folder: 
         left |= {"processes": set(new.values())} if new else {}
         listing = "\n".join(f"  {kind}: {', '.join(sorted(names))}" for kind, names in left.items())
         pytest.fail(f"left behind {SETTLE_SECONDS:.0f} s after the test:\n{listing}", pytrace=False)
+
+
+@pytest.fixture
+def forked_workers() -> Iterator[None]:
+    """Workers are forked where nothing else is said, as before Python 3.14: for what they have to inherit."""
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("fork", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
 
 
 def _kill(pids: Iterable[int]) -> None:

@@ -200,6 +200,12 @@ def test_when_time_is_over_what_there_is_counts() -> None:
     assert found.batches > 0
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_the_imports_of_its_process_are_not_part_of_its_time(method: str) -> None:
+    setting = Setting(0, 2, start_method=method)
+    assert trials.measure(DataLoader(Made(float, 10**6)), setting, 0.0, 60.0, 0.2).batches > 0
+
+
 @pytest.mark.parametrize("to_the_group", [False, True])
 def test_ctrl_c_ends_it_with_its_workers(to_the_group: bool) -> None:
     with running_script(

@@ -4,7 +4,10 @@
    before it writes them nor keeps them in a cache afterwards. SSE2 is enough for that and part of every
    x86-64; wider stores write the same lines. */
 
+#include <pyconfig.h>
+#ifndef Py_GIL_DISABLED /* a free-threaded Python has no stable ABI */
 #define Py_LIMITED_API 0x030A0000 /* one build serves Python 3.10 and all that follow */
+#endif
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -51,16 +54,19 @@ static PyObject *copy(PyObject *module, PyObject *arguments)
     char *target = PyLong_AsVoidPtr(target_address);
     if (target == NULL && PyErr_Occurred())
         return NULL;
-    Py_ssize_t count = PyList_Size(sources);
+    PyObject *addresses = PyList_AsTuple(sources); /* without the GIL another thread may change the list */
+    if (addresses == NULL)
+        return NULL;
+    Py_ssize_t count = PyTuple_Size(addresses);
     const char **pieces = PyMem_Malloc(count ? (size_t)count * sizeof *pieces : 1);
     if (pieces == NULL)
-        return PyErr_NoMemory();
-    for (Py_ssize_t at = 0; at < count; at++) {
-        pieces[at] = PyLong_AsVoidPtr(PyList_GetItem(sources, at));
-        if (pieces[at] == NULL && PyErr_Occurred()) {
-            PyMem_Free(pieces);
-            return NULL;
-        }
+        PyErr_NoMemory();
+    for (Py_ssize_t at = 0; at < count && !PyErr_Occurred(); at++)
+        pieces[at] = PyLong_AsVoidPtr(PyTuple_GetItem(addresses, at));
+    Py_DECREF(addresses);
+    if (PyErr_Occurred()) {
+        PyMem_Free(pieces);
+        return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t at = 0; at < count; at++)
@@ -73,12 +79,20 @@ static PyObject *copy(PyObject *module, PyObject *arguments)
 
 static PyMethodDef functions[] = {{"copy", copy, METH_VARARGS, copy_doc}, {NULL, NULL, 0, NULL}};
 
+static PyModuleDef_Slot slots[] = {
+#ifdef Py_GIL_DISABLED
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED}, /* it keeps nothing between two calls */
+#endif
+    {0, NULL},
+};
+
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "_nontemporal",
     .m_doc = "Copies with non-temporal stores.",
     .m_size = 0,
     .m_methods = functions,
+    .m_slots = slots,
 };
 
 PyMODINIT_FUNC PyInit__nontemporal(void)

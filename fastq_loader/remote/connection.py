@@ -122,7 +122,7 @@ def _mac(token: bytes, *parts: bytes) -> bytes:
 
 def _check_magic(magic: bytes) -> None:
     if magic != MAGIC:
-        raise Refused("not this protocol")
+        raise Refused(f"not this protocol, or another version of it: {magic!r}, and here {MAGIC!r}")
 
 
 def _check_mac(mac: bytes, token: bytes, *parts: bytes) -> None:

@@ -214,7 +214,7 @@ def everything() -> dict[str, Any]:
         "of a graph": torch.zeros(3, requires_grad=True) * 1,
         "subclass": torch.zeros(3).as_subclass(Subclass),
         "conjugate": torch.zeros(3, dtype=torch.complex64).conj(),
-        "sparse": torch.sparse_coo_tensor(torch.arange(3)[None], torch.zeros(3), **SPARSE),
+        "sparse": torch.sparse_coo_tensor(torch.arange(3)[None], torch.zeros(3), (3,), **SPARSE),
         "array": np.zeros((2, 3), order="F"),
         "strided array": np.zeros((4, 3))[::2],
         "array of objects": np.zeros(3, dtype=object),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pickle import PicklingError
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,9 @@ def test_without_cloudpickle_the_error_says_so(monkeypatch: pytest.MonkeyPatch) 
     loader = DataLoader(range(3), collate_fn=lambda b: b, num_workers=1, multiprocessing_context="spawn")  # type: ignore[arg-type]
     with (
         pytest.warns(UserWarning, match="Got pickle error"),
-        pytest.raises((AttributeError, TypeError), match=r"collate_fn .*cloudpickle \(pip install"),
+        pytest.raises(
+            (AttributeError, TypeError, PicklingError), match=r"collate_fn .*cloudpickle \(pip install"
+        ),
     ):
         iter(loader)
 

@@ -26,6 +26,7 @@ from tests.support.crimes import Slow
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.usefixtures("forked_workers")  # the start of others takes longer than a sample
 @pytest.mark.parametrize(
     ("kind", "persistent"),
     [(TimeoutError, False), (Alarm, True), (KeyboardInterrupt, False), (SystemExit, True)],

@@ -156,7 +156,7 @@ def test_a_python_that_lacks_names_of_what_the_kernel_can_do(tmp_path: Path) -> 
         warnings.simplefilter("ignore")
         for wait in (0, 20):
             loader = OURS(Deadly(), batch_size=None, num_workers=2, schedule="dynamic",
-                          workers=fastq_loader.Processes(2), timeout=wait)
+                          workers=fastq_loader.Processes(2), timeout=wait, **FORK)
             assert list(loader) == list(range(12))
             assert loader.statistics().worker_restarts == 1
             os.unlink("died")
@@ -233,7 +233,7 @@ def test_structures_that_change_with_every_batch_take_no_more_memory_than_torchs
 
         used = []
         for kind in BOTH:
-            loader = kind(Batches(60, 0), batch_size=None, num_workers=2, collate_fn=identity)
+            loader = kind(Batches(60, 0), None, num_workers=2, collate_fn=identity, **FORK)
             used += [held_memory() for seq, batch in enumerate(loader) if seq == 58]
         assert used[1] <= 1.5 * used[0], used
         """
@@ -294,7 +294,8 @@ def test_a_collate_function_that_forks_a_helper_uses_its_blocks_again() -> None:
                 way(numbers)
                 return batch
 
-            for number, batch in enumerate(OURS(range(200), num_workers=2, collate_fn=collate)):
+            loader = OURS(range(200), num_workers=2, collate_fn=collate, **FORK)
+            for number, batch in enumerate(loader):
                 assert is_number(batch, number)
                 assert memfd_bytes() < 12 << 20, memfd_bytes()
         """
@@ -375,7 +376,7 @@ def test_batches_are_as_ever_where_blocks_are_mapped_one_by_one() -> None:
         limited(12_000)
         for sample in sorted(SAMPLES.keys() - {"drawn"}):
             data = MapDataset(sample, 64)
-            options = dict(batch_size=32, num_workers=2, collate_fn=identity)
+            options = dict(batch_size=32, num_workers=2, collate_fn=identity, **FORK)
             for expected, batch in zip(BOTH[0](data, **options), OURS(data, **options)):
                 assert_same(expected, batch)
         """
@@ -390,7 +391,7 @@ def test_an_answer_that_finds_no_memory_is_an_error(kind: str) -> None:
             def __getitem__(self, index):
                 return bytes(200 << 20) if index == 2 else index
 
-        batches = iter({kind}(Texts(9, 0), batch_size=None, num_workers=1))
+        batches = iter({kind}(Texts(9, 0), batch_size=None, num_workers=1, **FORK))
         assert [next(batches), next(batches)] == [0, 1]
         limited(150)
         try:
@@ -435,7 +436,8 @@ def test_a_kept_batch_of_each_epoch_takes_its_own_bytes_of_address_space_and_no_
         nothing, descriptors = taken()
         kept = []
         for epoch in range(8):
-            kept += [b for b in OURS(Numbered(4, 1_000_000), batch_size=None, num_workers=2) if b[0] == 3]
+            loader = OURS(Numbered(4, 1_000_000), batch_size=None, num_workers=2, **FORK)
+            kept += [batch for batch in loader if batch[0] == 3]
             mapped, opened = taken()
             assert mapped <= len(kept) * 1.25 * 1_000_000 and opened == descriptors, (epoch, mapped, opened)
         assert len(kept) == 8 and all(is_number(batch, 2) for batch in kept)
@@ -502,7 +504,7 @@ def test_p8_too_few_threads_are_an_error_and_the_process_lives() -> None:
         for extra in (0, 1, 2, 3, 4, 6, 8, 9, 10):
             resource.setrlimit(resource.RLIMIT_NPROC, (used + extra, most))
             try:
-                print(list(OURS(range(3), batch_size=None, num_workers=2)))
+                print(list(OURS(range(3), batch_size=None, num_workers=2, **FORK)))
             except OSError as error:
                 assert "the loader needs 10 threads" in str(error) and "`ulimit -u`" in str(error), error
                 assert len(os.listdir("/proc/self/task")) == used

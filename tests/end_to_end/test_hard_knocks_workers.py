@@ -114,6 +114,7 @@ class Caches(Dataset):
         assert wait_until(lambda: len(contents(self.folder)) == files, 5)
 
 
+@pytest.mark.usefixtures("forked_workers")  # the start of others takes longer than a sample
 @pytest.mark.parametrize("options", [{}, DYNAMIC], ids=str)
 def test_8_neither_a_break_nor_the_next_epoch_waits_for_samples_that_are_being_loaded(
     options: dict[str, Any], tmp_path: Path

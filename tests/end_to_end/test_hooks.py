@@ -681,6 +681,7 @@ ON_PURPOSE = {
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_workers")
 @MANY_WORKERS
 @pytest.mark.parametrize("name", ROWS)
 def test_a_hook_is_torchs_or_differs_on_purpose(name: str) -> None:

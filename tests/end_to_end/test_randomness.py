@@ -139,7 +139,10 @@ class SlowStream(Stream):
 
 def test_r10_a_stream_out_of_order_loses_nothing() -> None:
     stream = SlowStream("tensors", [3, 20])
-    batches = worker_and_numbers(list(DataLoader(stream, 2, num_workers=2, in_order=False)))
+    loader = DataLoader(
+        stream, 2, num_workers=2, in_order=False, multiprocessing_context="fork"
+    )  # both at once
+    batches = worker_and_numbers(list(loader))
     slow, fast = ([numbers for sender, numbers in batches if sender == worker] for worker in (0, 1))
     assert batches[0][0] == 1
     assert slow == [[0, 1], [2]]
@@ -166,9 +169,8 @@ class Gated(Dataset):
 def play(kind: type, script: Sequence[int], workers: int, prefetch: int) -> list[tuple[int, int]]:
     """(sample, worker) in the order of delivery when workers finish in the order of the script."""
     gated = Gated(len(script), workers)
-    loader = kind(
-        gated, batch_size=None, num_workers=workers, prefetch_factor=prefetch, in_order=False, timeout=30
-    )
+    options = {"num_workers": workers, "prefetch_factor": prefetch, "multiprocessing_context": "fork"}
+    loader = kind(gated, batch_size=None, in_order=False, timeout=30, **options)
     iterator = iter(loader)
     delivered = []
     for worker in script:

@@ -138,6 +138,7 @@ def test_a_death_too_many_is_torchs_error_at_its_place(restarts: int, workers: i
     assert found == PAIRS[:3]
 
 
+@pytest.mark.usefixtures("forked_workers")  # others take longer than this timeout to start
 @pytest.mark.parametrize(
     ("what", "options"),
     [(kill_itself, {"schedule": "round_robin"}), (dawdle, {"timeout": 0.2})],
@@ -188,6 +189,7 @@ def stopping_once(call: Callable[..., Any], mark: Path) -> Callable[..., Any]:
     return call_and_stop
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(
     ("module", "name", "schedule", "doing"),
     [
@@ -208,6 +210,7 @@ def test_a_worker_that_is_stopped_with_no_batch_in_hand_is_replaced(
         assert [batch.tolist() for batch in loader] == PAIRS[:4]
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_worker_that_cannot_be_replaced_ends_the_epoch_with_both_reasons(tmp_path: Path) -> None:
     loader = replacing(Doomed(tmp_path, 15), 5)
     iterator = iter(loader)

@@ -25,13 +25,15 @@ def wait(index: int) -> torch.Tensor:
 
 
 def make_loader() -> DataLoader[Any]:
-    return DataLoader(Made(wait, 10_000), 4, shuffle=True, num_workers=1)
+    # In the seconds that the tests have, others than forked workers hardly start.
+    return DataLoader(Made(wait, 10_000), 4, shuffle=True, num_workers=1, multiprocessing_context="fork")
 
 
 def contents(loader: DataLoader[Any], count: int) -> list[Any]:
     return [batch.tolist() for batch, _ in zip(loader, range(count), strict=False)]
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_it_finds_more_workers_for_a_dataset_that_waits() -> None:
     generator = torch.Generator().manual_seed(1)
     loader = DataLoader(Made(wait, 10_000), 4, shuffle=True, num_workers=1, generator=generator)
@@ -49,6 +51,7 @@ def test_it_finds_more_workers_for_a_dataset_that_waits() -> None:
     assert contents(loader, 5) == theirs
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_an_iterable_dataset_is_tuned_too() -> None:
     found = tune(DataLoader(Stream("tensors", [4] * 8), 2), seconds=2, max_workers=2, progress=False)
     assert {row.settings.get("schedule", "round_robin") for row in found.rows} == {"round_robin"}

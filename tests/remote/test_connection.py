@@ -82,6 +82,7 @@ def test_a_client_with_the_token_is_let_in_however_its_bytes_are_cut(sizes: list
     [
         (b"GET / HTTP/1.1\r\n\r\n" * 8, "not this protocol"),
         (bytes(200), "not this protocol"),
+        (said_by_a_client().replace(MAGIC, b"FQLr1"), "another version of it: b'FQLr1', and here"),
         (said_by_a_client(OTHER), "wrong token"),
         (said_by_a_client()[:-1] + b"?", "wrong token"),
         (said_by_a_client(nonces=(NONCES[0], b"r" * NONCE_BYTES)), "wrong token"),  # recorded elsewhere

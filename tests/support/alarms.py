@@ -120,6 +120,8 @@ def check(seed: int, epochs: int = 3) -> Counter[str]:
     workers, schedule = rng.choice([0, 1, 2, 3]), rng.choice(["round_robin", "dynamic"])
     options: dict[str, Any] = {"num_workers": workers, "schedule": schedule}
     options["persistent_workers"] = workers > 0 and rng.random() < 0.5
+    if workers:  # multiprocessing's fork server and resource tracker are lost where a handler raises in them
+        options["multiprocessing_context"] = "fork"
     # The rarer the alarms, the more often they meet a call that waits.
     within = rng.choice([0.002, 0.01, 0.05])
     kind = rng.choice([Alarm, AlarmOfTheSystem])

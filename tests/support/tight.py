@@ -32,6 +32,8 @@ from tests.support.forking import end_of, fork
 
 OURS = fastq_loader.DataLoader
 BOTH = (torch.utils.data.DataLoader, OURS)
+#: For loaders of what a script defines, or that is measured in this process: not the default of every Python.
+FORK = {"multiprocessing_context": "fork"}
 
 
 def memfd_bytes() -> int:
