@@ -19,7 +19,6 @@ and write the batch to shared memory (`packing`, `memory`). The answer comes bac
 hands the batch out, or `device` copies it on to an accelerator.
 """
 
-from fastq_loader.comparing import Comparison, ComparisonRow, compare
 from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.device.prefetcher import Prefetcher
 from fastq_loader.device.transforms import copy_into, normalize
@@ -45,7 +44,7 @@ from fastq_loader.errors import (
     WorkerTraceback,
 )
 from fastq_loader.insight.verdict import Diagnosis
-from fastq_loader.installing import assert_active, install, installed, uninstall
+from fastq_loader.integrations.installing import assert_active, install, installed, uninstall
 from fastq_loader.loader import DataLoader
 from fastq_loader.memory.allocator import empty
 from fastq_loader.memory.arena import AVAILABLE
@@ -64,7 +63,8 @@ from fastq_loader.statistics.snapshots import (
     StagingStatistics,
     WorkerStatistics,
 )
-from fastq_loader.tuning import Tuning, TuningRow, tune
+from fastq_loader.tools.comparing import Comparison, ComparisonRow, compare
+from fastq_loader.tools.tuning import Tuning, TuningRow, tune
 from fastq_loader.workers.kinds import Processes
 
 if AVAILABLE:  # with the rest: a program may give up the right to read files before it iterates

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fastq_loader import comparing, doctor
 from fastq_loader.errors import shorten
-from fastq_loader.tuning import checked, tune
+from fastq_loader.tools import comparing, doctor
+from fastq_loader.tools.tuning import checked, tune
 
 
 def main(argv: Sequence[str] | None = None) -> int:

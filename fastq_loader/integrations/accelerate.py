@@ -17,7 +17,7 @@ import torch.utils.data
 from accelerate import data_loader
 
 from fastq_loader.device.prefetcher import Prefetcher
-from fastq_loader.installing import assert_active, places_of, put
+from fastq_loader.integrations.installing import assert_active, places_of, put
 from fastq_loader.loader import DataLoader
 
 KNOWN = (1, 2), (2, 0)

@@ -21,12 +21,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fastq_loader import arguments, trials
+from fastq_loader import arguments
 from fastq_loader.errors import check_seconds, checked_names, is_int
 from fastq_loader.insight import machine
 from fastq_loader.insight.model import NOISE, Costs, Setting, most_workers, numbers, seconds_per_batch
 from fastq_loader.loader import DataLoader
-from fastq_loader.trials import Measured, settings_of
+from fastq_loader.tools import trials
+from fastq_loader.tools.trials import Measured, settings_of
 
 #: The part of the memory that workers and batches may take.
 _MEMORY_SHARE = 0.8

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fastq_loader import __main__ as command
-from fastq_loader import doctor
-from fastq_loader.doctor import CHANGE, NOTE, OK, Finding
+from fastq_loader.tools import doctor
+from fastq_loader.tools.doctor import CHANGE, NOTE, OK, Finding
 from tests.conftest import ROOT, run_script
 from tests.support.sandbox import NEEDED
 

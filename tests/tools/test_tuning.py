@@ -14,12 +14,13 @@ import torch.utils.data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastq_loader import DataLoader, Dynamic, Tuning, trials, tune, tuning
+from fastq_loader import DataLoader, Dynamic, Tuning, tune
 from fastq_loader.insight import machine
 from fastq_loader.insight.model import NOISE, Costs, Setting, most_workers, numbers, seconds_per_batch
 from fastq_loader.memory import arena
-from fastq_loader.trials import Measured
-from fastq_loader.tuning import Limits, Search, price, promising
+from fastq_loader.tools import trials, tuning
+from fastq_loader.tools.trials import Measured
+from fastq_loader.tools.tuning import Limits, Search, price, promising
 from fastq_loader.workers.kinds import Auto
 from tests.support.datasets import Made, Stream
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, RandomSampler, get_worker_info
 
-from fastq_loader import DataLoader, Dynamic, ToDevice, trials
+from fastq_loader import DataLoader, Dynamic, ToDevice
 from fastq_loader.insight.model import Setting
-from fastq_loader.trials import Measured
+from fastq_loader.tools import trials
+from fastq_loader.tools.trials import Measured
 from tests.conftest import descendants, running_script, wait_until
 from tests.support.datasets import Made
 from tests.support.loaders import image
@@ -213,7 +214,7 @@ def test_ctrl_c_ends_it_with_its_workers(to_the_group: bool) -> None:
         import os
         from fastq_loader import DataLoader
         from tests.conftest import acquired, belongings
-        from tests.test_trials import TWO, Sleeping, measure
+        from tests.tools.test_trials import TWO, Sleeping, measure
         before = belongings()
         try:
             measure(DataLoader(Sleeping(), num_workers=2))
@@ -232,7 +233,7 @@ def test_the_consumers_death_ends_it_with_its_workers() -> None:
     with running_script(
         """
         from fastq_loader import DataLoader
-        from tests.test_trials import Sleeping, measure
+        from tests.tools.test_trials import Sleeping, measure
         measure(DataLoader(Sleeping(), num_workers=2))
         """
     ) as script:

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import torch.utils.data
 from torch.utils.data import _DatasetKind
 
-from fastq_loader import trials
 from fastq_loader.errors import check_seconds, is_int
-from fastq_loader.leaves import Leaf, difference, digest, leaves
 from fastq_loader.loader import DataLoader
 from fastq_loader.packing.tensors import tensors_of
 from fastq_loader.reading import generators
 from fastq_loader.system import pages
+from fastq_loader.tools import trials
+from fastq_loader.tools.leaves import Leaf, difference, digest, leaves
 
 #: torch's own, also where ours is put in its place later.
 _TORCHS: Any = torch.utils.data.DataLoader
@@ -152,7 +152,6 @@ def compare(
     checked(loader, epochs, step_seconds, batches)
     torchs, ours, *timed = _variants(loader)
     method = trials.start_method(loader) if loader.num_workers else "fork"
-    method = "spawn" if method == "forkserver" else method  # else the server's workers are not the child's
     run = _runner(method, epochs, batches)
     first, second = run("torch", torchs), run("fastq_loader", ours)
     pairs = enumerate(zip(first.digests, second.digests, strict=False))

@@ -16,8 +16,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from fastq_loader import DataLoader, Skip, compare
 from fastq_loader.__main__ import main
-from fastq_loader.leaves import difference, digest, leaves
 from fastq_loader.reading import generators
+from fastq_loader.tools.leaves import difference, digest, leaves
 from tests.support.datasets import Opaque, Point
 from tests.support.loaders import WORKERS
 

@@ -27,9 +27,9 @@ from torch.utils.data import Dataset
 from fastq_loader.insight import machine
 from fastq_loader.ipc import endpoints
 from fastq_loader.ipc.claim_table import WORKERS, Busy, ClaimTable
-from fastq_loader.leaves import digest, leaves
 from fastq_loader.loader import DataLoader
 from fastq_loader.system import calls
+from fastq_loader.tools.leaves import digest, leaves
 
 #: The oldest versions of what is needed; `pyproject.toml` has the same.
 OLDEST = {"torch": "2.6", "numpy": "1.26", "pyzmq": "26", "msgpack": "1.0.7"}

@@ -45,7 +45,7 @@ def places_of(value: object) -> set[Place]:
     return {
         (key, name)
         for key, module in list(sys.modules.items())
-        if isinstance(module, ModuleType) and key.partition(".")[0] != __package__
+        if isinstance(module, ModuleType) and key.partition(".")[0] != "fastq_loader"
         # A module that loads itself when it is first used stays as it is.
         for name, each in list(object.__getattribute__(module, "__dict__").items())
         if each is value
