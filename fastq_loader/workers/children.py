@@ -92,12 +92,18 @@ class Child:
             Exception: what the start method pickles cannot be pickled.
         """
         _started.add(self.process)
+        vars(self.process)["_Popen"] = self._launched
         self.process.start()
-        if self._ended_by != signal.SIGTERM:
-            popen: Any = self.process._popen  # type: ignore[attr-defined]
-            vars(self.process)["terminate"] = partial(popen._send_signal, self._ended_by)
         with contextlib.suppress(OSError):  # no pidfd in this kernel or sandbox
             self._descriptor = calls.pidfd_open(self.pid)
+
+    def _launched(self, process: Any) -> Any:
+        """In the place of `BaseProcess._Popen`: before multiprocessing knows the child, which it ends itself
+        when the program exits, its `terminate` is ours. An interrupt may come at any time."""
+        del vars(process)["_Popen"]  # what is pickled for a child that is spawned does not have it
+        popen: Any = process._Popen(process)
+        vars(popen)["terminate"] = partial(popen._send_signal, self._ended_by)
+        return popen
 
     @property
     def pid(self) -> int:

@@ -148,11 +148,13 @@ def test_grace_is_over_after_its_seconds_and_zero_is_none() -> None:
             assert least <= time.monotonic() - began < least + 2
 
 
-def test_terminate_ends_a_worker_at_once() -> None:
+@pytest.mark.parametrize("ender", [lambda process: process, lambda process: process._popen])
+def test_terminate_ends_a_worker_at_once(ender: Any) -> None:
+    """Also that of multiprocessing itself, which it calls when the program exits."""
     with loader() as ours:
         iterator = iter(ours)
         next(iterator)
-        iterator._workers[0].terminate()
+        ender(iterator._workers[0]).terminate()
         iterator._workers[0].join(2)
         assert iterator._workers[0].exitcode is not None
         with pytest.raises(RuntimeError, match=r"worker 0 was ended by terminate\(\)"):
