@@ -65,7 +65,7 @@ ROOMS = {
 IMPURE = {"zmq", "torch", "numpy", "multiprocessing", "threading", "time", "os", "socket", "select", "mmap"}
 #: Code lines of the package (no blank lines, comments or docstrings), and its modules. Whoever raises them
 #: says in the commit what for.
-CODE_LINES, FILES_OF_CODE = 15_227, 129
+CODE_LINES, FILES_OF_CODE = 15_230, 129
 #: Lines of a file and of a function, with their docstrings and comments.
 LONGEST, LONGEST_FUNCTION = 500, 50
 

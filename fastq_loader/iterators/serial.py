@@ -138,9 +138,9 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._notes.entered(time.monotonic_ns())
         if self._due is None:
             self._draw()
-        drawn, self._due = self._due, None
+        drawn = self._due
         if drawn is not None:  # else the sampler has ended, or failed
-            self._load_drawn(drawn)
+            self._load_drawn()
         if self._record.over:
             self._notes.happened(EpochCounters.ended, time.monotonic_ns(), time.process_time_ns())
         elif self.outcome is not None:  # else the batch was left out
@@ -148,9 +148,12 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             if self._notes.left(time.monotonic_ns(), None, seq, getattr(self.outcome, "error", None)):
                 self._notes.counted()
 
-    def _load_drawn(self, drawn: tuple[int, Any]) -> None:
+    def _load_drawn(self) -> None:
         """Store the batch, or what loading it raised, in `outcome`; nothing, if it was left out."""
         outcome: Outcome | None = None
+        drawn, self._due = self._due, None  # here, because an interrupt may come where a function begins
+        if drawn is None:  # in whose handler it was loaded
+            return
         try:
             outcome = Delivered(self._load(*drawn), self._progress_after(drawn[0]))
             self._counters.batches += 1

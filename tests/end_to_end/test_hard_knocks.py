@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -55,6 +59,34 @@ def test_alarms_at_random_moments_lose_nothing_in_silence(seed: int, tmp_path: P
     seen = json.loads(result.stdout)
     assert seen.get("whole", 0) + seen.get("refused", 0) == 15
     assert seen["alarms"] > 15
+
+
+@pytest.mark.parametrize(("workers", "events"), [(0, ("call", "c_return")), (1, ("call",))])
+def test_an_alarm_at_any_call_of_the_first_next_loses_no_batch(workers: int, events: tuple[str]) -> None:
+    """Where a function of ours begins, and where one in C has returned: Python runs handlers there."""
+    for place in itertools.count(1):
+        calls = 0
+
+        def ring_there(frame: FrameType, event: str, _: Any) -> None:
+            nonlocal calls
+            if event in events and frame.f_globals["__name__"].startswith("fastq_loader"):
+                calls += 1
+                if calls == place:  # noqa: B023
+                    signal.raise_signal(signal.SIGALRM)
+
+        iterator, found = iter(DataLoader(range(6), None, num_workers=workers)), list[int]()
+        with alarm_after(60, ring), suppress(Alarm):
+            sys.setprofile(ring_there)
+            try:
+                found.append(next(iterator))
+            finally:
+                sys.setprofile(None)
+        with suppress(IteratorInvalid):
+            found += iterator
+            assert found == list(range(6)), f"an alarm at call {place}"
+        if calls < place:
+            break
+    assert place > 50
 
 
 def cannot_go_on(iterator: Iterator[Any]) -> None:
