@@ -58,7 +58,8 @@ def cases(options: Namespace, folder: Path) -> list[Case]:
         _install(old, folder / OLD)
     # A build leaves files beside its source, and takes up what an earlier one has left.
     here, unwanted = folder / "here", shutil.ignore_patterns("__pycache__", "*.so")
-    shutil.copytree(ROOT / "fastq_loader", here / "fastq_loader", ignore=unwanted)
+    for folder_of_source in ("fastq_loader", ".build"):
+        shutil.copytree(ROOT / folder_of_source, here / folder_of_source, ignore=unwanted)
     for file in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / file, here)
     _install(here, folder / NEW)
