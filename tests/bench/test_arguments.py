@@ -89,8 +89,10 @@ def git(folder: Path, *arguments: str) -> str:
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "repository"
     package = root / "fastq_loader" / "__init__.py"
-    package.parent.mkdir(parents=True)
-    for file in (package, root / "pyproject.toml", root / "README.md"):
+    backend = root / ".build" / "backend.py"
+    for folder in (package.parent, backend.parent):
+        folder.mkdir(parents=True)
+    for file in (package, backend, root / "pyproject.toml", root / "README.md"):
         file.write_text("committed")
     git(root, "init", "--quiet")
     git(root, "add", ".")
@@ -105,6 +107,7 @@ def test_both_revisions_are_packed(repository: Path, tmp_path: Path, monkeypatch
     found = {}
 
     def install(source: Path, target: Path) -> None:
+        assert (source / ".build" / "backend.py").exists(), "which builds the package"
         found[target.name] = (source / "fastq_loader" / "__init__.py").read_text()
 
     monkeypatch.setattr(against, "_install", install)
