@@ -173,7 +173,7 @@ def made(config, loader, stateful=False):
 def epochs(config, loader):
     accelerator, prepared = made(config, loader)
     model, told = torch.nn.Linear(1, 1), []
-    for stop in (2, None, None):
+    for stop in (None, None, None):
         for indices, _ in islice(prepared, stop):
             with accelerator.accumulate(model):
                 gathered = accelerator.gather_for_metrics(indices).flatten().tolist()
