@@ -156,7 +156,6 @@ class OwnArguments(DataLoader[Any]):
 
 RANK = """
 import json, os, warnings
-from itertools import islice
 import accelerate, torch
 from torch.utils.data import DataLoader, DistributedSampler
 import fastq_loader, fastq_loader.integrations.accelerate as integration
@@ -173,8 +172,8 @@ def made(config, loader, stateful=False):
 def epochs(config, loader):
     accelerator, prepared = made(config, loader)
     model, told = torch.nn.Linear(1, 1), []
-    for stop in (None, None, None):
-        for indices, _ in islice(prepared, stop):
+    for _ in range(2):
+        for indices, _ in prepared:
             with accelerator.accumulate(model):
                 gathered = accelerator.gather_for_metrics(indices).flatten().tolist()
                 told.append([indices.tolist(), gathered, accelerator.sync_gradients, prepared.remainder])
@@ -217,7 +216,7 @@ for name, config in CONFIGS.items():
         assert type(loader) is OwnArguments and loader.size == 45 and loader.schedule == "dynamic", name
         assert loader.workers == Processes(max_restarts=3), name
         loader.statistics(), loader.position
-    seen[name] = [batch[0] for batch in told[2:-3]]
+    seen[name] = [batch[0] for batch in told[:-3]]
     resumed(lambda seed: made(config, OwnArguments(seed, 40), stateful=True), 3)
 resumed(registered, 2)
 print(json.dumps(seen))
