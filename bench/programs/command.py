@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,11 +18,12 @@ from pathlib import Path
 
 from bench.arguments import checked, numbers
 from bench.output.layout import Table, in_markdown, worker_count
-from bench.programs import PROGRAMS, Program, data
-from bench.programs.limits import Limited
-from bench.programs.report import ABOUT, Run, agree, table
+from bench.programs import PROGRAMS, Program, data, limits
+from bench.programs.report import ABOUT, BASELINE, Run, agree, table
 
 TABLES = Path("bench/results/programs.md")
+#: Bytes of data beyond what a program needs: an eighth of the table of images.
+HEADROOM = 100_000_000
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -45,9 +47,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--rounds", type=positive, default=1, help="runs of each loader, in turn (default: 1)")
     add("--few", action="store_true", help="few and small files: to try it")
     add("--data", type=folder, metavar="FOLDER", help="keep the files here, and use those that are")
-    add("--limit", type=megabytes, metavar="MB", help="memory (default: 400 for image_table; 0: any number)")
-    about = "make a cgroup with that limit below this one, as root (default: RLIMIT_DATA for each process)"
-    add("--cgroup", type=folder, metavar="FOLDER", help=about)
+    about = "memory of each process (default: for image_table what it needs without its table, measured, and"
+    add("--limit", type=megabytes, metavar="MB", help=f"{about} {HEADROOM / 1e6:.0f}; 0: any number)")
     add("--readme", action="store_true", help=f"write the tables to {TABLES}")
     return parser.parse_args(arguments)
 
@@ -87,30 +88,56 @@ def _runs(name: str, program: Program, options: argparse.Namespace, folder: Path
     own = files(folder, name, program, options.few)
     epochs = options.epochs or program.epochs
     loaders = [options.loader] if options.loader else list(program.loaders)
-    limit = program.limit if options.limit is None else int(options.limit * 1e6)
+    limit, why = int((options.limit or 0) * 1e6), ""
+    if program.part and options.limit is None:
+        limit, why = _limit(name, program, own)
     for number in range(options.rounds):
         for workers in options.workers or program.workers:
             for loader in reversed(loaders) if number % 2 else loaders:
                 where = f"{name}, {loader}, {worker_count(workers)}"
                 print(f"{where}, round {number + 1} of {options.rounds}", flush=True)
-                yield run([name, loader, str(workers), str(epochs), str(own)], Limited(limit, options.cgroup))
+                yield run([name, loader, str(workers), str(epochs), str(own)], limit, why)
 
 
-def run(arguments: Sequence[str], limited: Limited) -> Run:
+def _limit(name: str, program: Program, own: Path) -> tuple[int, str]:
+    """Bytes of data for each process, and where the number comes from.
+
+    Raises:
+        SystemExit: the program fails without a limit, and has said why.
+    """
+    with tempfile.TemporaryDirectory(prefix="part-", dir=own.parent) as part:
+        getattr(data, program.part)(own, Path(part))
+        arguments = [name, BASELINE, str(max(program.workers)), "1", part, os.devnull]
+        need = limits.needed(_command(arguments))
+    if not need:
+        sys.exit("python -m bench program: the run without a limit failed")
+    table = sum(file.stat().st_size for file in own.iterdir())
+    why = f"it needs {need / 1e6:,.0f} without its table of {table / 1e6:,.0f} MB"
+    return need + HEADROOM, why
+
+
+def run(arguments: Sequence[str], limit: int = 0, why: str = "") -> Run:
     """One run in a process of its own.
+
+    Args:
+        arguments: of `bench.programs.run`, but for the file of the result.
+        limit: bytes of data that each process may have; 0: any number. `why`: where it comes from.
 
     Raises:
         SystemExit: it failed, and has said why.
     """
+    said = f"each process may have {limit / 1e6:,.0f} MB of data (RLIMIT_DATA)" if limit else ""
+    said += f": {why}" if why else ""
     with tempfile.NamedTemporaryFile(suffix=".json") as result:
-        try:
-            status = limited.run([sys.executable, "-m", "bench.programs.run", *arguments, result.name])
-        except ValueError as error:
-            sys.exit(f"python -m bench program: {error}")
+        status = limits.run(_command([*arguments, result.name]), limit)
         if status:
-            why = "was killed" if status in (-9, 128 + 9) else f"ended with {status}"
-            sys.exit(f"python -m bench program: the run {why}. {limited.said}")
-        return {**json.loads(Path(result.name).read_text()), "limit": limited.said}
+            ended = "was killed" if status in (-9, 128 + 9) else f"ended with {status}"
+            sys.exit(f"python -m bench program: the run {ended}. {said}")
+        return {**json.loads(Path(result.name).read_text()), "limit": said}
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "bench.programs.run", *arguments]
 
 
 def as_file(tables: Sequence[Table]) -> str:

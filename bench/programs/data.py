@@ -29,7 +29,7 @@ def tensor_files(folder: Path, training: int = 2048, side: int = 32) -> None:
     (folder / "table.json").write_text(json.dumps({"partition": partition, "labels": labels}))
 
 
-def jpeg_table(folder: Path, nbytes: int = 4 * 400_000_000, width: int = 4000) -> None:
+def jpeg_table(folder: Path, nbytes: int = 800_000_000, width: int = 4000) -> None:
     """Grainy JPEGs of a few megabytes, as many as make up so many bytes."""
     random = np.random.default_rng(0)
     height = width * 3 // 4
@@ -46,6 +46,14 @@ def jpeg_table(folder: Path, nbytes: int = 4 * 400_000_000, width: int = 4000) -
         rows.append({"object_id": f"object-{number}", "defect": defect, "kind": kind, "path": path.name})
         nbytes -= path.stat().st_size
     pd.DataFrame(rows).to_csv(folder / "table.csv", index=False)
+
+
+def part_of_table(whole: Path, folder: Path, rows: int = 32) -> None:
+    """The first rows of a table of images, with links to their files."""
+    table = pd.read_csv(whole / "table.csv")[:rows]
+    for path in table["path"]:
+        (folder / path).symlink_to(whole.resolve() / path)
+    table.to_csv(folder / "table.csv", index=False)
 
 
 def pixel_arrays(folder: Path, images: int = 4096, side: int = 160) -> None:

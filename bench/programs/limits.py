@@ -1,125 +1,48 @@
-"""Runs a command with little memory: in a cgroup, or else under RLIMIT_DATA (Linux).
+"""Runs a command with little memory: each process under RLIMIT_DATA (Linux).
 
-A cgroup counts everything: the processes together, shared memory, the page cache. It is made below one that
-the user names and may write to: under version 2 no process may sit in that one, so the caller's own will not
-do. RLIMIT_DATA limits each process alone, and counts neither shared memory nor the page cache.
+The limit follows from the machine: the command is run on a few rows first, without a limit, and its
+processes are looked at while it runs. RLIMIT_DATA counts the private, writable memory of one process, and
+neither shared memory nor the page cache.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
-_LEAVING_S = 10.0
+from bench.timing.processes import descendants
 
-
-class Files(NamedTuple):
-    """Names of a cgroup's files: `swap` has the most of memory and swap, or of swap alone."""
-
-    limit: str
-    swap: str
-    peak: str
-    events: str
+_LOOK_S = 0.002
 
 
-VERSION_1 = Files(
-    "memory.limit_in_bytes",
-    "memory.memsw.limit_in_bytes",
-    "memory.max_usage_in_bytes",
-    "memory.oom_control",
-)
-VERSION_2 = Files("memory.max", "memory.swap.max", "memory.peak", "memory.events")
+def run(command: Sequence[str], nbytes: int) -> int:
+    """The exit status of a command of which each process may have that many bytes of data; 0: any number."""
+    if not nbytes:
+        return subprocess.call(command)
+    return subprocess.call(["sh", "-c", f'ulimit -d {nbytes // 1024} && exec "$@"', "sh", *command])
 
 
-class Used(NamedTuple):
-    """What a cgroup says at the end: the most bytes at any time, and processes killed for want of memory."""
+def needed(command: Sequence[str]) -> int:
+    """The most bytes of data that any process of a command has had, or 0 where it failed.
 
-    peak: int
-    killed: int
-
-
-class Group:
-    """A cgroup of one's own.
-
-    Raises:
-        ValueError: no cgroup with the memory controller can be made there.
+    It is looked at every few milliseconds, so what a process has for less than that may be missed.
     """
-
-    def __init__(self, folder: Path, nbytes: int) -> None:
-        self._files = files = VERSION_2 if (folder / "cgroup.controllers").exists() else VERSION_1
-        self.folder = folder / f"fastq-bench-{os.getpid()}"
-        try:
-            self.folder.mkdir()
-            (self.folder / files.limit).write_text(str(nbytes))
-            if (self.folder / files.swap).exists():  # not where the kernel was told not to count it
-                (self.folder / files.swap).write_text("0" if files is VERSION_2 else str(nbytes))
-        except OSError as error:
-            self.remove()
-            raise ValueError(
-                f"--cgroup {folder}: no cgroup with a memory limit can be made in it ({error}); name "
-                "one that you may write to, or leave --cgroup out for RLIMIT_DATA"
-            ) from error
-
-    def used(self) -> Used:
-        events = dict(re.findall(r"(\w+) (\d+)", (self.folder / self._files.events).read_text()))
-        return Used(int((self.folder / self._files.peak).read_text()), int(events.get("oom_kill", 0)))
-
-    def remove(self) -> None:
-        """When the last process has left it, which a killed program's workers do within a second."""
-        deadline = time.monotonic() + _LEAVING_S
-        members = self.folder / "cgroup.procs"
-        while members.exists() and members.read_text().strip() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if self.folder.exists():
-            self.folder.rmdir()
+    most = 0
+    process = subprocess.Popen(command)
+    while process.poll() is None:
+        for pid in (process.pid, *descendants(process.pid)):
+            most = max(most, _data(pid))
+        time.sleep(_LOOK_S)
+    return 0 if process.returncode else most
 
 
-class Limited:
-    """Runs commands under a limit.
-
-    Args:
-        nbytes: of memory. 0 is no limit.
-        folder: of cgroups; None: RLIMIT_DATA.
-
-    Attributes:
-        said: how the last command was limited, and what it used.
-    """
-
-    said = ""
-
-    def __init__(self, nbytes: int, folder: Path | None) -> None:
-        self._nbytes, self._folder = nbytes, folder
-
-    def run(self, command: Sequence[str]) -> int:
-        """The exit status of the command."""
-        if not self._nbytes:
-            return subprocess.call(command)
-        if self._folder is None:
-            self.said = f"each process may have {self._nbytes / 1e6:,.0f} MB of data (RLIMIT_DATA)"
-            return subprocess.call(
-                ["sh", "-c", f'ulimit -d {self._nbytes // 1024} && exec "$@"', "sh", *command]
-            )
-        with self._group() as group:
-            enter = ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(group.folder), *command]
-            status = subprocess.call(enter)
-            used = group.used()
-        self.said = (
-            f"in a cgroup of {self._nbytes / 1e6:,.0f} MB without swap; the most it held, "
-            f"page cache included: {used.peak / 1e6:,.0f} MB; killed for want of memory: {used.killed}"
-        )
-        return status
-
-    @contextmanager
-    def _group(self) -> Iterator[Group]:
-        assert self._folder is not None
-        group = Group(self._folder, self._nbytes)
-        try:
-            yield group
-        finally:
-            group.remove()
+def _data(pid: int) -> int:
+    """Bytes that RLIMIT_DATA counts of a process; 0 when it has ended."""
+    with suppress(OSError):
+        found = re.search(r"^VmData:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return int(found[1]) * 1024 if found else 0
+    return 0

@@ -54,7 +54,7 @@ def table(name: str, runs: Sequence[Run]) -> Table:
                 "idle, ms": number(own["idle"].median() * 1e3),
             }
         )
-    notes = [*_ends(runs), *_beside_none(found), *(_flat(found) if PROGRAMS[name].limit else ())]
+    notes = [*_ends(runs), *_beside_none(found), *(_flat(found) if PROGRAMS[name].part else ())]
     notes += dict.fromkeys(f"{run['loader']}: {run['limit']}" for run in runs if run.get("limit"))
     return Table(f"{name}: {PROGRAMS[name].about}", rows, 2, notes=notes)
 

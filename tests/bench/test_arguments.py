@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("pandas", reason="the bench extra is not installed")
-pytest.importorskip("psutil", reason="the bench extra is not installed")
-
 from bench import run
 from bench.__main__ import NO_GPU, main
 from bench.arguments import AXES, parse

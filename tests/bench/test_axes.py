@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("psutil", reason="the bench extra is not installed")
-pytest.importorskip("pandas", reason="the bench extra is not installed")
-
 from bench import __main__ as command
 from bench import run
 from bench.arguments import parse

@@ -6,12 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("pandas", reason="the bench extra is not installed")
-pytest.importorskip("matplotlib", reason="the bench extra is not installed")
-
 import pandas as pd
+import pytest
 
 from bench.__main__ import main, perform
 from bench.arguments import parse

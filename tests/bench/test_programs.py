@@ -17,10 +17,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-pytest.importorskip("PIL", reason="comes with the bench's extra")
-pytest.importorskip("sklearn", reason="comes with the bench's extra")
-pytest.importorskip("pandas", reason="the bench extra is not installed")
-
 import fastq_loader
 from bench.__main__ import main
 from bench.peers import LoaderSettings

@@ -20,8 +20,6 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils import collate
 
-pytest.importorskip("psutil", reason="the bench extra is not installed")
-
 from bench.output.rows import CaseRows, Results
 from bench.peers import PEERS, Entry, LoaderSettings
 from bench.peers.torch_loader import TorchInline

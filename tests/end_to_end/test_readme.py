@@ -183,7 +183,3 @@ def anchors(text: str) -> set[str]:
     """Of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)", text, re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_the_readme_is_read_in_ten_minutes() -> None:
-    assert len(text_of("README.md").splitlines()) <= 220
