@@ -267,6 +267,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     cluster = parser.getgroup("ray")
     cluster.addoption("--ray-runs", type=int, default=1, help="how many random runs in a Ray cluster")
     cluster.addoption("--ray-seed", type=int, help="of the first run; drawn if it is not given")
+    parser.addoption("--must-run", action="store_true", help="fail where all tests were skipped")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -278,6 +279,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("processes") is not None:
             text = "ignore:This process .* is multi-threaded, use of fork:DeprecationWarning"
             item.add_marker(pytest.mark.filterwarnings(text))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A step of CI whose packages are missing must not look like one that has passed."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if session.config.getoption("--must-run") and exitstatus == 0 and not reporter.stats.get("passed"):
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 def pytest_collection_finish() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import process_table, run_script, running_script, wait_until
+from tests.conftest import ROOT, process_table, run_script, running_script, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -105,3 +108,17 @@ def test_a_script_that_hangs_is_a_failure_and_the_next_one_runs() -> None:
     with running_script("print('ready', flush=True)", warm=True) as script:
         script.wait_for("ready")
         assert script.finish().returncode == 0
+
+
+def test_a_run_in_which_all_tests_skip_fails_where_some_must_run(tmp_path: Path) -> None:
+    plugins, where = (
+        "-p tests.conftest -p no:cacheprovider",
+        f"-c {os.devnull} --basetemp {tmp_path / 'base'}",
+    )
+    skips, runs = "import pytest\ndef test_it():\n    pytest.skip()\n", "def test_it():\n    assert True\n"
+    for name, source, status in (("skips", skips, pytest.ExitCode.NO_TESTS_COLLECTED), ("runs", runs, 0)):
+        (file := tmp_path / f"test_{name}.py").write_text(source)
+        for options, expected in (("", 0), ("--must-run", status)):
+            line = f"-m pytest {plugins} {where} {options} {file}".split()
+            done = subprocess.run([sys.executable, *line], cwd=ROOT, capture_output=True, text=True)
+            assert done.returncode == expected, done.stdout + done.stderr
