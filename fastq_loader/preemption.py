@@ -39,7 +39,8 @@ class preemption:
 
     Raises:
         TypeError: something is no loader of this package.
-        ValueError: this is not the main thread, whose handlers they would be; where the context begins.
+        ValueError: a signal cannot be handled, or this is not the main thread, whose handlers they would be;
+            where the context begins.
 
     >>> loader = DataLoader(range(8), 2)
     >>> with preemption(loader) as preempted:
@@ -58,17 +59,31 @@ class preemption:
         for loader in self._loaders:
             if not hasattr(loader, "_resources"):
                 raise TypeError(f"preemption({loader!r:.80}): it is no fastq_loader.DataLoader or Prefetcher")
-        self._signals = tuple(signals)
+        self._signals = tuple(dict.fromkeys(signals))
+        self._entered = 0  # contexts that are open: its own handler is none that was set before
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> preemption:
-        for number in self._signals:
-            self._before[number] = signal.signal(number, self._handle)
+        self._entered += 1
+        try:
+            for number in self._signals if self._entered == 1 else ():
+                self._before[number] = signal.signal(number, self._handle)
+        except BaseException as error:
+            self.__exit__(None, None, None)
+            if isinstance(error, OSError):
+                text = (
+                    f"preemption(signals={self._signals!r}): signal {number} cannot be handled; leave it out"
+                )
+                raise ValueError(text) from error
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
+        self._entered -= 1
+        if self._entered:
+            return
         for number, before in self._before.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, before)

@@ -7,7 +7,6 @@ middle of a call, from the garbage collector, from forked children and at the ex
 
 from __future__ import annotations
 
-import atexit
 import sys
 import threading
 import weakref
@@ -23,7 +22,7 @@ from fastq_loader.errors import IteratorInvalid
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.notes import Notes
-from fastq_loader.system import process_id
+from fastq_loader.system import exits, process_id
 from fastq_loader.workers import stopping
 from fastq_loader.workers.config import Plan
 
@@ -76,6 +75,7 @@ class Engine:
             self._shut_down()
             raise
         _engines.add(self)
+        exits.register(_close_all)  # again, where this is a fork
 
     # ---- what iterators call ------------------------------------------------------------------
 
@@ -340,8 +340,13 @@ class Engine:
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
-@atexit.register
 def _close_all() -> None:
+    """The process ends. One that multiprocessing started would end its daemons at once, busy ones too."""
     for engine in list(_engines):
         engine.close_at_exit()
+    if not exits.is_program():
+        stopping.hurry()
     stopping.wait()
+
+
+exits.register(_close_all)

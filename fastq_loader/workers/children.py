@@ -42,7 +42,8 @@ UNKNOWN_EXIT = 255
 #: Makes a process object in the zygote, from the arguments that `Forked` was called with.
 Make = Callable[..., BaseProcess]
 
-#: Ends a worker that outlives SIGTERM: a real-time signal, which nobody else sends, with the default action.
+#: Ends a process of ours that outlives SIGTERM: a real-time signal, which nobody else sends, with the default
+#: action.
 END = getattr(signal, "SIGRTMIN", 34) + 8
 
 _FORK, _REAP, _QUIT = "fork", "reap", "quit"
@@ -284,7 +285,7 @@ class Zygote:
         self._connection, other = multiprocessing.Pipe()
         arguments = other, self._connection, os.getpid(), make, folder
         with other:
-            self._child = Child(context.Process(target=_serve, args=arguments, daemon=True))
+            self._child = Child(context.Process(target=_serve, args=arguments, daemon=True), END)
             self._child.start()
 
     def process(self, *arguments: Any) -> BaseProcess:

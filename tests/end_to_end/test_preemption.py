@@ -195,6 +195,25 @@ def test_from_the_signal_on_nothing_is_loaded_ahead_and_the_loop_may_go_on(sched
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_signal_that_is_named_twice_and_a_context_that_is_entered_twice_count_once() -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
+    own = signal.getsignal(signal.SIGUSR1)
+    try:
+        with (twice := preemption(signals=(signal.SIGUSR1, signal.SIGUSR1))):
+            with twice:
+                signal.raise_signal(signal.SIGUSR1)
+            assert signal.getsignal(signal.SIGUSR1) != own, "the outer context is still open"
+            signal.raise_signal(signal.SIGUSR1)
+        assert came == [signal.SIGUSR1] * 2
+        assert signal.getsignal(signal.SIGUSR1) is own
+        with pytest.raises(ValueError, match=r"signal 9 cannot be handled"):
+            preemption(signals=(signal.SIGUSR1, signal.SIGKILL)).__enter__()
+        assert signal.getsignal(signal.SIGUSR1) is own
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_what_preemption_cannot_do_says_why() -> None:
     with pytest.raises(TypeError, match=r"preemption\(\[1\]\): it is no fastq_loader.DataLoader"):
         preemption([1])
