@@ -26,7 +26,7 @@ import torch
 from fastq_loader.ipc.messages import packs
 from fastq_loader.memory.blocks import device_aligned
 from fastq_loader.memory.nontemporal import address_of
-from fastq_loader.packing.pickling import is_leaf
+from fastq_loader.packing.pickling import PLAIN_DTYPES, is_leaf
 from fastq_loader.packing.spec import DEEPEST, contiguous_strides
 
 #: Parts up to which a tree is walked here: members of its containers, without tensors, which cost the same
@@ -54,10 +54,6 @@ _LARGEST_ELEMENT = 16
 
 Span = tuple[int, int]
 Metas = tuple[tuple[Any, ...], ...]
-
-
-#: The name by which `torch` knows a dtype.
-_NAMES = {it: str(it).removeprefix("torch.") for it in vars(torch).values() if isinstance(it, torch.dtype)}
 
 
 class _Unwalkable(Exception):
@@ -197,7 +193,7 @@ def segments_of(leaves: list[Any]) -> tuple[Metas, list[Span]]:
             else:
                 spans.append((start, start + _reach(leaf)))
                 strides = leaf.stride()
-            metas.append(("T", _NAMES[leaf.dtype], shape, strides, number, 0))
+            metas.append(("T", PLAIN_DTYPES[leaf.dtype], shape, strides, number, 0))
             continue
         flags = leaf.flags
         if not (flags.c_contiguous or flags.f_contiguous):
