@@ -41,8 +41,8 @@ LeafNumber = Callable[[Any], "int | None"]
 # Read for every leaf of every batch: names of this module are found faster than attributes of others.
 _TENSOR, _ARRAY, _STRIDED = torch.Tensor, np.ndarray, torch.strided
 
-#: The dtypes of which a tensor is its bytes, a shape and strides, by their names. Torch ends the process where a tensor of
-#: another one (qint8, …) is made of these alone.
+#: The dtypes of which a tensor is its bytes, a shape and strides, and their names. Torch ends the process
+#: where a tensor of another one (qint8, …) is made of these alone.
 PLAIN_DTYPES = {
     it: name
     for it, name in (
@@ -139,7 +139,8 @@ class _Pickler(pickle.Pickler):
                 if value.dtype not in PLAIN_DTYPES and not _has_quantizer(value):
                     # As torch sends it. What it does for a checkpoint takes the quantizer for granted.
                     place = value.storage_offset(), value.size(), value.stride(), False
-                    return reductions.rebuild_tensor, (_TENSOR, value._typed_storage(), place)
+                    storage = value._typed_storage()  # type: ignore[no-untyped-call]
+                    return reductions.rebuild_tensor, (_TENSOR, storage, place)
                 if value.is_conj() or value.is_neg():
                     return _identity, (value.detach().resolve_conj().resolve_neg(),)
         elif type(value) is _ARRAY and is_leaf(value):

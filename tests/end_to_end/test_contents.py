@@ -290,8 +290,8 @@ def warm_image(index: int) -> tuple[torch.Tensor, Celsius]:
     return image(index), Celsius(index)
 
 
-#: Every dtype of torch as it is made, and as a view of bytes, of none and of many: alone, and with a view of it
-#: in a list. What each loader gives, or raises.
+#: Every dtype of torch as it is made, and as a view of bytes, of none and of many: alone, and with a view of
+#: it in a list. What each loader gives, or raises.
 EVERY_DTYPE = """
 import warnings
 import torch
