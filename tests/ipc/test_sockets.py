@@ -11,7 +11,6 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -264,13 +263,20 @@ def test_answers_of_any_length_come_in_order(room: int, folder: str, monkeypatch
             assert received(consumer) == (0, ANSWER._replace(state=bytes(nbytes)))
 
 
-def test_a_worker_that_waits_for_room_ends_with_the_connection(folder: str) -> None:
-    with connected(folder) as (consumer, (worker,)):
-        thread = threading.Thread(target=lambda: [worker.send(ANSWER) for _ in range(9999)])
+def test_a_worker_that_waits_for_room_goes_on_when_the_consumer_is_gone(
+    folder: str, worker: WorkerSocket
+) -> None:
+    """Nobody reads, and there is no room for so many answers."""
+    sent: list[None] = []
+    thread = threading.Thread(target=lambda: [sent.append(worker.send(ANSWER)) for _ in range(9999)])
+    with closing(ConsumerSocket(folder, 1, TOKEN, read)) as consumer:
+        worker.say_hello()
+        assert received(consumer) == (0, Hello(os.getpid()))
         thread.start()
-        while len(list(iter(consumer.receive, None))):
-            time.sleep(0.01)
-    thread.join()
+        assert wait_until(lambda: len(sent) > 100, 60)
+        assert len(sent) < 9999
+    thread.join(60)
+    assert len(sent) == 9999
 
 
 @pytest.mark.parametrize("ahead", [1, 16, 100])
