@@ -6,6 +6,7 @@ is a number, not below 0 and of at most 63 bits. What the fields say is checked 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -17,6 +18,7 @@ from fastq_loader.ipc.messages import (
     BUNDLE,
     EPOCH,
     HELLO,
+    IN_BLOCK,
     INTEGERS,
     KINDS,
     PICKLED_INDEX,
@@ -37,6 +39,9 @@ from fastq_loader.ipc.messages import (
     Stop,
     Task,
 )
+
+#: Gives the bytes at an offset: (offset, how many).
+Read = Callable[[int, int], bytes | memoryview]
 
 _LARGEST = (1 << 63) - 1
 _INT = {int}
@@ -112,8 +117,12 @@ def _epoch(epoch: Any, shared_seed: Any, base_seed: Any, resume: Any, number: An
     return Epoch(epoch, shared_seed, base_seed, resume, number)
 
 
-def decode_for_consumer(frame: bytes | bytearray | memoryview) -> Hello | Answer | Ping:
+def decode_for_consumer(frame: bytes | memoryview, read: Read | None = None) -> Hello | Answer | Ping:
     """The message in a frame that a worker sent.
+
+    Args:
+        frame: the frame.
+        read: gives the bytes where a frame says that the answer's lies; None: that is not allowed.
 
     Raises:
         ProtocolError: the frame is not such a message.
@@ -122,6 +131,9 @@ def decode_for_consumer(frame: bytes | bytearray | memoryview) -> Hello | Answer
     try:
         if kind == ANSWER:
             return _answer(fields)
+        if kind == IN_BLOCK and read is not None:
+            _check_counts(fields)
+            return decode_for_consumer(read(*fields))
         if kind == HELLO:
             (pid,) = fields
             _check_counts((pid,))
@@ -161,7 +173,7 @@ def _answer(fields: list[Any]) -> Answer:
     return tuple.__new__(Answer, (*head, fresh, returned, handle, (), state, *costs, bad))
 
 
-def _unpack(frame: bytes | bytearray | memoryview, *, use_list: bool) -> Any:
+def _unpack(frame: bytes | memoryview, *, use_list: bool) -> Any:
     """The fields of a frame from the kind on."""
     try:
         # Lengths that a frame declares are bounded by its own.

@@ -12,6 +12,7 @@ import errno
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 
 from fastq_loader.system.interrupts import without_signals
 
@@ -78,18 +79,29 @@ def expect_descriptors(count: int) -> None:
     """
     opened: list[int] = []
     try:
-        opened.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(count))
+        with naming_the_limit(count):
+            opened.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(count))
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def naming_the_limit(count: int) -> Iterator[None]:
+    """
+    Raises:
+        OSError: (EMFILE, ENFILE) not all of the `count` descriptors that the loader needs are there.
+    """
+    try:
+        yield
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):  # a handler of a signal has raised, perhaps
             raise
         raise OSError(
             error.errno,
-            f"{error.strerror}: the loader needs {count} descriptors for its sockets; raise the limit with "
+            f"{error.strerror}: the loader needs {count} descriptors for its workers; raise the limit with "
             "`ulimit -n`, or use fewer workers",
         ) from error
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
 
 
 def expect_threads(count: int) -> None:

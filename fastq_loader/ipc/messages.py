@@ -2,8 +2,9 @@
 
 Pure: this module turns messages into bytes, and knows no socket. Every frame begins with the version
 and the kind. The consumer sends `Task`, `Epoch`, `Space`, `Stop`, and some of these in a `Bundle`; a worker
-sends `Hello` and `Answer`; a `Ping` goes there and back. A worker gives exactly one `Answer` to every `Task`
-that is its own, also to those that it skips. A shared task is the worker's that claims it.
+sends `Hello` and `Answer`, a long one as an `InBlock`; a `Ping` goes there and back. A worker gives exactly
+one `Answer` to every `Task` that is its own, also to those that it skips. A shared task is the worker's that
+claims it.
 
 An index of plain values travels as msgpack, a batch of a shuffle as the bytes of its integers. Any other
 index travels as one opaque pickled value, so that `dataset[i]` receives exactly what the sampler yielded
@@ -25,10 +26,10 @@ import msgpack
 
 from fastq_loader.errors import ProtocolError
 
-VERSION = 7
+VERSION = 8
 
 # Kinds of messages.
-TASK, EPOCH, SPACE, BUNDLE, STOP, HELLO, ANSWER, PING = range(8)
+TASK, EPOCH, SPACE, BUNDLE, STOP, HELLO, ANSWER, PING, IN_BLOCK = range(9)
 
 # Kinds of answers.
 BATCH = 0  # the handle is a batch
@@ -120,6 +121,13 @@ class Ping(NamedTuple):
     """A worker sends it back when it has read what came before it."""
 
 
+class InBlock(NamedTuple):
+    """The frame of an answer lies in shared memory. Its block is among those that the answer returns."""
+
+    offset: int
+    nbytes: int
+
+
 class Handle(NamedTuple):
     """Where a batch lies, and how it is put together again (see `packing`).
 
@@ -184,7 +192,7 @@ class Answer(NamedTuple):
     bad: bytes = b""
 
 
-Message = Task | Epoch | Space | Bundle | Stop | Hello | Answer | Ping
+Message = Task | Epoch | Space | Bundle | Stop | Hello | Answer | Ping | InBlock
 
 
 # surrogatepass: file names give lone surrogates. One packer for all threads: it calls back into no Python.
@@ -239,6 +247,7 @@ _KINDS: dict[type, int] = {
     Stop: STOP,
     Hello: HELLO,
     Ping: PING,
+    InBlock: IN_BLOCK,
 }
 
 

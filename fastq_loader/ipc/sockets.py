@@ -9,8 +9,13 @@ and is removed as soon as every worker is connected.
 For the way back the consumer listens in the same folder, once for each worker, which connects when it is up.
 A ZeroMQ message passes two more threads, one at each end, which cost a small batch as much as loading half of
 its samples. Here a worker writes its answer where the consumer reads it (`SOCK_SEQPACKET`: in order, each
-message whole). A worker never waits for room there: what does not fit is sent later. The connection breaks
-when the worker has ended, and what it sent before can still be read.
+message whole). A finished answer leaves at once, and what was sent can be read when the worker has ended;
+then the connection breaks. The frame of a long answer lies in a block, and the message says where. So as many
+answers as a worker may be ahead have room. Only one that is hundreds ahead of a consumer that does not read
+waits for it: as little is lost by that as by any other limit of how far to read ahead.
+
+The consumer takes the descriptors when it begins to expect a worker: that of the listener, and one that is
+closed for the connection. If zmq lacks one by then, it gets the listener's.
 
 A worker accepts a connection from the consumer's process and from no other. Each connection is made once: the
 consumer finds out when one breaks, and what was under way is lost then.
@@ -26,20 +31,28 @@ import select
 import socket as unix
 import threading
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.decoding import decode_for_consumer, decode_for_worker
-from fastq_loader.ipc.endpoints import endpoint, expect_descriptors, expect_threads, socket_name, way_back
+from fastq_loader.ipc.decoding import Read, decode_for_consumer, decode_for_worker
+from fastq_loader.ipc.endpoints import (
+    endpoint,
+    expect_descriptors,
+    expect_threads,
+    naming_the_limit,
+    socket_name,
+    way_back,
+)
 from fastq_loader.ipc.messages import (
     Answer,
     Bundle,
     Epoch,
     Hello,
+    InBlock,
     Message,
     Ping,
     Space,
@@ -57,9 +70,10 @@ _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 #: Descriptors that zmq needs (its threads' epolls and mailboxes; a connection and an attempt at one for each
 #: worker; without them it ends the process, or tries to connect in silence for ever), and the way back.
 _OWN_DESCRIPTORS, _DESCRIPTORS_PER_WORKER = 14, 3
-#: Bytes of the pieces of a long answer. Each begins with a byte that no msgpack frame begins with, and one
-#: that says whether it is the last.
-_PIECE, _MORE, _LAST = 1 << 16, b"\xc1\0", b"\xc1\1"
+#: Bytes of the longest frame that is sent as it is.
+_LONGEST = 1 << 15
+#: Bytes below which a frame is never put into a block.
+_LEAST = 512
 #: Bytes of answers that may wait to be read, so far as the system allows it (mostly 416 KiB with overhead).
 _ROOM = 1 << 20
 #: Threads of a context of zmq.
@@ -107,15 +121,16 @@ class ConsumerSocket:
         folder: where the workers bind.
         workers: how many there are.
         token: the pool's, see `messages`.
+        read: see `decode_for_consumer`.
 
     Attributes:
         woken: `wake` was called.
     """
 
-    def __init__(self, folder: str, workers: int, token: bytes) -> None:
+    def __init__(self, folder: str, workers: int, token: bytes, read: Read | None = None) -> None:
         expect_descriptors(_OWN_DESCRIPTORS + _DESCRIPTORS_PER_WORKER * workers)
         self.woken = False
-        self._token = token
+        self._token, self._read = token, read
         self._waking = threading.RLock()  # no wake-up is written to a descriptor that was closed
         self._wake = calls.wake_up()
         self._context = zmq.Context(io_threads=1)
@@ -138,8 +153,8 @@ class ConsumerSocket:
         self._ready: list[int] = []  # descriptors that were found readable
         self._broken: list[int] = []  # workers whose connection has ended, one way or the other
         self._named: set[int] = set()  # of these, those that were named
-        self._pieces: dict[int, bytearray] = {}  # descriptor → the pieces of an answer that have come
-        self._buffer = memoryview(bytearray(_PIECE))
+        self._spare: dict[int, int] = {}  # listener → a descriptor that is closed for its connection
+        self._buffer = memoryview(bytearray(_LONGEST))
         try:
             _configure(self._socket)
             self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
@@ -151,12 +166,19 @@ class ConsumerSocket:
             raise
 
     def connect(self, folder: str, worker: int, generation: int) -> None:
-        """Expect a worker. What is sent to it before it is up waits."""
+        """Expect a worker. What is sent to it before it is up waits.
+
+        Raises:
+            OSError: descriptors are used up.
+        """
+        if generation:
+            expect_descriptors(_DESCRIPTORS_PER_WORKER)
         name = socket_name(worker, generation)
         # Descriptors and not sockets: those would warn where a forked child drops its copies.
         with unix.socket(unix.AF_UNIX, unix.SOCK_SEQPACKET) as listener:
             listener.bind(way_back(folder, name))
             listener.listen(1)
+            self._spare[listener.fileno()] = os.dup(listener.fileno())
             self._listeners[listener.fileno()] = worker
             self._epoll.register(listener.detach(), select.EPOLLIN)
         self._named.discard(worker)
@@ -166,22 +188,29 @@ class ConsumerSocket:
         self._socket.connect(self._endpoints[worker])
 
     def _accept(self, descriptor: int) -> None:
-        """A worker has connected."""
-        with without_signals(), unix.socket(fileno=os.dup(descriptor)) as listener:
-            worker = self._listeners[descriptor]
+        """A worker has connected.
+
+        Raises:
+            OSError: descriptors are used up, though one was kept for it: another thread was quicker.
+        """
+        with without_signals():
+            worker, listener = self._listeners[descriptor], unix.socket(fileno=descriptor)
+            os.close(self._spare.pop(descriptor))
             try:
-                connection = listener.accept()[0].detach()
-            except OSError:  # it is gone again
-                return
+                with naming_the_limit(_DESCRIPTORS_PER_WORKER):
+                    connection = listener.accept()[0].detach()
+            finally:
+                listener.detach()
+                self._drop(self._listeners, descriptor)
             os.set_blocking(connection, False)
             self._connections[connection] = worker
             self._epoll.register(connection, select.EPOLLIN)
             self._ready.append(connection)
-            self._drop(self._listeners, descriptor)
 
     def _drop(self, descriptors: dict[int, int], descriptor: int) -> None:
         del descriptors[descriptor]
-        self._pieces.pop(descriptor, None)
+        if descriptor in self._spare:
+            os.close(self._spare.pop(descriptor))
         self._epoll.unregister(descriptor)  # a forked child may hold it, too
         os.close(descriptor)
 
@@ -237,18 +266,12 @@ class ConsumerSocket:
                 continue
             except ConnectionError:
                 size = 0
-            frame: Any = self._buffer[:size]
             if not size:
                 self._drop(self._connections, descriptor)
                 self._note_broken(worker)
                 continue
-            if frame[0] == _MORE[0]:
-                self._pieces.setdefault(descriptor, bytearray()).extend(frame[2:])
-                if frame[:2] == _MORE:
-                    continue
-                frame = self._pieces.pop(descriptor)
             try:
-                return worker, decode_for_consumer(frame)
+                return worker, decode_for_consumer(self._buffer[:size], self._read)
             except ProtocolError:
                 self._drop(self._connections, descriptor)
                 return worker, None
@@ -320,6 +343,8 @@ class ConsumerSocket:
         for descriptors in (self._listeners, self._connections):
             while descriptors:
                 os.close(descriptors.popitem()[0])
+        while self._spare:
+            os.close(self._spare.popitem()[1])
         self._epoll.close()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
@@ -343,18 +368,27 @@ class WorkerSocket:
         folder: where it binds.
         name: of the socket.
         consumer: process id of the consumer.
+        in_block: puts an answer, whose frame has so many bytes, into a block.
+        ahead: answers that may wait to be read.
 
     Raises:
         OSError: descriptors or threads are used up.
     """
 
-    def __init__(self, folder: str, name: str, consumer: int) -> None:
+    def __init__(
+        self,
+        folder: str,
+        name: str,
+        consumer: int,
+        in_block: Callable[[Answer, int], InBlock],
+        ahead: int,
+    ) -> None:
         expect_descriptors(_OWN_DESCRIPTORS)
         expect_threads(THREADS)
         self._pid = process_id.current()
         self._context = zmq.Context(io_threads=1)
         self._frames: deque[bytes] = deque()  # received, or of a bundle, as far as they were not read
-        self._unsent: deque[bytes] = deque()  # for which there was no room
+        self._in_block = in_block
         self._socket = self._context.socket(zmq.DEALER)
         self._recv = super(zmq.Socket, self._socket).recv
         _configure(self._socket)
@@ -366,7 +400,8 @@ class WorkerSocket:
         self._answers.bind("")  # a name: a program that looks at its sockets finds this one like zmq's
         self._answers.setsockopt(unix.SOL_SOCKET, unix.SO_SNDBUF, _ROOM)
         room = self._answers.getsockopt(unix.SOL_SOCKET, unix.SO_SNDBUF)
-        self._piece = min(_PIECE, room // 4)  # bytes
+        # Twice: the kernel rounds each message up, and counts what is its own.
+        self._longest = min(_LONGEST, max(room // (2 * ahead), _LEAST))
 
     def say_hello(self) -> None:
         """Wait for the consumer to connect, and say that this worker is up. If the socket's file is removed
@@ -376,57 +411,39 @@ class WorkerSocket:
             ZMQError: the folder is gone, too.
             SystemExit: nobody listens for answers any more.
         """
+        connected = False
         while not self._socket.poll(_LOOK_MS, zmq.POLLOUT):
             if not os.path.exists(self._path):
                 self._socket.bind(f"ipc://{self._path}")
-        try:
-            self._answers.connect(self._way_back)
-        except OSError:
-            raise SystemExit(1) from None
-        self._answers.setblocking(False)
+            # The consumer may lack the descriptor for zmq that its listener has.
+            connected = connected or not self._answers.connect_ex(self._way_back)
+        if not connected and self._answers.connect_ex(self._way_back):
+            raise SystemExit(1)
         self.send(Hello(self._pid))
 
     def send(self, message: Message) -> None:
+        """Send a message, and wait for room if there is none.
+
+        Raises:
+            Exception: it does not fit into a message, or no block is left for it.
+        """
         if process_id.pid != self._pid:
             process_id.stay_in(self._pid)
         frame = encode(message)
-        if len(frame) > self._piece:
-            step = self._piece - len(_MORE)
-            rest = [frame[start : start + step] for start in range(0, len(frame), step)]
-            frame = _LAST + rest.pop()
-            self._unsent.extend([_MORE + piece for piece in rest])
-        if self._unsent:
-            self._unsent.append(frame)
-            self._send_rest()
-            return
+        if len(frame) > self._longest:
+            assert isinstance(message, Answer), "others are short"
+            frame = encode(self._in_block(message, len(frame)))
         try:
             self._answers.send(frame, unix.MSG_NOSIGNAL)
-        except BlockingIOError:
-            self._unsent.append(frame)
         except ConnectionError:  # the consumer is gone, and in a moment this process, too
             return
 
-    def _send_rest(self) -> bool:
-        """Send what there was no room for; False: there still is none."""
-        with contextlib.suppress(ConnectionError):
-            while self._unsent:
-                try:
-                    self._answers.send(self._unsent[0], unix.MSG_NOSIGNAL)
-                except BlockingIOError:
-                    return False
-                self._unsent.popleft()
-        self._unsent.clear()
-        return True
-
     def receive(self, block: bool) -> Task | Epoch | Space | Stop | Ping | None:
-        """The next message; None if there is none now: without `block`, or when answers were sent for which
-        there was no room before. A frame that is not a message is dropped."""
+        """The next message; None if there is none now, without `block`. A frame that is not a message is
+        dropped."""
         if process_id.pid != self._pid:
             process_id.stay_in(self._pid)
         while True:
-            if self._unsent:
-                self.wait((), block)
-                block = False
             try:
                 frame = self._frames.popleft() if self._frames else self._recv(0 if block else _NOBLOCK)
                 message = decode_for_worker(frame)
@@ -439,13 +456,10 @@ class WorkerSocket:
             self._frames.extendleft(reversed(message.frames))
 
     def wait(self, descriptors: Sequence[int], block: bool) -> list[object]:
-        """Sleep until a message has come, a descriptor is readable, or there is room for answers that were
-        not sent; or only look without `block`. Returns the descriptors that are readable."""
+        """Sleep until a message has come or a descriptor is readable, or only look without `block`. Returns
+        the descriptors that are readable."""
         sources: list[Any] = [(source, zmq.POLLIN) for source in (self._socket, *descriptors)]
-        if self._unsent:
-            sources.append((self._answers.fileno(), zmq.POLLOUT))
         ready = zmq.zmq_poll(sources, -1 if block and not self._frames else 0)
-        self._send_rest()
         return [source for source, _ in ready if source in descriptors]
 
     def told_to_stop(self) -> bool:

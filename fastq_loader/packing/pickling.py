@@ -41,6 +41,16 @@ LeafNumber = Callable[[Any], "int | None"]
 # Read for every leaf of every batch: names of this module are found faster than attributes of others.
 _TENSOR, _ARRAY, _STRIDED = torch.Tensor, np.ndarray, torch.strided
 
+#: The dtypes of which a tensor is its bytes, a shape and strides, and their names. Torch ends the process
+#: where a tensor of another one (qint8, …) is made of these alone.
+PLAIN_DTYPES = {
+    it: name
+    for it, name in (
+        (it, str(it).removeprefix("torch.")) for it in vars(torch).values() if type(it) is torch.dtype
+    )
+    if name.startswith(("bool", "uint", "int", "float", "bfloat", "complex", "bits"))
+}
+
 
 def is_leaf(value: Any) -> bool:
     """Whether a tensor or array is packed as it is: dense, on the CPU, of exactly that type.
@@ -56,7 +66,7 @@ def is_leaf(value: Any) -> bool:
         return (
             value.is_cpu
             and value.layout is _STRIDED
-            and not value.is_quantized
+            and value.dtype in PLAIN_DTYPES
             and not value.is_nested
             and not value.is_conj()
             and not value.is_neg()
@@ -65,6 +75,14 @@ def is_leaf(value: Any) -> bool:
         return False
     dtype = value.dtype
     return dtype.kind in "biufcSUmM" and dtype.isnative and dtype.itemsize > 0
+
+
+def _has_quantizer(value: torch.Tensor) -> bool:
+    try:
+        value.qscheme()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _identity(value: Any) -> Any:
@@ -118,6 +136,11 @@ class _Pickler(pickle.Pickler):
             if type(value) is torch.Tensor:
                 if value.requires_grad and not value.is_nested:
                     return torch.Tensor.requires_grad_, (value.detach(),)
+                if value.dtype not in PLAIN_DTYPES and not _has_quantizer(value):
+                    # As torch sends it. What it does for a checkpoint takes the quantizer for granted.
+                    place = value.storage_offset(), value.size(), value.stride(), False
+                    storage = value._typed_storage()  # type: ignore[no-untyped-call]
+                    return reductions.rebuild_tensor, (_TENSOR, storage, place)
                 if value.is_conj() or value.is_neg():
                     return _identity, (value.detach().resolve_conj().resolve_neg(),)
         elif type(value) is _ARRAY and is_leaf(value):

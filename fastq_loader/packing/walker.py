@@ -6,9 +6,9 @@ message, dense CPU tensors and numpy arrays are *leaves*, and everything else is
 with the leaves in it left out.
 
 A tree of more than `PARTS` parts is a single object. Pickling works on it in C, and what changes with every
-batch (the number of annotations, the keys of a dict) costs no new spec. A long text is an object as well: a
-message is copied several times on its way, and takes less than 4 GiB. Small arrays stay in the pickle that
-they lie in.
+batch (the number of annotations, the keys of a dict) costs no new spec. A long text is an object as well, and
+so is a tree of many texts: what a message has no room for would need new memory for each batch. Small arrays
+stay in the pickle that they lie in.
 
 A *segment* is the memory of one leaf, or of tensors of one storage whose bytes overlap: they alias on the
 other side as well. Its *span* is where it starts and ends in this process.
@@ -26,7 +26,7 @@ import torch
 from fastq_loader.ipc.messages import packs
 from fastq_loader.memory.blocks import device_aligned
 from fastq_loader.memory.nontemporal import address_of
-from fastq_loader.packing.pickling import is_leaf
+from fastq_loader.packing.pickling import PLAIN_DTYPES, is_leaf
 from fastq_loader.packing.spec import DEEPEST, contiguous_strides
 
 #: Parts up to which a tree is walked here: members of its containers, without tensors, which cost the same
@@ -39,9 +39,9 @@ LONGEST_LIST = 1024
 #: Batches of a worker that are pickled whole after one that had more.
 BATCHES_UNWALKED = 15
 
-#: Characters or bytes of the longest text in a message, and bytes of the largest array in a pickle. As a leaf
+#: Characters or bytes of all texts in a message, and bytes of the largest array in a pickle. As a leaf
 #: an array costs 3 µs, and 7 more when its shape is new; in a pickle 2 µs and some more copies.
-LONGEST, SMALL_ARRAY = 65536, 4096
+LONGEST, SMALL_ARRAY = 16384, 4096
 
 _TEXTS, _NUMBERS = frozenset((str, bytes)), frozenset((float, bool, type(None)))
 _PLAIN = frozenset((*_TEXTS, *_NUMBERS))
@@ -56,16 +56,12 @@ Span = tuple[int, int]
 Metas = tuple[tuple[Any, ...], ...]
 
 
-#: The name by which `torch` knows a dtype.
-_NAMES = {it: str(it).removeprefix("torch.") for it in vars(torch).values() if isinstance(it, torch.dtype)}
-
-
 class _Unwalkable(Exception):
     """The tree is too deep, or has a cycle or a shared list or dict: pickle the whole of it."""
 
 
 class _Sprawling(_Unwalkable):
-    """The tree has more parts than are worth a walk."""
+    """The tree has more parts than are worth a walk, or more text."""
 
 
 class Walker:
@@ -90,7 +86,7 @@ class Walker:
         self.objects: list[Any] = []
         self.containers: set[int] = set()
         self._depth = 0
-        self._parts = 0
+        self._parts = self._text = 0
 
     def walk(self, batch: Any) -> Any:
         """The tree of a batch; one that cannot be walked, or is not worth it, is a single object."""
@@ -119,6 +115,8 @@ class Walker:
                 self.values.append(value)
                 return "V"
         elif kind in _NUMBERS or (kind in _TEXTS and len(value) <= LONGEST):
+            if kind in _TEXTS:
+                self._add_text(len(value))
             self.values.append(value)
             return "V"
         elif kind is dict or kind is list:
@@ -160,7 +158,14 @@ class Walker:
         if not kinds or not kinds <= _PLAIN:
             return False
         texts = kinds & _TEXTS
-        return not texts or max([len(value) for value in values if type(value) in texts]) <= LONGEST
+        if texts:
+            self._add_text(sum([len(value) for value in values if type(value) in texts]))
+        return True
+
+    def _add_text(self, length: int) -> None:
+        self._text += length
+        if self._text > LONGEST:
+            raise _Sprawling
 
     def add_leaf(self, leaf: Any) -> int:
         """The number of a leaf; the same object gets the same number."""
@@ -197,7 +202,7 @@ def segments_of(leaves: list[Any]) -> tuple[Metas, list[Span]]:
             else:
                 spans.append((start, start + _reach(leaf)))
                 strides = leaf.stride()
-            metas.append(("T", _NAMES[leaf.dtype], shape, strides, number, 0))
+            metas.append(("T", PLAIN_DTYPES[leaf.dtype], shape, strides, number, 0))
             continue
         flags = leaf.flags
         if not (flags.c_contiguous or flags.f_contiguous):

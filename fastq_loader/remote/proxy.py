@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, NoReturn
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.claim_table import ClaimTable
 from fastq_loader.ipc.decoding import decode_for_consumer
-from fastq_loader.ipc.endpoints import socket_name
 from fastq_loader.ipc.messages import Answer, Epoch, Handle, Ping, Space, Stop, Task, encode, pass_on
 from fastq_loader.ipc.sockets import WorkerSocket
 from fastq_loader.memory.allocator import Allocator
@@ -31,7 +30,7 @@ from fastq_loader.remote.connection import MESSAGE, WELCOME, Address, Connection
 from fastq_loader.system import calls
 from fastq_loader.workers import children
 from fastq_loader.workers.config import Setup
-from fastq_loader.workers.main import prepare_signals
+from fastq_loader.workers.main import open_socket, prepare_signals
 from fastq_loader.workers.task_queue import TaskQueue
 
 #: Places, one after the other, where no far worker was to be had, until the proxy gives up.
@@ -82,8 +81,8 @@ def main(setup: Setup, tls: Tls | None, pipe: Pipe[Any, Any], traffic: memoryvie
     claims = ClaimTable(setup.mapping.fd, setup.mapping.claims)
     if not os.path.isdir(setup.folder):  # the loader was closed before this was up
         return
-    socket = WorkerSocket(setup.folder, socket_name(setup.worker, setup.generation), setup.consumer)
     blocks = Allocator(setup.mapping, setup.worker, setup.space, setup.plan.for_device)
+    socket = open_socket(setup, blocks)
     try:
         Proxy(setup, tls, pipe, traffic, socket, claims, blocks).run()
     finally:

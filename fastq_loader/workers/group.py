@@ -103,7 +103,7 @@ class WorkerGroup:
         self.holder, self.offer_claim = claims.holder, claims.offer  # as they are asked for every batch
         self._processes.start(arena, folder, self.token, base_seed, shared_seed)
         # The context of zmq has threads, so it is made after the forks.
-        self._socket = ConsumerSocket(folder, workers, self.token)
+        self._socket = ConsumerSocket(folder, workers, self.token, self._frame_at)
         self.send_frame, self.receive = self._socket.send_frame, self._socket.receive
         _in_use.add(self._socket)
         for descriptor in self._processes.descriptors:
@@ -111,6 +111,13 @@ class WorkerGroup:
         for worker in range(workers):
             self._backlog.begin(worker)
         self._processes.count_in(self._counters)
+
+    def _frame_at(self, offset: int, nbytes: int) -> bytes | memoryview:
+        mapping = self._blocks.arena.mapping
+        _, end = mapping.region(self._workers - 1)
+        if offset + nbytes > end:
+            raise ProtocolError(f"a frame of {nbytes} bytes at {offset}, where no block can be")
+        return mapping.read(offset, nbytes)
 
     def _new_folder(self, workers: set[int]) -> str:
         folder = endpoint_folder()
@@ -123,7 +130,8 @@ class WorkerGroup:
             missing.discard(worker)
             if not missing:  # its names are not needed any more
                 remove_folder(folder)
-                del self._expected[folder]
+                if not os.path.isdir(folder):  # without a free descriptor it is left for later
+                    del self._expected[folder]
 
     @property
     def socket(self) -> ConsumerSocket:
@@ -376,13 +384,13 @@ class WorkerGroup:
 
     def _disconnect(self) -> None:
         """All workers have ended: close the sockets and the table, and remove the folders."""
-        for folder in list(self._expected):  # forgotten when it is gone: an interrupt may come between
-            remove_folder(folder)
-            self._expected.pop(folder, None)
         socket, self._socket = self._socket, None
         if socket is not None:
             socket.close()
             _in_use.discard(socket)
+        for folder in list(self._expected):  # forgotten when it is gone: an interrupt may come between
+            remove_folder(folder)
+            self._expected.pop(folder, None)
         claims, self._claims = self._claims, None
         if claims is not None:
             claims.close()

@@ -32,11 +32,13 @@ from fastq_loader.ipc.messages import (
     Answer,
     Epoch,
     Handle,
+    InBlock,
     Message,
     Ping,
     Space,
     Stop,
     Task,
+    encode,
     load_index,
 )
 from fastq_loader.ipc.sockets import WorkerSocket
@@ -57,6 +59,8 @@ from fastq_loader.workers.task_queue import TaskQueue
 _QUICK = 500_000
 #: Nanoseconds between two answers that say how much CPU time was used.
 _CPU_EVERY = 20_000_000
+#: Bytes by which an answer may grow when its own block, and those that were let go meanwhile, are added.
+_GROWTH = 16 * 1024
 
 
 def main(setup: Setup) -> None:
@@ -77,7 +81,7 @@ def main(setup: Setup) -> None:
     collate.install()
     if not os.path.isdir(setup.folder):  # the loader was closed before this worker was up
         return
-    socket = WorkerSocket(setup.folder, socket_name(setup.worker, setup.generation), setup.consumer)
+    socket = open_socket(setup, blocks)
     try:
         socket.say_hello()
         Worker(setup, blocks, socket, claims).run()
@@ -85,6 +89,28 @@ def main(setup: Setup) -> None:
         return  # user code raised it; as in torch the consumer's own interrupt is the one to show
     finally:
         socket.close()
+
+
+def open_socket(setup: Setup, blocks: Allocator) -> WorkerSocket:
+    """The socket of a worker that writes to `blocks`."""
+    name = socket_name(setup.worker, setup.generation)
+    return WorkerSocket(setup.folder, name, setup.consumer, partial(_in_block, blocks), setup.plan.prefetch)
+
+
+def _in_block(blocks: Allocator, answer: Answer, nbytes: int) -> InBlock:
+    """Put a finished answer, whose frame has so many bytes, into a block.
+
+    Raises:
+        MemoryError: the arena is used up.
+    """
+    block = blocks.take(nbytes + _GROWTH)
+    fresh, returned = blocks.finish([(block.offset, nbytes)])
+    mine = (*answer.returned, *returned, block.offset)
+    frame = encode(answer._replace(fresh=(*answer.fresh, *fresh), returned=mine))
+    if len(frame) > block.size:
+        raise MemoryError(f"an answer of {len(frame)} bytes in a block of {block.size}")
+    blocks.mapping.write(block.offset, frame)
+    return InBlock(block.offset, len(frame))
 
 
 def prepare_signals(grace: float = 0.0) -> None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from fastq_loader.ipc.endpoints import naming_the_limit
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents
 from fastq_loader.statistics.counters import Counters
@@ -27,6 +28,8 @@ from fastq_loader.workers.stopping import Stopping
 
 #: Would print a traceback in a worker, or end it, before it has handlers.
 KEPT_OUT = signal.SIGINT, signal.SIGTERM
+#: Descriptors that the start of a process takes: two pipes, one for its end, and those that are passed on.
+_DESCRIPTORS = 8
 
 
 class WorkerPool(ABC):
@@ -122,7 +125,8 @@ class WorkerPool(ABC):
         """
         if not self._left():
             return False
-        with without_signals(*KEPT_OUT):  # between fork and handler
+        # Signals: between fork and handler.
+        with naming_the_limit(_DESCRIPTORS), without_signals(*KEPT_OUT):
             child = self._child(self._told(worker=len(self._children)))
             self._children.append(child)
             self._generations.append(0)
@@ -141,7 +145,7 @@ class WorkerPool(ABC):
             what `start` raises; OSError also when what starts successors has ended.
         """
         generation = self._generations[worker] + 1
-        with without_signals(*KEPT_OUT):
+        with naming_the_limit(_DESCRIPTORS), without_signals(*KEPT_OUT):
             told = self._told(worker=worker, generation=generation, folder=folder, space=space)
             child = self._child(told)
             self._start(child)

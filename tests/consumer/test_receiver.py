@@ -206,8 +206,8 @@ class Breaking:
         self.share = share
         self.change = change
 
-    def __call__(self, frame: bytes) -> Any:
-        message = decode_for_consumer(frame)
+    def __call__(self, frame: bytes, read: Any) -> Any:
+        message = decode_for_consumer(frame, read)
         if isinstance(message, Hello) or self.noise.random() >= self.share:
             return message
         changed = self.change(self.noise, msgpack.unpackb(frame, strict_map_key=False))

@@ -28,6 +28,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from fastq_loader import DataLoader
+from tests.conftest import run_script
 from tests.support.datasets import (
     Colour,
     Count,
@@ -287,3 +288,62 @@ def test_b8_torchs_collate_map_can_be_added_to_and_changed_and_is_left_alone(
 
 def warm_image(index: int) -> tuple[torch.Tensor, Celsius]:
     return image(index), Celsius(index)
+
+
+#: Every dtype of torch as it is made, and as a view of bytes, of none and of many: alone, and with a view of
+#: it in a list. What each loader gives, or raises.
+EVERY_DTYPE = """
+import warnings
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from fastq_loader import DataLoader
+warnings.simplefilter("ignore")
+dtypes = {it for it in vars(torch).values() if isinstance(it, torch.dtype)}
+cases = [(str(it)[6:], made, n) for it in sorted(dtypes, key=str) for made in (0, 1) for n in (0, 1, 3, 9000)]
+
+class Tensors(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2 * len(cases)
+
+    def __getitem__(self, at):
+        name, made, n = cases[at // 2]
+        dtype = getattr(torch, name)
+        if made:
+            tensor = torch.empty(n, dtype=dtype)
+            tensor.untyped_storage().fill_(1)
+        else:
+            tensor = torch.full((16 * n,), 1, dtype=torch.uint8).view(dtype)
+        return [tensor, tensor.view(-1)] if at % 2 else tensor
+
+def content(tensor):
+    storage = tensor.untyped_storage()
+    whole = bytes(torch.empty(0, dtype=torch.uint8).set_(storage)[: 4 * tensor.numel()].numpy())
+    return str(tensor.dtype), tuple(tensor.shape), tensor.stride(), tensor.is_quantized, whole
+
+def first(samples):
+    return samples[0]
+
+def found(kind):
+    batches = iter(kind(Tensors(), num_workers=1, collate_fn=first))
+    for _ in range(2 * len(cases)):
+        try:
+            batch = next(batches)
+        except Exception as error:
+            yield type(error)
+        else:
+            yield [content(part) for part in batch] if isinstance(batch, list) else content(batch)
+
+def check():
+    differ = [(cases[at // 2], at, *two) for at, two in enumerate(
+        zip(found(TorchDataLoader), found(DataLoader), strict=True)) if two[0] != two[1]]
+    assert not differ, differ[:3]
+    print("same")
+
+check()
+"""
+
+
+def test_b5_every_dtype_arrives_as_from_torch_with_quantizer_or_without() -> None:
+    """In a process of its own: torch ends the one that makes a tensor in the wrong way."""
+    result = run_script(EVERY_DTYPE, timeout=100, warm=True)
+    assert (result.returncode, result.stdout.strip()) == (0, "same"), result.stderr

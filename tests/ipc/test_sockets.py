@@ -29,7 +29,7 @@ from fastq_loader.ipc.endpoints import (
     remove_folder,
     socket_name,
 )
-from fastq_loader.ipc.messages import TOKEN_BYTES, Answer, Bundle, Epoch, Hello, Ping, Stop, encode
+from fastq_loader.ipc.messages import TOKEN_BYTES, Answer, Bundle, Epoch, Hello, InBlock, Ping, Stop, encode
 from fastq_loader.ipc.sockets import ConsumerSocket, WorkerSocket
 from tests.conftest import open_descriptors, wait_until
 from tests.support.alarms import Alarm, alarm_after, ring
@@ -57,14 +57,29 @@ def worker(folder: str) -> Iterator[WorkerSocket]:
 
 
 def end_of_worker(folder: str, worker: int, generation: int = 0) -> WorkerSocket:
-    return WorkerSocket(folder, socket_name(worker, generation), os.getpid())
+    return WorkerSocket(folder, socket_name(worker, generation), os.getpid(), in_memory, 2)
+
+
+#: What stands for shared memory.
+MEMORY = bytearray(1 << 20)
+
+
+def in_memory(answer: Answer, nbytes: int) -> InBlock:
+    frame = encode(answer)
+    assert len(frame) == nbytes
+    MEMORY[:nbytes] = frame
+    return InBlock(0, nbytes)
+
+
+def read(offset: int, nbytes: int) -> bytes:
+    return bytes(MEMORY[offset : offset + nbytes])
 
 
 @contextmanager
 def connected(folder: str, workers: int = 1) -> Iterator[tuple[ConsumerSocket, list[WorkerSocket]]]:
     with ExitStack() as stack:
         ends = [stack.enter_context(closing(end_of_worker(folder, worker))) for worker in range(workers)]
-        consumer = stack.enter_context(closing(ConsumerSocket(folder, workers, TOKEN)))
+        consumer = stack.enter_context(closing(ConsumerSocket(folder, workers, TOKEN, read)))
         for number, end in enumerate(ends):
             end.say_hello()
             assert received(consumer) == (number, Hello(os.getpid()))
@@ -209,7 +224,13 @@ def test_a_signal_while_sockets_are_closed_leaves_nothing() -> None:
 
 
 #: Not messages of a worker's, nor of a consumer's.
-GARBAGE = [b"junk", encode(Bundle(()))[:-1], encode(ANSWER)[1:], b"\xc1half a message"]
+GARBAGE = [
+    b"junk",
+    encode(Bundle(()))[:-1],
+    encode(ANSWER)[1:],
+    encode(InBlock(1, -2)),
+    encode(InBlock(0, 9)),
+]
 
 
 @pytest.mark.parametrize("garbage", [*GARBAGE, b""])
@@ -228,33 +249,49 @@ def test_garbage_from_a_worker_is_named_and_the_last_that_is_read(garbage: bytes
 
 
 @pytest.mark.parametrize("room", [2304, sockets._ROOM])
-def test_answers_wait_for_room_in_order(room: int, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many and however long they are; and it reads its messages meanwhile."""
+def test_answers_of_any_length_come_in_order(room: int, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many: one for which there is no room leaves as soon as there is."""
     monkeypatch.setattr(sockets, "_ROOM", room)
-    with connected(folder, 2) as (consumer, (worker, other)):
-        answers = [ANSWER._replace(seq=seq, state=bytes([seq]) * (seq % 3 * 70_000)) for seq in range(200)]
-        for answer in answers:
-            worker.send(answer)
-        consumer.send(0, EPOCHS[0])
-        assert worker.receive(block=True) == EPOCHS[0]
-        other.send(ANSWER._replace(state=bytes(100_000)))
-        consumer.send(0, Stop())
-
-        def read_on() -> None:
-            while worker.receive(block=True) != Stop():
-                continue
-            for end in (worker, other):
-                while end._unsent:
-                    end.wait([], block=True)
-
-        found: dict[int, list[Any]] = {0: [], 1: []}
-        thread = threading.Thread(target=read_on)
+    with connected(folder) as (consumer, (worker,)):
+        answers = [ANSWER._replace(seq=seq, state=bytes([seq % 256]) * (seq % 90)) for seq in range(3000)]
+        thread = threading.Thread(target=lambda: [worker.send(answer) for answer in answers])
         thread.start()
-        while len(found[0]) < len(answers) or not found[1]:
-            number, answer = received(consumer)
-            found[number].append(answer)
+        assert [received(consumer) for _ in answers] == [(0, answer) for answer in answers]
         thread.join()
-        assert found == {0: answers, 1: [ANSWER._replace(state=bytes(100_000))]}
+        for nbytes in (400, 30_000, 40_000, 900_000):
+            worker.send(ANSWER._replace(state=bytes(nbytes)))
+            assert received(consumer) == (0, ANSWER._replace(state=bytes(nbytes)))
+
+
+def test_a_worker_that_waits_for_room_goes_on_when_the_consumer_is_gone(
+    folder: str, worker: WorkerSocket
+) -> None:
+    """Nobody reads, and there is no room for so many answers."""
+    sent: list[None] = []
+    thread = threading.Thread(target=lambda: [sent.append(worker.send(ANSWER)) for _ in range(9999)])
+    with closing(ConsumerSocket(folder, 1, TOKEN, read)) as consumer:
+        worker.say_hello()
+        assert received(consumer) == (0, Hello(os.getpid()))
+        thread.start()
+        assert wait_until(lambda: len(sent) > 100, 60)
+        assert len(sent) < 9999
+    thread.join(60)
+    assert len(sent) == 9999
+
+
+@pytest.mark.parametrize("ahead", [1, 16, 100])
+def test_as_many_answers_as_a_worker_may_be_ahead_have_room(ahead: int, folder: str) -> None:
+    with (
+        closing(WorkerSocket(folder, "w0.0", os.getpid(), in_memory, ahead)) as worker,
+        closing(ConsumerSocket(folder, 1, TOKEN, read)) as consumer,
+    ):
+        worker.say_hello()
+        assert received(consumer) == (0, Hello(os.getpid()))
+        worker._answers.setblocking(False)  # where there is no room it would wait
+        answer = ANSWER._replace(state=bytes(worker._longest - len(encode(ANSWER)) - 9))
+        for _ in range(ahead):
+            worker.send(answer)
+        assert [received(consumer) for _ in range(ahead)] == [(0, answer)] * ahead
 
 
 def test_a_worker_drops_garbage(folder: str, worker: WorkerSocket) -> None:
@@ -268,7 +305,7 @@ def test_a_worker_drops_garbage(folder: str, worker: WorkerSocket) -> None:
 def test_where_each_peer_is_taken_for_the_process_that_asks_the_consumer_can_connect(folder: str) -> None:
     """As gVisor answers SO_PEERCRED."""
     with (
-        closing(WorkerSocket(folder, "w0.0", 1)) as worker,
+        closing(WorkerSocket(folder, "w0.0", 1, in_memory, 2)) as worker,
         closing(ConsumerSocket(folder, 1, TOKEN)) as consumer,
     ):
         worker.say_hello()

@@ -1,0 +1,177 @@
+"""Answers on their way: one that is finished leaves at once, whatever its size, and outlives its worker."""
+
+from __future__ import annotations
+
+import glob
+import os
+import resource
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset, IterableDataset
+
+from fastq_loader import DataLoader, Processes
+from fastq_loader.errors import WorkerDied, WorkerReplaced
+from tests.conftest import wait_until
+from tests.support.crimes import kill_itself
+from tests.support.datasets import Sized, identity
+from tests.support.loaders import MANY_WORKERS
+
+pytestmark = pytest.mark.processes
+
+SIZE, BATCHES, LAST = 64, 6, 3
+TEXT = "x" * 60_000
+LIMIT_S = 60
+
+
+@dataclass(eq=False)
+class Texts(Sized, Dataset):
+    """Batches of 4 MB of text. Batch LAST waits for the file `go`; if it is `deadly`, it kills one worker."""
+
+    folder: Path
+    deadly: bool = False
+    length: int = SIZE * BATCHES
+
+    def __getitem__(self, index: int) -> str:
+        if index == SIZE * LAST:
+            (self.folder / "came").touch()
+            assert wait_until((self.folder / "go").exists, LIMIT_S)
+            if self.deadly and not (self.folder / "died").exists():
+                (self.folder / "died").touch()
+                kill_itself(0)
+        return f"{index} {TEXT}"
+
+
+def number(batch: list[str]) -> int:
+    """Of a batch that is whole."""
+    first = int(batch[0].split()[0])
+    assert batch == [f"{index} {TEXT}" for index in range(first, first + SIZE)]
+    return first // SIZE
+
+
+@pytest.mark.parametrize("kind", [TorchDataLoader, DataLoader])
+def test_what_is_finished_comes_while_its_worker_loads_the_next(kind: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_workers": 1, "prefetch_factor": LAST + 1, "timeout": LIMIT_S}
+    loader = kind(Texts(tmp_path), batch_size=SIZE, collate_fn=identity, **options)
+    batches = iter(loader)
+    assert wait_until((tmp_path / "came").exists, LIMIT_S)
+    assert [number(next(batches)) for _ in range(LAST)] == list(range(LAST))
+    (tmp_path / "go").touch()
+    assert [number(batch) for batch in batches] == list(range(LAST, BATCHES))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
+@pytest.mark.parametrize("restarts", [0, 2])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_death_costs_the_batch_that_was_being_loaded(
+    method: str, schedule: str, restarts: int, in_order: bool, tmp_path: Path
+) -> None:
+    """The consumer reads nothing until the worker has come to the deadly batch."""
+    options: dict[str, Any] = {
+        "num_workers": 1,
+        "prefetch_factor": LAST + 1,
+        "multiprocessing_context": method,
+    }
+    options |= {"schedule": schedule, "in_order": in_order, "workers": Processes(max_restarts=restarts)}
+    dataset = Texts(tmp_path, deadly=True)
+    found: list[int] = []
+    with (
+        warnings.catch_warnings(),
+        DataLoader(dataset, batch_size=SIZE, collate_fn=identity, **options) as loader,
+    ):
+        warnings.simplefilter("ignore", WorkerReplaced)
+        batches = iter(loader)
+        assert wait_until((tmp_path / "came").exists, LIMIT_S)
+        (tmp_path / "go").touch()
+        assert wait_until((tmp_path / "died").exists, LIMIT_S)
+        if restarts:
+            found += map(number, batches)
+        else:
+            text = rf"SIGKILL.* batch {LAST} \(indices {SIZE * LAST}\.\."
+            with pytest.raises(WorkerDied, match=text):
+                found += map(number, batches)
+    assert found == list(range(BATCHES if restarts else LAST))
+
+
+class Stateful(IterableDataset):
+    """A stream whose state is long."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 20:
+            self.at += 1
+            yield self.at - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "more": os.urandom(300_000)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def test_a_long_state_comes_with_every_batch() -> None:
+    with DataLoader(Stateful(), batch_size=2, num_workers=1) as loader:
+        batches = iter(loader)
+        first = [next(batches).tolist() for _ in range(4)]
+        state = loader.state_dict()
+    with DataLoader(Stateful(), batch_size=2, num_workers=1) as loader:
+        loader.load_state_dict(state)
+        rest = [batch.tolist() for batch in loader]
+    assert first + rest == [[at, at + 1] for at in range(0, 20, 2)]
+
+
+@contextmanager
+def few_descriptors(left: int) -> Iterator[None]:
+    """All but some are in use."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    opened: list[int] = []
+    try:
+        while len(opened) < 256:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        pass
+    try:
+        for _ in range(left):
+            os.close(opened.pop())
+        yield
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("left", [0, 1, 3])
+def test_files_that_are_opened_after_iter_leave_the_connections(
+    method: str, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And close() leaves no folder. Under spawn no worker has connected by then."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    loader = DataLoader(range(8), num_workers=2, multiprocessing_context=method, timeout=LIMIT_S)
+    batches = iter(loader)
+    with few_descriptors(left):
+        assert [batch.item() for batch in batches] == list(range(8))
+        del batches
+    del loader
+    assert wait_until(lambda: not glob.glob(f"{tmp_path}/fastq-*"), LIMIT_S)
+
+
+@MANY_WORKERS
+def test_a_worker_that_lacks_descriptors_to_start_is_an_error_that_names_the_limit() -> None:
+    """Under spawn more than there are cores start late."""
+    workers = len(os.sched_getaffinity(0)) + 1
+    with DataLoader(range(99), num_workers=workers, multiprocessing_context="spawn") as loader:
+        batches = iter(loader)
+        with few_descriptors(0), pytest.raises(OSError, match=r"needs \d+ descriptors .* `ulimit -n`"):
+            list(batches)
