@@ -163,8 +163,8 @@ class ConsumerSocket:
                 listener.bind(way_back(folder, name))
             except FileNotFoundError as error:
                 text = (
-                    "the folder of the workers' sockets was removed while they start (by a cleaner of /tmp?); "
-                    "set TMPDIR to a folder that is left alone"
+                    "the folder of the workers' sockets was removed while they start (by a cleaner of /tmp?):"
+                    " set TMPDIR to a folder that is left alone"
                 )
                 raise FileNotFoundError(error.errno, text, folder) from None
             listener.listen(1)
