@@ -119,6 +119,7 @@ def open_descriptors() -> dict[int, str]:
         getattr(resource_tracker._resource_tracker, "_fd", None),
         getattr(forkserver._forkserver, "_forkserver_alive_fd", None),
         getattr(getattr(ours, "_server", None), "_forkserver_alive_fd", None),
+        getattr(getattr(ours, "_server", None), "socket", None),
     }
     found: dict[int, str] = {}
     for fd in set(map(int, os.listdir("/proc/self/fd"))) - helpers:

@@ -169,14 +169,21 @@ class ConsumerSocket:
         """Expect a worker. What is sent to it before it is up waits.
 
         Raises:
-            OSError: descriptors are used up.
+            OSError: descriptors are used up, or the folder is gone.
         """
         if generation:
             expect_descriptors(_DESCRIPTORS_PER_WORKER)
         name = socket_name(worker, generation)
         # Descriptors and not sockets: those would warn where a forked child drops its copies.
         with unix.socket(unix.AF_UNIX, unix.SOCK_SEQPACKET) as listener:
-            listener.bind(way_back(folder, name))
+            try:
+                listener.bind(way_back(folder, name))
+            except FileNotFoundError as error:
+                text = (
+                    "the folder of the workers' sockets was removed while they start (by a cleaner of /tmp?):"
+                    " set TMPDIR to a folder that is left alone"
+                )
+                raise FileNotFoundError(error.errno, text, folder) from None
             listener.listen(1)
             self._spare[listener.fileno()] = os.dup(listener.fileno())
             self._listeners[listener.fileno()] = worker

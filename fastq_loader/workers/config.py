@@ -15,15 +15,17 @@ start at once.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import reduction
 from multiprocessing.context import BaseContext, get_spawning_popen, set_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 import torch
 from torch.multiprocessing import get_sharing_strategy
 
@@ -177,6 +179,10 @@ class PickledPayload(Payload):
         return PickledPayload, (self._data, self._descriptors)
 
     def open(self) -> dict[str, Any]:
+        with _not_yet_a_daemon():
+            return self._open()
+
+    def _open(self) -> dict[str, Any]:
         _Carried.descriptors = carried = self._descriptors
         if self._data is not None:
             parts: dict[str, Any] = pickle.loads(self._data)
@@ -187,6 +193,18 @@ class PickledPayload(Payload):
         finally:
             os.close(fd)
         return parts
+
+
+@contextlib.contextmanager
+def _not_yet_a_daemon() -> Iterator[None]:
+    """Modules that are imported in here may start processes, which daemons may not: torch's worker imports
+    them before it is one."""
+    configuration: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    daemon = configuration.pop("daemon", None)
+    try:
+        yield
+    finally:
+        configuration.update({} if daemon is None else {"daemon": daemon})
 
 
 class _Carried:
@@ -270,4 +288,34 @@ class _Sealer(ForkingPickler):
             value.device.type != "cpu" or get_sharing_strategy() != "file_descriptor"  # type: ignore[no-untyped-call]
         ):
             raise _OnlyOnce
+        if type(value) is np.ndarray and np.ndarray not in self.dispatch_table:
+            value = _as_in_torch(value)
+            return value.__reduce_ex__(5)
         return NotImplemented
+
+
+def _as_in_torch(array: Any) -> Any:
+    """The array as torch's worker has it. Pickled by protocol 4, as multiprocessing does until Python 3.14,
+    arrays arrive writable and in the machine's order of bytes. No copy is made where there need be none."""
+    if pickle.DEFAULT_PROTOCOL >= 5 or array.dtype.hasobject or not array.flags.forc:
+        return array
+    if array.dtype.byteorder not in "=|":
+        return array.astype(array.dtype.newbyteorder("="))
+    if not array.flags.writeable:
+        memory: Any = np.asarray(_Writable(array))
+        return np.ndarray(array.shape, array.dtype, memory, strides=array.strides)
+    return array
+
+
+class _Writable:
+    """The bytes of a read-only array, as something that can be written to; nobody does."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array  # stays as long as its bytes are referred to
+        place, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (array.nbytes,),
+            "typestr": "|u1",
+            "data": (place, False),
+        }

@@ -10,9 +10,10 @@ own folder, environment and umask are never touched, not even for a moment: othe
 
 Under spawn that is what a program inherits. Under forkserver it is what multiprocessing hands over: a child
 of the server has the server's environment, in torch as well. The server is ours. Python's own may be up
-already, started by others and without torch, and then every worker imports for itself, which takes seconds
-and 90 MB each. Nor is ours one for others: what its children would inherit of numpy's global generator is the
-same for all, and workers are seeded. It ends with the consumer.
+already, started by others and without torch, and then every worker imports that for itself, which takes
+seconds and 90 MB each. Of the user's modules it imports what was chosen for Python's own
+(`multiprocessing.set_forkserver_preload`) and no other: workers would share files and generators that a
+module has made. It ends with the consumer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import multiprocessing
 import os
 import resource
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import context as contexts
 from multiprocessing import (
     forkserver,
@@ -39,6 +40,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from fastq_loader.errors import warn_user
+from fastq_loader.ipc.endpoints import endpoint_folder, remove_folder
 from fastq_loader.packing.pickling import explain, hint, pickles
 from fastq_loader.system import calls, process_id
 from fastq_loader.system.interrupts import without_signals
@@ -84,8 +86,7 @@ class LocalPool(WorkerPool):
         self._stacks = Stacks()
         self._setup = self._told(descriptors=Descriptors(stacks=self._stacks.write_end))
         if not self.forks and context.Process._Popen in _WAYS:
-            modules = {str(getattr(part, "__module__", "torch")) for part in plan.payload.parts.values()}
-            self._late = LateStart(context.Process, modules)
+            self._late = LateStart(context.Process)
         elif plan.restarts and calls.has_pidfd():
             self._zygote = Zygote(context, lambda own: self._process(self._told(**own)), self._setup.folder)
         if self._late is not None:
@@ -157,11 +158,9 @@ class LateStart:
 
     Args:
         process: the class of a context's processes.
-        modules: that they need, besides `__main__` and ours.
     """
 
-    def __init__(self, process: Any, modules: Iterable[str]) -> None:
-        self._modules = modules
+    def __init__(self, process: Any) -> None:
         self._preparation = spawn.get_preparation_data("")
         self._preparation["sys_argv"] = list(self._preparation["sys_argv"])
         self._executable = spawn.get_executable()
@@ -180,12 +179,7 @@ class LateStart:
                 # What arrives is one of the context's own: this class is known here only.
                 plain = process.__new__(process)
                 vars(plain).update(vars(itself))
-                try:
-                    return way(plain)
-                except (EOFError, ConnectionError):  # the fork server has died: a module of the user's raised
-                    if not _without_the_users():
-                        raise
-                    return way(plain)
+                return way(plain)
 
         Late.__name__ = process.__name__  # it is part of a process's repr()
         self.process = Late
@@ -211,7 +205,7 @@ class LateStart:
             "util": SimpleNamespace(**{**vars(util), "spawnv_passfds": self._run}),
         }
         if not spawned:
-            names["forkserver"] = _our_forkserver(self._modules)
+            names["forkserver"] = SimpleNamespace(**{**vars(forkserver), "connect_to_new_process": _connect})
         launch = popen._launch
         named = FunctionType(launch.__code__, {**launch.__globals__, **names}, launch.__name__)
         return type(popen.__name__, (popen,), {"_launch": named})
@@ -225,14 +219,15 @@ class LateStart:
     def _run(self, _: Any, command: list[Any], descriptors: list[int]) -> int:
         """Start a program with these descriptors, and all else as it was then; its process id. Takes the
         place of `multiprocessing.util.spawnv_passfds`."""
-        process = subprocess.Popen(
-            [self._executable, *command[1:]],
-            env=self._environment,
-            cwd=self._cwd,
-            umask=self._umask,
-            pass_fds=descriptors,
-            restore_signals=False,
-        )
+        with without_signals(*KEPT_OUT):  # a resource tracker that was started meanwhile has let them through
+            process = subprocess.Popen(
+                [self._executable, *command[1:]],
+                env=self._environment,
+                cwd=self._cwd,
+                umask=self._umask,
+                pass_fds=descriptors,
+                restore_signals=False,
+            )
         process.returncode = 0  # it is multiprocessing's to wait for
         # It waits for what it is told, so no code but the interpreter's has run in it yet.
         with contextlib.suppress(OSError):
@@ -254,36 +249,49 @@ def _umask() -> int:
 
 # ---- the server that workers are forked from under forkserver -----------------------------------------
 
-_WARM = ["torch", "fastq_loader.workers.warm"]
+
+class _Server(forkserver.ForkServer):
+    """Python's fork server, with torch and ours imported, and with a socket that has no name: the temporary
+    folder's may be too long for one, and a cleaner of /tmp would take it from a long training.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        own: Any = forkserver._forkserver  # has the modules that the user has chosen for Python's own
+        self.set_forkserver_preload([*own._preload_modules, "torch", "fastq_loader.workers.warm"])
+        self.socket = -1  # a descriptor of the socket's file, which is removed
+
+    def ensure_running(self) -> None:
+        folders: list[str] = []
+
+        def address(_: str) -> str:
+            folders.append(endpoint_folder())
+            return os.path.join(folders[0], "forkserver")
+
+        theirs = super().ensure_running
+        names = {**theirs.__globals__, "connection": SimpleNamespace(arbitrary_address=address)}
+        try:
+            FunctionType(theirs.__code__, names)(self)
+            if folders:  # it was started
+                if self.socket >= 0:
+                    os.close(self.socket)
+                self.socket = os.open(os.path.join(folders[0], "forkserver"), os.O_PATH | os.O_CLOEXEC)
+                self._forkserver_address = f"/proc/self/fd/{self.socket}"
+        finally:
+            for folder in folders:
+                remove_folder(folder)
+
 
 _server: Any = None
 _owner = 0  # the process that has started it: a child of it needs one of its own
 
 
-def _our_forkserver(modules: Iterable[str]) -> SimpleNamespace:
-    """What `multiprocessing.forkserver` has, for our server, which is started where it is not up.
-
-    Args:
-        modules: to import, besides those that the user has chosen for Python's own server.
-    """
-    global _server, _owner
-    if _server is None or _owner != process_id.current():
-        own: Any = forkserver._forkserver
-        _server, _owner = forkserver.ForkServer(), process_id.current()
-        _server.set_forkserver_preload([*own._preload_modules, *modules, *_WARM])
-    return SimpleNamespace(**{**vars(forkserver), "connect_to_new_process": _connect})
-
-
 def _connect(descriptors: Sequence[int]) -> tuple[int, int]:
+    """What `multiprocessing.forkserver.connect_to_new_process` does, with our server."""
+    global _server, _owner
     resource_tracker.ensure_running()  # which lets signals through that are kept out here
-    with without_signals(*KEPT_OUT):  # until the server ignores them
+    with without_signals(*KEPT_OUT):  # of the server for good, of its children until they have handlers
+        if _owner != process_id.current():
+            _server, _owner = _Server(), process_id.current()
         found: tuple[int, int] = _server.connect_to_new_process(descriptors)
     return found
-
-
-def _without_the_users() -> bool:
-    """Import none of the user's modules from here on: one raised. Whether that is news."""
-    if _server is None or _server._preload_modules == _WARM:
-        return False
-    _server.set_forkserver_preload(_WARM)
-    return True

@@ -75,9 +75,9 @@ class Reader:
 
     def _start(self) -> None:
         setup = self._setup
+        parts = setup.plan.payload.open()  # before the seeds, as in torch: the user's modules may draw
         torch.set_num_threads(1)
         seed = generators.seed_worker(setup.base_seed, setup.worker)
-        parts = setup.plan.payload.open()
         self._dataset = datapipes.apply_seed(parts["dataset"], setup.shared_seed)
         self._collate_fn, self._errors = parts["collate_fn"], parts["errors"]
         # User code asks torch for it: torch.utils.data.get_worker_info().

@@ -513,3 +513,11 @@ def test_a_signal_waits_until_the_threads_were_counted(monkeypatch: pytest.Monke
     with alarm_after(60, ring), pytest.raises(Alarm):
         expect_threads(3)
     assert len(started) == 3
+
+
+def test_a_folder_that_a_cleaner_has_removed_is_named_with_what_to_do() -> None:
+    folder = endpoint_folder()
+    remove_folder(folder)
+    with pytest.raises(FileNotFoundError, match=r"removed while they start .* set TMPDIR") as raised:
+        ConsumerSocket(folder, 1, TOKEN)
+    assert raised.value.filename == folder

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import threading
-from multiprocessing import popen_forkserver, popen_spawn_posix, reduction
+from multiprocessing import forkserver, popen_forkserver, popen_spawn_posix, reduction
 from multiprocessing.context import get_spawning_popen, set_spawning_popen
 from pathlib import Path
 from pickle import loads
@@ -142,17 +143,64 @@ def test_what_cannot_be_pickled_leaves_nothing_open() -> None:
     assert len(open_descriptors()) <= before + 1  # torch's own, of the tensor
 
 
+def odd_arrays() -> list[np.ndarray]:
+    """Large and small: plain, read-only, of the other order of bytes, and both; empty ones, and views."""
+    made = []
+    for length in (100_000, 3):
+        for kind in ("i8", ">i8", ">M8[s]", ">U2", [("a", ">i4"), ("b", "u1")]):
+            array = np.zeros(length, kind)
+            array.view("u1")[:] = np.arange(array.nbytes) % 64 if kind != ">U2" else 0
+            frozen = array.copy()
+            frozen.flags.writeable = False
+            made += [array, frozen, frozen.reshape(1, -1).T, frozen[::2], frozen[:0]]
+    fortran = np.asfortranarray(np.arange(100_000).reshape(100, 1000))
+    fortran.flags.writeable = False
+    return [*made, fortran, fortran.astype(">f4"), np.broadcast_to(np.arange(3.0), (50_000, 3))]
+
+
+class MadeWhenPickled:
+    """Its array is there while it is pickled only."""
+
+    def __reduce__(self) -> Any:
+        array = np.full(5_000_000, 7)  # which malloc gives back to the system at once
+        array.flags.writeable = False
+        return np.asarray, (array,)
+
+
+def look(array: np.ndarray) -> Any:
+    flags = array.flags
+    return (
+        array.tobytes("A"),
+        array.dtype,
+        array.shape,
+        flags.writeable,
+        flags.c_contiguous,
+        flags.f_contiguous,
+    )
+
+
+def test_arrays_are_what_torchs_workers_have() -> None:
+    """Which multiprocessing pickles: writable, and in the machine's order of bytes (until Python 3.14)."""
+    arrays = odd_arrays()
+    sent = Payload([*arrays, MadeWhenPickled()], None, None)
+    ours = send(sent).open()["dataset"]
+    sent.unseal()
+    torchs = send(arrays)
+    assert [look(one) for one in ours[:-1]] == [look(one) for one in torchs]
+    assert {one.flags.writeable for one in ours} == {pickle.DEFAULT_PROTOCOL < 5} | {True}
+    assert (ours[-1] == 7).all()
+    assert not any(one.flags.owndata for one in ours if one.dtype.isnative and one.nbytes > 1 << 19), "mapped"
+    assert [one.flags.writeable for one in arrays] == [one.flags.writeable for one in odd_arrays()]
+
+
 def test_large_arrays_are_mapped_and_what_is_written_to_them_stays_where_it_is() -> None:
     before = len(open_descriptors())
     array = np.arange(100_000)
-    frozen = np.arange(100_000)
-    frozen.flags.writeable = False
-    sent = Payload([array, array, frozen, np.arange(3), array[::2]], None, None)
+    sent = Payload([array, array, np.arange(3), array[::2]], None, None)
     arrived = [send(sent) for _ in range(2)]
     one, other = (each.open()["dataset"] for each in arrived)
     assert all(np.array_equal(*each) for each in zip(one, sent.parts["dataset"], strict=True))
     assert one[0] is one[1]
-    assert [each.flags.writeable for each in one] == [True, True, False, True, True]
     one[0][:] = 7
     assert other[0][1] == array[1] == 1
     assert not one[0].flags.owndata, "it lies in memory that both have mapped"
@@ -165,44 +213,60 @@ def test_large_arrays_are_mapped_and_what_is_written_to_them_stays_where_it_is()
 # ---- the server that workers are forked from -------------------------------------------------------------
 
 WARM = """
-import gc, multiprocessing, os
+import gc, multiprocessing, os, signal, sys
 from fastq_loader import DataLoader
-
-if {refuses} and __name__ == "__mp_main__" and multiprocessing.current_process().name == "MainProcess":
-    raise SystemError("not in a server")
 
 class Forked:
     def __len__(self):
         return 2
     def __getitem__(self, at):
-        with open(f"/proc/{{os.getppid()}}/cmdline") as file:
-            return "fastq_loader.workers.warm" in file.read() and gc.get_freeze_count() > 100_000
+        with open(f"/proc/{os.getppid()}/cmdline") as file:
+            warm = "fastq_loader.workers.warm" in file.read() and gc.get_freeze_count() > 100_000
+        return warm, sys.modules["chosen"].BY == os.getppid(), sys.modules["other"].BY == os.getpid()
 
 if __name__ == "__main__":
-    if {others}:
+    import other
+    multiprocessing.set_forkserver_preload(["chosen"])
+    if sys.argv[1:]:
         process = multiprocessing.get_context("forkserver").Process(target=print)
         process.start()
         process.join()
     for _ in range(2):
-        with DataLoader(Forked(), num_workers=2, multiprocessing_context="forkserver") as loader:
-            print([bool(batch) for batch in loader])
+        options = dict(num_workers=2, multiprocessing_context="forkserver", collate_fn=other.same)
+        with DataLoader(Forked(), **options) as loader:
+            print([all(*batch) for batch in loader])
+"""
+MODULE = """
+import os
+BY = os.getpid()
+def same(batch):
+    return batch
 """
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("refuses", "others"), [(False, False), (False, True), (True, False)])
-def test_workers_are_forked_from_a_warm_server(refuses: bool, others: bool, tmp_path: Path) -> None:
-    """Also where Python's own server is up before, and where the server cannot import what the user has."""
-    script = tmp_path / "script.py"  # which the server imports
-    script.write_text(WARM.format(refuses=refuses, others=others))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)
+@pytest.mark.parametrize("others", [[], ["others"]])
+def test_workers_are_forked_from_a_warm_server_that_has_none_of_the_users_modules_but_those_chosen(
+    others: list[str], tmp_path: Path
+) -> None:
+    """Also where Python's own server is up before; and where TMPDIR is too long for a socket's name."""
+    for name, text in (("script", WARM), ("chosen", MODULE), ("other", MODULE)):
+        (tmp_path / f"{name}.py").write_text(text)
+    folder = tmp_path if others else tmp_path / ("long" * 30)
+    folder.mkdir(exist_ok=True)
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    command = [sys.executable, "script.py", *others]  # in a folder where the server finds the modules, too
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
     assert done.stdout.split("\n")[-3:] == [*["[True, True]"] * 2, ""], done
+    assert others or not os.listdir(folder), "the server's socket has no name"
 
 
 def test_the_code_of_multiprocessing_is_as_it_is_known() -> None:
     """It reads the surroundings through these names, and nothing else."""
-    for popen, names in (
-        (popen_forkserver.Popen, {"spawn", "get_preparation_data"}),
-        (popen_spawn_posix.Popen, {"spawn", "get_preparation_data", "util", "spawnv_passfds"}),
+    code: Any
+    for code, names in (
+        (popen_forkserver.Popen._launch, {"spawn", "get_preparation_data"}),
+        (popen_spawn_posix.Popen._launch, {"spawn", "get_preparation_data", "util", "spawnv_passfds"}),
+        (forkserver.ForkServer.ensure_running, {"connection", "arbitrary_address", "_forkserver_address"}),
     ):
-        assert names <= set(popen._launch.__code__.co_names)  # type: ignore[attr-defined]
+        assert names <= set(code.__code__.co_names)
