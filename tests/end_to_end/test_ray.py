@@ -210,6 +210,41 @@ def test_a_rank_leaves_room_for_the_others(cluster: Nodes, tmp_path: Path) -> No
         assert len(eval(mine)) == len(eval(others)) == 102
 
 
+def test_a_rank_that_has_no_room_is_given_some_by_one_that_stands_still(
+    cluster: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a collective step: nobody asks the other one for a batch meanwhile."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    cluster.resize(2, 2)
+    options = {"schedule": "dynamic", "shuffle": False}
+    with loader(Made(plain, 400), "ray", 4, **options) as rich, warnings.catch_warnings():
+        warnings.simplefilter("ignore", WorkerReplaced)
+        batches = iter(rich)
+        found = [next(batches)]
+        assert wait_until(lambda: len(hosts_and_workers()[1]) == 2, 100), "its share, and no more"
+        cluster.resize(2)
+        assert wait_until(lambda: len(hosts_and_workers()[1]) == 2, 100), "both on the machine that is left"
+        with loader(Made(plain, 40), "ray", 4, **options) as poor:
+            assert [int(batch[1][0][0]) for batch in poor] == list(range(0, 40, 4))
+        found += batches
+    assert [int(batch[1][0][0]) for batch in found] == list(range(0, 400, 4))
+
+
+@pytest.mark.parametrize("schedule", ["dynamic", "round_robin"])
+def test_a_wait_for_room_ends_and_says_what_it_waited_for(cluster: Nodes, schedule: str) -> None:
+    cluster.resize(1)
+    with loader(Made(plain, 400), "ray", 1) as holder:
+        next(iter_of_holder := iter(holder))
+        text = (
+            r"found no place .*start_timeout=3\).*: workers that wait for a machine with room: 1 .*0 of 1 CPU"
+        )
+        workers = RayWorkers(start_timeout=3, max_restarts=0)
+        waits = loader(Made(plain, 40), workers, 1, schedule=schedule)
+        with waits, pytest.raises(WorkerDied, match=text):
+            next(iter(waits))
+        assert len(list(iter_of_holder)) == 99
+
+
 CONSUMER = (
     HEAD
     + """
@@ -226,9 +261,9 @@ def test_a_consumer_that_is_killed_leaves_nothing_in_the_cluster(cluster: Nodes)
     cluster.resize(2, 2)
     with running_script(CONSUMER.format(address=cluster.address), warm=True) as script:
         script.wait_for("running", 100)
-        assert wait_until(lambda: len(hosts_and_workers()[1]) == 3, 60)
+        assert wait_until(lambda: len(hosts_and_workers()[1]) == 3, 100)
         os.kill(script.pid, signal.SIGKILL)
-        assert wait_until(lambda: not remote_processes(), 20), remote_processes()
+        assert wait_until(lambda: not remote_processes(), 100), remote_processes()
 
 
 def test_a_consumer_that_is_terminated_may_take_its_time(cluster: Nodes) -> None:
