@@ -373,15 +373,32 @@ def train(config: dict[str, Any]) -> None:
     Path(config["folder"], f"{config['ranks']}.{rank}").write_text(repr(found))
 
 
+def train_far(config: dict[str, Any]) -> None:
+    """The same with workers in the cluster. All ranks take each step together, and stop in the middle."""
+    dataset, rank = Made(plain, 160), torch.distributed.get_rank()
+    sampler = torch.utils.data.DistributedSampler(dataset, shuffle=False)
+    workers = RayWorkers(start_timeout=200)
+    found = []
+    with loader(dataset, workers, 4, shuffle=False, sampler=sampler, schedule="dynamic", timeout=0) as made:
+        for at, (_, [indices]) in enumerate(made):
+            found += indices.tolist()
+            torch.distributed.barrier()
+            if at == 9:
+                used = sum(worker.batches > 0 for worker in made.statistics().workers)
+                Path(config["folder"], f"half.{rank}").write_text(str(used))
+                assert wait_until(lambda: Path(config["folder"], "go").exists(), 100)
+    Path(config["folder"], f"{config['ranks']}.{rank}").write_text(repr(found))
+
+
 TRAINER = """
 import ray, ray.train
 from ray.train.torch import TorchTrainer
-from tests.end_to_end.test_ray import train
+from tests.end_to_end.test_ray import {function}
 
 ray.init(address={address!r}, log_to_driver=False)
-for ranks in (1, 2):
+for ranks in {ranks}:
     TorchTrainer(
-        train,
+        {function},
         train_loop_config={{"folder": {folder!r}, "ranks": ranks}},
         scaling_config=ray.train.ScalingConfig(num_workers=ranks),
         run_config=ray.train.RunConfig(storage_path={folder!r}),
@@ -392,12 +409,31 @@ for ranks in (1, 2):
 def test_ray_train_keeps_a_loader_that_has_a_sampler_for_ranks(cluster: Nodes, tmp_path: Path) -> None:
     pytest.importorskip("ray.train", exc_type=ImportError)
     cluster.resize(2, 2)
-    with running_script(TRAINER.format(address=cluster.address, folder=str(tmp_path)), warm=True) as script:
+    said = {"address": cluster.address, "folder": str(tmp_path), "function": "train", "ranks": (1, 2)}
+    with running_script(TRAINER.format(**said), warm=True) as script:
         result = script.finish(200)
     assert result.returncode == 0, result
     for ranks in (1, 2):
         drawn = [batch for file in tmp_path.glob(f"{ranks}.*") for batch in eval(file.read_text())]
         assert sorted(index for batch in drawn for index in batch) == list(range(40))
+
+
+def test_ranks_of_ray_train_share_what_it_leaves_and_outlive_the_death_of_an_actor(
+    cluster: Nodes, tmp_path: Path
+) -> None:
+    """Train's own workers hold two CPUs of four."""
+    pytest.importorskip("ray.train", exc_type=ImportError)
+    cluster.resize(2, 2)
+    said = {"address": cluster.address, "folder": str(tmp_path), "function": "train_far", "ranks": (2,)}
+    with running_script(TRAINER.format(**said), warm=True) as script:
+        assert wait_until(lambda: len(list(tmp_path.glob("half.*"))) == 2, 200)
+        assert [file.read_text() for file in tmp_path.glob("half.*")] == ["1", "1"]
+        kill(actors(), random.Random(3))
+        (tmp_path / "go").touch()
+        result = script.finish(200)
+    assert result.returncode == 0, result
+    for rank in range(2):
+        assert eval((tmp_path / f"2.{rank}").read_text()) == list(range(rank, 160, 2))
 
 
 # ---- nodes die: in the end, because Ray places actors on them for a quarter of a minute ----------------
