@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastq_loader import DataLoader, LoaderTimeout, WorkerDied, WorkerReplaced
+from fastq_loader import DataLoader, Dynamic, LoaderTimeout, WorkerDied, WorkerReplaced
 from fastq_loader.remote.connection import Lost, Refused, Request, connect
 from fastq_loader.system import calls
 from tests.conftest import descendants, process_table, running_script, wait_until
@@ -102,19 +102,30 @@ def test_a_dead_far_worker_is_told_of_with_its_machine_and_how_it_died(
 
 
 def test_a_worker_that_is_lost_between_batches_is_another_one_before_anybody_notices() -> None:
+    """Between two epochs, and in the middle of one."""
     serial = loader(num_workers=0)
-    expected = [list(serial), list(serial)]
-    data = loader(workers=far(), persistent_workers=True)
-    found = [list(data)]
-    assert wait_until(lambda: len(far_pids(newest())) == 2, 100)
-    pids = far_pids(newest())
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    assert wait_until(lambda: len(newest().lost) == 2, 100)
-    assert wait_until(lambda: len(set(far_pids(newest())) - {*pids}) == 2, 100)
-    found.append(list(data))
+    expected = [*serial, *serial, *serial]
+    data = loader(workers=far(), persistent_workers=True, schedule=Dynamic(window=4))
+    found = list(data)
+    lose_both()
+    before, batches = data.statistics().wire_bytes, iter(data)
+    found.append(next(batches))
+    # All that may be loaded has come: five batches of four samples, with 30,000 numbers each.
+    assert wait_until(lambda: data.statistics().wire_bytes - before > 5 * 4 * 30_000 * 4, 100)
+    lose_both()
+    found += [*batches, *data]
     data.close()
     assert_same(found, expected)
+
+
+def lose_both() -> None:
+    """Kill two far workers that have no task; returns when others are there."""
+    assert wait_until(lambda: len(far_pids(newest())) == 2, 100)
+    pids, lost = far_pids(newest()), len(newest().lost)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    assert wait_until(lambda: len(newest().lost) == lost + 2, 100)
+    assert wait_until(lambda: len(set(far_pids(newest())) - {*pids}) == 2, 100)
 
 
 def zygote_of(data: DataLoader[Any]) -> int:

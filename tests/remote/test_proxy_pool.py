@@ -144,6 +144,7 @@ def received(pipe: Connection[Any, Any]) -> Any:
 
 def test_the_place_of_a_proxy_that_dies_is_given_back_once(pool: Pool) -> None:
     its = pool.placed(1)
+    its.send(Status(waits=True))
     its.send(Status(why="of it"))
     its.close()
     assert wait_until(lambda: pool.played.lost == [place(1)], SECONDS)
