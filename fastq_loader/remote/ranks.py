@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Resources = Mapping[str, float]
@@ -103,21 +103,25 @@ class Board:
     Args:
         store: the module `ray.experimental.internal_kv`.
         job: what its ranks have in common, without blanks.
+        driver: Ray's name for the program that this process belongs to, its "job".
     """
 
-    def __init__(self, store: Any, job: str) -> None:
+    def __init__(self, store: Any, job: str, driver: str) -> None:
         self._store = store
         self._prefix = f"{job} "
-        self.name = uuid.uuid4().hex
+        self.name = f"{driver}-{uuid.uuid4().hex}"
         self._key = ""
         self._foreign = b""
         self._first: dict[str, int] = {}  # seconds that others had waited when they were seen first
 
-    def join(self, others: Resources) -> dict[str, float]:
-        """Publish this pool; the part of the used resources that others than the ranks' pools hold."""
+    def join(self, others: Resources, ended: Collection[str]) -> dict[str, float]:
+        """Publish this pool; the part of the used resources that others than the ranks' pools hold. What
+        programs that have ended left in the store is taken away."""
         foreign = dict(others)
         for key in self._keys():
-            if value := self._store._internal_kv_get(key, namespace=_SPACE):
+            if key.decode().split()[1].partition("-")[0] in ended:
+                self._store._internal_kv_del(key, namespace=_SPACE)
+            elif value := self._store._internal_kv_get(key, namespace=_SPACE):
                 for name, amount in json.loads(value).items():
                     foreign[name] = min(amount, foreign.get(name, 0))
         self._foreign = json.dumps(foreign).encode()

@@ -158,8 +158,10 @@ class RayPlacement(Placement):
             others = used(total, ray.available_resources())
             with suppress(Exception):  # the store is Ray's own, and another version may lack it
                 store = importlib.import_module("ray.experimental.internal_kv")
-                self._board = Board(store, _job(ranks))
-                others = self._board.join(others)
+                jobs = importlib.import_module("ray._private.state").jobs()
+                board = Board(store, _job(ranks), ray.get_runtime_context().get_job_id())
+                others = board.join(others, {job["JobID"] for job in jobs if job["IsDead"]})
+                self._board = board
             self._most = share(used(total, others), takes, ranks, places)
         self._make_actors()
 
@@ -344,6 +346,8 @@ class RayPlacement(Placement):
         """Call Ray no more from the thread."""
         with self._lock:
             self._stopped = True
+            if self._is_there():
+                self._leave_board()
 
     def close(self) -> None:
         atexit.unregister(self._stop)

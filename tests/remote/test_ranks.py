@@ -85,13 +85,13 @@ def test_what_workers_wait_for_is_said_with_numbers(starting: Any, takes: Any, r
 def test_pools_of_a_job_see_each_other_and_no_others() -> None:
     store = Store()
     one, two, stranger = (
-        Board(store, "10.0.0.1:5/2"),
-        Board(store, "10.0.0.1:5/2"),
-        Board(store, "10.0.0.1:55/2"),
+        Board(store, "10.0.0.1:5/2", "01"),
+        Board(store, "10.0.0.1:5/2", "02"),
+        Board(store, "10.0.0.1:55/2", "03"),
     )
-    assert one.join({"CPU": 2.0}) == {"CPU": 2.0}
-    assert two.join({"CPU": 5.0}) == {"CPU": 2.0}, "three of them are the first one's workers"
-    assert stranger.join({"CPU": 6.0}) == {"CPU": 6.0}
+    assert one.join({"CPU": 2.0}, ()) == {"CPU": 2.0}
+    assert two.join({"CPU": 5.0}, ()) == {"CPU": 2.0}, "three of them are the first one's workers"
+    assert stranger.join({"CPU": 6.0}, ()) == {"CPU": 6.0}
     mine, others = Holding(3, 0), Holding(2, 0)
     assert one.exchange(mine) == {one.name: mine}, "the other one is new"
     two.exchange(others)
@@ -104,7 +104,7 @@ def test_pools_of_a_job_see_each_other_and_no_others() -> None:
 
 def test_one_that_is_dead_is_not_taken_for_one_that_starves() -> None:
     store = Store()
-    one, dead = Board(store, "job"), Board(store, "job")
+    one, dead = Board(store, "job", "01"), Board(store, "job", "02")
     for waited in (20, 21):
         dead.exchange(Holding(0, waited))
         one.exchange(Holding(2, 0))
@@ -114,3 +114,14 @@ def test_one_that_is_dead_is_not_taken_for_one_that_starves() -> None:
     dead.exchange(Holding(0, 30))
     for _ in range(3):
         assert dead.name not in one.exchange(Holding(2, 0))
+
+
+def test_what_ended_programs_left_does_not_count_and_is_taken_away() -> None:
+    store = Store()
+    Board(store, "job", "01").join({"CPU": 0.0}, ())
+    Board(store, "job", "02").join({"CPU": 5.0}, ())
+    late = Board(store, "job", "03")
+    assert late.join({"CPU": 4.0}, {"01", "99"}) == {"CPU": 0.0}, "as the second one saw it"
+    assert sorted(key.split()[1][:2] for key in store.keys) == [b"02", b"03"]
+    assert Board(store, "job", "04").join({"CPU": 4.0}, {"01", "02", "03"}) == {"CPU": 4.0}
+    assert len(store.keys) == 1

@@ -125,7 +125,7 @@ class Ray:
 
     def get_runtime_context(self) -> Any:
         self._must_run()
-        return SimpleNamespace(get_worker_id=lambda: self.driver)
+        return SimpleNamespace(get_worker_id=lambda: self.driver, get_job_id=lambda: "01")
 
     def kill(self, actor: Actor) -> None:
         self._must_run()
@@ -165,7 +165,10 @@ def ray(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Ray:
     played.modules = {
         "ray": played,
         "ray._private.worker": SimpleNamespace(_connect_or_shutdown_lock=played.lock),
-        "ray._private.state": SimpleNamespace(state=SimpleNamespace(get_cluster_config=lambda: None)),
+        "ray._private.state": SimpleNamespace(
+            state=SimpleNamespace(get_cluster_config=lambda: None),
+            jobs=lambda: [{"JobID": "01", "IsDead": False}, {"JobID": "02", "IsDead": True}],
+        ),
         "ray.experimental.internal_kv": played.store,
     }
     monkeypatch.setattr(importlib, "import_module", lambda name: played.modules.get(name) or real(name))
@@ -393,8 +396,11 @@ def test_at_the_exit_of_the_process_ray_is_called_no_more(ray: Ray, monkeypatch:
         register=exits.append, unregister=lambda one: exits.remove(one) if one in exits else None
     )
     monkeypatch.setattr(ray_placement, "atexit", played)
+    monkeypatch.setenv("WORLD_SIZE", "8")
     placement = started(RayWorkers())
+    assert len(ray.store.keys) == 2
     exits[0]()
+    assert len(ray.store.keys) == 1, "nothing stays there"
     ray.actors[0].place(1)
     assert placement.find([], 1) == []
     placement.close()
@@ -437,6 +443,15 @@ def test_what_others_hold_is_no_part_of_a_rank_and_what_ranks_hold_is(
     assert len(ray.actors) == 6
     first.close()
     second.close()
+
+
+def test_ranks_of_a_program_that_was_killed_do_not_count(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ray.taken = {"CPU": 4.0}
+    ray.store.keys[b":/2 02-a 4 0"] = b'{"CPU": 0.0}'
+    started(RayWorkers(), 5).close()
+    assert len(ray.actors) == 2
+    assert len(ray.store.keys) == 1
 
 
 def test_a_version_of_ray_without_its_store_is_used_as_well(

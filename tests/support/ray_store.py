@@ -15,8 +15,8 @@ class Store:
     def _internal_kv_put(self, key: str, value: bytes, namespace: str = "") -> None:
         self.keys[key.encode()] = value
 
-    def _internal_kv_del(self, key: str, namespace: str = "") -> None:
-        self.keys.pop(key.encode(), None)
+    def _internal_kv_del(self, key: str | bytes, namespace: str = "") -> None:
+        self.keys.pop(key if isinstance(key, bytes) else key.encode(), None)
 
     def _internal_kv_list(self, prefix: str, namespace: str = "") -> list[bytes]:
         return [key for key in self.keys if key.startswith(prefix.encode())]
