@@ -214,7 +214,8 @@ class RayPlacement(Placement):
         """The reason why those that start on these machines, or wait for one, have not come in time."""
         total, free = self._ray.cluster_resources(), self._ray.available_resources()
         reason = waits_for(starting, self._takes, total, free)
-        return f"not within RayWorkers(start_timeout={self._options.start_timeout:g}) seconds: {reason}"
+        limit = f"RayWorkers(start_timeout={self._options.start_timeout:g})"
+        return f"not within {limit} seconds: {reason} (free or add resources, or give it more seconds)"
 
     def _look_at_ranks(self) -> None:
         """Leave room to ranks that have none."""

@@ -278,7 +278,8 @@ def test_a_wait_for_the_first_place_ends_and_says_what_it_waited_for(
     clock.now += 60
     assert placement.find([], 2) == []
     clock.now += 0.1
-    expected = NoPlace(f"not within RayWorkers(start_timeout=60) seconds: {reason}")
+    fix = "(free or add resources, or give it more seconds)"
+    expected = NoPlace(f"not within RayWorkers(start_timeout=60) seconds: {reason} {fix}")
     assert placement.find([], 2) == [expected] * 2
     assert placement.find([], 1) == [expected], "the next ones do not wait as long"
     assert ray.killed == ray.actors
