@@ -45,7 +45,7 @@ ROOMS = {
     "insight": Room("workers sharing memory system statistics", pure="model advice"),
     "resume": Room("arguments workers scheduling reading system errors"),
     "arguments": Room("reading remote workers device scheduling memory ipc errors"),
-    "remote": Room("workers reading memory ipc system errors statistics"),
+    "remote": Room("workers reading memory ipc system errors statistics", pure="ranks"),
     "consumer": Room("reading workers device scheduling packing memory ipc system errors statistics"),
     "workers": Room("scheduling packing reading memory ipc system errors statistics"),
     "device": Room("packing memory ipc system errors statistics", pure="copies pinning"),

@@ -96,6 +96,10 @@ def actor_class() -> type:
         def stay(self) -> None:
             threading.Event().wait()
 
+        def where(self) -> str:
+            ray: Any = importlib.import_module("ray")
+            return str(ray.util.get_node_ip_address())
+
         def attach(self, spec: bytes, ports: list[int]) -> tuple[str, str, int, int]:
             if "fastq_loader" not in sys.modules:
                 found = importlib.util.find_spec("fastq_loader")

@@ -35,13 +35,16 @@ class RayWorkers(WorkerKind):
     `num_workers` is the most that will be used. Each is placed by an actor that takes what is said here from
     the cluster. One that finds no room waits for it, also for a machine that joins in the middle of an epoch.
     With a "dynamic" schedule the others do its work meanwhile. With "round_robin", and with an iterable
-    dataset, the epoch waits for it, because no other worker may. Batches, their order and their bits are
-    those of workers on this machine with the same `schedule`.
+    dataset, the epoch waits for it, because no other worker may. An epoch that cannot go on ends after
+    `start_timeout`. Batches, their order and their bits are those of workers on this machine with the same
+    `schedule`.
 
     In a job of several ranks (`torch.distributed` is initialised, or WORLD_SIZE set) a loader with a
-    "dynamic" schedule asks for its rank's part only: what the cluster has when workers start, divided by the
-    ranks, and one worker at least. Else Ray gives room to the first that asks, and `persistent_workers` keep
-    it: two loaders that are alive at once, as for training and validation, need room for the workers of both.
+    "dynamic" schedule asks for its rank's part only: what others leave of the cluster when workers start,
+    divided by the ranks, and one worker at least. A rank that stays without any is given the room of a rank
+    that has more; but not with `max_restarts=0`, because a batch may be lost with it. Else Ray gives room to
+    the first that asks, and `persistent_workers` keep it: two loaders that are alive at once, as for training
+    and validation, need room for the workers of both.
 
     Ray that was initialised before is used as it is. Otherwise `address` or the variable RAY_ADDRESS says
     which cluster is joined. Without either a Ray of this machine's own is used. What was joined or started
@@ -64,6 +67,9 @@ class RayWorkers(WorkerKind):
         max_restarts: workers that may die in an iteration and be replaced, as in `Processes`. None is 100,
             and with an iterable dataset 0, which is all that goes with it: a new worker would read its part
             from the beginning.
+        start_timeout: seconds that an epoch waits until workers have room and have opened the dataset: one
+            of them with a "dynamic" schedule, else all. Then WorkerDied names the resources or the machine
+            that they wait for. 0 is no limit.
 
     Raises:
         TypeError, ValueError: an argument, with its name, its value and what it may be. A loader with such
@@ -85,6 +91,7 @@ class RayWorkers(WorkerKind):
     ports: tuple[int, int] | None = None
     tls: str | os.PathLike[str] | None = None
     max_restarts: int | None = None
+    start_timeout: float = 600
 
     def __post_init__(self) -> None:
         self._check_amounts()
@@ -114,6 +121,8 @@ class RayWorkers(WorkerKind):
         self._must("tls", folder, "be the path of a folder, or None", TypeError)
         if self.max_restarts is not None:
             self._check(self.max_restarts)
+        self._must("start_timeout", _is_number(self.start_timeout), "be a number of seconds", TypeError)
+        self._must("start_timeout", self.start_timeout >= 0, "be seconds, or 0 for no limit")
 
     def _check_amounts(self) -> None:
         for name in ("num_cpus", "num_gpus"):

@@ -210,6 +210,41 @@ def test_a_rank_leaves_room_for_the_others(cluster: Nodes, tmp_path: Path) -> No
         assert len(eval(mine)) == len(eval(others)) == 102
 
 
+def test_a_rank_that_has_no_room_is_given_some_by_one_that_stands_still(
+    cluster: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a collective step: nobody asks the other one for a batch meanwhile."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    cluster.resize(2, 2)
+    options = {"schedule": "dynamic", "shuffle": False}
+    with loader(Made(plain, 400), "ray", 4, **options) as rich, warnings.catch_warnings():
+        warnings.simplefilter("ignore", WorkerReplaced)
+        batches = iter(rich)
+        found = [next(batches)]
+        assert wait_until(lambda: len(hosts_and_workers()[1]) == 2, 100), "its share, and no more"
+        cluster.resize(2)
+        assert wait_until(lambda: len(hosts_and_workers()[1]) == 2, 100), "both on the machine that is left"
+        with loader(Made(plain, 40), "ray", 4, **options) as poor:
+            assert [int(batch[1][0][0]) for batch in poor] == list(range(0, 40, 4))
+        found += batches
+    assert [int(batch[1][0][0]) for batch in found] == list(range(0, 400, 4))
+
+
+@pytest.mark.parametrize("schedule", ["dynamic", "round_robin"])
+def test_a_wait_for_room_ends_and_says_what_it_waited_for(cluster: Nodes, schedule: str) -> None:
+    cluster.resize(1)
+    with loader(Made(plain, 400), "ray", 1) as holder:
+        next(iter_of_holder := iter(holder))
+        text = (
+            r"found no place .*start_timeout=3\).*: workers that wait for a machine with room: 1 .*0 of 1 CPU"
+        )
+        workers = RayWorkers(start_timeout=3, max_restarts=0)
+        waits = loader(Made(plain, 40), workers, 1, schedule=schedule)
+        with waits, pytest.raises(WorkerDied, match=text):
+            next(iter(waits))
+        assert len(list(iter_of_holder)) == 99
+
+
 CONSUMER = (
     HEAD
     + """
@@ -226,9 +261,9 @@ def test_a_consumer_that_is_killed_leaves_nothing_in_the_cluster(cluster: Nodes)
     cluster.resize(2, 2)
     with running_script(CONSUMER.format(address=cluster.address), warm=True) as script:
         script.wait_for("running", 100)
-        assert wait_until(lambda: len(hosts_and_workers()[1]) == 3, 60)
+        assert wait_until(lambda: len(hosts_and_workers()[1]) == 3, 100)
         os.kill(script.pid, signal.SIGKILL)
-        assert wait_until(lambda: not remote_processes(), 20), remote_processes()
+        assert wait_until(lambda: not remote_processes(), 100), remote_processes()
 
 
 def test_a_consumer_that_is_terminated_may_take_its_time(cluster: Nodes) -> None:
@@ -338,15 +373,32 @@ def train(config: dict[str, Any]) -> None:
     Path(config["folder"], f"{config['ranks']}.{rank}").write_text(repr(found))
 
 
+def train_far(config: dict[str, Any]) -> None:
+    """The same with workers in the cluster. All ranks take each step together, and stop in the middle."""
+    dataset, rank = Made(plain, 160), torch.distributed.get_rank()
+    sampler = torch.utils.data.DistributedSampler(dataset, shuffle=False)
+    workers = RayWorkers(start_timeout=200)
+    found = []
+    with loader(dataset, workers, 4, shuffle=False, sampler=sampler, schedule="dynamic", timeout=0) as made:
+        for at, (_, [indices]) in enumerate(made):
+            found += indices.tolist()
+            torch.distributed.barrier()
+            if at == 9:
+                used = sum(worker.batches > 0 for worker in made.statistics().workers)
+                Path(config["folder"], f"half.{rank}").write_text(str(used))
+                assert wait_until(lambda: Path(config["folder"], "go").exists(), 100)
+    Path(config["folder"], f"{config['ranks']}.{rank}").write_text(repr(found))
+
+
 TRAINER = """
 import ray, ray.train
 from ray.train.torch import TorchTrainer
-from tests.end_to_end.test_ray import train
+from tests.end_to_end.test_ray import {function}
 
 ray.init(address={address!r}, log_to_driver=False)
-for ranks in (1, 2):
+for ranks in {ranks}:
     TorchTrainer(
-        train,
+        {function},
         train_loop_config={{"folder": {folder!r}, "ranks": ranks}},
         scaling_config=ray.train.ScalingConfig(num_workers=ranks),
         run_config=ray.train.RunConfig(storage_path={folder!r}),
@@ -357,12 +409,31 @@ for ranks in (1, 2):
 def test_ray_train_keeps_a_loader_that_has_a_sampler_for_ranks(cluster: Nodes, tmp_path: Path) -> None:
     pytest.importorskip("ray.train", exc_type=ImportError)
     cluster.resize(2, 2)
-    with running_script(TRAINER.format(address=cluster.address, folder=str(tmp_path)), warm=True) as script:
+    said = {"address": cluster.address, "folder": str(tmp_path), "function": "train", "ranks": (1, 2)}
+    with running_script(TRAINER.format(**said), warm=True) as script:
         result = script.finish(200)
     assert result.returncode == 0, result
     for ranks in (1, 2):
         drawn = [batch for file in tmp_path.glob(f"{ranks}.*") for batch in eval(file.read_text())]
         assert sorted(index for batch in drawn for index in batch) == list(range(40))
+
+
+def test_ranks_of_ray_train_share_what_it_leaves_and_outlive_the_death_of_an_actor(
+    cluster: Nodes, tmp_path: Path
+) -> None:
+    """Train's own workers hold two CPUs of four."""
+    pytest.importorskip("ray.train", exc_type=ImportError)
+    cluster.resize(2, 2)
+    said = {"address": cluster.address, "folder": str(tmp_path), "function": "train_far", "ranks": (2,)}
+    with running_script(TRAINER.format(**said), warm=True) as script:
+        assert wait_until(lambda: len(list(tmp_path.glob("half.*"))) == 2, 200)
+        assert [file.read_text() for file in tmp_path.glob("half.*")] == ["1", "1"]
+        kill(actors(), random.Random(3))
+        (tmp_path / "go").touch()
+        result = script.finish(200)
+    assert result.returncode == 0, result
+    for rank in range(2):
+        assert eval((tmp_path / f"2.{rank}").read_text()) == list(range(rank, 160, 2))
 
 
 # ---- nodes die: in the end, because Ray places actors on them for a quarter of a minute ----------------

@@ -9,9 +9,9 @@ import gc
 import os
 import signal
 import threading
-import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, get_worker_info
 from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin, UnpicklableError, WorkerReplaced, empty
 from fastq_loader.workers.group import WorkerGroup
 from fastq_loader.workers.kinds import WorkerKind
+from tests.conftest import wait_until
 from tests.support import certificates
 from tests.support.crimes import CrimeAt, FailsToUnpickle, raise_os_error
 from tests.support.datasets import SAMPLES, Made, MapDataset, Record, Stream, assert_same, identity
@@ -176,28 +177,36 @@ def test_far_and_local_workers_of_two_loaders_do_not_meet() -> None:
         assert_same(batches[2], batches[0])
 
 
-def test_more_workers_than_places_wait_until_a_machine_joins() -> None:
+@dataclass(frozen=True)
+class Together(Dataset[int]):
+    """From one index on a sample waits until two workers are at one: each leaves a file in a folder."""
+
+    folder: str
+    length: int
+    first: int = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        if index >= self.first:
+            Path(self.folder, str(os.getpid())).touch()
+            assert wait_until(lambda: len(os.listdir(self.folder)) > 1, 100)
+        return index
+
+
+def test_more_workers_than_places_wait_until_a_machine_joins(tmp_path: Path) -> None:
     """For long: those that wait have a ping to send back by then."""
-    loader = DataLoader(
-        Made(later_slow, 660), 2, num_workers=3, workers=far(nodes=1, room=1), schedule="dynamic"
-    )
+    dataset = Together(str(tmp_path), 660, first=640)
+    loader = DataLoader(dataset, 2, num_workers=3, workers=far(nodes=1, room=1), schedule="dynamic")
     seen = set()
     for number, batch in enumerate(loader):
         seen.update(batch.tolist())
-        if number == 290:
+        if number == 250:
             assert [worker.batches > 0 for worker in loader.statistics().workers].count(True) == 1
             LocalHosts.made[-1].add_node()
     assert seen == set(range(660))
     assert [worker.batches > 0 for worker in loader.statistics().workers].count(True) >= 2
-
-
-def slow(index: int) -> int:
-    time.sleep(0.02)
-    return index
-
-
-def later_slow(index: int) -> int:
-    return index if index < 580 else slow(index)
 
 
 @SCHEDULES
@@ -226,7 +235,9 @@ def test_what_cannot_be_sent_or_opened_there_is_said_once_and_at_once() -> None:
 
 def test_statistics_and_a_trace_say_where_each_worker_is_and_what_came_from_there(tmp_path: Path) -> None:
     options: Any = {"batch_size": 4, "num_workers": 2, "schedule": "dynamic", "persistent_workers": True}
-    data = DataLoader(Made(slow, 40), workers=far(nodes=2, max_restarts=9), **options)
+    met = tmp_path / "met"
+    met.mkdir()
+    data = DataLoader(Together(str(met), 40), workers=far(nodes=2, max_restarts=9), **options)
     with data.trace(tmp_path / "a.json"):
         list(data)
         before = data.statistics()
@@ -236,6 +247,7 @@ def test_statistics_and_a_trace_say_where_each_worker_is_and_what_came_from_ther
         assert before.wire_bytes == sum(worker.wire_bytes for worker in before.workers) > before.bytes > 0
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
+            (met / str(pid)).unlink()
         with warnings.catch_warnings():  # it depends on the moment whether a batch is lost
             warnings.simplefilter("ignore", WorkerReplaced)
             list(data)

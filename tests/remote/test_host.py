@@ -321,7 +321,7 @@ def test_blocks_serve_the_next_task_when_their_bytes_were_sent(scene: Scene) -> 
         scene.load(torch.full((3 * SMALLEST,), at, dtype=torch.uint8))
         _, (part,) = scene.receive()
         assert part == bytes([at]) * 3 * SMALLEST
-        assert wait_until(lambda: len(scene.blocks.sent) == 1, 5)
+        assert wait_until(lambda: len(scene.blocks.sent) == 1, SECONDS)
     assert scene.blocks._kept.grown == 1
     scene.blocks.begin(())
     scene.blocks.finish(())

@@ -49,12 +49,14 @@ class Played:
         self.ready: list[Place | NoPlace] = []
         self.lost: list[Place] = []
         self.fails = self.closed = False
+        self.asked = 0
 
     def start(self, spec: bytes, places: int) -> None:
         self.started = places
 
     def find(self, lost: Sequence[Place], wanted: int) -> Sequence[Place | NoPlace]:
         self.lost += lost
+        self.asked += 1
         if self.fails:
             raise OSError("no machine is left")
         found, self.ready = self.ready[:wanted], self.ready[wanted:]
@@ -142,6 +144,7 @@ def received(pipe: Connection[Any, Any]) -> Any:
 
 def test_the_place_of_a_proxy_that_dies_is_given_back_once(pool: Pool) -> None:
     its = pool.placed(1)
+    its.send(Status(waits=True))
     its.send(Status(why="of it"))
     its.close()
     assert wait_until(lambda: pool.played.lost == [place(1)], SECONDS)
@@ -149,7 +152,10 @@ def test_the_place_of_a_proxy_that_dies_is_given_back_once(pool: Pool) -> None:
     pool.played.ready.append(NoPlace("none is left"))
     assert received(successor) == NoPlace("none is left")
     successor.close()
-    assert not wait_until(lambda: len(pool.played.lost) > 1, 0.1)
+    assert wait_until(lambda: not pool.pool._open, SECONDS)
+    asked = pool.played.asked
+    assert wait_until(lambda: pool.played.asked > asked + 1, SECONDS)
+    assert pool.played.lost == [place(1)]
 
 
 def test_what_a_placement_raises_is_told_to_those_that_wait(pool: Pool) -> None:

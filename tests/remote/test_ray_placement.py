@@ -11,12 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from fastq_loader import RayWorkers
 from fastq_loader.remote import ray_placement
 from fastq_loader.remote.connection import Address
 from fastq_loader.remote.proxy import NoPlace, Place
 from fastq_loader.remote.ray_placement import RayPlacement
+from tests.support.ray_store import Store
 
 NODE = "f" * 56
 
@@ -48,13 +51,15 @@ class Method:
 
 class Actor:
     def __init__(self) -> None:
-        self.attach, self.stay = Method(), Method()
+        self.attach, self.stay, self.where = Method(), Method(), Method()
 
     @property
     def asked(self) -> bool:
         return not self.attach.calls[-1].done()
 
     def place(self, number: int, port: int = 4711) -> Place:
+        if not self.where.calls[0].done():
+            self.where.answer("10.0.0.7")
         self.attach.answer((NODE, "10.0.0.7", port, number))
         return Place(Address("10.0.0.7", port), number, "10.0.0.7 (Ray's node ffffffffffff)")
 
@@ -75,8 +80,11 @@ class Ray:
         self.actors: list[Actor] = []
         self.killed: list[Actor] = []
         self.there = {"CPU": 8.0}
+        self.taken = {"CPU": 0.0}
+        self.store = Store()
+        report = '{"autoscaler_report": {"node_type_mapping": {"f": "node_f"}}}'
+        self.store._internal_kv_put("__autoscaling_status", report.encode())
         self.modules: dict[str, Any] = {}
-        self.status = '{"autoscaler_report": {"node_type_mapping": {"f": "node_f"}}}'
 
     def is_initialized(self) -> bool:
         return self.running
@@ -104,6 +112,10 @@ class Ray:
     def cluster_resources(self) -> dict[str, float]:
         return self.there
 
+    def available_resources(self) -> dict[str, float]:
+        self._must_run()
+        return {name: amount - self.taken.get(name, 0) for name, amount in self.there.items()}
+
     def nodes(self) -> list[dict[str, Any]]:
         return [{"Alive": True, "Resources": self.there}, {"Alive": False, "Resources": {"decoder": 1.0}}]
 
@@ -113,7 +125,7 @@ class Ray:
 
     def get_runtime_context(self) -> Any:
         self._must_run()
-        return SimpleNamespace(get_worker_id=lambda: self.driver)
+        return SimpleNamespace(get_worker_id=lambda: self.driver, get_job_id=lambda: "01")
 
     def kill(self, actor: Actor) -> None:
         self._must_run()
@@ -147,14 +159,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Ray:
-    played = Ray()
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    played, real = Ray(), importlib.import_module
     played.modules = {
         "ray": played,
         "ray._private.worker": SimpleNamespace(_connect_or_shutdown_lock=played.lock),
-        "ray._private.state": SimpleNamespace(state=SimpleNamespace(get_cluster_config=lambda: None)),
-        "ray.experimental.internal_kv": SimpleNamespace(_internal_kv_get=lambda key: played.status),
+        "ray._private.state": SimpleNamespace(
+            state=SimpleNamespace(get_cluster_config=lambda: None),
+            jobs=lambda: [{"JobID": "01", "IsDead": False}, {"JobID": "02", "IsDead": True}],
+        ),
+        "ray.experimental.internal_kv": played.store,
     }
-    monkeypatch.setattr(importlib, "import_module", lambda name: played.modules[name])
+    monkeypatch.setattr(importlib, "import_module", lambda name: played.modules.get(name) or real(name))
     return played
 
 
@@ -229,7 +246,8 @@ def test_ray_is_asked_at_once_of_a_place_lost_with_its_actor(ray: Ray, placement
     assert placement.death(place) == "The actor died because it was killed by the memory monitor"
 
 
-def test_actors_wait_for_room_and_are_made_again(ray: Ray, placement: RayPlacement, clock: Clock) -> None:
+def test_actors_wait_for_room_and_are_made_again(ray: Ray, clock: Clock) -> None:
+    placement = started(RayWorkers(start_timeout=0))
     placement.find([], 1)
     clock.now += 10**6
     assert placement.find([], 1) == []
@@ -238,6 +256,92 @@ def test_actors_wait_for_room_and_are_made_again(ray: Ray, placement: RayPlaceme
         ray.actors[number].attach.answer(ActorDiedError("its node has died"))
         assert placement.find([], 1) == []
     assert len(ray.actors) == 11
+    placement.close()
+
+
+ROOM = "workers that wait for a machine with room: {} (each takes 1 CPU; free in the cluster: 2 of 8 CPU)"
+OPENING = "the dataset is still being opened on 10.0.0.7"
+
+
+@pytest.mark.parametrize(
+    ("opening", "reason"), [(0, ROOM.format(2)), (1, f"{ROOM.format(1)} and {OPENING}"), (2, OPENING)]
+)
+@pytest.mark.parametrize("flexible", [True, False])
+def test_a_wait_for_the_first_place_ends_and_says_what_it_waited_for(
+    ray: Ray, clock: Clock, opening: int, reason: str, flexible: bool
+) -> None:
+    ray.taken = {"CPU": 6.0}
+    placement = started(RayWorkers(start_timeout=60), 2, flexible)
+    for actor in ray.actors[:opening]:
+        actor.where.answer("10.0.0.7")
+    assert placement.find([], 2) == []
+    clock.now += 60
+    assert placement.find([], 2) == []
+    clock.now += 0.1
+    fix = "(free or add resources, or give it more seconds)"
+    expected = NoPlace(f"not within RayWorkers(start_timeout=60) seconds: {reason} {fix}")
+    assert placement.find([], 2) == [expected] * 2
+    assert placement.find([], 1) == [expected], "the next ones do not wait as long"
+    assert ray.killed == ray.actors
+    assert len(ray.actors) == 2
+    placement.close()
+
+
+@pytest.mark.parametrize("flexible", [True, False])
+def test_few_workers_do_the_work_of_many_only_where_they_may(ray: Ray, clock: Clock, flexible: bool) -> None:
+    placement = started(RayWorkers(start_timeout=60), 2, flexible)
+    place = ray.actors[0].place(1)
+    assert placement.find([], 2) == [place]
+    clock.now += 100
+    found = placement.find([], 1)
+    if flexible:
+        assert found == []
+        assert not ray.killed, "those beyond the first may wait for ever"
+    else:
+        [none] = found
+        assert "wait for a machine with room: 1 (" in str(none)
+    placement.close()
+
+
+def test_time_in_which_a_pool_could_go_on_does_not_count(ray: Ray, clock: Clock) -> None:
+    placement = started(RayWorkers(start_timeout=60))
+    place = ray.actors[0].place(1)
+    placement.find([], 1)
+    clock.now += 100
+    placement.find([], 0)
+    ray.actors[0].attach.calls.append(Future())
+    lose(placement, place)
+    ray.actors[0].attach.answer(ActorDiedError("it was killed"))
+    ray.actors[0].attach.answer(ActorDiedError("it was killed"))
+    clock.now += 60
+    assert placement.find([], 1) == []
+    clock.now += 1
+    assert len(placement.find([], 1)) == 1
+    placement.close()
+
+
+def test_an_actor_that_never_attaches_makes_way_beside_others_that_work(ray: Ray, clock: Clock) -> None:
+    placement = started(RayWorkers(start_timeout=60), 2)
+    ray.actors[0].place(1)
+    for made in (3, 4, 4):  # three that fail are enough
+        ray.actors[-1].where.answer("10.0.0.8")
+        placement.find([], 1)
+        clock.now += 61
+        assert placement.find([], 1) == []
+        assert len(ray.actors) == made
+    assert ray.killed == ray.actors[1:]
+    placement.close()
+
+
+def test_all_that_wait_hear_why_no_host_starts_if_each_is_needed(ray: Ray) -> None:
+    placement = started(RayWorkers(), 2, flexible=False)
+    ray.actors[0].place(1)
+    placement.find([], 2)
+    for _ in range(3):
+        ray.actors[-1].attach.answer(OSError("no torch there"))
+        found = placement.find([], 1)
+    assert found == [NoPlace("no torch there")]
+    placement.close()
 
 
 def test_where_no_host_starts_those_that_wait_hear_why_and_no_more_is_tried(ray: Ray) -> None:
@@ -293,8 +397,11 @@ def test_at_the_exit_of_the_process_ray_is_called_no_more(ray: Ray, monkeypatch:
         register=exits.append, unregister=lambda one: exits.remove(one) if one in exits else None
     )
     monkeypatch.setattr(ray_placement, "atexit", played)
+    monkeypatch.setenv("WORLD_SIZE", "8")
     placement = started(RayWorkers())
+    assert len(ray.store.keys) == 2
     exits[0]()
+    assert len(ray.store.keys) == 1, "nothing stays there"
     ray.actors[0].place(1)
     assert placement.find([], 1) == []
     placement.close()
@@ -321,6 +428,230 @@ def test_a_rank_asks_for_its_part_of_the_cluster(
     ray.there = {"CPU": 7.0, "GPU": 2.0}
     started(RayWorkers(**given), 5, flexible).close()
     assert len(ray.actors) == actors
+    assert len(ray.store.keys) == 1, "nothing stays in the store"
+
+
+def test_what_others_hold_is_no_part_of_a_rank_and_what_ranks_hold_is(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray Train's own workers take CPUs of the cluster, too."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ray.taken = {"CPU": 2.0}
+    first = started(RayWorkers(), 5)
+    assert len(ray.actors) == 3
+    ray.taken = {"CPU": 5.0}  # with those
+    second = started(RayWorkers(), 5)
+    assert len(ray.actors) == 6
+    first.close()
+    second.close()
+
+
+def test_ranks_of_a_program_that_was_killed_do_not_count(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ray.taken = {"CPU": 4.0}
+    ray.store.keys[b":/2 02-a 4 0"] = b'{"CPU": 0.0}'
+    started(RayWorkers(), 5).close()
+    assert len(ray.actors) == 2
+    assert len(ray.store.keys) == 1
+
+
+def test_a_version_of_ray_without_its_store_is_used_as_well(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    del ray.modules["ray.experimental.internal_kv"]
+    ray.taken = {"CPU": 2.0}
+    placement = started(RayWorkers(), 5)
+    assert len(ray.actors) == 3
+    assert placement.find([], 1) == []
+    placement.close()
+
+
+class Ranks:
+    """Pools of several ranks on a cluster of so many CPUs. Ray places those that wait in any order."""
+
+    def __init__(
+        self, ray: Ray, clock: Clock, ranks: int, cpus: int, workers: RayWorkers, choose: Any
+    ) -> None:
+        self.ray, self.clock, self.choose = ray, clock, choose
+        ray.there = {"CPU": float(cpus)}
+        self.pools = [started(workers, 4) for _ in range(ranks)]
+
+    def actors(self, pool: RayPlacement) -> list[Actor]:
+        return [actor.handle for actor in pool._actors]
+
+    def placed(self, pool: RayPlacement) -> list[Actor]:
+        return [actor for actor in self.actors(pool) if actor.where.calls[0].done()]
+
+    def step(self) -> None:
+        """Half a second passes."""
+        self.clock.now += 0.5
+        while sum(len(self.placed(pool)) for pool in self.pools) < self.ray.there["CPU"]:
+            waiting = [a for pool in self.pools for a in self.actors(pool) if not a.where.calls[0].done()]
+            if not waiting:
+                break
+            self.choose(waiting).place(len(self.ray.actors))
+        for pool in self.pools:
+            pool.find([], 4)
+
+    def shares(self) -> list[int]:
+        return [len(self.placed(pool)) for pool in self.pools]
+
+    def kill(self, pool: RayPlacement) -> None:
+        for actor in list(pool._actors):
+            if actor.place is not None:
+                pool.find([actor.place], 0)
+                actor.handle.attach.answer(ActorDiedError("it was killed"))
+        pool.find([], 0)
+
+    def close(self) -> None:
+        for pool in self.pools:
+            pool.close()
+
+
+def test_a_rank_whose_room_went_to_another_gets_one_back(
+    ray: Ray, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one is in a collective step: it asks for nothing, and its loader's thread gives it up."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ranks = Ranks(ray, clock, 2, 4, RayWorkers(), lambda waiting: waiting[0])
+    ranks.step()
+    assert ranks.shares() == [2, 2]
+    ray.there = {"CPU": 2.0}  # a machine is gone, and with it all workers of one rank
+    ranks.kill(ranks.pools[1])
+    for _ in range(60):
+        ranks.step()
+    assert ranks.shares() == [1, 1]
+    assert sum(actor in ray.killed for actor in ray.actors[:2]) == 1
+    ranks.close()
+
+
+def test_what_is_given_up_is_what_costs_least_and_is_said(
+    ray: Ray, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    ray.there = {"CPU": 9.0}
+    placement = started(RayWorkers(), 3)
+    busy, free, opening = ray.actors
+    given = busy.place(1)
+    assert placement.find([], 1) == [given]
+    free_place = free.place(2)
+    opening.where.answer("10.0.0.8")
+    for number, ended in enumerate([opening, free], 1):
+        for waited in (1, 2, 3):
+            clock.now += 2
+            ray.store.keys = {b":/3 other 0 %d" % (10 * number + waited): b""}
+            placement.find([], 0)
+        assert ray.killed == [opening, free][:number]
+        assert ended in ray.killed
+    assert placement.death(free_place) == "its room was given to a rank that had none"
+    assert len(ray.actors) == 3, "none is made meanwhile"
+    ray.store.keys = {b":/3 other 1 0": b""}
+    clock.now += 2
+    placement.find([], 0)
+    assert len(ray.actors) == 5
+    placement.close()
+
+
+def starve(ray: Ray, clock: Clock, placement: RayPlacement, pools: str, first: int = 10) -> None:
+    """Those pools of other ranks have no room, and time passes for them."""
+    for waited in (first, first + 1):
+        clock.now += 2
+        ray.store.keys = {b":/2 %s 0 %d" % (pool.encode(), waited): b"" for pool in pools}
+        placement.find([], 0)
+
+
+def test_one_worker_is_kept_however_many_starve(
+    ray: Ray, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    placement = started(RayWorkers(), 3)
+    for number, actor in enumerate(ray.actors):
+        actor.place(number)
+    starve(ray, clock, placement, "abc")
+    assert len(ray.killed) == 2
+    placement.close()
+
+
+def test_who_starves_again_is_given_again(ray: Ray, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    placement = started(RayWorkers(), 3)
+    for number, actor in enumerate(ray.actors):
+        actor.place(number)
+    for ended in (1, 2):
+        for first in (10, 12):  # once in a turn
+            starve(ray, clock, placement, "a", first)
+            assert len(ray.killed) == ended
+        ray.store.keys = {b":/2 a 1 0": b""}
+        clock.now += 2
+        placement.find([], 0)
+        ray.actors[-1].place(9)
+    placement.close()
+
+
+def test_a_rank_publishes_how_long_it_has_had_no_room(
+    ray: Ray, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    placement = started(RayWorkers(), 1)
+    (actor,) = ray.actors
+    place = actor.place(1)
+
+    def published() -> list[list[str]]:
+        placement.find([], 1)
+        return [key.decode().split()[2:] for key in ray.store.keys if key.startswith(b":/2 ")]
+
+    clock.now += 100
+    assert published() == [["1", "0"]]
+    assert placement.pause == 2, "it looks at the others though nothing is asked of Ray"
+    lose(placement, place)
+    actor.attach.answer(ActorDiedError("it was killed"))
+    clock.now += 3
+    assert published() == [["0", "3"]]
+    for _ in range(3):
+        ray.actors[-1].attach.answer(OSError("no torch there"))
+        clock.now += 3
+        left = published()
+    assert left == [], "room would be of no use"
+    placement.close()
+
+
+def test_without_restarts_nothing_that_works_is_given_up(
+    ray: Ray, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch may be lost with it. What waits makes way."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    placement = started(RayWorkers(max_restarts=0), 3)
+    for number, actor in enumerate(ray.actors[:2]):
+        actor.place(number)
+    starve(ray, clock, placement, "a")
+    assert ray.killed == ray.actors[2:]
+    placement.close()
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_each_rank_comes_to_have_a_worker_whatever_dies(
+    data: st.DataObject, ray: Ray, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray.store, ray.actors = Store(), []
+    ray.modules["ray.experimental.internal_kv"] = ray.store
+    number = data.draw(st.integers(2, 4))
+    monkeypatch.setenv("WORLD_SIZE", str(number))
+    workers = RayWorkers(start_timeout=0)
+    at = st.integers(0, 99)
+    ranks = Ranks(ray, clock, number, 10, workers, lambda waiting: waiting[data.draw(at) % len(waiting)])
+    for victim in data.draw(st.lists(st.integers(0, number - 1), max_size=4)):
+        for _ in range(data.draw(st.integers(1, 30))):
+            ranks.step()
+        ray.there = {"CPU": max(float(number), ray.there["CPU"] - data.draw(st.integers(0, 4)))}
+        ranks.kill(ranks.pools[victim])
+    for _ in range(20 * 5 * number):
+        ranks.step()
+        if all(ranks.shares()):
+            break
+    assert all(ranks.shares())
+    ranks.close()
 
 
 def test_ranks_are_those_of_torch_distributed(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +702,7 @@ def test_what_an_autoscaler_may_add_counts(
 
 @pytest.mark.parametrize("status", ['{"autoscaler_report": {"node_type_mapping": {"f": "ray.head"}}}', "{}"])
 def test_an_unknown_autoscaler_is_a_warning(ray: Ray, status: str, caplog: pytest.LogCaptureFixture) -> None:
-    ray.status = status
+    ray.store.keys[b"__autoscaling_status"] = status.encode()
     placement = RayPlacement(RayWorkers(resources={"decoder": 1}))
     placement.start(b"spec", 1)
     placement.close()

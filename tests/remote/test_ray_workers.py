@@ -25,6 +25,7 @@ EVERYTHING: dict[str, Any] = {
     "ports": (20000, 20100),
     "tls": Path("/etc/loader"),
     "max_restarts": 3,
+    "start_timeout": 90,
 }
 
 
@@ -75,6 +76,8 @@ def test_equal_ones_have_one_hash_and_survive_a_journey(given: dict[str, Any]) -
         ("ports", (1.0, 2.0), TypeError, "must be (first, last), or None"),
         ("ports", (0, 10), ValueError, "must be (first, last) with 1 <= first <= last <= 65535"),
         ("ports", (20, 65536), ValueError, "must be (first, last) with 1 <= first <= last <= 65535"),
+        ("start_timeout", None, TypeError, "must be a number of seconds"),
+        ("start_timeout", -1, ValueError, "must be seconds, or 0 for no limit"),
         ("tls", True, TypeError, "must be the path of a folder, or None"),
     ],
 )
@@ -95,7 +98,13 @@ def test_what_is_right_at_its_limits() -> None:
         {"num_gpus": 4.0},
         {"address": "auto"},
     ]
-    given += [{"strategy": Affinity()}, {"ports": (1, 65535)}, {"ports": (7, 7)}, {"max_restarts": 0}]
+    given += [
+        {"strategy": Affinity()},
+        {"ports": (1, 65535)},
+        {"ports": (7, 7)},
+        {"max_restarts": 0},
+        {"start_timeout": 0},
+    ]
     for each in given:
         RayWorkers(**each)
 

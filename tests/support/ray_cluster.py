@@ -108,4 +108,4 @@ def nothing_left() -> Iterator[None]:
 
     before = held()
     yield
-    assert wait_until(lambda: held() == before, 10), f"left behind: {held()}, where there was {before}"
+    assert wait_until(lambda: held() == before, 100), f"left behind: {held()}, where there was {before}"

@@ -1,0 +1,160 @@
+"""Shares of a cluster among the ranks of a job, each of which has a loader of its own.
+
+Runs in the consumer, on the thread of the pool. Pure, but for the store that a `Board` is given.
+
+Each rank asks for an equal part of what others leave to the ranks. Each publishes how many of its workers
+have room, and a rank that stays without any is given some by those that have more.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Resources = Mapping[str, float]
+
+#: Seconds that a rank is without room until another one gives some up, and until the next one does. Ray takes
+#: some to start an actor that has room.
+TURN = 10
+#: Of keys in the store.
+_SPACE = "fastq_loader"
+
+
+def used(total: Resources, free: Resources) -> dict[str, float]:
+    """Subtract resources by name."""
+    return {name: amount - free.get(name, 0) for name, amount in total.items()}
+
+
+def share(room: Resources, takes: Resources, ranks: int, workers: int) -> int:
+    """Workers of each rank: an equal part of the room, at least one, and at most `workers`.
+
+    Args:
+        room: resources of the cluster that others leave, by name.
+        takes: resources that each worker takes.
+    """
+    parts = [math.floor(room.get(name, 0) / ranks / amount + 1e-9) for name, amount in takes.items()]
+    return min(workers, max(1, min(parts, default=workers)))
+
+
+class Holding(NamedTuple):
+    """A rank's pool, as the others see it.
+
+    Attributes:
+        workers: that have room.
+        waited: whole seconds that none has had any.
+    """
+
+    workers: int
+    waited: int
+
+    @property
+    def starves(self) -> bool:
+        """Whether others are to leave it room."""
+        return not self.workers and self.waited >= TURN
+
+
+def gifts(pools: Mapping[str, Holding], mine: str) -> set[tuple[str, int]]:
+    """Workers that the pool `mine` is to give up: for each a starving pool and its turn.
+
+    In each turn one of the pools that have more than one worker gives one up for each pool that starves, the
+    richest first. It may be dead, or its room may not fit; then the next one follows.
+    """
+    rich = sorted(
+        (name for name in pools if pools[name].workers > 1), key=lambda name: (-pools[name].workers, name)
+    )
+    starving = sorted(name for name in pools if pools[name].starves)
+    turns = [(name, pools[name].waited // TURN) for name in starving]
+    return {
+        (name, turn)
+        for at, (name, turn) in enumerate(turns)
+        if rich and rich[(at + turn - 1) % len(rich)] == mine
+    }
+
+
+def waits_for(starting: Sequence[str | None], takes: Resources, total: Resources, free: Resources) -> str:
+    """The reason why workers have no place yet, in words.
+
+    Args:
+        starting: for each of them the machine where it has room, or None.
+        takes: resources that each takes.
+        total: resources of the cluster.
+        free: those that nobody holds.
+    """
+    reasons = []
+    if waiting := starting.count(None):
+        each = " and ".join(f"{amount:g} {name}" for name, amount in takes.items())
+        has = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in takes)
+        room = f" (each takes {each}; free in the cluster: {has})" if takes else ""
+        reasons.append(f"workers that wait for a machine with room: {waiting}{room}")
+    if machines := sorted({node for node in starting if node}):
+        reasons.append(f"the dataset is still being opened on {', '.join(machines)}")
+    return " and ".join(reasons) or "no worker is being started"
+
+
+class Board:
+    """The pools of a job's ranks: a key for each in the store of Ray's head.
+
+    All that changes is in the key, so one request reads all. The value is what others than these pools held
+    before the first of them began.
+
+    Args:
+        store: the module `ray.experimental.internal_kv`.
+        job: what its ranks have in common, without blanks.
+        driver: Ray's name for the program that this process belongs to, its "job".
+    """
+
+    def __init__(self, store: Any, job: str, driver: str) -> None:
+        self._store = store
+        self._prefix = f"{job} "
+        self.name = f"{driver}-{uuid.uuid4().hex}"
+        self._key = ""
+        self._foreign = b""
+        self._first: dict[str, int] = {}  # seconds that others had waited when they were seen first
+
+    def join(self, others: Resources, ended: Collection[str]) -> dict[str, float]:
+        """Publish this pool; the part of the used resources that others than the ranks' pools hold. What
+        programs that have ended left in the store is taken away."""
+        foreign = dict(others)
+        for key in self._keys():
+            if key.decode().split()[1].partition("-")[0] in ended:
+                self._store._internal_kv_del(key, namespace=_SPACE)
+            elif value := self._store._internal_kv_get(key, namespace=_SPACE):
+                for name, amount in json.loads(value).items():
+                    foreign[name] = min(amount, foreign.get(name, 0))
+        self._foreign = json.dumps(foreign).encode()
+        self._publish(Holding(0, 0))
+        return foreign
+
+    def exchange(self, mine: Holding) -> dict[str, Holding]:
+        """Publish what this pool has; what all have. Left out are those without room for which no time
+        passes: their process has died, or they are new."""
+        self._publish(mine)
+        pools = {}
+        for key in self._keys():
+            _, name, *numbers = key.decode().split()
+            holding = Holding(*map(int, numbers))
+            if holding.workers:
+                self._first.pop(name, None)
+            elif self._first.setdefault(name, holding.waited) == holding.waited:
+                continue
+            pools[name] = holding
+        return {**pools, self.name: mine}
+
+    def leave(self) -> None:
+        """Take this pool away."""
+        self._store._internal_kv_del(self._key, namespace=_SPACE)
+
+    def _keys(self) -> list[bytes]:
+        keys: list[bytes] = self._store._internal_kv_list(self._prefix, namespace=_SPACE)
+        return keys
+
+    def _publish(self, mine: Holding) -> None:
+        before, self._key = self._key, f"{self._prefix}{self.name} {mine.workers} {mine.waited}"
+        if self._key == before:
+            return
+        self._store._internal_kv_put(self._key, self._foreign, namespace=_SPACE)
+        if before:
+            self._store._internal_kv_del(before, namespace=_SPACE)
