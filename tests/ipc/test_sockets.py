@@ -476,3 +476,25 @@ def test_a_signal_waits_until_the_threads_were_counted(monkeypatch: pytest.Monke
     with alarm_after(60, ring), pytest.raises(Alarm):
         expect_threads(3)
     assert len(started) == 3
+
+
+def test_what_runs_on_this_thread_is_no_thread_and_the_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with gevent's greenlets, which run while this thread sleeps."""
+    waiting: list[Any] = []
+
+    class Lock:
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: Any) -> None: ...
+
+        def acquire(self) -> None: ...
+
+        def release(self) -> None: ...
+
+    monkeypatch.setattr(_thread, "allocate_lock", Lock)
+    monkeypatch.setattr(_thread, "start_new_thread", lambda run, _: waiting.append(run))
+    monkeypatch.setattr(
+        endpoints.time, "sleep", lambda _: waiting.pop()() if waiting else pytest.fail("spins")
+    )
+    with pytest.raises(RuntimeError, match=r"gevent.*num_workers=0"):
+        expect_threads(3)
