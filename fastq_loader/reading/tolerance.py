@@ -342,11 +342,11 @@ def _alike(index: Any, population: int, drawn: random.Random) -> Any:
         kind = str(index.dtype).removeprefix("torch.")
         if not kind.startswith(("int", "uint")):
             raise TypeError(f"its values are {kind}, not whole numbers")
-        shape = tuple(index.shape)
-        made = np.array([drawn.randrange(population) for _ in range(int(np.prod(shape)))], np.int64).reshape(
-            shape
-        )
-        return made.astype(index.dtype) if isinstance(index, np.ndarray) else torch.from_numpy(made).to(index)
+        drawn_ones = [drawn.randrange(population) for _ in range(int(np.prod(tuple(index.shape))))]
+        values = np.array(drawn_ones, np.int64).reshape(tuple(index.shape))
+        if isinstance(index, np.ndarray):
+            return values.astype(index.dtype)
+        return torch.from_numpy(values).to(index)
     return None
 
 
