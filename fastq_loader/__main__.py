@@ -12,7 +12,10 @@ import argparse
 import importlib
 import io
 import json
+import os
 import pdb
+import select
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -45,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             add(command)
     options = parser.parse_args(argv)
     command = commands.choices[options.command]
-    if options.command == "doctor":
-        return doctor.report()
     try:
+        if options.command == "doctor":
+            return doctor.report()
         named = find(options.loader)
         status: int = options.run(named() if callable(named) else named, options)
     except WrongUse as error:
@@ -178,5 +181,24 @@ def find(name: str) -> Any:
         raise WrongUse(f"module {module!r} has no {path!r}") from error
 
 
+def run() -> int:
+    """`main`, for a reader that may leave early, such as `head`."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise  # of user code
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its exit
+        return 128 + signal.SIGPIPE
+    return status
+
+
+def _reader_has_left() -> bool:
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 from fastq_loader import DataLoader
 from fastq_loader import __main__ as command
 from fastq_loader.__main__ import WrongUse, find, main
+from tests.conftest import ROOT
 from tests.support.datasets import Made
 
 LOADER = object()
@@ -128,3 +132,17 @@ def test_without_a_command_it_shows_what_there_is(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit, match="2"):
         main([])
     assert "tune" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("arguments", [["doctor"]])
+def test_a_reader_that_leaves_is_no_traceback(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        call = [sys.executable, "-m", "fastq_loader", *arguments]
+        done = subprocess.run(call, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=100)
+    finally:
+        os.close(writer)
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 
 from fastq_loader.system.interrupts import without_signals
 
+#: Seconds that threads which were started have to end.
+_PATIENCE = 10.0
 #: sun_path of <sys/un.h> holds 108 bytes with the closing NUL.
 _LONGEST_PATH = 107
 
@@ -108,6 +110,7 @@ def expect_threads(count: int) -> None:
     """
     Raises:
         BlockingIOError: (EAGAIN) fewer than `count` more threads can be started.
+        RuntimeError: what is started is no thread, but runs on this one.
     """
     held = _thread.allocate_lock()  # `threading` starts one after the other, which takes 0.2 ms each
     started, ids = 0, list[int]()
@@ -132,5 +135,13 @@ def expect_threads(count: int) -> None:
         finally:
             held.release()
             # A thread that has ended counts until the kernel has taken it down.
+            own, until = _thread.get_native_id(), time.monotonic() + _PATIENCE
             while len(ids) < started or any(os.path.exists(f"/proc/self/task/{number}") for number in ids):
+                if own in ids or time.monotonic() > until:
+                    break
                 time.sleep(0)
+    if own in ids or len(ids) < started:
+        raise RuntimeError(
+            "threads do not run beside this one, which the workers need: something has replaced them "
+            "(gevent's monkey.patch_all(), for one); patch with thread=False, or use num_workers=0"
+        )

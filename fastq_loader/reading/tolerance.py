@@ -8,21 +8,25 @@ follows from the epoch, the batch, the position and the index: not from who load
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import operator
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from inspect import CO_GENERATOR
 from os import PathLike
 from time import monotonic_ns
-from traceback import walk_tb
-from types import FrameType
+from traceback import clear_frames, walk_tb
+from types import GeneratorType, TracebackType
 from typing import Any
+
+import numpy as np
+import torch
 
 from fastq_loader.errors import add_note, is_int, shorten
 from fastq_loader.reading.fetch import EndOfStream, Fetcher
-from fastq_loader.system.interrupts import refuse_interrupt
+from fastq_loader.system.interrupts import alarm_is_set, refuse_interrupt
 
 #: Samples that are tried in the place of one, and characters that are kept of an error.
 _TRIES, _ERROR = 100, 200
@@ -156,11 +160,12 @@ class TolerantFetcher(Fetcher):
         super().__init__(dataset, **rules)
         self._errors, self._population = errors, population
         self._ends: list[int] = []
+        self._own_alarm = False  # see `refuse_interrupt`
         self._failed: Exception | None = None  # what the stream raised when it was asked last
         self.place = (0, 0)
 
     def fetch(self, index: Any) -> Any:
-        self.bad, self.error = [], None
+        self.bad, self.error, self._own_alarm = [], None, not alarm_is_set()
         return super().fetch(index)
 
     def _read(self, index: Any) -> Any:
@@ -174,7 +179,7 @@ class TolerantFetcher(Fetcher):
             try:
                 return self.dataset.__getitems__(indices if iter(index) is index else index)
             except self._errors.only as error:
-                refuse_interrupt(error)
+                refuse_interrupt(error, self._own_alarm)
             data = self.dataset.__getitems__(self._read_each(indices, self._readable))
         else:
             self._ends = [self.began]
@@ -207,7 +212,7 @@ class TolerantFetcher(Fetcher):
                     break
                 raise StopIteration  # by user code: it has ended the `map`
             except self._errors.only as error:
-                refuse_interrupt(error)
+                refuse_interrupt(error, self._own_alarm)
                 position = len(data) + left_out
                 self._note(indices[position], error)
             if isinstance(self._errors, Skip):
@@ -238,7 +243,7 @@ class TolerantFetcher(Fetcher):
             try:
                 sample = read(index)
             except self._errors.only as error:
-                refuse_interrupt(error)
+                refuse_interrupt(error, self._own_alarm)
                 self._note(index, error)
                 continue
             for each in failed:
@@ -255,8 +260,17 @@ class TolerantFetcher(Fetcher):
         known = plain(index) if hasattr(index, "__index__") or type(index) is str else 0
         which = repr((*self.place, position, attempt, known))
         digest = hashlib.blake2b(which.encode(), digest_size=8).digest()
-        number = int.from_bytes(digest, "little") % (self._population or len(indices))
-        return number if self._population else indices[number]
+        number = int.from_bytes(digest, "little")
+        if not self._population:
+            return indices[number % len(indices)]
+        drawn = random.Random(number)
+        try:
+            made = _alike(index, self._population, drawn)
+        except TypeError as error:
+            raise TypeError(
+                f"errors={self._errors} finds nothing in place of {shorten(index)}: {error}"
+            ) from self.error
+        return number % self._population if made is None else made
 
     def _read_stream_on(self, size: int) -> list[Any]:
         """As `_read_stream`, past samples that raise."""
@@ -274,7 +288,7 @@ class TolerantFetcher(Fetcher):
                     raise EndOfStream from None
                 break
             except self._errors.only as error:
-                refuse_interrupt(error)
+                refuse_interrupt(error, self._own_alarm)
                 self._note(None, error)
                 self._failed = error
         return self._some(data)
@@ -282,7 +296,7 @@ class TolerantFetcher(Fetcher):
     def _refuse_to_end(self) -> None:
         """A generator ends with an error: what would have come after it is lost."""
         error, self._failed = self._failed, None
-        if error is None or not any(map(_is_generators, walk_tb(error.__traceback__))):
+        if error is None or not _has_ended_a_generator(error.__traceback__):
             return
         name = type(self.dataset_iter).__name__
         add_note(error, f"errors={self._errors} cannot leave it out: the {name} did not go on after it")
@@ -292,9 +306,57 @@ class TolerantFetcher(Fetcher):
             del error  # it holds this frame by its traceback
 
 
-def _is_generators(entry: tuple[FrameType, int]) -> bool:
-    """Whether an entry of a traceback is of a generator, which has ended with the error."""
-    return bool(entry[0].f_code.co_flags & CO_GENERATOR)
+def _has_ended_a_generator(entries: TracebackType | None) -> bool:
+    """Whether an error came through a generator that the stream still refers to. One that was made within a
+    sample is gone with it."""
+    codes = {frame.f_code for frame, _ in walk_tb(entries)}
+    clear_frames(entries)  # their variables may be all that keeps one
+    found = (each for each in gc.get_objects() if type(each) is GeneratorType)
+    return any(each.gi_frame is None and each.gi_code in codes for each in found)
+
+
+def _alike(index: Any, population: int, drawn: random.Random) -> Any:
+    """Other indices in the form and number of those in `index`; None: it is a single one.
+
+    Raises:
+        TypeError: it has parts that are neither indices nor names.
+    """
+    if isinstance(index, dict):
+        return {key: _part(value, population, drawn) for key, value in index.items()}
+    if isinstance(index, (list, tuple)):
+        made = [_part(each, population, drawn) for each in index]
+        return index._make(made) if hasattr(index, "_make") else type(index)(made)
+    if isinstance(index, (slice, range)):
+        rows = range(*index.indices(population)) if isinstance(index, slice) else index
+        span = abs(rows[-1] - rows[0]) if rows else 0
+        low = drawn.randrange(max(1, population - span))
+        first, last = (low, low + span + 1) if rows.step > 0 else (low + span, low - 1)
+        if not rows:
+            return index
+        return (
+            range(first, last, rows.step)
+            if index is rows
+            else slice(first, None if last < 0 else last, rows.step)
+        )
+    if isinstance(index, (torch.Tensor, np.ndarray)) and index.ndim:
+        kind = str(index.dtype).removeprefix("torch.")
+        if not kind.startswith(("int", "uint")):
+            raise TypeError(f"its values are {kind}, not whole numbers")
+        drawn_ones = [drawn.randrange(population) for _ in range(int(np.prod(tuple(index.shape))))]
+        values = np.array(drawn_ones, np.int64).reshape(tuple(index.shape))
+        if isinstance(index, np.ndarray):
+            return values.astype(index.dtype)
+        return torch.from_numpy(values).to(index)
+    return None
+
+
+def _part(value: Any, population: int, drawn: random.Random) -> Any:
+    if value is None or value is ... or isinstance(value, (str, bool)):  # such as a column
+        return value
+    made = _alike(value, population, drawn)
+    if made is None and not hasattr(value, "__index__"):
+        raise TypeError(f"{shorten(value)} is no index")
+    return drawn.randrange(population) if made is None else made
 
 
 def plain(index: Any) -> int | str | None:

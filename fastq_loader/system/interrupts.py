@@ -17,19 +17,41 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def refuse_interrupt(error: Exception) -> None:
-    """Raise an exception that came out of user code if the handler of a signal raised it."""
-    if raised_by_handler(error):
+def refuse_interrupt(error: Exception, own_alarm: bool = False) -> None:
+    """Raise an exception that came out of user code if the handler of a signal raised it.
+
+    Args:
+        error: what came.
+        own_alarm: no alarm was set when that code began. If SIGALRM came in the middle of it, the code has
+            set it for itself, and what the handler raises is its own error.
+    """
+    if raised_by_handler(error, own_alarm):
         raise error
 
 
-def raised_by_handler(error: BaseException) -> bool:
+def raised_by_handler(error: BaseException, own_alarm: bool = False) -> bool:
     """Whether the handler of a signal raised an exception, and not the code that it came through."""
     if threading.current_thread() is not threading.main_thread():  # handlers run on no other
         return False
-    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
-    codes = {code for handler in handlers if callable(handler) for code in _codes(handler)}
-    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+    numbers = signal.valid_signals()
+    codes = _codes_of(numbers)
+    alarms = codes - _codes_of(numbers - {signal.SIGALRM}) if own_alarm else set()
+    inside = False  # of code that is not ours: else it is a call of the loader that was interrupted
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code in codes:
+            return not (inside and frame.f_code in alarms)
+        inside = frame.f_globals.get("__name__", "").partition(".")[0] != "fastq_loader"
+    return False
+
+
+def alarm_is_set() -> bool:
+    """Whether SIGALRM will come."""
+    return signal.getitimer(signal.ITIMER_REAL)[0] > 0
+
+
+def _codes_of(numbers: set[Any]) -> set[Any]:
+    handlers = map(signal.getsignal, numbers)
+    return {code for handler in handlers if callable(handler) for code in _codes(handler)}
 
 
 def _codes(handler: Any) -> list[Any]:

@@ -155,7 +155,7 @@ def _descriptors_and_threads() -> Iterator[Finding]:
 
 
 def _sockets() -> Iterator[Finding]:
-    asked, folder = os.environ.get("TMPDIR", "/tmp"), ""
+    asked, folder = os.environ.get("TMPDIR") or "/tmp", ""
     try:
         folder = endpoints.endpoint_folder()
         with socket.socket(socket.AF_UNIX) as bound:

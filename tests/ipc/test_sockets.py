@@ -521,3 +521,25 @@ def test_a_folder_that_a_cleaner_has_removed_is_named_with_what_to_do() -> None:
     with pytest.raises(FileNotFoundError, match=r"removed while they start .* set TMPDIR") as raised:
         ConsumerSocket(folder, 1, TOKEN)
     assert raised.value.filename == folder
+
+
+def test_what_runs_on_this_thread_is_no_thread_and_the_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with gevent's greenlets, which run while this thread sleeps."""
+    waiting: list[Any] = []
+
+    class Lock:
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: Any) -> None: ...
+
+        def acquire(self) -> None: ...
+
+        def release(self) -> None: ...
+
+    monkeypatch.setattr(_thread, "allocate_lock", Lock)
+    monkeypatch.setattr(_thread, "start_new_thread", lambda run, _: waiting.append(run))
+    monkeypatch.setattr(
+        endpoints.time, "sleep", lambda _: waiting.pop()() if waiting else pytest.fail("spins")
+    )
+    with pytest.raises(RuntimeError, match=r"gevent.*num_workers=0"):
+        expect_threads(3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import signal
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from fastq_loader.errors import shorten
 from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.reading.tolerance import LeftOut, Replace, Skip, Tolerance, make_fetcher, read_errors
 from tests.reading.test_fetch import Stream
+from tests.support.alarms import Alarm, ring
 
 SIZE = 50
 
@@ -305,3 +307,127 @@ def test_a_wrong_argument_is_named_with_its_value_and_a_way_out(
 ) -> None:
     with pytest.raises(error, match=text):
         make()
+
+
+class Table:
+    """Gives rows for an index of any form, except where one of them is the bad one."""
+
+    def __init__(self, bad: Any) -> None:
+        self.bad, self.read = bad, list[Any]()
+
+    def __getitem__(self, index: Any) -> Any:
+        self.read.append(index)
+        if len(self.read) == 1:
+            raise self.bad
+        return index
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        [3, 1, 4, 1],
+        (3, 1),
+        slice(4, 10, 2),
+        slice(9, None, -3),
+        range(5),
+        np.array([3, 1]),
+        torch.tensor([[3], [1]]),
+        torch.tensor([3]),
+        {"rows": [3, 1], "column": "x"},
+        [[3, 1], (4, None)],
+    ],
+)
+def test_what_replaces_rows_read_in_bulk_has_their_form_and_number(index: Any) -> None:
+    table = Table(KeyError())
+    rules: Any = {"iterable": False, "auto_collation": False, "collate": _same, "drop_last": False}
+    made = make_fetcher(table, errors=Replace(), population=SIZE, **rules).fetch(index)
+    assert _form(made) == _form(index)
+    assert str(made) != str(index)
+
+
+def _form(index: Any) -> Any:
+    if isinstance(index, slice):
+        rows = list(range(SIZE))[index]
+        return slice, len(rows), index.step
+    if isinstance(index, dict):
+        return dict, [(key, _form(value)) for key, value in index.items()]
+    if isinstance(index, (list, tuple)):
+        return type(index), list(map(_form, index))
+    if isinstance(index, range):
+        return range, len(index), min(index) >= 0 and max(index) < SIZE
+    if isinstance(index, (torch.Tensor, np.ndarray)):
+        return type(index), index.dtype, index.shape, bool((index < SIZE).all())
+    return type(index), index if isinstance(index, str) else None
+
+
+@pytest.mark.parametrize("index", [[1.5], torch.tensor([True, False]), [{1}]])
+def test_rows_that_no_others_can_replace_are_named(index: Any) -> None:
+    rules: Any = {"iterable": False, "auto_collation": False, "collate": _same, "drop_last": False}
+    with pytest.raises(TypeError, match=r"errors=Replace.*in place of") as caught:
+        make_fetcher(Table(KeyError("why")), errors=Replace(), population=SIZE, **rules).fetch(index)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def _same(samples: Any) -> Any:
+    return samples
+
+
+class EndsBadly(IterableDataset[int]):
+    """An iterator class that goes on, whose samples are computed by generators."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        if self.at > 3:
+            raise StopIteration
+        parts = (1 // (3 - self.at) for _ in range(2))
+        return sum(parts) * 0 + self.at
+
+
+def test_a_generator_within_the_last_sample_is_not_the_stream() -> None:
+    fetcher = make_fetcher(
+        EndsBadly(), errors=Skip(), iterable=True, auto_collation=True, collate=_same, drop_last=False
+    )
+    assert fetcher.fetch([None] * 9) == [1, 2]
+
+
+class Timed:
+    """Each sample has an alarm of its own, which comes in the one at `slow`."""
+
+    def __init__(self, slow: int) -> None:
+        self.slow = slow
+
+    def __getitem__(self, index: int) -> int:
+        signal.setitimer(signal.ITIMER_REAL, 60)
+        try:
+            if index == self.slow:
+                signal.raise_signal(signal.SIGALRM)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        return index
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("armed", [False, True])
+def test_an_alarm_that_a_sample_sets_for_itself_is_its_error(armed: bool) -> None:
+    fetcher = make_fetcher(
+        Timed(1), errors=Skip(), iterable=False, auto_collation=True, collate=_same, drop_last=False
+    )
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 60 if armed else 0)
+        if armed:  # a watchdog around `next`
+            with pytest.raises(Alarm):
+                fetcher.fetch([0, 1, 2])
+        else:
+            assert fetcher.fetch([0, 1, 2]) == [0, 2]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -78,3 +78,11 @@ def test_a_handler_that_raises_at_the_begin_leaves_no_signal_masked(monkeypatch:
     with pytest.raises(Alarm), without_signals():
         pytest.fail("the block was entered")
     assert mask(signal.SIG_BLOCK, ()) == masked
+
+
+@pytest.mark.parametrize(("name", "interrupt"), [("fastq_loader.reading", True), ("their.dataset", False)])
+def test_an_alarm_within_the_loaders_own_code_is_an_interrupt(name: str, interrupt: bool) -> None:
+    with alarm_after(60, ring):
+        with pytest.raises(Alarm) as caught:
+            exec("signal.raise_signal(signal.SIGALRM)", {"__name__": name, "signal": interrupts._signal})
+        assert raised_by_handler(caught.value, own_alarm=True) == interrupt
