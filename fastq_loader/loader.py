@@ -202,9 +202,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _start_engine(self, base_seed: int, shared_seed: int | None) -> Engine:
         """A pool of workers, for an iterator."""
         resources = self._resources
-        growth, context = resources.growth, self.multiprocessing_context
-        looks = arguments.workers(self).here and growth.begin(self.dataset, context, int(self.num_workers))
-        resources.counters.before_end = growth.look if looks else None
         engine = Engine(arguments.plan(self), base_seed, shared_seed, resources.counters, resources.session)
         resources.engines.add(engine)
         return engine
@@ -425,9 +422,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _evidence(self) -> Evidence:
         """What the arguments say of a run, for `diagnose`."""
         to_device, sampler = read_device(self.device), self._index_sampler
-        resources = self._resources
-        if (look := resources.counters.before_end) is not None:
-            look([pid for engine in list(resources.engines) for pid in engine.pids()])
         if type(sampler) is BatchSampler:
             sampler = sampler.sampler
         iterable, schedule = arguments.is_iterable(self), read_schedule(self.schedule)
@@ -442,7 +436,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             collate=_name(self.collate_fn),
             transform=_name(to_device and to_device.transform),
             pins=self.pin_memory,
-            copied=tuple(map(str, resources.growth.found)),
         )
 
     def trace(self, path: str | PathLike[str]) -> AbstractContextManager[None]:
