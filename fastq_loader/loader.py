@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from os import PathLike
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -39,6 +40,9 @@ from fastq_loader.tracing.trace import traced
 from fastq_loader.workers.kinds import Auto, WorkerKind
 
 T_co = TypeVar("T_co", covariant=True)
+
+#: What has a name of its own, which is found without running code of the user's.
+_FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType)
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
@@ -488,6 +492,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
 def _name(function: Any) -> str:
     """The name of a user's function; "" of torch's."""
-    if function in (None, default_collate, default_convert):
+    if any(function is each for each in (None, default_collate, default_convert)):
         return ""
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
+    kind = type(function)
+    return str(function.__qualname__ if kind in _FUNCTIONS else kind.__qualname__)

@@ -145,7 +145,7 @@ class Counters(_Counting, LoaderStatistics):
         if late is None:
             return
         sample = None
-        if answer.slowest and isinstance(index, list) and answer.slowest_at < len(index):
+        if answer.slowest and type(index) is list and answer.slowest_at < len(index):
             sample = index[answer.slowest_at]
         self._late[epoch, answer.seq] = replace(
             late,
