@@ -25,7 +25,6 @@ from fastq_loader.device.transforms import copy_into, normalize
 from fastq_loader.errors import (
     BadSampleFound,
     DuplicateData,
-    GrowingWorkers,
     IdleWorker,
     InvalidTransition,
     IteratorInvalid,
@@ -81,7 +80,6 @@ __all__ = [
     "DuplicateData",
     "Dynamic",
     "EpochStatistics",
-    "GrowingWorkers",
     "IdleWorker",
     "InvalidTransition",
     "IteratorInvalid",

@@ -181,17 +181,6 @@ class MemoryPressure(LoaderHint):
     """
 
 
-class GrowingWorkers(LoaderHint):
-    """Workers have copied lists or dicts of small objects that their dataset holds, although they only read
-    them; `share` keeps these once.
-
-    Looked at when an epoch ends, with workers on this machine. Said where all copies together take more than
-    1 GB, or a tenth of the memory that is left for this process.
-
-    >>> warnings.simplefilter("ignore", GrowingWorkers)
-    """
-
-
 class UnpicklableError(pickle.PicklingError):
     """Something that has to travel to or from a worker cannot be pickled; the text names where it lies.
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from os import PathLike
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -39,6 +40,9 @@ from fastq_loader.tracing.trace import traced
 from fastq_loader.workers.kinds import Auto, WorkerKind
 
 T_co = TypeVar("T_co", covariant=True)
+
+#: What has a name of its own, which is found without running code of the user's.
+_FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType)
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
@@ -202,9 +206,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _start_engine(self, base_seed: int, shared_seed: int | None) -> Engine:
         """A pool of workers, for an iterator."""
         resources = self._resources
-        growth, context = resources.growth, self.multiprocessing_context
-        looks = arguments.workers(self).here and growth.begin(self.dataset, context, int(self.num_workers))
-        resources.counters.before_end = growth.look if looks else None
         engine = Engine(arguments.plan(self), base_seed, shared_seed, resources.counters, resources.session)
         resources.engines.add(engine)
         return engine
@@ -425,9 +426,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _evidence(self) -> Evidence:
         """What the arguments say of a run, for `diagnose`."""
         to_device, sampler = read_device(self.device), self._index_sampler
-        resources = self._resources
-        if (look := resources.counters.before_end) is not None:
-            look([pid for engine in list(resources.engines) for pid in engine.pids()])
         if type(sampler) is BatchSampler:
             sampler = sampler.sampler
         iterable, schedule = arguments.is_iterable(self), read_schedule(self.schedule)
@@ -442,7 +440,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             collate=_name(self.collate_fn),
             transform=_name(to_device and to_device.transform),
             pins=self.pin_memory,
-            copied=tuple(map(str, resources.growth.found)),
         )
 
     def trace(self, path: str | PathLike[str]) -> AbstractContextManager[None]:
@@ -495,6 +492,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
 def _name(function: Any) -> str:
     """The name of a user's function; "" of torch's."""
-    if function in (None, default_collate, default_convert):
+    if any(function is each for each in (None, default_collate, default_convert)):
         return ""
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
+    kind = type(function)
+    return str(function.__qualname__ if kind in _FUNCTIONS else kind.__qualname__)

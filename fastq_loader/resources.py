@@ -16,7 +16,6 @@ from fastq_loader.consumer.engine import Engine
 from fastq_loader.device.staging import DeviceSession, SerialStaging
 from fastq_loader.errors import LoaderHint
 from fastq_loader.insight.auto import Chooser
-from fastq_loader.insight.growth import Growth
 from fastq_loader.resume.record import EpochRecord, Saved
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.workers import stopping
@@ -43,7 +42,6 @@ class Resources:
         shared: states of shared generators that the first epoch begins from, because a state says so.
         hinted: what the user was told of, and is not told again.
         chooser: of `num_workers="auto"`: how many workers the next epoch gets.
-        growth: what workers have copied of the dataset.
         bad_samples: that could not be read.
         begun: the records of the last epochs, the newest last.
     """
@@ -59,7 +57,6 @@ class Resources:
         self.shared: dict[str, Any] = {}
         self.hinted: set[type[LoaderHint]] = set()
         self.chooser = Chooser()
-        self.growth = Growth()
         self.bad_samples = BadSamples({} if saved is None else saved.bad_samples)
         self.begun: deque[EpochRecord] = deque(maxlen=_REMEMBERED)
 

@@ -317,11 +317,6 @@ class Engine:
         if loop is not None:
             loop.holds = hold and not loop.plan.rules.iterable
 
-    def pids(self) -> list[int]:
-        """Process ids of the workers; none once closed."""
-        loop = self._loop
-        return [] if loop is None else loop.pids()
-
     def blocks(self) -> tuple[int, int, int]:
         """Blocks in use, blocks free, and bytes of shared memory behind them; zeros once closed. Does not
         wait: while another call is under way, blocks that were released since it began count as in use."""

@@ -243,7 +243,6 @@ class EventLoop:
         if self._unsent or self._group.behind:
             self._flush()
         if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one
-            self._part_is_done()
             self._group.dismiss()  # they end, which takes a while, beside the last step of the epoch
         if batch.answer is not None and batch.answer.kind == PASSED:
             return  # it was handed out before the epoch was resumed
@@ -260,17 +259,7 @@ class EventLoop:
             self._accounting.late = None
 
     def _epoch_is_over(self) -> None:
-        if self.plan.persistent:
-            self._part_is_done()
         self._accounting.ended()
-
-    def _part_is_done(self) -> None:
-        if self._counters.before_end is not None:
-            self._counters.before_end(self.pids())
-
-    def pids(self) -> list[int]:
-        """Process ids of the workers."""
-        return [process.pid or 0 for process in self.processes()]
 
     def _draw(self, times: int) -> None:
         """Draw indices, and send their tasks."""

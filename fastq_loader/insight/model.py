@@ -187,7 +187,6 @@ class Evidence:
         collate: the name of the user's function; "" where it is torch's.
         transform: the name of the user's function for batches here or on the device; "" where there is none.
         pins: batches are copied to page-locked memory.
-        copied: what of the dataset every worker has a copy of, a line each.
     """
 
     epoch: EpochStatistics = field(default=EpochStatistics())
@@ -205,7 +204,6 @@ class Evidence:
     collate: str = ""
     transform: str = ""
     pins: bool = False
-    copied: tuple[str, ...] = ()
 
     @property
     def shares(self) -> dict[str, float]:

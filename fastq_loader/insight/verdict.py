@@ -31,6 +31,9 @@ _WORTH, _WORTH_OF_OTHERS = {"workers": 0.2}, 0.1
 #: The part of the time from which on workers count as busy all the time.
 _BUSY = 0.7
 
+#: Bytes that workers have for themselves, from which on they are worth a line; without what each has anyway.
+_MUCH, _WORKER_BYTES = 1e9, 150e6
+
 # Of the page.
 _COLUMNS, _BAR, _POINTS = 80, 40, 32
 #: Workers that get a line of their own.
@@ -165,7 +168,7 @@ def _asked(statistics: LoaderStatistics, epoch: int | None) -> EpochStatistics:
 def diagnose(evidence: Evidence) -> Diagnosis:
     """What limits a run."""
     limits, share = _limits(evidence)
-    culprit, found = _culprit(evidence, limits[0]), (*advice(evidence, limits), *evidence.copied)
+    culprit, found = _culprit(evidence, limits[0]), (*advice(evidence, limits), *_copies(evidence.workers))
     settings = _settings(evidence)
     return Diagnosis(limits[0], share, culprit, found, evidence.epoch, evidence.workers, settings)
 
@@ -201,6 +204,17 @@ def _culprit(evidence: Evidence, limit: str) -> str | None:
     elif limit == "device_copy" and evidence.staging is None:
         name, seconds = evidence.transform, epoch.device_copy_seconds
     return f"{name}: {duration(seconds)} of {duration(epoch.spent_on(limit))}" if name else None
+
+
+def _copies(workers: Sequence[WorkerStatistics]) -> tuple[str, ...]:
+    """That workers may have copied their dataset, as far as their memory shows it: nobody looks at that."""
+    own = sum(max(0, worker.private_bytes - _WORKER_BYTES) for worker in workers)
+    if own < _MUCH:
+        return ()
+    return (
+        f"workers have {own / 1e9:.1f} GB that they do not share: if the dataset holds long lists or dicts, "
+        "fastq_loader.share(dataset) keeps these once",
+    )
 
 
 def _settings(evidence: Evidence) -> str:

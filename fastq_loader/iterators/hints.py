@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from fastq_loader.arguments import Loader
 from fastq_loader.errors import (
     DuplicateData,
-    GrowingWorkers,
     IdleWorker,
     LoaderHint,
     MemoryPressure,
@@ -63,7 +62,7 @@ class Hints:
         if enough and record.order.first is not None:
             kinds.add(SameOrder)
         if loader.num_workers and record.saved is None:  # else much of the epoch went by before
-            kinds |= {MemoryPressure, TinyBatches, DuplicateData, IdleWorker, GrowingWorkers}
+            kinds |= {MemoryPressure, TinyBatches, DuplicateData, IdleWorker}
         if isinstance(loader.num_workers, Auto):  # it finds that out by itself
             kinds.discard(TinyBatches)
         self._kinds = kinds - self._resources.hinted
@@ -117,5 +116,4 @@ _JUDGES: dict[type[LoaderHint], Callable[[Hints], str | None]] = {
     DuplicateData: lambda of: advice.duplicate_data(of._dataset, of._notes.first_batches),
     IdleWorker: lambda of: advice.idle_workers(of._dataset, of._notes.first_batches, of._workers),
     TinyBatches: Hints._tiny_batches,
-    GrowingWorkers: lambda of: next(map(str, of._resources.growth.found), None),
 }

@@ -45,12 +45,14 @@ class Fetcher:
             where they were not timed.
         dataset_iter, ended: of an iterable dataset, its iterator, and whether that gave a batch that was not
             full.
+        stateful: whether the dataset or its iterator says where it stands; None until somebody wants to know.
         bad, error: the samples that could not be read, where that is allowed, and the last error; see
             `tolerance`.
     """
 
     dataset_iter: Any = None
     ended = False
+    stateful: bool | None = None
     bad: Any = ()
     error: Exception | None = None
     _read: Any = None

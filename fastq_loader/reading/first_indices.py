@@ -48,7 +48,7 @@ class FirstIndices:
         digest, samples, descents = self._marks[-1]
         try:
             index = decode_index(index)
-            if hasattr(index, "tolist"):  # an array or a tensor
+            if _kind(index) in _ARRAYS:
                 index = index.tolist()
             indices = index if type(index) is list else [index]
             # Version 2 writes the same bytes for the same values; later ones say where an object comes again.
@@ -73,13 +73,26 @@ class FirstIndices:
 def digested(digest: int, index: Any) -> int:
     """A digest with one more index, or batch of indices. Those that are neither integers nor values that
     `marshal` writes (strings, tuples, …) do not change it."""
-    part = index if type(index) is list else index.reshape(-1) if hasattr(index, "reshape") else [index]
+    is_array = _kind(index) in _ARRAYS
+    part: Any = index if type(index) is list else index.reshape(-1) if is_array else [index]
     both = part[:_ENDS], part[-_ENDS:]  # of an array at once: its items one by one take ten times as long
-    ends = [item for end in both for item in (end.tolist() if hasattr(end, "tolist") else end)]
+    ends = [item for end in both for item in (end.tolist() if is_array else end)]
+    if not {kind.__module__ for kind in set(map(type, ends))} <= _NOT_THE_USERS:
+        return digest
     try:
         return crc32(array("q", ends), digest)
-    except Exception:  # no integers, or larger ones; what else is called here is the user's
+    except (TypeError, OverflowError):  # no integers, or larger ones
         try:  # version 2 writes the same bytes for the same values
             return crc32(marshal.dumps(ends, 2), digest)
         except ValueError:
             return digest
+
+
+def _kind(index: Any) -> tuple[str, str]:
+    kind = type(index)
+    return kind.__module__, kind.__qualname__
+
+
+#: Arrays and tensors; and where classes come from that run no code of the user's when a number is wanted.
+_ARRAYS = {("numpy", "ndarray"), ("torch", "Tensor")}
+_NOT_THE_USERS = {"builtins", "numpy", "torch"}

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import copyreg
 import hashlib
 import json
 import pickle
 import random
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -29,12 +28,24 @@ import torch
 # numpy imports this module when it is first used: in every forked worker, for 11 ms each.
 from numpy import random as numpy_random
 
+from fastq_loader.system.attributes import held, inherits
+
 #: Objects that `find` visits, and members of a container: generators of an object's own are few and near.
 _MOST_OBJECTS, _MOST_MEMBERS = 1000, 100
 
-_RANDOM = (random.Random,)
-_NUMPY = (numpy_random.Generator, numpy_random.RandomState)
-_KINDS = (torch.Generator, *_RANDOM, *_NUMPY)
+#: Classes of generators, and what gives and takes the state of each.
+_KINDS: dict[type, tuple[str, ...]] = {
+    torch.Generator: ("get_state", "set_state"),
+    random.Random: ("getstate", "setstate"),
+    numpy_random.Generator: ("bit_generator",),
+    numpy_random.RandomState: ("get_state", "set_state"),
+}
+_CONTAINERS: dict[Any, Callable[[Any], Iterable[Any]]] = {
+    dict: dict.items,
+    list: list.__iter__,
+    tuple: tuple.__iter__,
+    set: set.__iter__,
+}
 _PLAIN = {str, bytes, int, float, bool, type(None)}
 
 #: The generators that all code of a process shares, by name.
@@ -58,29 +69,27 @@ def find(roots: dict[str, Any], but: Iterable[Any] = ()) -> dict[str, Any]:
     most = len(seen) + _MOST_OBJECTS
     while todo and len(seen) < most:
         name, part = todo.pop()
-        if type(part) in _PLAIN or id(part) in seen or isinstance(part, (type, ModuleType)):
+        kind = type(part)
+        if kind in _PLAIN or id(part) in seen or issubclass(kind, (type, ModuleType)):
             continue
         seen.add(id(part))
-        if isinstance(part, _KINDS):
-            found[name] = part
-        else:
+        base = next((base for base in _KINDS if issubclass(kind, base)), None)
+        if base is None:
             todo += [(f"{name}.{key}", member) for key, member in _members(part)]
+        elif inherits(part, base, _KINDS[base]):
+            found[name] = part  # else only code of the user's knows its state
     return found
 
 
 def _members(part: Any) -> list[tuple[Any, Any]]:
-    if not isinstance(part, (dict, list, tuple, set)):
-        return list(attributes(part).items())
-    if len(part) > _MOST_MEMBERS:
-        return []
-    return list(part.items() if isinstance(part, dict) else enumerate(part))
-
-
-def attributes(part: Any) -> dict[str, Any]:
-    """What an object has in its `__dict__`, and in the `__slots__` of its classes."""
-    held: dict[str, Any] = getattr(part, "__dict__", {})
-    slots: list[str] = copyreg._slotnames(type(part))  # type: ignore[attr-defined]
-    return {**held, **{name: getattr(part, name) for name in slots if hasattr(part, name)}} if slots else held
+    """What an object is made of, found without any code of its class."""
+    for base, items in _CONTAINERS.items():
+        if issubclass(type(part), base):
+            members = list(enumerate(items(part) if base.__len__(part) <= _MOST_MEMBERS else ()))
+            if base is dict:  # a key that is not plain would have to be printed
+                return [(key if type(key) in _PLAIN else at, member) for at, (key, member) in members]
+            return members
+    return list(held(part).items())
 
 
 # ---- states ---------------------------------------------------------------------------------------
@@ -242,12 +251,9 @@ def states(*roots: Any) -> tuple[Any, ...]:
 
 
 def _comparable(generator: Any) -> Any:
-    # A class of the user's may have more of a state than its base says.
-    whole = isinstance(generator, (torch.Generator, ModuleType))
-    try:
-        return pickle.dumps(state_of(generator) if whole else generator)
-    except Exception:  # a class of the user's: nobody can tell whether it was drawn from
-        return object()
+    # A class of the user's may have more of a state than its base says: nobody can tell if it was drawn from.
+    known = isinstance(generator, ModuleType) or type(generator) in _KINDS
+    return pickle.dumps(state_of(generator)) if known else object()
 
 
 # ---- states as text -------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeGuard
 from fastq_loader.reading import generators
 from fastq_loader.reading.fetch import Fetcher
 from fastq_loader.reading.tolerance import make_fetcher
+from fastq_loader.system.attributes import attribute
 from fastq_loader.system.interrupts import refuse_interrupt
 
 
@@ -24,12 +25,14 @@ class Stateful(Protocol):
 
 def is_stateful(part: Any) -> TypeGuard[Stateful]:
     """Whether an object can say where it stands, and be put there."""
-    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
+    return callable(attribute(part, "state_dict")) and callable(attribute(part, "load_state_dict"))
 
 
 def is_known(fetcher: Fetcher) -> bool:
     """Whether the dataset or its iterator says where it stands."""
-    return is_stateful(fetcher.dataset) or is_stateful(fetcher.dataset_iter)
+    if fetcher.stateful is None:
+        fetcher.stateful = is_stateful(fetcher.dataset) or is_stateful(fetcher.dataset_iter)
+    return fetcher.stateful
 
 
 def packed(fetcher: Fetcher, **more: Any) -> bytes:
@@ -40,11 +43,9 @@ def packed(fetcher: Fetcher, **more: Any) -> bytes:
     is only iterated.
     """
     try:
-        dataset, iterator = fetcher.dataset, fetcher.dataset_iter
-        if not (more or hasattr(dataset, "state_dict") or hasattr(iterator, "state_dict")):
-            return b""  # as for nearly every batch
         state = dict(more)
         if is_known(fetcher):
+            dataset, iterator = fetcher.dataset, fetcher.dataset_iter
             state["position"] = place = {"ended": fetcher.ended}
             if is_stateful(iterator):
                 place["iterator"] = iterator.state_dict()

@@ -23,6 +23,7 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 from fastq_loader.reading import generators
 from fastq_loader.reading.position import Stateful, is_stateful
 from fastq_loader.reading.sampling import PermutationSampler, is_shuffle
+from fastq_loader.system.attributes import attribute, held
 from fastq_loader.system.interrupts import refuse_interrupt
 
 #: Samplers whose order does not depend on any of the generators that a process shares.
@@ -81,8 +82,8 @@ def chain(index_sampler: Any) -> list[Any]:
     part = index_sampler
     while part is not None and len(found) < _DEEPEST and not any(part is other for other in found):
         found.append(part)
-        inner = getattr(part, "batch_sampler", None)  # its truth is its length, which it may not have
-        part = getattr(part, "sampler", None) if inner is None else inner
+        inner = attribute(part, "batch_sampler")  # its truth is its length, which it may not have
+        part = attribute(part, "sampler") if inner is None else inner
     return found
 
 
@@ -97,7 +98,7 @@ def asked_sampler(index_sampler: Any) -> Stateful | None:
     for part in chain(index_sampler):
         if is_stateful(part):
             return part
-        if not isinstance(part, BatchSampler) or type(part).__iter__ is not BatchSampler.__iter__:
+        if not issubclass(type(part), BatchSampler) or type(part).__iter__ is not BatchSampler.__iter__:
             return None
     return None
 
@@ -122,15 +123,16 @@ def let_end(sampler: Any, state: Any) -> None:
 
 def own_generators(index_sampler: Any, generator: torch.Generator | None, dataset: Any) -> dict[str, Any]:
     """The generators that belong to a loader: its own, and its samplers'."""
-    if isinstance(index_sampler, _InfiniteConstantSampler):
+    if type(index_sampler) is _InfiniteConstantSampler:
         return generators.find({"generator": generator})
     roots = {"generator": generator, "sampler": index_sampler}
-    return generators.find(roots, but=[dataset, getattr(index_sampler, "data_source", dataset)])
+    return generators.find(roots, but=[dataset, attribute(index_sampler, "data_source", dataset)])
 
 
 def epochs(index_sampler: Any) -> dict[str, int]:
     """What `set_epoch` has set: how deep → the epoch."""
-    return {str(depth): part.epoch for depth, part in enumerate(chain(index_sampler)) if _has_epoch(part)}
+    parts = enumerate(chain(index_sampler))
+    return {str(depth): attribute(part, "epoch") for depth, part in parts if _has_epoch(part)}
 
 
 def set_epochs(index_sampler: Any, saved: dict[str, int]) -> None:
@@ -143,8 +145,8 @@ def set_epochs(index_sampler: Any, saved: dict[str, int]) -> None:
 def wants_epochs(index_sampler: Any) -> str | None:
     """The name of the sampler whose `set_epoch` has to be called, or it gives the same shuffle again; None:
     there is none."""
-    found = [part for part in chain(index_sampler) if callable(getattr(part, "set_epoch", None))]
-    shuffles = found and all(getattr(part, "shuffle", True) is not False for part in found)
+    found = [part for part in chain(index_sampler) if callable(attribute(part, "set_epoch"))]
+    shuffles = found and all(attribute(part, "shuffle", True) is not False for part in found)
     return type(found[0]).__name__ if shuffles else None
 
 
@@ -153,8 +155,8 @@ def compared(index_sampler: Any) -> dict[str, Any]:
     parts = chain(index_sampler)
     fields: dict[str, Any] = {"sampler": "/".join(type(part).__qualname__ for part in parts)}
     for name in COMPARED:
-        values = [getattr(part, name, None) for part in parts]
-        fields[name] = next((value for value in values if isinstance(value, int)), None)
+        values = [attribute(part, name) for part in parts]
+        fields[name] = next((value for value in values if type(value) in (int, bool)), None)
     return fields
 
 
@@ -164,8 +166,8 @@ def attributes(index_sampler: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for depth, part in enumerate(chain(index_sampler)):
         if type(part) not in _DEAF + _TORCHS_OWN and not is_stateful(part):
-            held = {**vars(type(part)), **generators.attributes(part)}  # a class may have what they are first
-            plain = [(name, value) for name, value in held.items() if type(value) in _PLAIN]
+            its_own = {**vars(type(part)), **held(part)}  # a class may have what they are first
+            plain = [(name, value) for name, value in its_own.items() if type(value) in _PLAIN]
             found.update((f"{depth}.{name}", value) for name, value in plain if len(plain) <= _FEW)
     return found
 
@@ -173,10 +175,10 @@ def attributes(index_sampler: Any) -> dict[str, Any]:
 def ranks(index_sampler: Any) -> str:
     """Which part of the data samplers give, by their attributes: frameworks load one rank's state on all."""
     return " ".join(
-        f"{depth}.{name}={getattr(part, name)}"
+        f"{depth}.{name}={value}"
         for depth, part in enumerate(chain(index_sampler))
         for name in ("rank", "process_index")
-        if hasattr(part, name)
+        if type(value := attribute(part, name)) in _PLAIN and value is not None
     )
 
 
@@ -225,4 +227,4 @@ def shared_generators(index_sampler: Any) -> tuple[str, ...]:
 
 
 def _has_epoch(part: Any) -> bool:
-    return callable(getattr(part, "set_epoch", None)) and type(getattr(part, "epoch", None)) is int
+    return callable(attribute(part, "set_epoch")) and type(attribute(part, "epoch")) is int

@@ -31,11 +31,14 @@ LIBRARY = "fastq_loader"
 def describe(loader: Loader) -> dict[str, Any]:
     """What a loader iterates, which must be the same when a state is loaded; `num_workers` only where it
     matters."""
-    iterable = arguments.is_iterable(loader)
+    return {**dict.fromkeys(("dataset_kind", "dataset_length")), **_described(loader), **_length(loader)}
+
+
+def _described(loader: Loader) -> dict[str, Any]:
+    """The same without the length, for which the dataset is asked only where somebody wants a state."""
     parts = loader._index_sampler, loader.generator, loader.dataset
     return {
-        "dataset_kind": "iterable" if iterable else "map",
-        "dataset_length": None if iterable else _length(loader.dataset),
+        "dataset_kind": "iterable" if arguments.is_iterable(loader) else "map",
         "batch_size": loader.batch_size,
         **samplers.compared(loader._index_sampler),
         "generator": "/".join(samplers.torchs_generators(*parts)),
@@ -44,11 +47,11 @@ def describe(loader: Loader) -> dict[str, Any]:
     }
 
 
-def _length(dataset: Any) -> int | None:
+def _length(loader: Loader) -> dict[str, Any]:
     try:
-        return len(dataset)
+        return {"dataset_length": None if arguments.is_iterable(loader) else len(loader.dataset)}
     except Exception:  # it has none, or cannot say it
-        return None
+        return {"dataset_length": None}
 
 
 def now(loader: Loader) -> dict[str, Any]:
@@ -60,7 +63,7 @@ def now(loader: Loader) -> dict[str, Any]:
             resources.shared = resources.shared or _shared(loader)
         state = _of_place(loader) if held is None else held()
         if resources.held is held and resources.place is place:
-            return state
+            return state if "dataset_length" in state else {**state, **_length(loader)}
 
 
 def begun(loader: Loader, begin: Callable[[], T]) -> T:
@@ -196,7 +199,7 @@ def _state(
     return {
         "library": LIBRARY,
         "version": VERSION,
-        **describe(loader),
+        **_described(loader),
         **({} if record is None or progress.over else record.order.traits.compared),
         "epoch": position.epoch,
         "batches": position.batches - position.batch,

@@ -8,7 +8,6 @@ counted with an epoch (see `notes`), and by a `Source`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Protocol
@@ -76,8 +75,6 @@ class Counters(_Counting, LoaderStatistics):
     Attributes:
         sources: live pools that count elsewhere, too.
         observer: is told of everything that happens in epochs that begin from now on, or None.
-        before_end: is called with the process ids of workers that have done their part of an epoch and may
-            end; None: nobody is.
     """
 
     workers: tuple[WorkerCounters, ...]  # type: ignore[assignment]  # of which a snapshot has snapshots
@@ -88,7 +85,6 @@ class Counters(_Counting, LoaderStatistics):
         self._notes: deque[Notes] = deque()
         self._among = NoteList()
         self.observer: Observer | None = None
-        self.before_end: Callable[[list[int]], None] | None = None
         self.sources: set[Source] = set()
         self._older = EpochCounters(0, 0)  # the sum of those before
         self._late: dict[tuple[int, int], LateBatch] = {}
@@ -149,7 +145,7 @@ class Counters(_Counting, LoaderStatistics):
         if late is None:
             return
         sample = None
-        if answer.slowest and isinstance(index, list) and answer.slowest_at < len(index):
+        if answer.slowest and type(index) is list and answer.slowest_at < len(index):
             sample = index[answer.slowest_at]
         self._late[epoch, answer.seq] = replace(
             late,

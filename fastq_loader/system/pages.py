@@ -1,4 +1,4 @@
-"""What a process's pages are: shared with others, or its own. The kernel tells it in /proc.
+"""The memory of a process: shared with others, or its own. The kernel says it in /proc.
 
 Runs in the consumer, and reads files of its workers. Where there are none (another system, another user's
 process, a process that has ended) nothing is known.
@@ -7,13 +7,7 @@ process, a process that has ended) nothing is known.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
-from collections.abc import Collection
-
-_PAGE = mmap.PAGESIZE
-#: Of the 64 bits that `pagemap` has for a page: it is in memory, and only one process maps it (Linux 4.2).
-_PRESENT, _EXCLUSIVE = 1 << 63, 1 << 56
 
 
 def shared_and_private(pid: int) -> tuple[int, int] | None:
@@ -49,20 +43,3 @@ def _rollup(pid: int) -> dict[str, int]:
     except OSError:
         return {}
     return {name: int(size) << 10 for name, size, _ in lines}
-
-
-def share_alone(pid: int, addresses: Collection[int]) -> float:
-    """Of the pages at these addresses the part that a process has alone, from 0 to 1; 0.0: not known."""
-    try:
-        descriptor = os.open(f"/proc/{pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return 0.0
-    try:
-        entries = [os.pread(descriptor, 8, address // _PAGE * 8) for address in addresses]
-    except OSError:
-        return 0.0
-    finally:
-        os.close(descriptor)
-    alone = _PRESENT | _EXCLUSIVE
-    found = sum(int.from_bytes(entry, "little") & alone == alone for entry in entries)
-    return found / max(1, len(entries))

@@ -17,14 +17,12 @@ import copy
 import math
 import multiprocessing
 import os
-import re
 import signal
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -303,10 +301,7 @@ class _Trial:
     def _weigh(self) -> None:
         """Note how much memory a worker has that it does not share."""
         for worker in self._loader.statistics().workers:
-            with contextlib.suppress(OSError):  # it has ended, or is not ours to look into
-                text = Path(f"/proc/{worker.pid}/smaps_rollup").read_text()
-                own = sum(map(int, re.findall(r"^Private_\w+: +(\d+)", text, re.MULTILINE)))
-                self._worker_bytes = max(self._worker_bytes, own * 1024)
+            self._worker_bytes = max(self._worker_bytes, worker.private_bytes)
 
     def close(self) -> None:
         self._loader.close()

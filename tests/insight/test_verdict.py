@@ -330,6 +330,15 @@ def test_the_setting_is_that_of_the_run(evidence: Any, arguments: dict[str, Any]
         assert (found.setting.num_workers, found.workers) == (0, ()), "of an epoch without workers"
 
 
+def test_what_workers_have_for_themselves_is_a_line_where_it_is_much() -> None:
+    lines = [
+        "".join(diagnose(replace(evidence_of(), workers=(replace(WORKER, private_bytes=each),) * 2)).advice)
+        for each in (0, 600_000_000, 700_000_000)
+    ]
+    assert ["share(dataset)" in line for line in lines] == [False, False, True]
+    assert "workers have 1.1 GB that they do not share" in lines[2]
+
+
 def test_before_the_first_epoch_nothing_is_known() -> None:
     for loader in (DataLoader(range(3)), DataLoader.__new__(DataLoader)):  # its constructor never ran
         assert loader.diagnose().limit == "unknown"

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     Sampler,
@@ -22,7 +21,6 @@ from torch.utils.data import (
 from fastq_loader import (
     DataLoader,
     DuplicateData,
-    GrowingWorkers,
     IdleWorker,
     LoaderHint,
     MemoryPressure,
@@ -31,7 +29,6 @@ from fastq_loader import (
     TinyBatches,
 )
 from fastq_loader.insight import advice as judgements
-from fastq_loader.insight import machine
 from fastq_loader.iterators import hints
 from tests.support.datasets import Stream
 from tests.support.loaders import WORKERS
@@ -56,17 +53,6 @@ class Endless(IterableDataset):
         return count(1)
 
 
-class Paths(Dataset[int]):
-    def __init__(self) -> None:
-        self.paths = [f"images/{number:09d}.png" for number in range(20_000)]
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> int:
-        return len(self.paths[index])
-
-
 def distributed(workers: int, **options: Any) -> DataLoader[Any]:
     return DataLoader(
         NUMBERS,
@@ -89,7 +75,6 @@ def easily_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judgements, "_LEAST_WINDOW", 1 << 20)
     monkeypatch.setattr(judgements, "seconds_per_batch", lambda costs, setting, cpus: 0.0)
     monkeypatch.setattr(hints, "memory_bytes", lambda: 0)
-    monkeypatch.setattr(machine, "memory_bytes", lambda: 0)
 
 
 #: Of each kind: a loader, its epochs up to the one that tells, and what the text says.
@@ -103,11 +88,6 @@ CASES: dict[type[LoaderHint], tuple[Callable[[], DataLoader[Any]], int, str]] = 
     ),
     TinyBatches: (lambda: DataLoader(range(4), num_workers=2), 1, "4 batches would have taken about 0.0 s"),
     MemoryPressure: (large, 1, "6 batches of 1.0 MB may be loaded ahead: 6 MB"),
-    GrowingWorkers: (
-        lambda: DataLoader(Paths(), 2000, num_workers=2),
-        1,
-        "`paths`: list of 20,000 strings, about 2 MB; each of 2 workers has copied [12] MB",
-    ),
 }
 KINDS = pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
 

@@ -1,0 +1,65 @@
+"""The attributes of a user's objects, read without running code of theirs: no property, no `__getattr__`.
+
+Any process and thread. For advice, counting and whatever else a user did not ask for: what lies in the
+object's own dict, in its slots and in its classes, as `inspect.getattr_static` finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import islice
+from types import GetSetDescriptorType, MemberDescriptorType
+from typing import Any
+
+#: Attributes of an object's own that are looked at.
+_MOST = 1000
+_C_FIELDS = (GetSetDescriptorType, MemberDescriptorType)
+
+
+def _own(part: Any) -> dict[str, Any]:
+    for kind in type(part).__mro__:
+        if (member := vars(kind).get("__dict__")) is not None:
+            held = member.__get__(part) if type(member) in _C_FIELDS else None
+            return held if isinstance(held, dict) else {}
+    return {}
+
+
+def held(part: Any) -> dict[str, Any]:
+    """What an object has in its `__dict__`, and in the `__slots__` of its classes."""
+    found = dict(islice(dict.items(_own(part)), _MOST))
+    for kind in type(part).__mro__:
+        if "__slots__" in vars(kind):
+            for name, member in vars(kind).items():
+                if type(member) is MemberDescriptorType and name not in found:
+                    try:
+                        found[name] = member.__get__(part)
+                    except AttributeError:  # it is not set
+                        continue
+    return found
+
+
+def attribute(part: Any, name: str, default: Any = None) -> Any:
+    """An attribute of an object, or of its class; a method as the function that it is. `default` where only
+    code of the user's could say it."""
+    own = _own(part)
+    if dict.__contains__(own, name):
+        return dict.__getitem__(own, name)
+    for kind in type(part).__mro__:
+        if (member := vars(kind).get(name)) is not None:
+            if type(member) is MemberDescriptorType:
+                try:
+                    return member.__get__(part)
+                except AttributeError:
+                    return default
+            return default if hasattr(type(member), "__get__") and not callable(member) else member
+    return default
+
+
+def inherits(part: Any, base: type, names: Collection[str]) -> bool:
+    """Whether an object has these methods as a class of its has them, and no others in their place."""
+    for kind in type(part).__mro__:
+        if kind is base:
+            return dict.keys(_own(part)).isdisjoint(names)
+        if any(name in vars(kind) for name in names):
+            return False
+    return False
