@@ -113,6 +113,8 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
                 self._record.end(self.engine.said())
             if not self._persistent_workers:
                 self.engine.close("it was exhausted")
+        if self.outcome is not None and (self.outcome is ENDED or self.outcome.progress is not None):
+            self._order.show(self.outcome.progress)
         if running and self.engine.closed is not None:
             self._notes.happened(EpochCounters.closed, time.monotonic_ns())
             self._notes.counted()  # or it keeps the pool

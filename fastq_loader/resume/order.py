@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from fastq_loader.reading import generators, sampling
 from fastq_loader.reading.first_indices import FirstIndices, digested
 from fastq_loader.reading.position import is_stateful
 from fastq_loader.resume import samplers
+from fastq_loader.resume.read_ahead import ReadAhead
 from fastq_loader.scheduling.progress import START, Progress
 
 T = TypeVar("T")
@@ -78,6 +80,7 @@ class Order:
         resumed: how it began, if it goes on; else it begins now.
         built: the samplers' attributes before the first epoch; None: this is the first.
         traits: of the samplers in the epoch before, if there was one.
+        ahead: whether it is drawn ahead as far as time allows: for workers with a dynamic schedule.
 
     Attributes:
         progress: to be set with each batch that is handed out.
@@ -103,6 +106,7 @@ class Order:
         resumed: Beginning | None = None,
         built: dict[str, Any] | None = None,
         traits: samplers.Traits | None = None,
+        ahead: bool = False,
     ) -> None:
         self.progress = progress
         self._sampler = index_sampler
@@ -117,6 +121,8 @@ class Order:
         self._expected = None if resumed is None else resumed.digest
         self._differs = False  # what is drawn again is not what was expected
         self.drawing = False
+        # What torch's samplers draw is known: see `break_off`.
+        self._ahead = ReadAhead(self.own) if ahead and self.own and not traits.torchs_only else None
         self.pending: dict[str, Any] = {}
         # Torch's samplers draw when they begin, and again at their end, which may be while the last batch is
         # drawn. Others may draw for each index. A shuffle says when it has drawn.
@@ -151,6 +157,21 @@ class Order:
         as well. In the middle of a draw, on any thread or in a handler of a signal, those before it."""
         drawn, states = self.drawn, self._own_states()
         return drawn if self.drawing or self.drawn is not drawn else (*drawn[:3], states)
+
+    def show(self, progress: Progress | None) -> None:
+        """What was handed out has come that far; None: to the end."""
+        if self._ahead is not None:
+            self.drawing = True
+            try:
+                self._ahead.show(sys.maxsize if progress is None else progress.delivered)
+            finally:
+                self.drawing = False
+
+    def draw(self, drawn: Iterator[Any]) -> Any:
+        """The next index of the sampler."""
+        if self._ahead is None:
+            return next(drawn)
+        return self._ahead.draw(self.beginning.drawn + 1, partial(next, drawn))
 
     def begin(self, packed: bool = False) -> IndexSource:
         """The indices. A new epoch with workers begins twice, as in torch; a resumed one goes on once.
@@ -219,8 +240,8 @@ class Order:
         return source
 
     def break_off(self) -> None:
-        """Another epoch begins before this one is over: put the generators where they stand if nothing is
-        drawn ahead. Not those that others drew from, nor a user's samplers', where more may change."""
+        """Another epoch begins before this one is over: put the generators of torch's samplers where they
+        stand if nothing is drawn ahead. Not those that others drew from."""
         beginning, delivered = self.beginning, self.progress.delivered
         ahead = beginning.drawn + beginning.exhausted - delivered
         drew_once = delivered and self.traits.by_permutation and beginning.digest and beginning.digest[0] == 1
@@ -287,6 +308,8 @@ class Order:
         return not generators.same(before, self._own_states())
 
     def _own_states(self) -> dict[str, Any]:
+        if self._ahead is not None:
+            return self._ahead.states()
         return {name: generators.state_of(generator) for name, generator in self.own.items()}
 
     def watch(self, draw: Callable[[], T], states: dict[str, Any]) -> T:
@@ -411,7 +434,7 @@ class IndexSource(Iterator[Any]):
         """An index, or the error in its place; and what the sampler says then."""
         index, error = None, None
         try:
-            index = next(self.drawn)
+            index = self._order.draw(self.drawn)
         except StopIteration:
             raise
         except Exception as raised:  # it has its position, and is not part of the digest

@@ -234,13 +234,15 @@ def begin(
         same_readers: whether those of the epoch before it go on.
     """
     parts = index_sampler, loader.generator, loader.dataset
-    if newest is not None and saved is None and not newest.over and arguments.is_dynamic(loader):
+    dynamic = arguments.is_dynamic(loader)
+    ahead = dynamic and loader.num_workers > 0
+    if newest is not None and saved is None and not newest.over and dynamic:
         newest.order.break_off()
     known = saved if newest is None else newest.order
     built = None if known is None else known.built
     if saved is not None and saved.resumes:
         noted = copy.deepcopy(saved.beginning)
-        order = Order(*parts, saved.progress, noted, built)
+        order = Order(*parts, saved.progress, noted, built, ahead=ahead)
         record = EpochRecord(order, saved.position, saved, _readers(loader))
     else:
         position, workers = Position(), START.workers
@@ -249,11 +251,11 @@ def begin(
         elif newest is not None:
             position, workers = newest.next_position, newest.left() if same_readers else ()
         traits = None if newest is None else newest.order.traits
-        order = Order(*parts, Progress(workers=workers), built=built, traits=traits)
+        order = Order(*parts, Progress(workers=workers), built=built, traits=traits, ahead=ahead)
         record = EpochRecord(order, position, None, _readers(loader))
         record.tells_readers = saved is not None
         if saved is not None and saved.lives_on and loader.persistent_workers:
-            record.continues_workers = loader.num_workers > 0 and not arguments.is_dynamic(loader)
+            record.continues_workers = loader.num_workers > 0 and not dynamic
             record.base_seed = saved.base_seed
     record.persistent = loader.persistent_workers or loader.num_workers == 0
     return record

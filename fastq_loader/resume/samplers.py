@@ -49,6 +49,7 @@ class Traits:
         asked: see `asked_sampler`.
         inner: a sampler that can say where it stands, if others read ahead of it; else None.
         shared: see `shared_generators`.
+        torchs_only: they are torch's, or this package's.
         still: they are torch's: to begin with them changes nothing but the states of generators.
         by_permutation: see `sampling.is_shuffle`.
         compared, wants_epochs: see the functions of these names.
@@ -59,7 +60,8 @@ class Traits:
         self.asked = asked_sampler(index_sampler)
         self.inner = None if self.asked is not None else stateful_sampler(index_sampler)
         self.shared = shared_generators(index_sampler)
-        self.still = self.asked is self.inner is None and len(self.shared) < len(generators.GLOBAL)
+        self.torchs_only = len(self.shared) < len(generators.GLOBAL)
+        self.still = self.asked is self.inner is None and self.torchs_only
         self.by_permutation = is_shuffle(index_sampler)
         self.compared = compared(index_sampler)
         self.wants_epochs = wants_epochs(index_sampler)

@@ -74,7 +74,9 @@ class Dynamic(Schedule):
     number of workers (also 0, where the consumer's generators are put back after each batch), any timing and
     start method, with persistent workers or without, and after a worker's death; the epochs differ. What
     `worker_init_fn` seeds of these three has no effect; generators that it makes for the dataset's own use
-    stay each worker's own. The base seed is drawn for every iteration, also with persistent workers.
+    stay each worker's own. After an epoch that was broken off the order of the next is the same, too; but not
+    where a user's sampler draws for each index from a global generator, or from one that it does not have as
+    an attribute. The base seed is drawn for every iteration, also with persistent workers.
 
     An iterable dataset is read as in torch, because each worker has a part of it to itself: its batches are
     seeded one by one, and depend on the number of workers.

@@ -13,16 +13,18 @@ import itertools
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import BatchSampler, RandomSampler
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader
+from fastq_loader.reading import generators
 from tests.end_to_end.test_resume import Config, plain
 from tests.support.datasets import Made, Stream
 from tests.support.loaders import MANY_WORKERS
@@ -154,3 +156,99 @@ def test_with_dynamic_batches_after_a_break_do_not_depend_on_the_number_of_worke
     held = draw.random() < 0.3
     expected = given(replace(config, num_workers=0), stops, held)
     assert given(config, stops, held) == expected, f"{config}, {stops}, {held}"
+
+
+class Shard:
+    """One rank's part of each batch, as of Accelerate's `BatchSamplerShard` with `split_batches=True`."""
+
+    def __init__(self, batch_sampler: Any, rank: int) -> None:
+        self.batch_sampler, self.rank = batch_sampler, rank
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.batch_sampler:
+            yield batch[self.rank :: 2]
+
+
+@dataclass
+class Drawing:
+    """Draws each index, or all at once when it is begun, from a generator of its own."""
+
+    generator: Any
+    at_once: bool = False
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def _draw(self) -> int:
+        if isinstance(self.generator, torch.Generator):
+            return int(torch.randint(SIZE, (), generator=self.generator))
+        return int(self.generator.choice(range(SIZE)))
+
+    def __iter__(self) -> Iterator[int]:
+        drawn = (self._draw() for _ in range(SIZE))
+        return iter(list(drawn)) if self.at_once else drawn
+
+
+OWN: dict[str, Callable[[int], dict[str, Any]]] = {
+    "a shard of batches": lambda rank: {
+        "batch_sampler": Shard(BatchSampler(RandomSampler(range(SIZE), generator=seeded()), 4, False), rank)
+    },
+    "torch's generator": lambda rank: {"sampler": Drawing(seeded()), "batch_size": 4},
+    "the loader's, too": lambda rank: {
+        "sampler": Drawing(drawn := seeded()),
+        "batch_size": 4,
+        "generator": drawn,
+    },
+    "numpy's": lambda rank: {"sampler": Drawing(np.random.default_rng(3)), "batch_size": 4},
+    "Python's": lambda rank: {"sampler": Drawing(random.Random(3)), "batch_size": 4},
+    "all at once": lambda rank: {"sampler": Drawing(seeded(), at_once=True), "batch_size": 4},
+}
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+def standing(loader: DataLoader[Any]) -> Any:
+    """Where the generators stand, for whoever saves them or sends them to other ranks."""
+    found = generators.find({"loader": [loader.batch_sampler, loader.sampler]})
+    return {name: repr(generators.state_of(each)) for name, each in found.items()}
+
+
+def broken(case: str, rank: int, workers: int, stops: Sequence[int], held: bool, persistent: bool) -> Any:
+    """What each epoch gave, and where each step left the sampler's generators."""
+    torch.manual_seed(7)
+    options: dict[str, Any] = {"persistent_workers": True} if persistent and workers else {}
+    seen: list[Any] = []
+    with DataLoader(
+        range(SIZE), num_workers=workers, schedule="dynamic", **OWN[case](rank), **options
+    ) as loader:
+        for stop in stops:
+            iterator = iter(loader)
+            for _ in range(stop):
+                try:
+                    seen.append((next(iterator).tolist(), standing(loader)))
+                except StopIteration:
+                    seen.append(("the end", standing(loader)))
+                    break
+            if not held:
+                del iterator
+    return seen
+
+
+@MANY_WORKERS
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("case", OWN)
+def test_with_dynamic_a_users_sampler_is_where_it_is_without_workers(case: str, seed: int) -> None:
+    """Its generators are, after each batch; and both ranks draw the same permutation after a break."""
+    draw = random.Random(seed)
+    stops = [draw.choice((0, 1, 3, 11, 12, 13, 100)) for _ in range(4)] + [100]
+    held, persistent = draw.random() < 0.3, draw.random() < 0.5
+    for rank in (0, 1):
+        workers = draw.choice((1, 2, 3))
+        expected = broken(case, rank, 0, stops, held, persistent)
+        found = broken(case, rank, workers, stops, held, persistent)
+        assert found == expected, f"{workers} workers, {stops}, held={held}, persistent={persistent}"
