@@ -64,10 +64,10 @@ def test_alarms_at_random_moments_lose_nothing_in_silence(seed: int, tmp_path: P
     seen = json.loads(result.stdout)
     assert seen.get("whole", 0) + seen.get("refused", 0) == 15
     assert seen["alarms"] > 15
-    assert seen["went on"] >= 5, "most epochs with alarms are whole: some twelve of fifteen"
+    assert seen["went on"] >= 8, "most epochs with alarms are whole: some twelve of fifteen"
 
 
-@pytest.mark.parametrize(("workers", "events", "least"), [(0, ("call", "c_return"), 40), (1, ("call",), 15)])
+@pytest.mark.parametrize(("workers", "events", "least"), [(0, ("call", "c_return"), 40), (1, ("call",), 18)])
 def test_an_alarm_at_any_call_of_the_first_next_loses_no_batch(
     workers: int, events: tuple[str], least: int
 ) -> None:
