@@ -190,7 +190,7 @@ def test_i8_a_batch_that_cannot_be_pickled_raises_at_once_and_names_the_reason()
 )
 def test_p2_a_workers_death_is_told_in_full_within_a_second(crime: Crime, torchs_text: str, how: str) -> None:
     """In our words, with torch's as the cause."""
-    iterator = iter(DataLoader(CrimeAt(crime, at=4, delay=0.3), batch_size=2, num_workers=2))
+    iterator = iter(DataLoader(CrimeAt(crime, at=4), batch_size=2, num_workers=2))
     pids = set(descendants())
     assert [next(iterator).tolist() for _ in range(2)] == PAIRS[:2]
     with within(10), pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
@@ -206,8 +206,7 @@ def test_p2_a_workers_death_is_told_in_full_within_a_second(crime: Crime, torchs
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_p2_a_death_ends_the_iterator_and_the_loader_starts_anew(persistent: bool) -> None:
-    # The delay lets the worker's answer to batch 0 leave its process before that dies.
-    dataset = CrimeAt(crimes.kill_itself, at=4, delay=0.3)
+    dataset = CrimeAt(crimes.kill_itself, at=4)
     loader = DataLoader(dataset, 2, num_workers=2, persistent_workers=persistent)
     for _ in range(2):
         iterator = iter(loader)

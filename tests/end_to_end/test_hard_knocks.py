@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Sampler
 
 from fastq_loader import DataLoader, Dynamic, IteratorInvalid, RoundRobin
+from fastq_loader.ipc.sockets import ConsumerSocket
 from fastq_loader.scheduling.schedules import Schedule
 from tests.conftest import run_script, wait_until
 from tests.support.alarms import Alarm, alarm_after, alarm_while_next_waits, ring
@@ -165,12 +166,12 @@ def test_without_workers_an_index_that_was_being_loaded_is_loaded_again() -> Non
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_statistics_never_waits(workers: int, tmp_path: Path) -> None:
-    gates = Gates(tmp_path)
+    gates, waits = Gates(tmp_path), ConsumerSocket.wait if workers else Gates.wait_at
     with DataLoader(Gated(2, gates, {0}), num_workers=workers) as loader:
         thread = threading.Thread(target=next, args=(iter(loader),))
         thread.start()
         gates.expect(0)
-        assert wait_until(lambda: is_inside("wait" if workers else "wait_at", thread), LIMIT)
+        assert wait_until(lambda: is_inside(waits, thread), LIMIT)
         assert loader.statistics().epochs == 1
         repr(loader)
         assert thread.is_alive(), "next() was to wait meanwhile"

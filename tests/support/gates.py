@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 from torch.utils.data import Dataset
@@ -79,10 +80,10 @@ def at_rest(pid: int) -> bool:
     return state in "ST"
 
 
-def is_inside(name: str, thread: threading.Thread | None = None) -> bool:
-    """Whether a thread, by default the main one, is in a function of some name."""
+def is_inside(function: FunctionType, thread: threading.Thread | None = None) -> bool:
+    """Whether a thread, by default the main one, is in some function."""
     frame = sys._current_frames().get((thread or threading.main_thread()).ident or 0)
-    while frame is not None and frame.f_code.co_name != name:
+    while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back
     return frame is not None
 
@@ -111,12 +112,14 @@ class _WhenDue:
     """In the place of `deaths.Timeout`, which has tests of its own, with the time as an argument."""
 
     due: Callable[[], object]
+    was_due: bool = False
 
     def seconds(self, seq: int, attempt: int, now: float) -> float:
+        self.was_due = bool(self.due())  # before the wait: so what was sent until then is received in it
         return 0.02  # then it is asked again
 
     def is_over(self, message: bool) -> bool:
-        return not message and bool(self.due())
+        return self.was_due and not message
 
     def forget(self) -> None:
         pass
