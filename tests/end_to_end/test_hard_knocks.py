@@ -6,8 +6,8 @@ import itertools
 import json
 import signal
 import sys
+import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,30 +22,36 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Sampler
 
 from fastq_loader import DataLoader, Dynamic, IteratorInvalid, RoundRobin
+from fastq_loader.ipc.sockets import ConsumerSocket
 from fastq_loader.scheduling.schedules import Schedule
-from tests.conftest import run_script
-from tests.support.alarms import Alarm, alarm_after, ring
-from tests.support.crimes import Slow
+from tests.conftest import run_script, wait_until
+from tests.support.alarms import Alarm, alarm_after, alarm_while_next_waits, ring
+from tests.support.gates import LIMIT, Gated, Gates, is_inside
 
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.usefixtures("forked_workers")  # the start of others takes longer than a sample
 @pytest.mark.parametrize(
     ("kind", "persistent"),
     [(TimeoutError, False), (Alarm, True), (KeyboardInterrupt, False), (SystemExit, True)],
 )
-def test_an_alarm_while_next_waits_loses_nothing(kind: type[BaseException], persistent: bool) -> None:
+def test_an_alarm_while_next_waits_loses_nothing(
+    kind: type[BaseException], persistent: bool, tmp_path: Path
+) -> None:
+    """And is not kept until the sample has come: that waits at its gate."""
+
     def handler(signum: int, frame: Any) -> None:
         raise kind
 
     for loader_kind in (TorchDataLoader, DataLoader):
-        loader: Any = loader_kind(Slow(4, 0.4), num_workers=2, persistent_workers=persistent)
-        iterator, began = iter(loader), time.monotonic()
-        for pause in (0.05, 0.02):
-            with alarm_after(pause, handler), pytest.raises(kind):
+        gates = Gates(Path(tempfile.mkdtemp(dir=tmp_path)))
+        dataset = Gated(4, gates, {0})
+        loader: Any = loader_kind(dataset, num_workers=2, persistent_workers=persistent)
+        iterator = iter(loader)
+        for _ in range(2):
+            with alarm_while_next_waits(handler), pytest.raises(kind):
                 next(iterator)
-        assert time.monotonic() - began < 0.35, "next() waited for the sample"
+        gates.open(0)
         assert [batch.item() for batch in iterator] == list(range(4))
         loader._iterator = None
 
@@ -59,11 +65,16 @@ def test_alarms_at_random_moments_lose_nothing_in_silence(seed: int, tmp_path: P
     seen = json.loads(result.stdout)
     assert seen.get("whole", 0) + seen.get("refused", 0) == 15
     assert seen["alarms"] > 15
+    assert seen["went on"] >= 8, "most epochs with alarms are whole: some twelve of fifteen"
 
 
-@pytest.mark.parametrize(("workers", "events"), [(0, ("call", "c_return")), (1, ("call",))])
-def test_an_alarm_at_any_call_of_the_first_next_loses_no_batch(workers: int, events: tuple[str]) -> None:
-    """Where a function of ours begins, and where one in C has returned: Python runs handlers there."""
+@pytest.mark.parametrize(("workers", "events", "least"), [(0, ("call", "c_return"), 40), (1, ("call",), 18)])
+def test_an_alarm_at_any_call_of_the_first_next_loses_no_batch(
+    workers: int, events: tuple[str], least: int
+) -> None:
+    """Where a function of ours begins, and where one in C has returned: Python runs handlers there. The
+    iterator goes on after `least` of these places; after the others it says that it cannot."""
+    went_on = 0
     for place in itertools.count(1):
         calls = 0
 
@@ -84,9 +95,11 @@ def test_an_alarm_at_any_call_of_the_first_next_loses_no_batch(workers: int, eve
         with suppress(IteratorInvalid):
             found += iterator
             assert found == list(range(6)), f"an alarm at call {place}"
+            went_on += calls >= place
         if calls < place:
             break
     assert place > 50
+    assert went_on >= least
 
 
 def cannot_go_on(iterator: Iterator[Any]) -> None:
@@ -152,34 +165,45 @@ def test_without_workers_an_index_that_was_being_loaded_is_loaded_again() -> Non
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_statistics_never_waits(workers: int) -> None:
-    with DataLoader(Slow(2, 0.8), num_workers=workers) as loader:
+def test_statistics_never_waits(workers: int, tmp_path: Path) -> None:
+    gates, waits = Gates(tmp_path), ConsumerSocket.wait if workers else Gates.wait_at
+    with DataLoader(Gated(2, gates, {0}), num_workers=workers) as loader:
         thread = threading.Thread(target=next, args=(iter(loader),))
         thread.start()
-        time.sleep(0.2)
-        start = time.monotonic()
+        gates.expect(0)
+        assert wait_until(lambda: is_inside(waits, thread), LIMIT)
         assert loader.statistics().epochs == 1
         repr(loader)
-        assert time.monotonic() - start < 0.4
         assert thread.is_alive(), "next() was to wait meanwhile"
+        gates.open(0)
         thread.join()
 
 
-def test_a_handler_may_ask_for_statistics_and_close_the_loader() -> None:
-    loader = DataLoader(Slow(4, 0.4), num_workers=1)
+def test_a_handler_may_ask_for_statistics_and_close_the_loader(tmp_path: Path) -> None:
+    gates = Gates(tmp_path)
+    loader = DataLoader(Gated(4, gates, {0}), num_workers=1)
+
+    def close(signum: int, frame: FrameType | None) -> None:
+        assert loader.statistics().epochs == 1
+        loader.close()
+        gates.open(0)
+
     iterator = iter(loader)
-    with (
-        alarm_after(0.1, lambda signum, frame: loader.statistics().epochs == 1 and loader.close()),
-        pytest.raises(RuntimeError, match="its loader was closed"),
-    ):
+    with alarm_while_next_waits(close), pytest.raises(RuntimeError, match="its loader was closed"):
         next(iterator)
     loader.close()
 
 
-def test_a_handler_that_takes_a_batch_itself_loses_none() -> None:
-    iterator = iter(DataLoader(Slow(4, 0.2), num_workers=1))
+def test_a_handler_that_takes_a_batch_itself_loses_none(tmp_path: Path) -> None:
+    gates = Gates(tmp_path)
+    iterator = iter(DataLoader(Gated(4, gates, {0}), num_workers=1))
     taken: list[int] = []
-    with alarm_after(0.1, lambda signum, frame: taken.append(next(iterator).item())):
+
+    def take(signum: int, frame: FrameType | None) -> None:
+        gates.open(0)
+        taken.append(next(iterator).item())
+
+    with alarm_while_next_waits(take):
         taken.append(next(iterator).item())
     taken += [batch.item() for batch in iterator]
     assert taken == [0, 1, 2, 3]

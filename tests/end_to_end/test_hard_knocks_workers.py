@@ -23,28 +23,41 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from fastq_loader import DataLoader, Processes, WorkerDied, WorkerReplaced
-from fastq_loader.workers import local_pool
+from fastq_loader.workers import local_pool, stopping
 from tests.conftest import of_kind, open_descriptors, process_table, run_script, wait_until
 from tests.end_to_end.test_restarts import Doomed
 from tests.support.crimes import CrimeAt
+from tests.support.gates import LIMIT, Gates, is_inside, once
 from tests.support.loaders import MANY_WORKERS
 
 pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
-#: Seconds that user code in a worker takes to write a file: more than SIGTERM would leave it, less than torch
-#: gives it.
+#: Seconds that user code in a worker takes to write a file in a script: more than SIGTERM would leave it,
+#: less than torch gives it.
 WRITING = 0.8
 DONE = ["begun, done"] * 2
 LARGE = 100_000  # float32: a block of its own
 DYNAMIC = {"schedule": "dynamic", "workers": Processes(max_restarts=2)}
 
 
-def write_slowly(path: Path) -> None:
+def write_slowly(path: Path, gates: Gates | None = None) -> None:
     with path.open("w") as file:
         file.write("begun")
         file.flush()
-        time.sleep(WRITING)
+        if gates is None:
+            time.sleep(WRITING)
+        else:
+            gates.wait_at("written")
         file.write(", done")
+
+
+@pytest.fixture
+def folders_of_gates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Gates]:
+    """Where samples are written, and the gates that they wait at."""
+    monkeypatch.setattr(stopping, "ORDERLY", LIMIT)
+    (folder := tmp_path / "written").mkdir()
+    (gates := tmp_path / "gates").mkdir()
+    return folder, Gates(gates)
 
 
 @dataclass(eq=False)
@@ -52,19 +65,20 @@ class Cleans(IterableDataset):
     """A stream whose workers have something to write at the end, by some `means`."""
 
     folder: Path
+    gates: Gates
     means: str
 
     def __iter__(self) -> Iterator[int]:
         path = self.folder / str(os.getpid())
         if self.means == "finalizer":
-            Finalize(None, write_slowly, (path,), exitpriority=1)
+            Finalize(None, write_slowly, (path, self.gates), exitpriority=1)
         if self.means == "exit handler":
-            atexit.register(write_slowly, path)
+            atexit.register(write_slowly, path, self.gates)
         try:
             yield from range(50)
         finally:
             if self.means == "finally":
-                write_slowly(path)
+                write_slowly(path, self.gates)
 
 
 def contents(folder: Path) -> list[str]:
@@ -81,18 +95,23 @@ def contents(folder: Path) -> list[str]:
     ],
 )
 def test_8_what_workers_do_at_their_exit_is_done(
-    loader_class: Any, method: str, means: str, tmp_path: Path
+    loader_class: Any, method: str, means: str, folders_of_gates: tuple[Path, Gates]
 ) -> None:
-    loader = loader_class(Cleans(tmp_path, means), num_workers=2, multiprocessing_context=method)
+    """Ours waits in `close()`, torch's at the end of the epoch; ours does not there, where gates are shut."""
+    folder, gates = folders_of_gates
+    loader = loader_class(Cleans(folder, gates, means), num_workers=2, multiprocessing_context=method)
     batches = iter(loader)
     for _ in range(4):
         next(batches)
-    began = time.monotonic()
-    del batches
     if loader_class is DataLoader:
-        assert time.monotonic() - began < WRITING / 2, "the turn of the epoch waited"
-        loader.close()
-    assert contents(tmp_path) == DONE
+        del batches
+        gates.expect("written", 2)
+        with once(lambda: is_inside(DataLoader.close), lambda: gates.open("written")):
+            loader.close()
+    else:
+        with once(lambda: len(gates.arrived("written")) == 2, lambda: gates.open("written")):
+            del batches
+    assert contents(folder) == DONE
 
 
 @dataclass(eq=False)
@@ -100,38 +119,37 @@ class Caches(Dataset):
     """Every sample is written to a file, which takes a while for all but the first two."""
 
     folder: Path
+    gates: Gates | None = None
 
     def __len__(self) -> int:
         return 12
 
     def __getitem__(self, index: int) -> int:
         if index > 1:
-            write_slowly(self.folder / f"{index}-{time.monotonic_ns()}")
+            write_slowly(self.folder / f"{index}-{time.monotonic_ns()}", self.gates)
         return index
 
     def wait_for(self, files: int) -> None:
         """Until so many samples are being written, or were."""
-        assert wait_until(lambda: len(contents(self.folder)) == files, 5)
+        assert wait_until(lambda: len(contents(self.folder)) == files, LIMIT)
 
 
-@pytest.mark.usefixtures("forked_workers")  # the start of others takes longer than a sample
 @pytest.mark.parametrize("options", [{}, DYNAMIC], ids=str)
 def test_8_neither_a_break_nor_the_next_epoch_waits_for_samples_that_are_being_loaded(
-    options: dict[str, Any], tmp_path: Path
+    options: dict[str, Any], folders_of_gates: tuple[Path, Gates]
 ) -> None:
-    dataset = Caches(tmp_path)
+    """`close()` does: they go on when it has begun."""
+    folder, gates = folders_of_gates
+    dataset = Caches(folder, gates)
     loader = DataLoader(dataset, num_workers=2, **options)
     for files in (2, 4):
-        began = time.monotonic()
         batches = iter(loader)
         assert [next(batches).item() for _ in range(2)] == [0, 1]
         dataset.wait_for(files)
         del batches
-        assert time.monotonic() - began < WRITING * 0.9
-    began = time.monotonic()
-    loader.close()
-    assert 0.2 < time.monotonic() - began < WRITING + 1
-    assert contents(tmp_path) == DONE * 2
+    with once(lambda: is_inside(DataLoader.close), lambda: gates.open("written")):
+        loader.close()
+    assert contents(folder) == DONE * 2
 
 
 @pytest.mark.parametrize(
@@ -333,7 +351,9 @@ def test_7_a_child_that_comes_back_from_user_code_is_gone(
             assert found == [(number, number, number) for number in range(16)]
         pids = {int(name) for name in os.listdir(tmp_path)}
         assert pids
-        assert wait_until(lambda: not pids & {entry.pid for entry in process_table() if not entry.zombie}, 3)
+        assert wait_until(
+            lambda: not pids & {entry.pid for entry in process_table() if not entry.zombie}, LIMIT
+        )
         statistics = loader.statistics()
         assert (statistics.rejected_frames, statistics.worker_restarts) == (0, 0)
     assert capfd.readouterr().err == ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,9 +11,11 @@ from typing import Any
 import pytest
 
 from fastq_loader import DataLoader
+from fastq_loader.errors import LoaderTimeout
 from fastq_loader.workers import stopping
 from tests.conftest import descendants, held_memory, open_descriptors, wait_until
-from tests.support.crimes import CrimeAt, Rows, Slow, dawdle, ignore_sigterm_and_hang
+from tests.support.crimes import CrimeAt, Rows, dawdle, ignore_sigterm_and_hang
+from tests.support.gates import LIMIT, Gated, Gates
 from tests.support.loaders import EIGHT, PERSISTENT, WORKERS, numbers
 
 pytestmark = pytest.mark.processes
@@ -27,7 +28,7 @@ def eight(workers: int, persistent: bool = False) -> DataLoader[int]:
 
 
 def all_workers_end() -> bool:
-    return wait_until(lambda: not descendants(), 3)
+    return wait_until(lambda: not descendants(), LIMIT)
 
 
 @WORKERS
@@ -106,10 +107,15 @@ def test_i3_iterators_that_are_left_keep_no_worker(leave: Callable[[Any], Any], 
     assert numbers(loader) == EIGHT
 
 
-def test_i3_late_answers_of_an_abandoned_epoch_are_dropped() -> None:
-    with DataLoader(Slow(6, 0.1), num_workers=1, prefetch_factor=2, persistent_workers=True) as loader:
-        assert next(iter(loader)).tolist() == [0]  # sample 1 is being loaded now
-        assert numbers(loader) == [[i] for i in range(6)]
+def test_i3_late_answers_of_an_abandoned_epoch_are_dropped(tmp_path: Path) -> None:
+    gates = Gates(tmp_path)
+    dataset = Gated(6, gates, {1})
+    with DataLoader(dataset, num_workers=1, prefetch_factor=2, persistent_workers=True) as loader:
+        assert next(iter(loader)).tolist() == [0]
+        gates.expect(1)
+        second = iter(loader)
+        gates.open(1)
+        assert numbers(second) == [[i] for i in range(6)]
         assert loader.statistics().stale_answers >= 1
 
 
@@ -127,27 +133,41 @@ def test_i3_close_ends_workers_that_hang(
     loader = DataLoader(CrimeAt(commit, at=1), num_workers=2)
     iterator = iter(loader)
     assert next(iterator).tolist() == [0]
-    assert wait_until(begun.exists, 5)
+    assert wait_until(begun.exists, LIMIT)
     loader.close()
-    assert wait_until(lambda: not descendants(), 3)
+    assert wait_until(lambda: not descendants(), LIMIT)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_i4_an_epoch_after_a_break_does_not_wait_for_the_old_prefetch(workers: int) -> None:
-    with DataLoader(Slow(40, 0.2), num_workers=workers, prefetch_factor=8, persistent_workers=True) as loader:
+def test_i4_an_epoch_after_a_break_does_not_wait_for_the_old_prefetch(workers: int, tmp_path: Path) -> None:
+    """Only for what was begun: all other samples wait at gates that are shut."""
+    gates, begun = Gates(tmp_path), range(1, workers + 1)
+    dataset = Gated(40, gates, range(1, 40))
+    with DataLoader(dataset, num_workers=workers, prefetch_factor=8, persistent_workers=True) as loader:
         assert next(iter(loader)).tolist() == [0]
-        start = time.monotonic()
-        assert next(iter(loader)).tolist() == [0]
-        assert time.monotonic() - start < 1
+        for sample in begun:
+            gates.expect(sample)
+        second = iter(loader)
+        gates.open(*begun)
+        assert next(second).tolist() == [0]
+        assert not gates.arrived(workers + 9)
+        gates.open(*range(40))
 
 
-def test_i5_iteration_goes_on_after_a_timeout() -> None:
-    dataset = CrimeAt(abs, at=2, length=6, delay=1.5)
-    iterator = iter(DataLoader(dataset, num_workers=2, timeout=1, multiprocessing_context="fork"))
-    assert [next(iterator).item() for _ in range(2)] == [0, 1]
-    with pytest.raises(RuntimeError, match="timed out after 1 seconds"):
-        next(iterator)
-    assert [batch.item() for batch in iterator] == [2, 3, 4, 5]
+def test_i5_iteration_goes_on_after_a_timeout(tmp_path: Path) -> None:
+    """One is certain, by the clock. On a busy machine there are others, which lose nothing either."""
+    gates, found, late = Gates(tmp_path), list[int](), 0
+    iterator = iter(DataLoader(Gated(6, gates, {2}), num_workers=2, timeout=0.3))
+    while len(found) < 6:
+        try:
+            found.append(next(iterator).item())
+        except LoaderTimeout:
+            late += 1
+            if len(found) == 2:
+                gates.open(2)
+    assert found == list(range(6))
+    assert late
+    assert next(iterator, None) is None
 
 
 @POOLS

@@ -6,7 +6,6 @@ import gc
 import os
 import random
 import signal
-import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from fastq_loader.workers import children, main
 from tests.conftest import descendants, of_kind
 from tests.support.crimes import Crime, dawdle, exit_with_7, kill_itself, segfault
 from tests.support.datasets import Sized
+from tests.support.gates import Gates, at_rest, end_timeout_when
 from tests.support.loaders import MANY_WORKERS
 
 SIZE = 24
@@ -54,9 +54,12 @@ class Doomed(Sized, Dataset):
 
     def perhaps_die(self, index: int) -> None:
         if index == self.at and len(list(self.folder.iterdir())) < self.times:
-            (self.folder / f"{time.monotonic_ns()}").touch()
-            time.sleep(0.05)  # the answers before this one leave in zmq's own thread; a SIGKILL would end it
+            Gates(self.folder).arrive(index)
             self.what(index)
+
+    def hangs(self) -> bool:
+        """Whether the last worker that has come to the sample does."""
+        return any(map(at_rest, Gates(self.folder).arrived(self.at)[-1:]))
 
 
 def replacing(dataset: Any, restarts: int = 1, **options: Any) -> Any:
@@ -138,16 +141,17 @@ def test_a_death_too_many_is_torchs_error_at_its_place(restarts: int, workers: i
     assert found == PAIRS[:3]
 
 
-@pytest.mark.usefixtures("forked_workers")  # others take longer than this timeout to start
 @pytest.mark.parametrize(
     ("what", "options"),
-    [(kill_itself, {"schedule": "round_robin"}), (dawdle, {"timeout": 0.2})],
+    [(kill_itself, {"schedule": "round_robin"}), (dawdle, {"timeout": 1000})],
     ids=["dies", "hangs"],
 )
 def test_a_batch_that_ends_three_workers_is_given_up_at_its_place(
-    what: Crime, options: dict[str, Any], tmp_path: Path
+    what: Crime, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    iterator = iter(replacing(Doomed(tmp_path, 7, what, times=9), 9, **options))
+    dataset = Doomed(tmp_path, 7, what, times=9)
+    end_timeout_when(dataset.hangs, monkeypatch)
+    iterator = iter(replacing(dataset, 9, **options))
     before: list[Any] = []
     match = r"batch 3 \(indices \[6, 7\]\) .*3 workers died"
     with pytest.warns(WorkerReplaced) as caught, pytest.raises(PoisonousBatch, match=match):
@@ -166,23 +170,25 @@ def test_a_batch_that_ends_three_workers_is_given_up_at_its_place(
     ],
 )
 def test_a_worker_that_hangs_is_replaced_and_its_stack_shown(
-    schedule: str, what: Crime, shown: str, tmp_path: Path
+    schedule: str, what: Crime, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loader = replacing(Doomed(tmp_path, 7, what), 2, schedule=schedule, timeout=0.5)
-    hung = r"did not answer within 0.5 seconds, before it answered batch 3 \(indices \[6, 7\]\)"
+    dataset = Doomed(tmp_path, 7, what)
+    end_timeout_when(dataset.hangs, monkeypatch)
+    loader = replacing(dataset, 2, schedule=schedule, timeout=1000)
+    hung = r"did not answer within 1000 seconds, before it answered batch 3 \(indices \[6, 7\]\)"
     with pytest.warns(WorkerReplaced, match=rf"(?s){hung}.*{shown}") as caught:
         assert indices_of(loader, []) == PAIRS
     assert len(of_kind(caught, WorkerReplaced)) == 1
 
 
-def stopping_once(call: Callable[..., Any], mark: Path) -> Callable[..., Any]:
+def stopping_once(call: Callable[..., Any], gates: Gates) -> Callable[..., Any]:
     """The same call, after which the first worker that comes to it is stopped."""
     consumer = os.getpid()
 
     def call_and_stop(*args: Any) -> Any:
         result = call(*args)
-        if os.getpid() != consumer and not mark.exists():
-            mark.touch()
+        if os.getpid() != consumer and not gates.arrived("stopped"):
+            gates.arrive("stopped")
             stop()
         return result
 
@@ -204,9 +210,11 @@ def stopping_once(call: Callable[..., Any], mark: Path) -> Callable[..., Any]:
 def test_a_worker_that_is_stopped_with_no_batch_in_hand_is_replaced(
     module: Any, name: str, schedule: str, doing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, name, stopping_once(getattr(module, name), tmp_path / "stopped"))
-    loader = replacing(range(8), num_workers=1, schedule=schedule, timeout=1)
-    with pytest.warns(WorkerReplaced, match=f"did not answer within 1 seconds, {doing}"):
+    gates = Gates(tmp_path)
+    monkeypatch.setattr(module, name, stopping_once(getattr(module, name), gates))
+    end_timeout_when(lambda: any(map(at_rest, gates.arrived("stopped"))), monkeypatch)
+    loader = replacing(range(8), num_workers=1, schedule=schedule, timeout=1000)
+    with pytest.warns(WorkerReplaced, match=f"did not answer within 1000 seconds, {doing}"):
         assert [batch.tolist() for batch in loader] == PAIRS[:4]
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from fastq_loader.workers.children import Child
 from fastq_loader.workers.stopping import Stopping
 from tests.conftest import wait_until
 from tests.support.forking import end_of, fork
+from tests.support.gates import LIMIT, Gates, is_inside, once
 
 pytestmark = pytest.mark.processes
 
@@ -32,19 +36,22 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     stopping.wait()
 
 
-def child(seconds: float, ignores_sigterm: bool = False) -> Child:
-    """A process that leaves after some seconds."""
+def child(seconds: float = 3600, ignores_sigterm: bool = False, leave: Gates | None = None) -> Child:
+    """A process that leaves after some seconds, or through a gate."""
 
     def work() -> None:
         if ignores_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         ready.set()
-        time.sleep(seconds)
+        if leave is None:
+            time.sleep(seconds)
+        else:
+            leave.wait_at("end")
 
     ready = multiprocessing.get_context("fork").Event()
     started = Child(multiprocessing.get_context("fork").Process(target=work, daemon=True))
     started.start()
-    assert ready.wait(5)
+    assert ready.wait(LIMIT)
     return started
 
 
@@ -64,56 +71,51 @@ def stopped(*workers: Child, patience: float = 30, told: Told | None = None) -> 
 
 def test_workers_that_leave_at_once_are_waited_for_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The turn of an epoch would take the whole instant that workers are given."""
-    monkeypatch.setattr(stopping, "_INSTANT", 30)
-    threads, told, began = threading.active_count(), Told(), time.monotonic()
+    monkeypatch.setattr(stopping, "_INSTANT", math.inf)
+    threads, told = threading.active_count(), Told()
     group = stopped(child(0), child(0.05), told=told)
     assert group.over.is_set()
     assert told == ["first", "then"]
-    assert time.monotonic() - began < 10
     assert threading.active_count() == threads
     group.finish()
     stopping.wait(OWNER)
 
 
-def test_others_are_left_to_finish_behind_the_callers_back() -> None:
-    told, began = Told(), time.monotonic()
-    group = stopped(child(0), child(0.6), told=told)
-    assert time.monotonic() - began < 0.5
-    assert not group.over.is_set()
-    assert not told
+def test_others_are_left_to_finish_behind_the_callers_back(tmp_path: Path) -> None:
+    told, gates = Told(), Gates(tmp_path)
+    group = stopped(child(0), child(leave=gates), patience=LIMIT, told=told)
     stopping.wait(object())  # somebody else's
     group.finish()
-    assert time.monotonic() - began < 0.5
     assert not group.over.is_set()
-    stopping.wait(OWNER)
+    assert not told
+    with once(lambda: is_inside(stopping.wait), lambda: gates.open("end")):
+        stopping.wait(OWNER)
     assert group.over.is_set()
     assert told == ["first", "then"]
 
 
 @pytest.mark.parametrize("ignores_sigterm", [False, True])
 def test_those_that_take_too_long_are_ended(ignores_sigterm: bool) -> None:
-    worker = child(60, ignores_sigterm)
+    worker = child(3600, ignores_sigterm)
     group = stopped(worker, patience=0.2)
-    assert group.over.wait(5)
+    assert group.over.wait(LIMIT)
     assert worker.process.exitcode == -(signal.SIGKILL if ignores_sigterm else signal.SIGTERM)
 
 
 def test_a_hurry_ends_their_time_and_those_of_others_go_on() -> None:
-    mine, other = stopped(child(60)), Stopping(object(), {child(60): 30}, [])
+    mine, other = stopped(child()), Stopping(object(), {child(): 30}, [])
     other.finish()
     stopping.hurry(OWNER)
-    assert mine.over.wait(5)
+    assert mine.over.wait(LIMIT)
     assert not other.over.is_set()
 
 
 def test_an_interrupt_while_somebody_waits_ends_their_time_too() -> None:
-    group = stopped(child(60))
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+    group = stopped(child())
+    interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
+    with once(lambda: is_inside(stopping.wait), interrupt), pytest.raises(KeyboardInterrupt):
         stopping.wait(OWNER)
-    timer.join()
-    assert group.over.wait(5)
+    assert group.over.wait(LIMIT)
 
 
 def test_where_no_thread_can_be_started_they_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,17 +138,17 @@ def test_what_fails_afterwards_is_told_and_the_rest_is_done() -> None:
 
     group = Stopping(OWNER, {child(0.3): 30}, [fail, told.tell("then")])
     group.finish()
-    assert group.over.wait(5)
+    assert group.over.wait(LIMIT)
     assert told == ["then"]
     group = Stopping(OWNER, {child(0): 30}, [fail, told.tell("then")])
     with pytest.raises(ValueError, match="mine"):
         group.finish()
-    assert group.over.wait(5)
+    assert group.over.wait(LIMIT)
     assert told == ["then", "then"]
 
 
 def test_a_forked_copy_forgets_them() -> None:
-    group = stopped(child(60))
+    group = stopped(child())
 
     def check() -> None:
         assert multiprocessing.active_children() == []
@@ -155,4 +157,4 @@ def test_a_forked_copy_forgets_them() -> None:
     assert end_of(fork(check)) == 0
     assert not group.over.is_set()
     stopping.hurry()
-    assert wait_until(group.over.is_set, 5)
+    assert wait_until(group.over.is_set, LIMIT)
