@@ -9,6 +9,7 @@ in is searched for modules, as `python -m` does.
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 import io
 import json
@@ -26,6 +27,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fastq_loader.errors import shorten
+from fastq_loader.loader import DataLoader
 from fastq_loader.tools import comparing, doctor
 from fastq_loader.tools.tuning import checked, tune
 
@@ -103,8 +105,13 @@ def _add_replay(command: argparse.ArgumentParser) -> None:
 
 
 def _replay(loader: Any, options: argparse.Namespace) -> int:
-    with _typed(f"STATE {options.state!r} cannot be read as JSON or with torch.load: "):
-        state = _read_state(options.state)
+    if not isinstance(loader, DataLoader):
+        raise WrongUse(f"{options.loader!r} is a {type(loader).__name__}, and no fastq_loader.DataLoader")
+    state = _read_state(options.state)
+    if not state:
+        raise WrongUse(f"STATE {options.state!r} is empty: save what state_dict() gives in mid-epoch")
+    with _typed(f"STATE {options.state!r}: "):
+        copy.copy(loader).load_state_dict(state, ignore=["num_workers"])
     if options.pdb:
         _stop_in_first_sample(loader.dataset)
     batch = loader.replay(options.batch, state=state)
@@ -117,9 +124,14 @@ def _replay(loader: Any, options: argparse.Namespace) -> int:
 
 def _read_state(path: str) -> Any:
     """A state from a file of JSON, or one that torch.save wrote."""
-    with open(path, "rb") as file:
-        data = file.read()
-    return json.loads(data) if data[:1] == b"{" else torch.load(io.BytesIO(data), weights_only=True)
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+        is_json = data.lstrip()[:1] in (b"{", b"")
+        return json.loads(data) if is_json else torch.load(io.BytesIO(data), weights_only=True)
+    except Exception as error:  # torch.load raises what its parts raise: of zip files, and of pickles
+        text = str(error).partition("\n")[0] or type(error).__name__
+        raise WrongUse(f"STATE {path!r} cannot be read as JSON or with torch.load: {text}") from error
 
 
 def _stop_in_first_sample(dataset: Any) -> None:

@@ -30,7 +30,7 @@ class Room(NamedTuple):
 
 #: Top down: a room stands above everything that it imports.
 ROOMS = {
-    "__main__": Room("tools errors"),
+    "__main__": Room("tools loader errors"),
     "tools": Room("loader insight arguments workers packing reading memory ipc system errors"),
     "integrations": Room("loader device"),
     "preemption": Room(""),

@@ -113,6 +113,24 @@ def _adjust(self: Any) -> None:
     self.dl_state_dict = vars(self).get("_state_before", self.dl_state_dict)
 
 
+def _update(self: Any) -> None:
+    """In the place of `DataLoaderAdapter._update_state_dict`, which is called for every batch: a dataset that
+    cannot say where it stands is an error for who asks, and for no loop that does not save."""
+    try:
+        _update_theirs(self)
+    except RuntimeError as error:
+        if self.use_stateful_dataloader or not isinstance(self.base_dataloader, DataLoader):
+            raise
+        self.dl_state_dict = error.with_traceback(None)
+
+
+def _state_dict(self: Any) -> Any:
+    """In the place of `DataLoaderAdapter.state_dict`."""
+    if isinstance(self.dl_state_dict, RuntimeError):
+        raise self.dl_state_dict
+    return self.dl_state_dict
+
+
 if not KNOWN[0] <= tuple(map(int, accelerate.__version__.split(".")[:2])) < KNOWN[1]:
     raise ImportError(
         f"fastq_loader knows accelerate 1.2 to 1.x, and this is {accelerate.__version__}: it would put "
@@ -123,3 +141,6 @@ for _function in (data_loader.prepare_data_loader, data_loader.skip_first_batche
 data_loader.DataLoader = _made
 _adjust_theirs = data_loader.DataLoaderDispatcher.adjust_state_dict_for_prefetch
 data_loader.DataLoaderDispatcher.adjust_state_dict_for_prefetch = _adjust
+_update_theirs = data_loader.DataLoaderAdapter._update_state_dict
+data_loader.DataLoaderAdapter._update_state_dict = _update
+data_loader.DataLoaderAdapter.state_dict = _state_dict

@@ -251,6 +251,11 @@ class TolerantFetcher(Fetcher):
             return sample
         try:
             assert self.error is not None, "it was noted"
+            if not self._population and len(indices) == 1:
+                why = (
+                    "the batch has no other sample, and of a sampler that is not torch's no others are known"
+                )
+                add_note(self.error, f"errors={self._errors} finds nothing in its place: {why}")
             raise self.error
         finally:
             self.error = None  # it holds this frame by its traceback

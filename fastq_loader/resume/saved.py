@@ -36,6 +36,8 @@ _ALWAYS: Fields = {
     **dict.fromkeys(("lives_on", "resumes", "_iterator_finished"), bool),
     **dict.fromkeys(("generators", "order"), dict),
 }
+#: Keys that an error names, of what is no state.
+_KEYS = 10
 _OF_BAD_SAMPLES: Fields = {**dict.fromkeys(("in_epoch", "read", "total"), _WHOLE), "last": list}
 _OF_ORDER: Fields = {"epochs": dict, "attributes": dict}
 _OF_ORDER_IN_EPOCH: Fields = {
@@ -193,7 +195,11 @@ def _ours(state: Any) -> Fields:
             "shuffles are drawn in another way. Finish the epoch with it, or begin it anew"
         )
     if state.get("library") != LIBRARY:
-        raise ValueError(f"field 'library' is {state.get('library')!r}, not {LIBRARY!r}: not a state of ours")
+        keys = ", ".join(map(repr, list(state)[:_KEYS]))
+        raise ValueError(
+            f"field 'library' is {state.get('library')!r}, not {LIBRARY!r}: not a state of ours. If that is "
+            f"below a key of a checkpoint, give what is there: it has {keys}"
+        )
     if state.get("version") != VERSION or not is_int(state["version"]):
         raise ValueError(
             f"field 'version' is {state.get('version')!r}, and this release reads {VERSION}: use the release "

@@ -174,7 +174,7 @@ class Counters(_Counting, LoaderStatistics):
             "total": summed([self._older, *history]),
             "per_epoch": tuple(epoch.snapshot() for epoch in history),
             "late_batches": tuple(self._worst()),
-            "worker_restarts": sum(worker.restarts for worker in self.workers),
+            "worker_restarts": self.worker_restarts,
             "workers": tuple(worker.snapshot() for worker in self.workers),
             "wire_bytes": wire_bytes,
             "staging": None if self.staging is None else self.staging.snapshot(),

@@ -275,6 +275,7 @@ class WorkerGroup:
         self.claims.begin(worker, None)  # what the dead one had begun
         self._backlog.begin(worker)
         self._counters.workers[worker].replaced(self._processes.pid(worker))
+        self._counters.worker_restarts += 1
         self.socket.send(worker, epoch)
 
     # ---- what goes to all -----------------------------------------------------------------------

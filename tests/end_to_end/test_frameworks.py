@@ -317,6 +317,29 @@ def test_lightning_and_fabric_divide_ours_among_two_processes_as_torchs(tmp_path
 
 
 @pytest.mark.filterwarnings("ignore")
+class CannotSay(Augmented):
+    def state_dict(self) -> Any:
+        raise OSError("no state")
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError("nothing was saved")
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_with_accelerate_a_dataset_that_cannot_say_where_it_stands_is_an_error_for_who_asks(
+    stateful: bool,
+) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")
+    importlib.import_module("fastq_loader.integrations.accelerate")
+    told = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=stateful)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=told)
+    prepared = accelerator.prepare(DataLoader(CannotSay(), 4))
+    if not stateful:
+        assert len(list(prepared)) == BATCHES
+    with pytest.raises(RuntimeError, match=r"state_dict\(\), or its iterator's, cannot be used"):
+        list(prepared) if stateful else prepared.state_dict()
+
+
 def test_accelerate_says_what_it_cannot_keep() -> None:
     accelerate = pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")
     integration = importlib.import_module("fastq_loader.integrations.accelerate")

@@ -108,6 +108,9 @@ def test_a_warning_and_the_statistics_say_who_was_replaced(tmp_path: Path) -> No
         statistics = loader.statistics()
         assert statistics.worker_restarts == 1
         assert [worker.pid in descendants() for worker in statistics.workers if worker.restarts] == [True]
+        loader.close()
+        assert len(list(loader)) == len(PAIRS)
+        assert loader.statistics().worker_restarts == 1, "of all epochs, with whichever workers"
     assert [index for index, _, _ in kept] == PAIRS
     assert all(drawn.sum().item() == total for _, drawn, total in kept), "batches outlive who wrote them"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import signal
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -145,6 +146,15 @@ def test_a_replacement_is_one_of_the_same_batch_or_one_below_the_population() ->
     for population in (None, 2):
         with pytest.raises(KeyError):
             fetcher(Reads(0, 1), Replace(), population).fetch([0, 1])
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+def test_an_error_says_why_nothing_takes_the_place_of_a_batch_of_one() -> None:
+    for population, said in ((None, ["errors=Replace"]), (1, [])):
+        with pytest.raises(KeyError) as raised:
+            fetcher(Reads(0), Replace(), population).fetch([0])
+        notes = getattr(raised.value, "__notes__", [])
+        assert [note[: len("errors=Replace")] for note in notes] == said
 
 
 @pytest.mark.parametrize(

@@ -177,3 +177,36 @@ def test_on_the_shell(
     with pytest.raises(SystemExit, match="2"):
         main([*command, str(tmp_path / "nowhere"), "--batch", "5"])
     assert "cannot be read as JSON or with torch.load" in capsys.readouterr().err
+
+
+def test_on_the_shell_a_state_that_is_none_is_named_with_what_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, states = run(loader_of_the_shell())
+    command, path = ["replay", f"{__name__}:loader_of_the_shell"], tmp_path / "state"
+    text = json.dumps(states[1])
+    torch.save({"model": {}, "loader": states[1]}, checkpoint := tmp_path / "checkpoint")
+    damaged = checkpoint.read_bytes()
+    for data, expected in (
+        (b"", "cannot be read as JSON or with torch.load"),
+        (b" \n\t", "cannot be read as JSON or with torch.load"),
+        (text[:100].encode(), "cannot be read as JSON or with torch.load"),
+        (damaged[:200], "cannot be read as JSON or with torch.load"),
+        (b"\x80\x04" + damaged, "cannot be read as JSON or with torch.load"),
+        (damaged, "below a key of a checkpoint, give what is there: it has 'model', 'loader'"),
+        (b"{}", "is empty"),
+        (json.dumps({**states[1], "dataset_length": 7}).encode(), "dataset_length"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(SystemExit, match="2"):
+            main([*command, str(path), "--batch", "5"])
+        assert expected in capsys.readouterr().err
+    path.write_text("\n " + text)
+    assert main([*command, str(path), "--batch", "5"]) == 0
+    with pytest.raises(SystemExit, match="2"):
+        main(["replay", f"{__name__}:torchs_own", str(path), "--batch", "5"])
+    assert "no fastq_loader.DataLoader" in capsys.readouterr().err
+
+
+def torchs_own() -> Any:
+    return torch.utils.data.DataLoader(range(8))
