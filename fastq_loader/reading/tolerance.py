@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from inspect import CO_GENERATOR
 from os import PathLike
 from time import monotonic_ns
 from traceback import clear_frames, walk_tb
@@ -312,12 +313,23 @@ class TolerantFetcher(Fetcher):
 
 
 def _has_ended_a_generator(entries: TracebackType | None) -> bool:
-    """Whether an error came through a generator that the stream still refers to. One that was made within a
-    sample is gone with it."""
-    codes = {frame.f_code for frame, _ in walk_tb(entries)}
+    """Whether an error came through a generator that the stream is read from. A generator expression in a
+    function is one only if something refers to it when the function has ended: `sum(x for x in parts)` is
+    over with its sample."""
+    within, expressions = False, set()
+    for frame, _ in walk_tb(entries):
+        code = frame.f_code
+        if not code.co_flags & CO_GENERATOR:
+            within |= frame.f_globals.get("__name__") != __name__
+        elif within and code.co_name == "<genexpr>":
+            expressions.add(code)
+        else:
+            return True
+    if not expressions:
+        return False
     clear_frames(entries)  # their variables may be all that keeps one
     found = (each for each in gc.get_objects() if type(each) is GeneratorType)
-    return any(each.gi_frame is None and each.gi_code in codes for each in found)
+    return any(each.gi_frame is None and each.gi_code in expressions for each in found)
 
 
 def _alike(index: Any, population: int, drawn: random.Random) -> Any:

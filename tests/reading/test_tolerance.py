@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import signal
 import sys
@@ -249,7 +250,11 @@ def test_a_stream_that_goes_on_is_read_to_its_end(turns: Any, drop_last: bool, e
     assert flat == [turn for turn in turns if turn is not BAD]
 
 
-@pytest.mark.parametrize("outside", [iter, enumerate, lambda turns: map(abs, turns)])
+def sliced(turns: Any) -> Any:
+    return itertools.islice(turns, 100)  # which drops a generator that has raised
+
+
+@pytest.mark.parametrize("outside", [iter, enumerate, lambda turns: map(abs, turns), sliced])
 @pytest.mark.parametrize("at", range(5))
 def test_a_generator_does_not_go_on_and_the_error_says_so(outside: Any, at: int) -> None:
     turns: list[Any] = [1, 2, 3, 4, 5]
