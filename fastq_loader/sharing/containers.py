@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from fastq_loader.sharing.columns import Column, column_of
 
@@ -111,6 +112,15 @@ class SharedMapping(Shared, Mapping[Any, Any]):
     def __iter__(self) -> Iterator[Any]:
         return map(self._keys.__getitem__, range(len(self._keys)))
 
+    def items(self) -> Any:
+        return _Items(self)
+
+    def values(self) -> Any:
+        return _Values(self)
+
+    def _pairs(self) -> Iterator[tuple[Any, Any]]:
+        return zip(self, map(self._values.__getitem__, range(len(self))), strict=True)
+
     def __getitem__(self, key: Any) -> Any:
         hash(key)  # of a list, dict's own error
         digest = np.uint64(_digest(key))
@@ -123,6 +133,18 @@ class SharedMapping(Shared, Mapping[Any, Any]):
         raise KeyError(key)
 
 
+class _Items(ItemsView[Any, Any]):
+    """Without looking for the keys: one that is not a number is not equal to itself."""
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return self._mapping._pairs()  # type: ignore[attr-defined,no-any-return]
+
+
+class _Values(ValuesView[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (value for _, value in self._mapping._pairs())  # type: ignore[attr-defined]
+
+
 def _digest(key: Any) -> int:
     """64 bits that are the same in every process, and for keys that are equal."""
     if isinstance(key, tuple):
@@ -130,7 +152,7 @@ def _digest(key: Any) -> int:
     elif isinstance(key, (str, bytes)):
         data = key.encode("utf-8", "surrogatepass") if isinstance(key, str) else key
     else:  # of numbers it does not depend on the process
-        return 0 if key is None else hash(key) & ((1 << 64) - 1)
+        return 0 if key is None or key != key else hash(key) & ((1 << 64) - 1)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
@@ -139,6 +161,11 @@ def can_be_key(key: Any) -> bool:
     if type(key) is tuple:
         return all(map(can_be_key, key))
     return type(key) in (str, bytes, int, float, bool, type(None))
+
+
+def release_memory() -> None:
+    """Give back what building columns took of Arrow's memory."""
+    pa.default_memory_pool().release_unused()
 
 
 def shared(values: Any, before: int) -> SharedSequence | SharedMapping:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import tempfile
-import urllib.parse
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,31 +20,62 @@ from typing import Any
 from fastq_loader.memory import mapped
 
 
-def once(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+class Differs(ValueError):
+    """Others hold something else under this name.
+
+    Args:
+        about: what theirs is of.
+    """
+
+    def __init__(self, about: dict[str, Any]) -> None:
+        super().__init__(about)
+        self.about = about
+
+
+def once(name: str, about: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `make` gives, made by the first process that asks for it by this name.
 
     Args:
-        name: of up to 100 characters.
+        name: any text.
+        about: what it is of, as JSON has it; the same in all processes.
         make: gives containers by name.
 
     Raises:
+        Differs: it is of something else.
         PermissionError: the file of this name is another user's.
     """
-    with _registry(name) as file:
-        holders = [(opened, *holder) for holder in _read(file) if (opened := _open(*holder)) >= 0]
-        fd = holders[0][0] if holders else mapped.write(make())
-        for opened, *_ in holders[1:]:
-            os.close(opened)
+    with _registry(path := _path(name)) as file:
+        known, lines = _read(file)
+        holders = [(opened, *holder) for holder in lines if (opened := _open(*holder)) >= 0]
+        try:
+            if holders and known != about:
+                raise Differs(known)
+            fd = os.dup(holders[0][0]) if holders else mapped.write(make())
+        finally:
+            for opened, *_ in holders:
+                os.close(opened)
         shared: dict[str, Any] = mapped.read(fd)
-        lines = [holder for _, *holder in holders] + [[os.getpid(), fd, os.fstat(fd).st_ino]]
-        file.seek(0)
-        file.truncate()
-        json.dump(lines, file)
+        own = [os.getpid(), fd, os.fstat(fd).st_ino]
+        _write(file, about, [*(holder for _, *holder in holders), own])
     source = _Source()
-    weakref.finalize(source, os.close, fd)
+    weakref.finalize(source, _release, path, *own)
     for container in shared.values():
         container.source = source
     return shared
+
+
+def _release(path: str, pid: int, fd: int, inode: int) -> None:
+    """The last container of this process is gone: with the last process the file goes, too. Where another
+    thread or process has it now, the line stays, and is dropped by the next one."""
+    if os.getpid() != pid:
+        return
+    os.close(fd)
+    with contextlib.suppress(OSError), _registry(path, fcntl.LOCK_NB) as file:
+        about, lines = _read(file)
+        if others := [line for line in lines if line != [pid, fd, inode]]:
+            _write(file, about, others)
+        else:
+            os.unlink(path)
 
 
 class _Source:
@@ -57,23 +88,37 @@ class _Source:
         return self
 
 
+def _path(name: str) -> str:
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return os.path.join(tempfile.gettempdir(), f"fastq_loader-{os.getuid()}-{digest}.shared")
+
+
 @contextlib.contextmanager
-def _registry(name: str) -> Iterator[Any]:
-    quoted = urllib.parse.quote(name, safe="")
-    path = os.path.join(tempfile.gettempdir(), f"fastq_loader-{os.getuid()}-{quoted[:100]}.shared")
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with open(fd, "r+") as file:
-        if os.fstat(fd).st_uid != os.getuid():  # what it says is opened and unpickled
-            raise PermissionError(f"share(name={name!r}): {path} is another user's; use another name")
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield file
+def _registry(path: str, without_waiting: int = 0) -> Iterator[Any]:
+    there = False
+    while not there:  # once, unless the last holder removes the file meanwhile
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(fd, "r+") as file:
+            if os.fstat(fd).st_uid != os.getuid():  # what it says is opened and unpickled
+                raise PermissionError(f"share(): {path} is another user's; use another name")
+            fcntl.flock(fd, fcntl.LOCK_EX | without_waiting)
+            if there := os.fstat(fd).st_nlink > 0:
+                yield file
 
 
-def _read(file: Any) -> list[list[int]]:
+def _read(file: Any) -> tuple[dict[str, Any], list[list[int]]]:
     try:
-        return [list(map(int, holder)) for holder in json.load(file)]
+        about, lines = json.load(file)
+        return about, [list(map(int, holder)) for holder in lines]
     except (ValueError, TypeError):  # new, or its writer was killed
-        return []
+        return {}, []
+
+
+def _write(file: Any, about: dict[str, Any], lines: list[list[int]]) -> None:
+    file.seek(0)
+    file.truncate()
+    json.dump([about, lines], file)
+    file.flush()
 
 
 def _open(pid: int, fd: int, inode: int) -> int:

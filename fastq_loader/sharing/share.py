@@ -5,8 +5,13 @@ Runs in the program, before it makes a loader.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import logging
+import marshal
+import pickle
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar
@@ -15,9 +20,9 @@ T = TypeVar("T")
 
 #: Bytes from which on a container is worth it, where the user names none, and items that are looked at.
 _LARGE, _SAMPLE = 1 << 20, 200
-#: Bytes of a number, or of where a string ends.
-_OFFSET = 8
 _KINDS = (list, tuple, dict)
+#: Items of which the bytes are made at once, to be digested.
+_CHUNK = 10_000
 
 logger = logging.getLogger("fastq_loader")
 
@@ -45,7 +50,7 @@ def share(dataset: T, *attributes: str, name: str | None = None) -> T:
     Raises:
         AttributeError: the dataset has no such attribute.
         TypeError: it is no list, tuple or dict, or a key is of a type that cannot be shared.
-        ValueError: what others share under this name has another length.
+        ValueError: what others share under this name is something else.
         ImportError: pyarrow is missing. Whatever is raised, nothing was replaced.
     """
     try:
@@ -55,21 +60,33 @@ def share(dataset: T, *attributes: str, name: str | None = None) -> T:
     chosen = _chosen(dataset, attributes)
     values = {id(value): value for _, _, value in chosen}  # one object may have several names
 
+    # Datasets in a ConcatDataset have attributes of the same names.
+    parts = [id(part) for part in _parts(dataset)]
+    names = [f"{parts.index(id(part))}.{key}" for part, key, _ in chosen]
+
     def make() -> dict[str, Any]:
         made = {of: containers.shared(value, _nbytes(value)) for of, value in values.items()}
-        return {str(number): made[id(value)] for number, (_, _, value) in enumerate(chosen)}
+        containers.release_memory()
+        return {each: made[id(value)] for each, (_, _, value) in zip(names, chosen, strict=True)}
 
-    shared = make() if name is None else named.once(name, make)
-    # By number: datasets in a ConcatDataset have attributes of the same names.
-    found = [shared.get(str(number), ()) for number in range(len(chosen))]
-    for (_, key, value), there in zip(chosen, found, strict=True):
-        if len(there) != len(value):
-            raise ValueError(
-                f"share(name={name!r}): another process shares {key!r} with {len(there):,} "
-                f"items under this name, and here it has {len(value):,}; use another name"
-            )
-    for (part, key, _), there in zip(chosen, found, strict=True):
-        setattr(part, key, there)
+    if name is None:
+        shared = make()
+    else:
+        of = {each: _about(value) for each, (_, _, value) in zip(names, chosen, strict=True)}
+        try:
+            shared = named.once(name, of, make)
+        except named.Differs as error:
+            text = _difference(error.about, of)
+            raise ValueError(f"share(name={name!r}): {text} under this name; use another one") from None
+    replaced: list[tuple[Any, str, Any]] = []
+    try:
+        for each, (part, key, value) in zip(names, chosen, strict=True):
+            setattr(part, key, shared[each])
+            replaced.append((part, key, value))
+    except BaseException:  # such as of a frozen dataclass
+        for part, key, value in replaced:
+            setattr(part, key, value)
+        raise
     logger.info("%s", sharing_report(dataset))
     return dataset
 
@@ -91,7 +108,7 @@ def _chosen(dataset: Any, attributes: tuple[str, ...]) -> list[tuple[Any, str, A
     if missing := set(attributes) - {key for _, key, _ in chosen} - done:
         raise AttributeError(
             f"share(): {type(dataset).__name__} has no attribute {min(missing)!r}; it has "
-            f"{', '.join(sorted(vars(dataset))) or 'none'}"
+            f"{', '.join(sorted(getattr(dataset, '__dict__', {}))) or 'none'}"
         )
     return chosen
 
@@ -146,31 +163,46 @@ def _nbytes(value: Any, depth: int = 0) -> int:
     if type(value) not in _KINDS or not value or depth > 8:
         return size
     some = some_of(value)
-    items = (each for pair in some for each in pair) if type(value) is dict else iter(some)
-    return size + sum(_nbytes(item, depth + 1) for item in items) * len(value) // len(some)
+    for items in zip(*some, strict=True) if type(value) is dict else [some]:
+        # Of items some may be one object: as many pairs of them as there are tell how many objects there are.
+        counts = Counter(map(id, items))
+        pairs = sum(count * (count - 1) for count in counts.values())
+        objects = min(len(value), len(some) * (len(some) - 1) / pairs) if pairs else len(value)
+        sizes = [_nbytes(item, depth + 1) for item in {id(item): item for item in items}.values()]
+        size += int(objects * sum(sizes) / len(sizes))
+    return size
+
+
+def _about(value: Any) -> list[Any]:
+    """What a container is, to be compared in other processes: its type, its length, a digest of its items."""
+    digest, items = hashlib.blake2b(digest_size=16), iter(value.items() if type(value) is dict else value)
+    while chunk := list(islice(items, _CHUNK)):
+        try:
+            data = marshal.dumps(chunk, 2)  # version 2 writes the same bytes for the same values
+        except ValueError:  # what only a pickle holds, without saying which objects are one
+            pickler = pickle.Pickler(file := io.BytesIO(), 5)
+            pickler.fast = True
+            pickler.dump(chunk)
+            data = file.getvalue()
+        digest.update(data)
+    return [type(value).__name__, len(value), digest.hexdigest()]
+
+
+def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
+    """The first difference between what is shared and what should be."""
+    keys = [key for key in there.keys() | here.keys() if there.get(key) != here.get(key)]
+    key = min(keys, key=lambda key: (key not in there or key not in here, key))
+    name, theirs, own = key.partition(".")[2], there.get(key), here.get(key)
+    if theirs is None or own is None:
+        return f"only {'here' if theirs is None else 'another process'} shares {name!r}"
+    if theirs[0] != own[0]:
+        return f"another process shares {name!r} as a {theirs[0]}, and here it is a {own[0]},"
+    if theirs[1] != own[1]:
+        return f"another process shares {name!r} with {theirs[1]:,} items, and here it has {own[1]:,},"
+    return f"another process shares {name!r} with other items"
 
 
 def some_of(value: Any, number: int = _SAMPLE) -> Sequence[Any]:
     """Items of a list or tuple, or pairs of a dict, that stand for all: evenly spread, about so many."""
     step = max(1, len(value) // number)
     return list(islice(value.items(), 0, None, step)) if type(value) is dict else value[::step]
-
-
-def containers_of(dataset: Any) -> Iterator[tuple[str, Any, int]]:
-    """The attributes of a dataset that `share` would replace: their names, values, and bytes, about."""
-    for part in _parts(dataset):
-        for name, value in list(vars(part).items()):
-            if type(value) in _KINDS and (nbytes := _nbytes(value)) >= _LARGE:
-                yield name, value, nbytes
-
-
-def columns_nbytes(value: Any) -> int:
-    """Bytes that a container takes once it is shared, about: some items stand for the others."""
-    if isinstance(value, str):
-        return len(value.encode("utf-8", "surrogatepass")) + _OFFSET
-    if isinstance(value, bytes):
-        return len(value) + _OFFSET
-    if type(value) not in _KINDS or not value:
-        return _OFFSET
-    some = some_of(value)
-    return sum(map(columns_nbytes, some)) * len(value) // len(some)

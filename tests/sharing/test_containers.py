@@ -187,3 +187,11 @@ def test_keys_that_share_a_digest_are_told_apart(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("fastq_loader.sharing.containers._digest", lambda key: 7)
     shared = SharedMapping({"a": 1, "b": 2}, 0)
     assert (shared["a"], shared["b"], shared.get("c")) == (1, 2, None)
+
+
+def test_a_key_that_is_not_a_number_is_given_with_its_value() -> None:
+    mapping = SharedMapping({float("nan"): 1, 2.0: 3}, 0)
+    assert [str(key) for key in mapping] == ["nan", "2.0"]
+    assert list(mapping.values()) == [1, 3]
+    assert [value for _, value in mapping.items()] == [1, 3]
+    assert (len(mapping.items()), mapping[2.0], mapping == {2.0: 3}) == (2, 3, False)

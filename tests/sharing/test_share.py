@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ import pytest
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fastq_loader import DataLoader, share, sharing_report
+from fastq_loader.sharing.share import _about, _nbytes
 from tests.conftest import open_descriptors
 
 N = 30_000
@@ -130,6 +135,34 @@ time.sleep(60)
 """
 
 
+def changed(key: str, change: Callable[[Any], Any]) -> Callable[[], Files]:
+    def make() -> Files:
+        dataset = Files()
+        vars(dataset)[key] = change(vars(dataset)[key])
+        return dataset
+
+    return make
+
+
+OTHERS: list[tuple[Callable[[], Files], str]] = [
+    (
+        changed("samples", lambda of: of[:-1]),
+        rf"another process shares 'samples' with {N:,} .*",
+    ),
+    (
+        changed("samples", lambda of: [*of[:-1], ("b", 1)]),
+        ".* shares 'samples' with other items",
+    ),
+    (changed("samples", tuple), "another process shares 'samples' as a list, and here it is a tuple,"),
+    (
+        changed("index", lambda of: list(of.items())),
+        ".* shares 'index' as a dict, and .* a list,",
+    ),
+    (changed("classes", lambda of: [f"{number:010}" for number in range(N)]), "only here shares 'classes'"),
+    (changed("index", len), "only another process shares 'index'"),
+]
+
+
 def inodes() -> set[int]:
     """Of the memory of this kind that this process holds."""
     found = set()
@@ -160,8 +193,9 @@ def test_the_second_of_a_name_finds_the_memory_of_the_first_and_sigkill_leaves_n
             os.stat(f"/proc/{other.pid}/fd/{fd}").st_ino == inode
             for fd in os.listdir(f"/proc/{other.pid}/fd")
         )
-        with pytest.raises(ValueError, match=rf"shares 'samples' with {N:,} items .* here it has 3"):
-            share(Files(3), "samples", name="a/b")
+        for other_data, text in OTHERS:
+            with pytest.raises(ValueError, match=rf"share\(name='a/b'\): {text} under this name"):
+                share(other_data(), name="a/b")
         other.send_signal(signal.SIGKILL)
     again = share(Files(), name="a/b")
     assert inodes() - before == {inode}, "this process has held it on"
@@ -172,7 +206,69 @@ def test_the_second_of_a_name_finds_the_memory_of_the_first_and_sigkill_leaves_n
     assert open_descriptors().keys() == descriptors.keys()
     new = share(Files(), name="a/b")
     assert inodes() - before != {inode}, "nobody held it any more"
+    assert len(list(tmp_path.glob("*.shared"))) == 1
     del new
+    gc.collect()
+    assert list(tmp_path.iterdir()) == [], "the last one has taken the file along"
+
+
+@pytest.mark.processes
+def test_names_and_the_order_of_attributes_are_told_apart() -> None:
+    """Long names, too; and what lies under a name goes to the attribute that it is of."""
+    long = "日本語の長い名前です一二三四五"
+    first = share(Files(), name=f"{long}一")
+    reversed_files, wanted = Files(), Files()
+    attributes = dict(reversed(vars(reversed_files).items()))
+    vars(reversed_files).clear()
+    vars(reversed_files).update(attributes)
+    second = share(reversed_files, name=f"{long}一")
+    assert second.samples == wanted.samples
+    assert second.index == wanted.index
+    assert second.samples.source is not None  # type: ignore[attr-defined]
+    other = share(changed("samples", lambda of: of[::-1])(), name=f"{long}二")
+    assert other.samples[0] == wanted.samples[-1]
+    assert first.samples == wanted.samples
+
+
+def test_what_only_a_pickle_holds_is_compared_by_its_value() -> None:
+    part = "".join(["a", "b"])
+    assert _about([[part, part], Path("a")]) == _about([["ab", "".join(["a", "b"])], Path("a")])
+    assert _about([Path("a")]) != _about([Path("b")])
+
+
+@dataclass(frozen=True)
+class Frozen(Dataset[Any]):
+    names: list[str]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+class Slotted:
+    __slots__ = ("names",)
+
+
+def test_nothing_is_replaced_where_a_later_part_is_frozen_and_slots_have_no_such_attribute() -> None:
+    files = Files()
+    with pytest.raises(AttributeError):
+        share(ConcatDataset([files, Frozen(["a"])]), "classes", "names")
+    assert type(files.classes) is list
+    with pytest.raises(AttributeError, match="Slotted has no attribute 'names'; it has none"):
+        share(Slotted(), "names")
+
+
+@pytest.mark.parametrize(
+    ("value", "objects"),
+    [
+        (["x" * 1000] * 300_000, 1),
+        (random.Random(0).choices([f"{number:01000}" for number in range(10)], k=30_000), 10),
+        ([f"{number:01000}" for number in range(300)], 300),
+        (dict.fromkeys(range(30_000), "x" * 1000), 800),  # the keys: 28 bytes each
+    ],
+    ids=["one", "ten", "all", "values"],
+)
+def test_an_object_that_is_there_often_counts_once(value: Any, objects: int) -> None:
+    assert 0.5 * objects <= (_nbytes(value) - sys.getsizeof(value)) / 1050 <= 2 * objects
 
 
 def test_a_file_of_another_user_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
