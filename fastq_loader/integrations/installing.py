@@ -6,6 +6,7 @@ classes that others derived from torch's before.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
@@ -96,16 +97,22 @@ def uninstall() -> None:
     if _ours_before is None:
         return
     since = places_of(DataLoader) - _ours_before
-    put(TORCHS, {place for place in since if place in _replaced or _knows_torchs_only(place[0])})
+    put(TORCHS, {place for place in since if place in _replaced or _is_torchs(*place)})
     _replaced.clear()
     _ours_before = None
 
 
-def _knows_torchs_only(name: str) -> bool:
+def _is_torchs(name: str, attribute: str) -> bool:
+    """Whether a module that was imported meanwhile has the class by an import from torch."""
     try:
         source = inspect.getsource(sys.modules[name])
-    except (OSError, TypeError):  # there is none
-        return False
+        nodes = list(ast.walk(ast.parse(source)))
+    except (OSError, TypeError, SyntaxError):  # there is none: a program that was typed
+        return name == "__main__"
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    of = [each.module for each in imports for to in each.names if (to.asname or to.name) == attribute]
+    if of:
+        return str(of[-1]).partition(".")[0] == "torch"
     return "torch" in source and "fastq_loader" not in source
 
 

@@ -59,7 +59,6 @@ def share(dataset: T, *attributes: str, name: str | None = None) -> T:
         raise ImportError(f"share() needs pyarrow ({error}): pip install '.[share]' in a clone") from error
     chosen = _chosen(dataset, attributes)
     values = {id(value): value for _, _, value in chosen}  # one object may have several names
-
     # Datasets in a ConcatDataset have attributes of the same names.
     parts = [id(part) for part in _parts(dataset)]
     names = [f"{parts.index(id(part))}.{key}" for part, key, _ in chosen]
@@ -78,17 +77,22 @@ def share(dataset: T, *attributes: str, name: str | None = None) -> T:
         except named.Differs as error:
             text = _difference(error.about, of)
             raise ValueError(f"share(name={name!r}): {text} under this name; use another one") from None
-    replaced: list[tuple[Any, str, Any]] = []
-    try:
-        for each, (part, key, value) in zip(names, chosen, strict=True):
-            setattr(part, key, shared[each])
-            replaced.append((part, key, value))
-    except BaseException:  # such as of a frozen dataclass
-        for part, key, value in replaced:
-            setattr(part, key, value)
-        raise
+    _put([(part, key, shared[each]) for each, (part, key, _) in zip(names, chosen, strict=True)])
     logger.info("%s", sharing_report(dataset))
     return dataset
+
+
+def _put(chosen: list[tuple[Any, str, Any]]) -> None:
+    """Set attributes, all or none: a dataset may be frozen."""
+    before: list[tuple[Any, str, Any]] = []
+    try:
+        for part, key, value in chosen:
+            before.append((part, key, vars(part)[key]))
+            setattr(part, key, value)
+    except BaseException:
+        for part, key, value in before[:-1]:
+            setattr(part, key, value)
+        raise
 
 
 def _chosen(dataset: Any, attributes: tuple[str, ...]) -> list[tuple[Any, str, Any]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -163,10 +163,11 @@ def compare(
         text = text or "two batches, but not when they were loaded again"
         text += f" ({error})." if (error := first.costs.error or second.costs.error) else "."
         probed = trials.in_child(_Probe(torchs), method)
-        text += f"\n{_cause(loader, probed, first.digests == again[0].digests)}"
+        error = first.costs.error or second.costs.error
+        text += f"\n{_cause(loader, probed, first.digests == again[0].digests, error)}"
     rows = run("torch", timed[0], step_seconds).costs, run("fastq_loader", timed[1], step_seconds).costs
     both = second.costs.error if first.costs.error else ""
-    notes = tuple(_notes(loader, both, min(row.seconds for row in rows), batches))
+    notes = (*_notes(loader, both, min(row.seconds for row in rows), batches), *_opaque(second.opaque))
     return Comparison(place is None, text, second.costs.batches, rows, notes)
 
 
@@ -210,7 +211,7 @@ def _variants(loader: Any) -> list[Any]:
     return made
 
 
-def _cause(loader: Any, probed: str, reproducible: bool) -> str:
+def _cause(loader: Any, probed: str, reproducible: bool, error: str) -> str:
     if not reproducible:
         return (
             "But torch's DataLoader differs from itself in two runs with the same seeds: the data are not "
@@ -221,6 +222,12 @@ def _cause(loader: Any, probed: str, reproducible: bool) -> str:
         return f"Likely cause: {probed} keeps state between its calls."
     if type(loader) not in (_TORCHS, DataLoader):
         return f"Likely cause: what {type(loader).__qualname__} changes of its base class."
+    if error:
+        return (
+            "Around errors the loaders differ on purpose: with fastq_loader an error comes after the batches "
+            "before it, also one of the sampler, and has its own type; see the README, 'Different from torch "
+            "on purpose'."
+        )
     return "Dataset and collate_fn give the same twice, so it is a fault of the loader: please report it."
 
 
@@ -243,6 +250,11 @@ def _notes(loader: Any, error: str, seconds: float, batches: int | None) -> Iter
         yield f"A timed pass took {seconds:.2f} s only, which says little: give it more epochs."
 
 
+def _opaque(found: Mapping[str, str]) -> Iterator[str]:
+    for kind, path in found.items():
+        yield f"Not compared: what is in a {kind} ({path}), which cannot be pickled."
+
+
 #: What the arguments must be for batches that can be compared; and where nothing but loading is measured.
 _VALUES: dict[str, Any] = {"schedule": "round_robin", "errors": "raise", "in_order": True}
 _HOST: dict[str, Any] = {"device": None, "pin_memory": False, "workers": "processes"}
@@ -257,12 +269,14 @@ class Seen(NamedTuple):
     Attributes:
         digests: of each batch, of the generators after each epoch, and of an error.
         kept: the parts of the one that was to be kept.
+        opaque: kinds of parts that could not be compared → where the first one was.
         costs: of all epochs.
     """
 
     digests: list[bytes]
     kept: list[Leaf]
     costs: ComparisonRow
+    opaque: dict[str, str]
 
 
 @dataclass
@@ -278,7 +292,7 @@ class _Pass:
     keep: int | None
 
     def run(self) -> None:
-        self.seen = Seen([], [], ComparisonRow(self.name))
+        self.seen = Seen([], [], ComparisonRow(self.name), {})
         generators.set_shared(self.seeds)
         self.came, self.first, error = 0, 0.0, ""
         cpu, began = _cpu_seconds(), time.monotonic()
@@ -287,7 +301,8 @@ class _Pass:
                 self._epoch(epoch)
         except Exception as raised:  # of user code: both loaders may raise it at the same place
             error = f"{type(raised).__name__}: {raised}".splitlines()[0]
-            self._note("raised", "an error")
+            kind = type(raised)
+            self._note(f"a {kind.__module__}.{kind.__qualname__}", "an error")
         seconds = time.monotonic() - began
         self.close()  # its workers' CPU time counts when they have ended
         served = self.loader.num_workers and trials.start_method(self.loader) == "forkserver"
@@ -308,6 +323,7 @@ class _Pass:
     def _note(self, value: Any, path: str) -> None:
         if self.step is None:
             parts = list(leaves(value, path))
+            self.seen.opaque.update({leaf.kind: leaf.path for leaf in parts[::-1] if leaf.opaque})
             if self.keep == len(self.seen.digests):
                 self.seen.kept.extend(parts)
             self.seen.digests.append(digest(parts))

@@ -19,6 +19,10 @@ from fastq_loader.packing.pickling import parts_of
 
 #: Types whose `repr` says all.
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), np.generic, type)
+#: Containers that have parts, if they are not empty.
+_EMPTY = (list, tuple, dict, set, frozenset, deque, np.ndarray)
+#: Objects in objects that are looked into.
+_DEEPEST = 20
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -31,6 +35,7 @@ class Leaf(NamedTuple):
         data: its values, as memory or as text.
         dtype: torch's or numpy's, of values in memory.
         shape: of these.
+        opaque: whether its values are unknown: it is no container, and cannot be pickled.
     """
 
     path: str
@@ -38,22 +43,44 @@ class Leaf(NamedTuple):
     data: bytes = b""
     dtype: Any = None
     shape: tuple[int, ...] = ()
+    opaque: bool = False
 
 
 def leaves(value: Any, path: str = "batch", above: tuple[int, ...] = ()) -> Iterator[Leaf]:
     """The parts of a batch, containers before what is in them; `above` has the ids of those around it."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    inner: list[tuple[str, Any, Any]] = []
     if isinstance(value, torch.Tensor):
         yield _tensor(value, path, kind)
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
         about = f"{kind} {value.dtype}{list(value.shape)}, strides {value.strides}"
         yield Leaf(path, about, value.tobytes(), value.dtype, value.shape)
     else:
-        inner = [] if isinstance(value, _ATOMS) or id(value) in above else _inside(value)
+        known = isinstance(value, _ATOMS) or id(value) in above
+        inner = [] if known else _inside(value)
+        reduced = None if known or inner or type(value) in _EMPTY else _reduced(value, above)
         text = f"of {len(inner)}" if inner else _ADDRESS.sub("", repr(value))
-        yield Leaf(path, kind, text.encode(errors="surrogatepass"))
-        for form, key, member in inner:
-            yield from leaves(member, path + form.format(key), (*above, id(value)))
+        yield Leaf(path, kind, text.encode(errors="surrogatepass"), opaque=reduced == ())
+        inner += [(" as it is pickled", "", reduced)] if reduced else []
+    if (own := getattr(value, "__dict__", None)) and not isinstance(value, type) and not inner:
+        inner = [(".__dict__", "", dict(own))]  # of a subclass
+    for form, key, member in inner:
+        yield from leaves(member, path + form.format(key), (*above, id(value)))
+
+
+def _reduced(value: Any, above: tuple[int, ...]) -> Any:
+    """What a pickle of an object would be made of; () where it has none."""
+    if len(above) > _DEEPEST:
+        return ()
+    try:
+        parts = value.__reduce_ex__(4)
+    except Exception:  # of user code
+        return ()
+    return (
+        parts
+        if isinstance(parts, str)
+        else [list(part) if isinstance(part, Iterator) else part for part in parts]
+    )
 
 
 def _inside(value: Any) -> list[tuple[str, Any, Any]]:

@@ -207,6 +207,8 @@ def _end(child: Child) -> None:
         _interrupt(child)
         calls.readable([child.descriptor], _PATIENCE)
     finally:
+        with contextlib.suppress(ProcessLookupError):  # it had not begun
+            os.killpg(child.pid, signal.SIGKILL)
         child.kill()
         child.release()
 
@@ -224,7 +226,8 @@ def _run(answers: Connection, task: Task, consumer: int) -> None:
     answer: Any = None
     with contextlib.suppress(_TimeIsOver):
         # First, while SIGINT is blocked: a thread that took it would bring it into the start of a worker.
-        leave_with(consumer)  # the workers see this process end, and follow
+        os.setpgid(0, 0)  # torch's workers do not see this process end in the middle of a sample
+        leave_with(consumer, with_group=True)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, _leave)
         answers.send(None)

@@ -203,17 +203,19 @@ def _wait_for(pid: int, tell: Connection) -> None:
         tell.send_bytes(b"!")
 
 
-def leave_with(consumer: int, folder: str = "") -> None:
+def leave_with(consumer: int, folder: str = "", with_group: bool = False) -> None:
     """In a child: leave when the consumer dies, however it dies and whatever this process is doing.
 
     Args:
         consumer: its process id.
         folder: of sockets, to be removed then.
+        with_group: end all of this process's group.
     """
-    threading.Thread(target=_leave_with, args=(consumer, folder, os.getppid()), daemon=True).start()
+    arguments = consumer, folder, with_group, os.getppid()
+    threading.Thread(target=_leave_with, args=arguments, daemon=True).start()
 
 
-def _leave_with(consumer: int, folder: str, parent: int) -> None:
+def _leave_with(consumer: int, folder: str, with_group: bool, parent: int) -> None:
     known = multiprocessing.parent_process()
     try:
         with contextlib.suppress(ProcessLookupError):  # it is gone
@@ -225,6 +227,8 @@ def _leave_with(consumer: int, folder: str, parent: int) -> None:
             time.sleep(0.1)
     if folder:
         remove_folder(folder)
+    if with_group:
+        os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 

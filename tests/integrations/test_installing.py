@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch.utils.data.dataloader
 
 import fastq_loader
 from fastq_loader import DataLoader, Prefetcher
+from tests.conftest import ROOT
 
 TORCHS: list[Any] = [torch.utils.data.DataLoader]  # as an attribute of this module it would be replaced
 
@@ -62,6 +65,33 @@ def test_it_stands_wherever_torchs_did_and_all_of_it_is_taken_back(imported: Any
     assert before.DataLoader is since.DataLoader is torchs
     assert ours_before.DataLoader is ours_since.DataLoader is fastq_loader.DataLoader is DataLoader
     assert issubclass(DataLoader, torchs)
+
+
+PROGRAM = """
+import fastq_loader
+fastq_loader.install()
+import torch
+from torch.utils.data import DataLoader
+{}
+fastq_loader.uninstall()
+print(DataLoader is torch.utils.data.DataLoader is torch.utils.data.dataloader.DataLoader)
+"""
+
+
+@pytest.mark.processes
+def test_a_program_has_torchs_again_and_keeps_what_it_has_of_ours(tmp_path: Path) -> None:
+    (file := tmp_path / "program.py").write_text(PROGRAM.format(OURS))
+    for command in ([file], ["-c", PROGRAM.format("")]):
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, env=PATHS, capture_output=True, text=True)
+        assert (done.stdout.split()[-1:], done.stderr) == (["True"], "")
+
+
+OURS = """
+from fastq_loader import DataLoader as Ours
+import atexit
+atexit.register(lambda: (Ours is fastq_loader.DataLoader is not DataLoader) or print("False"))
+"""
+PATHS = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def test_inside_another_and_twice_it_changes_nothing() -> None:

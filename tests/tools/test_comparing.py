@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import os
 import random
 import re
+import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -18,6 +24,7 @@ from fastq_loader import DataLoader, Skip, compare
 from fastq_loader.__main__ import main
 from fastq_loader.reading import generators
 from fastq_loader.tools.leaves import difference, digest, leaves
+from tests.conftest import running_script
 from tests.support.datasets import Opaque, Point
 from tests.support.loaders import WORKERS
 
@@ -202,6 +209,107 @@ def test_a_difference_of_batches_is_told_with_its_path(one: Any, other: Any, tex
     assert (digest(parts[0]) == digest(parts[1])) == (not found)
     assert text in found
     assert bool(text) == bool(found)
+
+
+class Noted(str):
+    """A text with an attribute."""
+
+    def __init__(self, _: str) -> None:
+        self.note: Any = None
+
+
+class NotedTensor(torch.Tensor):
+    note: Any
+
+
+class Slotted:
+    __slots__ = ("note",)
+
+
+def noted(value: Any, note: int) -> Any:
+    value.note = note
+    return value
+
+
+MADE: list[Callable[[int], Any]] = [
+    lambda number: io.BytesIO(bytes([number])),
+    lambda number: noted(Noted("a"), number),
+    lambda number: noted(torch.ones(2).as_subclass(NotedTensor), number),
+    lambda number: noted(Slotted(), number),
+    lambda number: Fraction(1, number),
+    lambda number: [deque([number], maxlen=5)],
+]
+
+
+@pytest.mark.parametrize("make", MADE)
+def test_what_an_object_keeps_is_compared(make: Callable[[int], Any]) -> None:
+    assert digest(leaves(make(2))) == digest(leaves(make(2)))
+    assert digest(leaves(make(2))) != digest(leaves(make(3)))
+
+
+def test_what_cannot_be_taken_apart_is_named() -> None:
+    parts = list(leaves({"lock": threading.Lock(), "text": "a", "empty": []}))
+    assert [(leaf.path, leaf.kind) for leaf in parts if leaf.opaque] == [("batch['lock']", "_thread.lock")]
+
+
+class Raises:
+    """A sampler, or a dataset, that raises in the middle."""
+
+    def __init__(self, error: type[Exception], at: int = 13) -> None:
+        self.error, self.at = error, at
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.at)
+        raise self.error("in the middle")
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.at:
+            raise self.error("in the middle")
+        return threading.local() if index == 2 else index
+
+
+def local(samples: Any) -> Any:
+    return samples
+
+
+@pytest.mark.processes
+def test_errors_that_come_later_on_purpose_are_no_fault_and_opaque_parts_have_a_note() -> None:
+    found = compare(TORCHS(range(24), 2, sampler=Raises(ValueError), num_workers=2))  # type: ignore[arg-type]
+    assert not found.equal
+    assert "differ on purpose" in str(found).replace("\n", " ")
+    assert "please report" not in str(found)
+    found = compare(TORCHS(Raises(ValueError), 2, collate_fn=local))  # type: ignore[arg-type]
+    assert found.equal
+    assert "Not compared: what is in a _thread._local (batch 1 of epoch 1: batch[0])" in str(found)
+
+
+HANGS = """
+    from fastq_loader import compare
+    from tests.tools.test_comparing import TORCHS, Hangs
+    compare(TORCHS(Hangs(), 2, num_workers=1))
+"""
+
+
+class Hangs(Raises):
+    def __init__(self) -> None:
+        super().__init__(ValueError)
+
+    def __getitem__(self, index: int) -> Any:
+        print("it hangs", flush=True)
+        while True:
+            time.sleep(60)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_comparison_that_is_killed_takes_torchs_workers_along(number: signal.Signals) -> None:
+    with running_script(HANGS) as running:
+        running.wait_for("it hangs")
+        os.kill(running.pid, number)
+        assert running.finish(60).left == ()
 
 
 def test_what_holds_itself_has_an_end() -> None:
