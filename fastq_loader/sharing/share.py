@@ -12,7 +12,7 @@ import marshal
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -54,7 +54,7 @@ def share(dataset: T, *attributes: str, name: str | None = None) -> T:
         ImportError: pyarrow is missing. Whatever is raised, nothing was replaced.
     """
     try:
-        from fastq_loader.sharing import containers, named
+        from fastq_loader.sharing import containers
     except ImportError as error:
         raise ImportError(f"share() needs pyarrow ({error}): pip install '.[share]' in a clone") from error
     chosen = _chosen(dataset, attributes)
@@ -72,14 +72,20 @@ def share(dataset: T, *attributes: str, name: str | None = None) -> T:
         shared = make()
     else:
         of = {each: _about(value) for each, (_, _, value) in zip(names, chosen, strict=True)}
-        try:
-            shared = named.once(name, of, make)
-        except named.Differs as error:
-            text = _difference(error.about, of)
-            raise ValueError(f"share(name={name!r}): {text} under this name; use another one") from None
+        shared = _once(name, of, make)
     _put([(part, key, shared[each]) for each, (part, key, _) in zip(names, chosen, strict=True)])
     logger.info("%s", sharing_report(dataset))
     return dataset
+
+
+def _once(name: str, of: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    from fastq_loader.sharing import named
+
+    try:
+        return named.once(name, of, make)
+    except named.Differs as error:
+        text = _difference(error.about, of)
+        raise ValueError(f"share(name={name!r}): {text} under this name; use another one") from None
 
 
 def _put(chosen: list[tuple[Any, str, Any]]) -> None:
