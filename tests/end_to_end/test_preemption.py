@@ -51,7 +51,7 @@ def consume(batches: Iterable[Any], seconds: float) -> None:
 
 
 def pids(of: DataLoader[Any]) -> list[int]:
-    return [pid for engine in of._resources.engines for pid in engine.pids()]
+    return [process.pid or 0 for engine in of._resources.engines for process in engine.processes()]
 
 
 TRAINING = """

@@ -61,8 +61,11 @@ def kill_proxy(draw: random.Random, data: DataLoader[Any]) -> None:
 
 
 def kill_node(draw: random.Random, data: DataLoader[Any]) -> None:
-    alive = [node for node in newest().nodes if node in newest().hosts]
-    newest().kill_node(draw.choice(alive))
+    def alive() -> list[str]:
+        return [node for node in newest().nodes if node in newest().hosts]
+
+    assert wait_until(alive, 60), "a busy machine takes its time to start a host"
+    newest().kill_node(draw.choice(alive()))
 
 
 @pytest.mark.parametrize("kill", [kill_far_worker, kill_proxy, kill_node])
