@@ -24,8 +24,9 @@ from fastq_loader.reading.sampling import PermutationSampler
 from fastq_loader.reading.tolerance import Tolerance, read_errors
 from fastq_loader.remote.ray_workers import RayWorkers
 from fastq_loader.scheduling.schedules import Dynamic, RoundRobin, Schedule, WindowLimits, read_schedule
-from fastq_loader.workers.config import Payload, Plan, Rules
+from fastq_loader.workers.config import Plan, Rules
 from fastq_loader.workers.kinds import Auto, Processes, WorkerKind, read_workers
+from fastq_loader.workers.payload import Payload
 
 
 class Loader(Protocol):
@@ -230,6 +231,7 @@ def plan(loader: Loader) -> Plan:
         for_device=loader._resources.session is not None,
         save_generators=saves_generators(loader),
         grace=kind.grace,
+        kept=loader._resources.kept,
     )
 
 

@@ -44,6 +44,7 @@ class Resources:
         chooser: of `num_workers="auto"`: how many workers the next epoch gets.
         bad_samples: that could not be read.
         begun: the records of the last epochs, the newest last.
+        kept: what its pools use again, see `Plan`.
     """
 
     def __init__(self, owner: object | None = None, saved: Saved | None = None) -> None:
@@ -58,6 +59,7 @@ class Resources:
         self.hinted: set[type[LoaderHint]] = set()
         self.chooser = Chooser()
         self.bad_samples = BadSamples({} if saved is None else saved.bad_samples)
+        self.kept: dict[str, Any] = {}
         self.begun: deque[EpochRecord] = deque(maxlen=_REMEMBERED)
 
     @property

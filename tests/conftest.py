@@ -113,13 +113,10 @@ def descendants(root: int | None = None) -> dict[int, ProcessEntry]:
 
 def open_descriptors() -> dict[int, str]:
     """Descriptor → what it points at, without those that lead to helpers (see above)."""
-    ours = sys.modules.get("fastq_loader.workers.local_pool")
     helpers = {
         SERVER.descriptor,
         getattr(resource_tracker._resource_tracker, "_fd", None),
         getattr(forkserver._forkserver, "_forkserver_alive_fd", None),
-        getattr(getattr(ours, "_server", None), "_forkserver_alive_fd", None),
-        getattr(getattr(ours, "_server", None), "socket", None),
     }
     found: dict[int, str] = {}
     for fd in set(map(int, os.listdir("/proc/self/fd"))) - helpers:

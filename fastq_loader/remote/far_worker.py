@@ -52,8 +52,9 @@ from fastq_loader.reading import collate
 from fastq_loader.remote.connection import LONGEST, MESSAGE, WELCOME, Connection, Lost, Request, Tls
 from fastq_loader.system import process_id
 from fastq_loader.workers import children
-from fastq_loader.workers.config import Descriptors, PickledPayload, Setup
+from fastq_loader.workers.config import Setup
 from fastq_loader.workers.main import Worker, prepare_signals
+from fastq_loader.workers.payload import Descriptors, PickledPayload
 
 #: Answers that may wait to be sent. One is on its way then, and one is loaded.
 _WAITING = 1

@@ -35,7 +35,7 @@ from fastq_loader.remote.connection import MESSAGE, REFUSED, REPORT, Connection,
 from fastq_loader.remote.far_worker import HostSpec
 from fastq_loader.system import calls
 from fastq_loader.workers.children import Child, Stacks
-from fastq_loader.workers.config import Payload
+from fastq_loader.workers.payload import Payload
 
 #: Handshakes at a time. Each takes two round trips; more come from a scan of ports.
 _HANDSHAKES = 64

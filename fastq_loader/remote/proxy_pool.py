@@ -36,9 +36,10 @@ from fastq_loader.remote.far_worker import HostSpec
 from fastq_loader.remote.proxy import NoPlace, Place, Status, main
 from fastq_loader.system import calls, process_id
 from fastq_loader.system.interrupts import without_signals
-from fastq_loader.workers.children import Forked, LaunchedProcess, Zygote
-from fastq_loader.workers.config import Plan, Setup
-from fastq_loader.workers.worker_pool import WorkerPool, own_fields
+from fastq_loader.workers.children import Launch
+from fastq_loader.workers.config import Plan, Setup, own_fields
+from fastq_loader.workers.worker_pool import WorkerPool
+from fastq_loader.workers.zygote import Zygote, copy_of_consumer, fork_copy
 
 if TYPE_CHECKING:
     from fastq_loader.statistics.counters import Counters
@@ -137,10 +138,10 @@ class ProxyPool(WorkerPool):
         self._thread = threading.Thread(target=self._run, name="fastq_loader: places", daemon=True)
 
     def _begin(self) -> None:
-        setup = self._told()
+        setup = self._with()
         self._token = setup.token
         if calls.has_pidfd():
-            self._zygote = Zygote(_FORK, self._made, setup.folder)
+            self._zygote = copy_of_consumer(_FORK, self._made, setup.folder)
         spec = pickle.dumps(HostSpec.of(setup, self._tls))
         self._wake = calls.wake_up()
         self._placement.start(spec, self._plan.workers)
@@ -150,26 +151,29 @@ class ProxyPool(WorkerPool):
             self.start_next()
 
     def _process(self, setup: Setup) -> BaseProcess:
-        return LaunchedProcess(partial(self._launch, setup))
+        return _FORK.Process(daemon=True)  # `_made` makes it where it is forked
 
-    def _launch(self, setup: Setup) -> popen_fork.Popen:
+    def _launch(self, setup: Setup) -> Launch:
+        return partial(self._fork, setup)
+
+    def _fork(self, setup: Setup, process: BaseProcess) -> popen_fork.Popen:
         mine, its = multiprocessing.Pipe()
-        process: popen_fork.Popen
+        forked: popen_fork.Popen
         with its:
             if self._zygote is None:
-                process = popen_fork.Popen(self._made(own_fields(setup), os.dup(its.fileno())))
+                forked = popen_fork.Popen(self._made(own_fields(setup), os.dup(its.fileno())))
             else:
-                process = Forked(self._zygote, (own_fields(setup),), passed=[its.fileno()])
+                forked = fork_copy(self._zygote, process, own_fields(setup), setup.folder, [its.fileno()])
         proxy = _Proxy(mine)
         with self._lock:
             self._open.append(proxy)
             self._proxies[setup.worker] = proxy
             calls.wake(self._wake)
-        return process
+        return forked
 
     def _made(self, fields: dict[str, Any], its: int) -> BaseProcess:
         """A proxy, to be started where this runs. Its end of the pipe is the descriptor `its`."""
-        arguments = self._told(**fields), self._tls, Pipe(its), self._traffic
+        arguments = self._with(**fields), self._tls, Pipe(its), self._traffic
         return _FORK.Process(target=main, args=arguments, daemon=True)
 
     # ---- places -------------------------------------------------------------------------------

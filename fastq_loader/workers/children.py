@@ -1,22 +1,14 @@
-"""A child process: how it is started, when it has ended, how it died, its stacks; and one that forks others.
+"""A child process: how it is started, when it has ended, how it died, and its stacks.
 
-Runs in the consumer, but for `_serve`, which runs in the zygote, and `leave_with` and `write_stacks`, which
-run in a worker. Where SIGCHLD is ignored, as daemons have it, the system reaps children
-by itself, or other code does; multiprocessing takes a child whose exit code it cannot get for one that still
-runs. Only a descriptor says when it has ended.
-
-A `Zygote` waits to fork others: what the fork server is for the other start methods. It is forked together
-with the first workers where dead ones are to be replaced, and before the first proxy of a worker on another
-machine. A worker that was forked from the consumer in the middle of a training run would see the dataset as
-it is then, copy the page tables of a process that has grown meanwhile, and inherit its sockets, threads'
-locks and devices. The zygote is a copy of the consumer as it was at the start, with one thread.
+Runs in the consumer, but for `leave_with` and `write_stacks`, which run in a worker. Where SIGCHLD is
+ignored, as daemons have it, the system reaps children by itself, or other code does; multiprocessing takes a
+child whose exit code it cannot get for one that still runs. Only a descriptor says when it has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import multiprocessing.connection
 import multiprocessing.process
 import os
@@ -24,9 +16,9 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from multiprocessing import popen_fork, reduction, util
+from multiprocessing import popen_fork
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -39,38 +31,15 @@ from fastq_loader.system.interrupts import without_signals
 #: The exit code of a process that could not be asked for its own (multiprocessing's number for that).
 UNKNOWN_EXIT = 255
 
-#: Makes a process object in the zygote, from the arguments that `Forked` was called with.
-Make = Callable[..., BaseProcess]
+#: Starts a process.
+Launch = Callable[[BaseProcess], popen_fork.Popen]
 
 #: Ends a process of ours that outlives SIGTERM: a real-time signal, which nobody else sends, with the default
 #: action.
 END = getattr(signal, "SIGRTMIN", 34) + 8
 
-_FORK, _REAP, _QUIT = "fork", "reap", "quit"
-
-#: Seconds that the zygote has to end in; half of those that it has to answer in. The first half is over at
-#: once where both processes were stopped meanwhile.
-_PATIENCE, _ANSWER = 1.0, 5.0
-
-
-class LaunchedProcess(BaseProcess):
-    """A process that is started in a way of its own. It may be treated like any other.
-
-    Args:
-        launch: starts it.
-    """
-
-    def __init__(self, launch: Callable[[], popen_fork.Popen]) -> None:
-        super().__init__(daemon=True)
-        self.launch = launch
-
-    # The name that BaseProcess calls.
-    @staticmethod
-    def _Popen(process: LaunchedProcess) -> popen_fork.Popen:
-        try:
-            return process.launch()
-        finally:
-            del process.launch  # it may refer to the pool
+#: Would print a traceback in a worker, or end it, before it has handlers.
+KEPT_OUT = signal.SIGINT, signal.SIGTERM
 
 
 class Child:
@@ -79,11 +48,15 @@ class Child:
     Args:
         process: not started yet.
         ended_by: the signal that its `terminate` sends.
+        launch: starts it in another way than its own.
     """
 
-    def __init__(self, process: BaseProcess, ended_by: int = signal.SIGTERM) -> None:
+    def __init__(
+        self, process: BaseProcess, ended_by: int = signal.SIGTERM, launch: Launch | None = None
+    ) -> None:
         self.process = process
         self._ended_by = ended_by
+        self._launch: Launch = launch or type(process)._Popen  # type: ignore[attr-defined]
         self._descriptor = -1
 
     def start(self) -> None:
@@ -98,11 +71,16 @@ class Child:
         with contextlib.suppress(OSError):  # no pidfd in this kernel or sandbox
             self._descriptor = calls.pidfd_open(self.pid)
 
+    def disown(self) -> None:
+        """It ends by itself: multiprocessing is not to join it when this process exits."""
+        _not_ours([self.process])
+
     def _launched(self, process: Any) -> Any:
         """In the place of `BaseProcess._Popen`: before multiprocessing knows the child, which it ends itself
         when the program exits, its `terminate` is ours. An interrupt may come at any time."""
         del vars(process)["_Popen"]  # what is pickled for a child that is spawned does not have it
-        popen: Any = process._Popen(process)
+        popen: Any = self._launch(process)
+        del self._launch  # it may refer to the pool
         vars(popen)["terminate"] = partial(popen._send_signal, self._ended_by)
         return popen
 
@@ -269,159 +247,3 @@ class Stacks:
     def close(self) -> None:
         os.close(self._read_end)
         os.close(self.write_end)
-
-
-# ---- a process that forks others ----------------------------------------------------------------------
-
-
-class Zygote:
-    """The consumer's end of one that is a copy of this process as it is now.
-
-    Args:
-        context: multiprocessing's, of start method fork.
-        make: in the zygote, makes the process object of a worker.
-        folder: of sockets, to be removed when the consumer dies: there may be no worker yet to do it.
-    """
-
-    def __init__(self, context: Any, make: Make, folder: str) -> None:
-        self._lock = threading.RLock()  # active_children() of another thread asks too
-        self._requests = 0
-        self._connection, other = multiprocessing.Pipe()
-        arguments = other, self._connection, os.getpid(), make, folder
-        with other:
-            self._child = Child(context.Process(target=_serve, args=arguments, daemon=True), END)
-            self._child.start()
-
-    def process(self, *arguments: Any) -> BaseProcess:
-        """A worker, to be started like any other process."""
-        return LaunchedProcess(partial(Forked, self, arguments))
-
-    def ask(self, *request: Any, passed: Sequence[int] = ()) -> Any:
-        """The zygote's answer to a request.
-
-        Args:
-            request: what it is sent.
-            passed: descriptors that it is sent after it.
-
-        Raises:
-            OSError: it could not fork; or it is gone, or does not answer.
-        """
-        try:
-            with self._lock, without_signals():
-                answer = self._ask(request, passed)
-        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-            raise OSError("the process that starts new workers has ended") from error
-        if isinstance(answer, OSError):
-            raise answer
-        return answer
-
-    def _ask(self, request: tuple[Any, ...], passed: Sequence[int]) -> Any:
-        self._requests += 1
-        self._connection.send((self._requests, *request))
-        for descriptor in passed:
-            reduction.send_handle(self._connection, descriptor, self._child.pid)
-        sources = self._connection.fileno(), self._child.descriptor  # its children hold its end too
-        number = 0
-        # Where there are other threads, the handler of a signal may have raised in the middle of a request.
-        while number < self._requests:
-            ready = readable(sources, _ANSWER) or readable(sources, _ANSWER)
-            if self._connection.fileno() not in ready:
-                self._child.kill()  # it may be stopped
-                raise EOFError
-            number, answer = self._connection.recv()
-        return answer
-
-    def close(self) -> None:
-        """End the zygote; its workers have ended."""
-        with contextlib.suppress(OSError), self._lock:
-            self._connection.send((0, _QUIT))  # a child of the user's may hold this end too
-        self._connection.close()
-        if not readable([self._child.descriptor], _PATIENCE):
-            self._child.process.kill()
-        self._child.release()
-
-
-class Forked(popen_fork.Popen):
-    """What multiprocessing has of a child process, for one that is the zygote's child.
-
-    Args:
-        zygote: forks it, now.
-        arguments: of the zygote's `make`.
-        passed: descriptors for it, which come after them.
-    """
-
-    def __init__(self, zygote: Zygote, arguments: tuple[Any, ...], passed: Sequence[int] = ()) -> None:
-        self._zygote = zygote
-        super().__init__((arguments, passed))  # type: ignore[arg-type]
-
-    def _launch(self, request: Any) -> None:
-        arguments, passed = request
-        self.pid = self._zygote.ask(_FORK, arguments, len(passed), passed=passed)
-        self.sentinel = calls.pidfd_open(self.pid)  # its parent has not reaped it, so the number is its own
-        self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
-
-    def poll(self, flag: int = os.WNOHANG) -> int | None:
-        if self.returncode is None and readable([self.sentinel], 0 if flag == os.WNOHANG else None):
-            try:
-                code = self._zygote.ask(_REAP, self.pid)
-            except OSError:  # the zygote is gone, and with it the exit code
-                code = None
-            self.returncode = UNKNOWN_EXIT if code is None else code
-        return self.returncode
-
-    def _send_signal(self, number: int) -> None:
-        if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and has not been reaped
-                calls.pidfd_send_signal(self.sentinel, number)
-
-
-# ---- in the zygote -------------------------------------------------------------------------------
-
-
-def _serve(connection: Connection, others: Connection, consumer: int, make: Make, folder: str) -> None:
-    """Fork workers until the consumer, whose end `others` is, says that it needs no more, or dies."""
-    others.close()
-    gc.freeze()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers set handlers of their own
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-    # A handler of the consumer's is not for here, and where it is ignored exit codes are lost.
-    inherited = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # multiprocessing lets no daemon have children, because they would not be ended: these leave with the
-    # consumer.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    children: dict[int, BaseProcess] = {}
-    with contextlib.suppress(EOFError, ConnectionError, ProcessLookupError):  # the consumer is gone
-        death = calls.pidfd_open(consumer)
-        while death not in readable([connection.fileno(), death], None):
-            number, kind, *arguments = connection.recv()
-            if kind == _QUIT:
-                os._exit(0)
-            try:
-                if kind == _FORK:
-                    values, passed = arguments
-                    values += tuple(reduction.recv_handle(connection) for _ in range(passed))
-                    answer: Any = _fork(children, make(*values), inherited)
-                else:
-                    process = children.pop(*arguments)
-                    process.join()
-                    answer = process.exitcode
-            except OSError as error:
-                answer = error
-            connection.send((number, answer))
-    # Workers that still run see for themselves that the consumer is gone. They are not waited for: that would
-    # be this process's exit handlers' doing.
-    remove_folder(folder)
-    os._exit(0)
-
-
-def _fork(children: dict[int, BaseProcess], process: BaseProcess, inherited: Any) -> int:
-    if inherited is not None:  # else it was not set from Python
-        signal.signal(signal.SIGCHLD, inherited)  # what the first workers have
-    try:
-        process.start()
-    finally:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    assert process.pid is not None, "it was started"
-    children[process.pid] = process
-    return process.pid

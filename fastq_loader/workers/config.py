@@ -1,39 +1,19 @@
-"""What a pool of workers and each of its workers are told.
+"""Setups of a pool of workers and of each of its workers.
 
 Made in the consumer. A `Setup` is read in the worker, which inherits it or gets it pickled.
-
-The user's objects travel as a `Payload`. Under fork they are inherited. Under spawn and forkserver they
-travel in memory that the worker opens itself, so that a failure is reported like any other instead of ending
-the process. It is written once, with the first worker: the others, of which some may start much later, get
-the objects as they were then. Large arrays in it are mapped by all workers, so they cost memory once. What
-torch and multiprocessing send as descriptors (tensors' storages,
-queues) is recorded beside it, and every worker gets descriptors of its own. Only what is counted
-elsewhere cannot be sent twice: storages in files and on devices. It is pickled for each worker, and they all
-start at once.
 """
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import os
-import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing import reduction
-from multiprocessing.context import BaseContext, get_spawning_popen, set_spawning_popen
-from multiprocessing.reduction import ForkingPickler
+from multiprocessing.context import BaseContext
 from typing import Any
 
-import numpy as np
-import torch
-from torch.multiprocessing import get_sharing_strategy
-
-from fastq_loader.memory import mapped
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import Extents
-from fastq_loader.packing import pickling
 from fastq_loader.scheduling.schedules import WindowLimits
+from fastq_loader.workers.payload import Payload
 
 
 @dataclass(frozen=True)
@@ -66,6 +46,7 @@ class Plan:
         for_device: whether batches go on to a device, and are laid out for it.
         save_generators: whether workers send the states of their generators with each batch.
         grace: seconds for which a worker outlives a SIGTERM that is not its consumer's.
+        kept: of the loader: what its next pools use again, by name.
     """
 
     payload: Payload
@@ -83,6 +64,7 @@ class Plan:
     for_device: bool = False
     save_generators: bool = False
     grace: float = 0.0
+    kept: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def shared_tasks(self) -> bool:
@@ -93,10 +75,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Setup:
-    """What one worker is told.
+    """Setup of one worker.
 
     Attributes:
-        plan: the pool's, without its context.
+        plan: the pool's, without what stays in the consumer.
         worker: its number.
         generation: how many processes had its number before.
         folder: where it binds its socket.
@@ -121,201 +103,6 @@ class Setup:
     descriptors: dict[str, int]
 
 
-# ---- the user's objects -----------------------------------------------------------------------------
-
-
-class Descriptors(dict[Any, int]):
-    """What a worker needs, by name or number: inherited, or sent along under spawn and forkserver."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _received, ({name: reduction.DupFd(fd) for name, fd in self.items()},)
-
-
-def _received(duplicates: dict[Any, Any]) -> Descriptors:
-    return Descriptors({name: duplicate.detach() for name, duplicate in duplicates.items()})
-
-
-class Payload:
-    """A dataset and what of the user's goes with it.
-
-    Attributes:
-        parts: by name.
-    """
-
-    def __init__(self, dataset: Any, collate_fn: Any, init_fn: Any, errors: Any = None) -> None:
-        self.parts = {"dataset": dataset, "collate_fn": collate_fn, "worker_init_fn": init_fn}
-        self.parts["errors"] = errors  # which has exceptions by their classes
-        self._carried: list[int] = []  # the last one is that of the parts
-
-    @property
-    def sealed(self) -> bool:
-        """Whether workers that start later get the objects as they are now."""
-        return bool(self._carried)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        self._carried = self._carried or _Recorder().seal(self.parts)
-        if not self._carried:
-            return PickledPayload, (bytes(ForkingPickler.dumps(self.parts)), Descriptors())
-        return PickledPayload, (None, Descriptors(enumerate(self._carried)))
-
-    def unseal(self) -> None:
-        """All workers were started: let the memory and the descriptors go."""
-        _close_all(self._carried)
-
-    def open(self) -> dict[str, Any]:
-        """The parts, in a worker."""
-        return self.parts
-
-
-class PickledPayload(Payload):
-    """What arrives in a worker that did not inherit: a pickle, or descriptors of which the last is that of
-    memory with one."""
-
-    def __init__(self, data: bytes | None, carried: Descriptors) -> None:
-        self._data = data
-        self._descriptors = carried
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PickledPayload, (self._data, self._descriptors)
-
-    def open(self) -> dict[str, Any]:
-        with _not_yet_a_daemon():
-            return self._open()
-
-    def _open(self) -> dict[str, Any]:
-        _Carried.descriptors = carried = self._descriptors
-        if self._data is not None:
-            parts: dict[str, Any] = pickle.loads(self._data)
-            return parts
-        fd = carried.pop(max(carried))
-        try:
-            pickling.sends_by_value, parts = mapped.read(fd)
-        finally:
-            os.close(fd)
-        return parts
-
-
-@contextlib.contextmanager
-def _not_yet_a_daemon() -> Iterator[None]:
-    """Modules that are imported in here may start processes, which daemons may not: torch's worker imports
-    them before it is one."""
-    configuration: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    daemon = configuration.pop("daemon", None)
-    try:
-        yield
-    finally:
-        configuration.update({} if daemon is None else {"daemon": daemon})
-
-
-class _Carried:
-    """In what is sealed: a descriptor, by its number. What torch and multiprocessing know as a DupFd."""
-
-    descriptors = Descriptors()  # of this process, a worker
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def detach(self) -> int:
-        """The descriptor, which is the caller's from here on."""
-        return self.descriptors[self._number]
-
-
-class _Recorder:
-    """Stands where multiprocessing expects the process that is being started, and notes its descriptors."""
-
-    def __init__(self) -> None:
-        self.descriptors: list[int] = []
-
-    def duplicate_for_child(self, descriptor: int) -> int:
-        # A duplicate, because the user may let go of the original before the last worker starts.
-        self.descriptors.append(os.dup(descriptor))
-        return len(self.descriptors) - 1
-
-    DupFd = _Carried
-
-    def seal(self, parts: dict[str, Any]) -> list[int]:
-        """The descriptors that go with the parts, the last of memory with the parts themselves; none if they
-        hold what can be sent only once."""
-        starting = get_spawning_popen()
-        set_spawning_popen(self)  # type: ignore[arg-type]
-        try:
-            memory = self._written(parts)  # which adds to the others
-            return [*self.descriptors, memory]
-        except BaseException as error:
-            _close_all(self.descriptors)
-            if isinstance(error, _OnlyOnce):
-                return []
-            raise
-        finally:
-            set_spawning_popen(starting)
-
-    def _written(self, parts: dict[str, Any]) -> int:
-        """The parts as pickle takes them; by value where it refuses them, or a worker would."""
-        with contextlib.suppress(ImportError):
-            if pickling.is_interactive():
-                return mapped.write((True, parts), pickling.by_value(_Sealer))
-        try:
-            return mapped.write((False, parts), _Sealer)
-        except (TypeError, AttributeError, pickle.PicklingError):
-            _close_all(self.descriptors)
-            try:
-                return mapped.write((True, parts), pickling.by_value(_Sealer))
-            except Exception:  # the error of what everybody has says where it lies
-                _close_all(self.descriptors)
-            raise
-
-
-def _close_all(descriptors: list[int]) -> None:
-    while descriptors:
-        os.close(descriptors.pop())
-
-
-class _OnlyOnce(Exception):
-    """Something keeps count of those it was sent to."""
-
-
-class _Sealer(ForkingPickler):
-    """multiprocessing's pickler, whose constructor passes no callback on."""
-
-    def __init__(self, file: Any, protocol: int, buffer_callback: Any) -> None:
-        super().__init__(file, protocol)
-        table = self.dispatch_table
-        pickle.Pickler.__init__(self, file, protocol, buffer_callback=buffer_callback)
-        self.dispatch_table = table
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, (torch.Tensor, torch.UntypedStorage)) and (
-            value.device.type != "cpu" or get_sharing_strategy() != "file_descriptor"  # type: ignore[no-untyped-call]
-        ):
-            raise _OnlyOnce
-        if type(value) is np.ndarray and np.ndarray not in self.dispatch_table:
-            value = _as_in_torch(value)
-            return value.__reduce_ex__(5)
-        return NotImplemented
-
-
-def _as_in_torch(array: Any) -> Any:
-    """The array as torch's worker has it. Pickled by protocol 4, as multiprocessing does until Python 3.14,
-    arrays arrive writable and in the machine's order of bytes. No copy is made where there need be none."""
-    if pickle.DEFAULT_PROTOCOL >= 5 or array.dtype.hasobject or not array.flags.forc:
-        return array
-    if array.dtype.byteorder not in "=|":
-        return array.astype(array.dtype.newbyteorder("="))
-    if not array.flags.writeable:
-        memory: Any = np.asarray(_Writable(array))
-        return np.ndarray(array.shape, array.dtype, memory, strides=array.strides)
-    return array
-
-
-class _Writable:
-    """The bytes of a read-only array, as something that can be written to; nobody does."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self._array = array  # stays as long as its bytes are referred to
-        place, _ = array.__array_interface__["data"]
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (array.nbytes,),
-            "typestr": "|u1",
-            "data": (place, False),
-        }
+def own_fields(setup: Setup) -> dict[str, Any]:
+    """What differs between the setups of a pool's workers."""
+    return {name: getattr(setup, name) for name in ("worker", "generation", "folder", "space")}

@@ -22,12 +22,11 @@ from fastq_loader.memory.blocks import Extents
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.workers import WorkerCounters
 from fastq_loader.system.interrupts import without_signals
-from fastq_loader.workers.children import END, Child
-from fastq_loader.workers.config import Descriptors, Payload, Plan, Setup
+from fastq_loader.workers.children import END, KEPT_OUT, Child, Launch
+from fastq_loader.workers.config import Plan, Setup
+from fastq_loader.workers.payload import Descriptors, Payload
 from fastq_loader.workers.stopping import Stopping
 
-#: Would print a traceback in a worker, or end it, before it has handlers.
-KEPT_OUT = signal.SIGINT, signal.SIGTERM
 #: Descriptors that the start of a process takes: two pipes, one for its end, and those that are passed on.
 _DESCRIPTORS = 8
 
@@ -65,6 +64,10 @@ class WorkerPool(ABC):
     def _process(self, setup: Setup) -> BaseProcess:
         """A process to be started."""
 
+    def _launch(self, setup: Setup) -> Launch | None:
+        """Starts such a process; None: in its own way."""
+        return None
+
     def _start(self, child: Child) -> None:
         child.start()
 
@@ -89,7 +92,7 @@ class WorkerPool(ABC):
                 the text names it.
         """
         self._setup = Setup(
-            plan=replace(self._plan, context=None),  # it need not survive a journey
+            plan=replace(self._plan, context=None, kept={}),  # they stay here
             worker=0,
             generation=0,
             folder=folder,
@@ -109,8 +112,8 @@ class WorkerPool(ABC):
             WorkerCounters(worker, self.pid(worker)) for worker in range(self._plan.workers)
         )
 
-    def _told(self, **fields: Any) -> Setup:
-        """What a worker is told: what all are, and these fields of a `Setup`."""
+    def _with(self, **fields: Any) -> Setup:
+        """The setup of all workers, with these fields of one."""
         assert self._setup is not None, "the pool was started"
         return replace(self._setup, **fields)
 
@@ -127,7 +130,7 @@ class WorkerPool(ABC):
             return False
         # Signals: between fork and handler.
         with naming_the_limit(_DESCRIPTORS), without_signals(*KEPT_OUT):
-            child = self._child(self._told(worker=len(self._children)))
+            child = self._child(self._with(worker=len(self._children)))
             self._children.append(child)
             self._generations.append(0)
             self._start(child)
@@ -146,15 +149,16 @@ class WorkerPool(ABC):
         """
         generation = self._generations[worker] + 1
         with naming_the_limit(_DESCRIPTORS), without_signals(*KEPT_OUT):
-            told = self._told(worker=worker, generation=generation, folder=folder, space=space)
-            child = self._child(told)
+            setup = self._with(worker=worker, generation=generation, folder=folder, space=space)
+            child = self._child(setup)
             self._start(child)
             self._children[worker].release()
             self._children[worker], self._generations[worker] = child, generation
         return generation
 
-    def _child(self, told: Setup) -> Child:
-        return Child(self._process(told), END if self._plan.grace else signal.SIGTERM)
+    def _child(self, setup: Setup) -> Child:
+        ended_by = END if self._plan.grace else signal.SIGTERM
+        return Child(self._process(setup), ended_by, self._launch(setup))
 
     # ---- the workers by their numbers -----------------------------------------------------------
 
@@ -202,7 +206,8 @@ class WorkerPool(ABC):
         self._setup = None
         if self._stopping is None:
             self._plan.payload.unseal()
-            self._plan = replace(self._plan, payload=Payload(None, None, None))  # the user's are free now
+            # What is the user's, and what is the loader's, is free now.
+            self._plan = replace(self._plan, payload=Payload(None, None, None), kept={})
             for child in self._children:
                 if not child.pid:
                     child.release()
@@ -218,8 +223,3 @@ class WorkerPool(ABC):
     def ended(self) -> bool:
         """Whether it was stopped, and none of its processes is left."""
         return self._stopping is not None and self._stopping.over.is_set()
-
-
-def own_fields(setup: Setup) -> dict[str, Any]:
-    """What differs between the setups of a pool's workers."""
-    return {name: getattr(setup, name) for name in ("worker", "generation", "folder", "space")}

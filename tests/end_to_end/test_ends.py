@@ -46,4 +46,5 @@ def test_a_process_ends_with_all_that_its_loader_started(where: str, loader: str
     else:
         assert result.stdout.splitlines()[-1] == f"exit code {code}", result.stderr
     assert not result.left
-    assert ("ValueError: on purpose" in result.stderr) == (how == "raise" and "torch." not in where)
+    if loader != "torch":  # whose SIGCHLD handler may raise at any moment, and then its error is shown
+        assert ("ValueError: on purpose" in result.stderr) == (how == "raise" and "torch." not in where)

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from fastq_loader import DataLoader, Processes, WorkerDied, WorkerReplaced
-from fastq_loader.workers import local_pool, stopping
+from fastq_loader.workers import stopping
 from tests.conftest import of_kind, open_descriptors, process_table, run_script, wait_until
 from tests.end_to_end.test_restarts import Doomed
 from tests.support.crimes import CrimeAt
@@ -252,7 +252,6 @@ OWN = OwnContext()
 def test_4_late_workers_and_successors_of_dead_ones_start_as_at_iter(
     context: Any, folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_pool, "cores", lambda: 1)  # one worker starts at a time
     expected = surroundings()
     options: dict[str, Any] = {"multiprocessing_context": context, "workers": Processes(max_restarts=1)}
     dataset = Surrounded(tmp_path / "deaths", 5)

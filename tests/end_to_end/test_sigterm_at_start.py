@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from fastq_loader.workers import local_pool
 from tests.conftest import ROOT, running_script, wait_until
 
 pytestmark = pytest.mark.processes
 
-#: Workers stop at the gate in the middle of their first import, before anything of ours has run in them.
+#: Stops whoever imports it, and says so.
 GATE = """
 import os, sys, time
 if "spawn_main" in str(sys.orig_argv):
@@ -22,23 +21,24 @@ if "spawn_main" in str(sys.orig_argv):
         time.sleep(0.02)
 """
 JOB = """
-    import signal
+    import signal, sys
+    import __main__
     import fastq_loader
+    __main__.__file__ = {main!r}
     signal.signal(signal.SIGTERM, lambda *_: print("saved", flush=True))
     loader = fastq_loader.DataLoader(range(8), 2, num_workers=2, multiprocessing_context="spawn")
-    batches = iter(loader)
-    print("started", flush=True)
-    print([batch.tolist() for batch in batches], flush=True)
+    print([batch.tolist() for batch in loader], flush=True)
 """
 
 
-def test_spawned_workers_outlive_sigterm_before_they_are_up(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(GATE)
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    at_once = min(2, local_pool.cores())
-    with running_script(JOB, env={"PYTHONPATH": path, "GATE": str(tmp_path)}) as script:
-        script.wait_for("started")
-        assert wait_until(lambda: len(list(tmp_path.glob("[0-9]*"))) == at_once, 60)
+@pytest.mark.parametrize(("gate", "waiting"), [("sitecustomize", 1), ("program", 2)])
+def test_spawned_workers_outlive_sigterm_before_they_are_up(gate: str, waiting: int, tmp_path: Path) -> None:
+    """While the interpreter starts that they are forked from, and while they import the program."""
+    (tmp_path / "program.py").touch()
+    (tmp_path / f"{gate}.py").write_text(GATE)
+    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "GATE": str(tmp_path)}
+    with running_script(JOB.format(main=str(tmp_path / "program.py")), env=environment) as script:
+        assert wait_until(lambda: len(list(tmp_path.glob("[0-9]*"))) == waiting, 60)
         os.killpg(script.pid, signal.SIGTERM)
         script.wait_for("saved")
         (tmp_path / "open").touch()

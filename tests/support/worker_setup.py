@@ -8,8 +8,9 @@ from typing import Any
 from fastq_loader.memory.arena import Arena
 from fastq_loader.remote.far_worker import HostSpec
 from fastq_loader.scheduling.schedules import WindowLimits
-from fastq_loader.workers.config import Descriptors, Payload, Plan, Rules, Setup
+from fastq_loader.workers.config import Plan, Rules, Setup
 from fastq_loader.workers.local_pool import LocalPool
+from fastq_loader.workers.payload import Descriptors, Payload
 from tests.support.pair import TOKEN
 
 MAP_STYLE = Rules(iterable=False, auto_collation=False, drop_last=False)

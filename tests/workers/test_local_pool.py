@@ -1,4 +1,4 @@
-"""What `workers=` may be, the user's objects on their way, and the server that workers are forked from."""
+"""Values of `workers=`, the user's objects on their way, and the interpreter that workers are forked from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
-from multiprocessing import forkserver, popen_forkserver, popen_spawn_posix, reduction
+from multiprocessing import forkserver, reduction
 from multiprocessing.context import get_spawning_popen, set_spawning_popen
 from pathlib import Path
 from pickle import loads
@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from fastq_loader import Processes
-from fastq_loader.workers.config import Payload
 from fastq_loader.workers.kinds import read_workers
 from fastq_loader.workers.local_pool import LocalPool
+from fastq_loader.workers.payload import Payload
 from tests.conftest import open_descriptors
 from tests.support.crimes import CountsPickling
 from tests.support.worker_setup import make_plan
@@ -210,31 +210,36 @@ def test_large_arrays_are_mapped_and_what_is_written_to_them_stays_where_it_is()
     assert len(open_descriptors()) == before
 
 
-# ---- the server that workers are forked from -------------------------------------------------------------
+# ---- the interpreter that workers are forked from ---------------------------------------------------------
 
 WARM = """
-import gc, multiprocessing, os, signal, sys
+import gc, multiprocessing, os, sys
 from fastq_loader import DataLoader
 
 class Forked:
     def __len__(self):
         return 2
     def __getitem__(self, at):
-        with open(f"/proc/{os.getppid()}/cmdline") as file:
-            warm = "fastq_loader.workers.warm" in file.read() and gc.get_freeze_count() > 100_000
-        return warm, sys.modules["chosen"].BY == os.getppid(), sys.modules["other"].BY == os.getpid()
+        warm = os.getppid() != multiprocessing.parent_process().pid and gc.get_freeze_count() > 100_000
+        chosen = "chosen" in sys.modules and sys.modules["chosen"].BY == os.getppid()
+        own = sys.modules["other"].BY == os.getpid()
+        return warm, chosen == (sys.argv[1] == "forkserver"), own, os.getppid()
 
 if __name__ == "__main__":
     import other
     multiprocessing.set_forkserver_preload(["chosen"])
-    if sys.argv[1:]:
+    if sys.argv[2:]:
         process = multiprocessing.get_context("forkserver").Process(target=print)
         process.start()
         process.join()
-    for _ in range(2):
-        options = dict(num_workers=2, multiprocessing_context="forkserver", collate_fn=other.same)
-        with DataLoader(Forked(), **options) as loader:
-            print([all(*batch) for batch in loader])
+    options = dict(num_workers=2, multiprocessing_context=sys.argv[1], collate_fn=other.same)
+    parents = set()
+    for loader in [DataLoader(Forked(), **options) for _ in range(2)]:
+        for _ in range(2):
+            for (*as_it_should, parent), in loader:
+                print(all(as_it_should))
+                parents.add(parent)
+    print(len(parents), "for both loaders")
 """
 MODULE = """
 import os
@@ -245,28 +250,23 @@ def same(batch):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("others", [[], ["others"]])
-def test_workers_are_forked_from_a_warm_server_that_has_none_of_the_users_modules_but_those_chosen(
-    others: list[str], tmp_path: Path
+@pytest.mark.parametrize("arguments", [["spawn"], ["forkserver"], ["forkserver", "others"]])
+def test_workers_are_forked_from_an_interpreter_that_has_none_of_the_users_modules_but_those_chosen(
+    arguments: list[str], tmp_path: Path
 ) -> None:
     """Also where Python's own server is up before; and where TMPDIR is too long for a socket's name."""
     for name, text in (("script", WARM), ("chosen", MODULE), ("other", MODULE)):
         (tmp_path / f"{name}.py").write_text(text)
-    folder = tmp_path if others else tmp_path / ("long" * 30)
+    folder = tmp_path if "others" in arguments else tmp_path / ("long" * 30)
     folder.mkdir(exist_ok=True)
     environment = {**os.environ, "TMPDIR": str(folder)}
-    command = [sys.executable, "script.py", *others]  # in a folder where the server finds the modules, too
+    command = [sys.executable, "script.py", *arguments]  # in a folder where workers find the modules, too
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
-    assert done.stdout.split("\n")[-3:] == [*["[True, True]"] * 2, ""], done
-    assert others or not os.listdir(folder), "the server's socket has no name"
+    assert done.stdout.split("\n")[-10:] == [*["True"] * 8, "1 for both loaders", ""], done
+    assert "others" in arguments or not os.listdir(folder)
 
 
 def test_the_code_of_multiprocessing_is_as_it_is_known() -> None:
-    """It reads the surroundings through these names, and nothing else."""
-    code: Any
-    for code, names in (
-        (popen_forkserver.Popen._launch, {"spawn", "get_preparation_data"}),
-        (popen_spawn_posix.Popen._launch, {"spawn", "get_preparation_data", "util", "spawnv_passfds"}),
-        (forkserver.ForkServer.ensure_running, {"connection", "arbitrary_address", "_forkserver_address"}),
-    ):
-        assert names <= set(code.__code__.co_names)
+    """Python's server imports `__main__` since 3.12.8, 3.13.1 and 3.14, and its code tells which."""
+    code: Any = forkserver.ForkServer.ensure_running.__code__
+    assert {"main_path", "init_main_from_path"} & set(code.co_consts)
