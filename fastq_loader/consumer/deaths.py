@@ -5,12 +5,16 @@ Runs in the consumer, on the thread that calls `next()`.
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastq_loader.consumer.delivery import Raised
-from fastq_loader.errors import LoaderTimeout, WorkerDied, WorkerReplaced, warn_user
+from fastq_loader.errors import LoaderTimeout, WorkerDied, WorkerReplaced, describe_index, warn_user
+from fastq_loader.ipc.messages import decode_index
 from fastq_loader.scheduling.events import Break, Wait
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
+from fastq_loader.workers.worker import Worker
 
 
 class Deaths:
@@ -27,16 +31,21 @@ class Deaths:
         self._group = group
         self._scheduler = scheduler
 
+    def sentence(self, worker: Worker, seq: int | None, index: Any = None) -> str:
+        """Which worker died how, and at which batch, if at any."""
+        doing = "between batches" if worker.died_up else "before it was up"
+        if seq is not None:
+            index = self._scheduler.index_of(seq) if index is None else index
+            doing = f"before it answered batch {seq} (indices {describe_index(decode_index(index))})"
+        return (
+            f"DataLoader worker (pid(s) {worker.pid}) exited unexpectedly: worker {worker.number} "
+            f"{worker.cause} {doing}"
+        )
+
     def of(self, lost: Break) -> Raised:
         """The error for a worker that died, with torch's own text as its cause."""
-        cause, torch_text = self._group.death(lost.worker)
-        report = self._group.report(lost.worker, cause, lost.seq, lost.index)
-        return death(report, RuntimeError(torch_text))
-
-    def report(self, worker: int, cause: str, seq: int | None) -> str:
-        """Which worker died how, and at which batch."""
-        index = None if seq is None else self._scheduler.index_of(seq)
-        return self._group.report(worker, cause, seq, index)
+        worker = self._group.workers[lost.worker]
+        return death(self.sentence(worker, lost.seq, lost.index), RuntimeError(worker.torch_text))
 
     def who_is_late(self, wait: Wait) -> tuple[int | None, int | None]:
         """The worker that has the batch that is waited for, if that is known, and the one that hangs."""
@@ -46,12 +55,19 @@ class Deaths:
         return self._group.claims.holder(ticket), self._group.late_for(ticket)
 
     def timed_out(self, worker: int | None, seq: int) -> Raised:
-        """The error for a batch that has not come within the timeout."""
-        text = self._group.report_late(worker, seq, self._scheduler.index_of(seq))
+        """The error for a batch that has not come within the timeout. `worker` is working on it; None: no
+        worker is."""
+        indices = describe_index(decode_index(self._scheduler.index_of(seq)))
+        if worker is None:
+            text = f"no worker has come to batch {seq} (indices {indices}) yet"
+        else:
+            who = f"worker {worker} (pid {self._group.workers[worker].pid})"
+            stacks = f"Its Python stacks:\n{self._group.stacks(worker)}"
+            text = f"{who} has not answered batch {seq} (indices {indices}). {stacks}"
         return Raised(LoaderTimeout(f"DataLoader timed out after {self._plan.timeout:g} seconds: {text}"))
 
     def warn_of_replacement(self, report: str, stacks: str) -> Raised | None:
-        """Say that a worker was replaced; what is to be raised if warnings are errors."""
+        """Warn that a worker was replaced; what is to be raised if warnings are errors."""
         after = f". Its Python stacks:\n{stacks}" if stacks else ""
         try:
             warn_user(f"{report}; another one was started in its place{after}", WorkerReplaced)

@@ -12,7 +12,7 @@ on its way up.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -29,7 +29,7 @@ from fastq_loader.ipc.sockets import THREADS
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing.unpack import Unpacker
-from fastq_loader.scheduling import events
+from fastq_loader.scheduling.events import Died, Draw, Finish, Wait
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.schedules import Window
@@ -40,6 +40,7 @@ from fastq_loader.system import calls
 from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
+from fastq_loader.workers.worker import Worker
 
 Resume = Sequence[tuple[int, dict[str, Any] | None]]
 
@@ -152,11 +153,10 @@ class EventLoop:
         self.said = self._receiver.said = dict[int, bytes]()
         # The tasks of an iterable dataset are given out anew, and workers pass over what was handed out.
         drawn = START if self.plan.rules.iterable else done
-        started = events.EpochStarted(self._epoch.epoch, frozenset(taken), claimed, drawn)
-        instructions = scheduler.handle(started)
+        count = scheduler.begin_epoch(self._epoch.epoch, taken, claimed, drawn)
         self._sampler = sampler
         self._group.begin_epoch(self._epoch)
-        self._carry_out(instructions)
+        self._draw(count)
         self._flush()
         self.phase = IDLE
         return self._epoch.epoch
@@ -219,9 +219,9 @@ class EventLoop:
         self._counters.window = window
         spare = _SPARE_BATCHES + (0 if staging is None else 2 * staging.ahead)
         if self.pool.trim(window + spare, None if staging is None else staging.forget):
-            for worker in range(self.plan.workers):
-                if not self._group.is_dead(worker) and (space := self.pool.space(worker)):
-                    self._group.socket.send(worker, Space(space))
+            for worker in self._group.workers:
+                if not worker.is_dead and (space := self.pool.space(worker.number)):
+                    self._group.socket.send(worker.number, Space(space))
 
     def _let_catch_up(self) -> None:
         while self._group.behind and self._receive():  # a worker may wait for what it has missed
@@ -234,8 +234,13 @@ class EventLoop:
         found = self.scheduler.wanted()
         if isinstance(found, Batch):
             return found
-        if self.scheduler.in_order or type(found) is not events.Wait or not self._receive():
-            self._carry_out((found,))
+        if isinstance(found, Wait):
+            if self.scheduler.in_order or not self._receive():
+                self._wait(found)
+        elif isinstance(found, Draw):
+            self._draw(found.times)
+        else:
+            self._outcome = ENDED if isinstance(found, Finish) else self._deaths.of(found)
         return None
 
     def _deliver(self, batch: Batch, slot: OutcomeSlot) -> None:
@@ -273,10 +278,10 @@ class EventLoop:
             try:
                 index = next(self._sampler)
             except StopIteration:
-                scheduler.handle(_EXHAUSTED)
+                scheduler.exhausted()
             except Exception as error:
                 refuse_interrupt(error)
-                scheduler.handle(events.DrawFailed(error))
+                scheduler.draw_failed(error)
             else:
                 batch = scheduler.drawn(index)
                 if batch is not None and batch.task is not None:
@@ -294,7 +299,7 @@ class EventLoop:
                 self._group.send_frame(worker, frame)
         except Exception as error:  # whatever pickling the index raises
             refuse_interrupt(error)
-            self.scheduler.handle(events.Undeliverable(events.Send(worker, task), error))
+            self.scheduler.undeliverable(task, error)
 
     def _flush(self) -> None:
         """Send the shared tasks, those of one moment together."""
@@ -303,43 +308,6 @@ class EventLoop:
             self._unsent.clear()
         if self._group.behind:
             self._group.catch_up()
-
-    # ---- instructions -------------------------------------------------------------------------
-
-    def _carry_out(self, instructions: Iterable[events.Instruction]) -> None:
-        """Carry instructions out, up to the first that has an outcome."""
-        for instruction in instructions:
-            _ACTIONS[type(instruction)](self, instruction)
-            if self._outcome is not None:
-                return
-
-    def _draw_more(self, draw: events.Draw) -> None:
-        self._draw(draw.times)
-
-    def _send_again(self, send: events.Send) -> None:
-        self._accounting.sent_again(send.task.seq)
-        self._send(*send)
-
-    def _finish(self, finish: events.Finish) -> None:
-        self._outcome = ENDED
-
-    def _break(self, lost: events.Break) -> None:
-        self._outcome = self._deaths.of(lost)
-
-    def _replace(self, replace: events.Replace) -> None:
-        assert self._epoch is not None, "batches are loaded in epochs"
-        worker, seq, cause = replace
-        self._accounting.notes.flush()  # what the old one has done
-        report = self._deaths.report(worker, cause, seq)
-        self._unpacker.forget(worker)
-        try:
-            self._group.replace(worker, self._epoch)
-        except OSError as error:
-            refuse_interrupt(error)
-            report = f"{report}; no other one could be started in its place: {error}"
-            self._outcome = death(report, error)
-        else:
-            self._accounting.replaced(worker, report)
 
     # ---- on to the device ---------------------------------------------------------------------
 
@@ -364,9 +332,9 @@ class EventLoop:
 
     # ---- waiting ------------------------------------------------------------------------------
 
-    def _wait(self, wait: events.Wait) -> None:
+    def _wait(self, wait: Wait) -> None:
         if self.scheduler.window.widens:
-            self._carry_out(self.scheduler.handle(_IDLE))
+            self._draw(self.scheduler.idle())
         self._flush()
         seconds = self._timeout.seconds(wait.seq, wait.attempt, time.monotonic())
         began = time.monotonic_ns()
@@ -382,11 +350,11 @@ class EventLoop:
         self._receive()
         for worker in self._group.ended(ended):
             if self._outcome is None:
-                self._handle_death(worker, self._group.death(worker)[0])
+                self._handle_death(worker)
 
     # ---- workers that die or hang -------------------------------------------------------------
 
-    def _give_up(self, wait: events.Wait) -> None:
+    def _give_up(self, wait: Wait) -> None:
         """The timeout is over: replace the worker that hangs, or say which one it is."""
         self._timeout.forget()
         self.timed_out = True
@@ -395,22 +363,38 @@ class EventLoop:
             self._outcome = self._deaths.timed_out(worker, wait.seq)
             return
         stacks = self._group.stacks(late)
-        self._group.kill(late)
-        cause = f"was ended, because it did not answer within {self.plan.timeout:g} seconds,"
-        self._handle_death(late, cause, stacks)
+        self._group.evict(late, f"it did not answer within {self.plan.timeout:g} seconds")
+        self._handle_death(late, stacks)
 
-    def _handle_death(self, worker: int, cause: str, stacks: str = "") -> None:
+    def _handle_death(self, number: int, stacks: str = "") -> None:
         """A worker has ended. What it answered before counts; the rest is lost, or loaded by another."""
         while self._receive():
             continue
-        pending = self.scheduler.pending_tasks
-        seq, claimed = self._group.claimed_by(worker, pending, self.scheduler.epoch)
-        report = self._deaths.report(worker, cause, seq)
-        self._group.mark_dead(worker)
-        self._carry_out(self.scheduler.handle(events.Died(worker, seq, cause, claimed)))
-        self._flush()
-        if self._outcome is None and not self._group.is_dead(worker):
+        seq, claimed = self._group.claimed_by(number, self.scheduler.pending_tasks, self.scheduler.epoch)
+        worker = self._group.mark_dead(number)
+        report = self._deaths.sentence(worker, seq)
+        sends = self.scheduler.died(Died(number, seq, worker.cause, claimed))
+        if sends is not None and self._replace(worker, report):
+            for send in sends:
+                self._accounting.sent_again(send.task.seq)
+                self._send(*send)
+            self._flush()
             self._outcome = self._deaths.warn_of_replacement(report, stacks)
+
+    def _replace(self, worker: Worker, report: str) -> bool:
+        """Start another process for a dead worker; False: that ends the iteration."""
+        assert self._epoch is not None, "batches are loaded in epochs"
+        self._accounting.notes.flush()  # what the old one has done
+        self._unpacker.forget(worker.number)
+        try:
+            self._group.replace(worker.number, self._epoch)
+        except OSError as error:
+            refuse_interrupt(error)
+            report = f"{report}; no other one could be started in its place: {error}"
+            self._outcome = death(report, error)
+            return False
+        self._accounting.replaced(worker.number, report)
+        return True
 
     # ---- the end ------------------------------------------------------------------------------
 
@@ -441,16 +425,3 @@ class EventLoop:
     def processes(self) -> list[BaseProcess]:
         """The workers, so far as they were started."""
         return self._group.processes()
-
-
-_IDLE, _EXHAUSTED = events.Idle(), events.Exhausted()
-
-#: What is done for each instruction; an outcome ends the call.
-_ACTIONS: dict[type, Callable[[EventLoop, Any], None]] = {
-    events.Draw: EventLoop._draw_more,
-    events.Send: EventLoop._send_again,
-    events.Wait: EventLoop._wait,
-    events.Replace: EventLoop._replace,
-    events.Break: EventLoop._break,
-    events.Finish: EventLoop._finish,
-}

@@ -66,7 +66,7 @@ class Receiver:
         while (received := self._group.receive()) is not None:
             worker, answer = received
             if type(answer) is not Answer:
-                self._group.heard(worker, answer)
+                self._group.receive_other(worker, answer)
                 continue
             batch = scheduler.pending_tasks.due(worker, answer)
             shared = batch is not None and batch.worker is None

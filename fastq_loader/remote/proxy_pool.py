@@ -38,6 +38,7 @@ from fastq_loader.system import calls, process_id
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Launch
 from fastq_loader.workers.config import Plan, Setup, own_fields
+from fastq_loader.workers.worker import Worker
 from fastq_loader.workers.worker_pool import WorkerPool
 from fastq_loader.workers.zygote import Zygote, copy_of_consumer, fork_copy
 
@@ -46,9 +47,6 @@ if TYPE_CHECKING:
 
 #: Seconds that a host has to write a worker's stacks, and to say how one died.
 _STACKS, _DEATH = 2.0, 0.5
-#: Proxies that are started at once. They connect to hosts at once, and a host that forks a worker lets the
-#: others wait.
-_AT_ONCE = 16
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -137,7 +135,7 @@ class ProxyPool(WorkerPool):
         self._wake = -1
         self._thread = threading.Thread(target=self._run, name="fastq_loader: places", daemon=True)
 
-    def _begin(self) -> None:
+    def _prepare(self) -> None:
         setup = self._with()
         self._token = setup.token
         if calls.has_pidfd():
@@ -147,8 +145,6 @@ class ProxyPool(WorkerPool):
         self._placement.start(spec, self._plan.workers)
         with without_signals():  # they are for the main thread, which may keep them out of a start
             self._thread.start()
-        while self._left() and len(self._children) < _AT_ONCE:
-            self.start_next()
 
     def _process(self, setup: Setup) -> BaseProcess:
         return _FORK.Process(daemon=True)  # `_made` makes it where it is forked
@@ -241,16 +237,16 @@ class ProxyPool(WorkerPool):
 
     # ---- on the other machines ----------------------------------------------------------------
 
-    def stacks(self, worker: int) -> str:
-        proxy = self._proxies.get(worker)
+    def stacks(self, worker: Worker) -> str:
+        proxy = self._proxies.get(worker.number)
         if proxy is None or proxy.place is None:
             return "  (it has found no room on another machine yet)"
         pid, _, text = self._report(proxy.place, _STACKS)
         return f"  (pid {pid} on {proxy.place.node})\n{text}" if pid else "  (its host does not answer)"
 
-    def death(self, worker: int) -> tuple[str, str]:
+    def death(self, worker: Worker) -> tuple[str, str]:
         cause, torch_text = super().death(worker)
-        proxy = self._proxies[worker]
+        proxy = self._proxies[worker.number]
         if not proxy.death:
             self._read(proxy)
             proxy.death = self._how_lost(proxy) if proxy.why else cause
@@ -292,7 +288,7 @@ class ProxyPool(WorkerPool):
 
     def far_worker(self, pid: int) -> tuple[int, str] | None:
         for worker, proxy in list(self._proxies.items()):
-            if self.pid(worker) == pid:
+            if self.workers[worker].pid == pid:
                 self._read(proxy)
                 return proxy.pid, "" if proxy.place is None else proxy.place.node
         return None

@@ -1,22 +1,18 @@
-"""What happens seldom goes into the scheduler as an event, and what is to be done comes out as instructions.
+"""Records that pass between the scheduler, which decides, and the event loop, which carries out.
 
-Pure, immutable, and without behaviour: the scheduler decides, the event loop carries out. What happens for
-every batch has a method of the scheduler's instead.
+Pure, immutable, and without behaviour.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fastq_loader.ipc.messages import Task
-from fastq_loader.scheduling.progress import START, Progress
-
-# ---- instructions ---------------------------------------------------------------------------------
 
 
 class Draw(NamedTuple):
-    """Ask the sampler for an index so many times, and report each answer."""
+    """Ask the sampler for an index so many times, and report each answer; then the next batch may be
+    there."""
 
     times: int
 
@@ -26,14 +22,6 @@ class Send(NamedTuple):
 
     worker: int | None
     task: Task
-
-
-class Replace(NamedTuple):
-    """Start a new process for `worker`, which died at batch `seq` (None: at none). `cause`: how it died."""
-
-    worker: int
-    seq: int | None
-    cause: str
 
 
 class Wait(NamedTuple):
@@ -65,44 +53,6 @@ class Finish(NamedTuple):
     """The epoch is over."""
 
 
-Instruction = Draw | Send | Wait | Break | Replace | Finish
-
-# ---- events ---------------------------------------------------------------------------------------
-
-
-class EpochStarted(NamedTuple):
-    """A new epoch begins.
-
-    Attributes:
-        epoch: its number.
-        taken_back: tickets of older shared tasks that no worker can claim any more.
-        claimed: ticket → worker of the older ones that a worker has claimed.
-        done: positions that are not drawn, because they were handed out before: the epoch is a resumed one.
-    """
-
-    epoch: int
-    taken_back: frozenset[int] = frozenset()
-    claimed: Mapping[int, int] = {}
-    done: Progress = START
-
-
-class Exhausted(NamedTuple):
-    """The sampler has nothing more."""
-
-
-class DrawFailed(NamedTuple):
-    """The sampler raised `error` instead of yielding an index."""
-
-    error: BaseException
-
-
-class Undeliverable(NamedTuple):
-    """The task of a `Send` could not be put into a message."""
-
-    send: Send
-    error: BaseException
-
-
 class Died(NamedTuple):
     """`worker` is confirmed dead, and what it had sent has arrived.
 
@@ -116,10 +66,3 @@ class Died(NamedTuple):
     seq: int | None = None
     cause: str = "died"
     claimed: frozenset[int] = frozenset()
-
-
-class Idle(NamedTuple):
-    """The next batch is late and nothing else has come: the consumer is about to sleep."""
-
-
-Event = EpochStarted | Exhausted | DrawFailed | Undeliverable | Died | Idle

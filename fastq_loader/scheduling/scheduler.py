@@ -1,8 +1,7 @@
 """Who loads what next, and what is handed out next, as one state machine.
 
 Pure: no socket, clock or process; the event loop does what it says, on the consumer's thread. The records and
-the tables that they move by are in `states`. What happens for every batch has a method: `drawn`, `arrived`
-and `ready`. What happens seldom is an event for `handle`, which answers with instructions.
+the tables that they move by are in `states`.
 
 The order is torch's (`_MultiProcessingDataLoaderIter`): tasks go to the active workers in turn, one index is
 drawn for every batch delivered and before it is handed out, arrivals are processed one at a time and only
@@ -14,38 +13,23 @@ A *shared* task is sent to all workers, and the first that is free claims it. Wh
 answer comes, or when the worker has died. With `restarts` a dead worker is replaced, and what it had not
 answered is sent again, as the next attempt; an answer to an older attempt does not count any more.
 
-`EpochStarted` answers with a `Draw` of as many indices as the window is wide. Each comes back to `drawn`, as
-`DrawFailed`, or as `Exhausted` if there is none. When the user calls `next()`, `ready` gives the batch that
-is next, with the number of indices that are to be drawn before it is handed out. If it is not here, `wanted`
-says why: `Draw` (and ask again), `Wait`, `Break` or `Finish`.
+`begin_epoch` asks for as many indices as the window is wide. Each comes back to `drawn`, to `draw_failed`,
+or to `exhausted` if there is none. When the user calls `next()`, `ready` gives the batch that is next, with
+the number of indices that are to be drawn before it is handed out. If it is not here, `wanted` says why:
+`Draw` (and ask again), `Wait`, `Break` or `Finish`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from fastq_loader.errors import InvalidTransition, PoisonousBatch, ProtocolError
 from fastq_loader.ipc.messages import ENDED, SKIPPED, Answer, Task
 from fastq_loader.memory.blocks import Holder
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.scheduling.events import (
-    Break,
-    Died,
-    Draw,
-    DrawFailed,
-    EpochStarted,
-    Event,
-    Exhausted,
-    Finish,
-    Idle,
-    Instruction,
-    Replace,
-    Send,
-    Undeliverable,
-    Wait,
-)
+from fastq_loader.scheduling.events import Break, Died, Draw, Finish, Send, Wait
 from fastq_loader.scheduling.in_flight import InFlight, PendingTasks
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.schedules import Window
@@ -133,27 +117,42 @@ class Scheduler:
         come."""
         return self._in_flight.upcoming(self._arrivals, count, self.in_order)
 
-    def handle(self, event: Event) -> list[Instruction]:
-        """Something has happened that does not happen for every batch."""
-        return _HANDLERS[type(event)](self, event)
-
     # ---- a new epoch --------------------------------------------------------------------------
 
-    def _epoch_started(self, event: EpochStarted) -> list[Instruction]:
-        if event.epoch <= self.epoch:
-            raise InvalidTransition(f"epoch {event.epoch} follows epoch {self.epoch}")
-        for (epoch, seq), batch in list(self.pending_tasks.items()):
-            if batch.worker is None and batch.ticket in event.taken_back:
-                self._give_back(self.pending_tasks.settle(epoch, seq))
-            elif batch.worker is None and batch.ticket in event.claimed:
-                self._claimed(batch, event.claimed[batch.ticket])
+    def begin_epoch(
+        self,
+        epoch: int,
+        taken_back: Collection[int] = (),
+        claimed: Mapping[int, int] | None = None,
+        done: Progress = START,
+    ) -> int:
+        """Begin an epoch; how many indices are to be drawn.
+
+        Args:
+            epoch: its number.
+            taken_back: tickets of older shared tasks that no worker can claim any more.
+            claimed: ticket → worker of the older ones that a worker has claimed.
+            done: positions that are not drawn, because they were handed out before: the epoch is a resumed
+                one.
+
+        Raises:
+            InvalidTransition: the number is not a new one.
+        """
+        if epoch <= self.epoch:
+            raise InvalidTransition(f"epoch {epoch} follows epoch {self.epoch}")
+        owners = claimed or {}
+        for (of, seq), batch in list(self.pending_tasks.items()):
+            if batch.worker is None and batch.ticket in taken_back:
+                self._give_back(self.pending_tasks.settle(of, seq))
+            elif batch.worker is None and batch.ticket in owners:
+                self._claimed(batch, owners[batch.ticket])
         self.abandon()
-        self.epoch = event.epoch
-        self._worker_table.begin_epoch(event.done.head)
-        self._reset(event.done)
+        self.epoch = epoch
+        self._worker_table.begin_epoch(done.head)
+        self._reset(done)
         if self.shared_tasks:  # else a dead worker is reported at the first batch that is its own
             self._idle_deaths = list(filter(self._worker_table.is_dead, range(self.workers)))
-        return [Draw(self.window.size)]
+        return self.window.size
 
     def abandon(self) -> None:
         """Drop what arrived and was not delivered; answers that are still to come will be stale."""
@@ -212,21 +211,21 @@ class Scheduler:
     def _give_back(self, batch: Batch) -> None:
         self.pool.give_back(offset for offset, _ in batch.blocks)
 
-    def _exhausted(self, event: Exhausted) -> list[Instruction]:
+    def exhausted(self) -> None:
+        """The sampler has nothing more."""
         self.window.close()
-        return []
 
-    def _draw_failed(self, event: DrawFailed) -> list[Instruction]:
-        self._fail(self._in_flight.new(None, None), event.error)
+    def draw_failed(self, error: BaseException) -> None:
+        """The sampler raised instead of yielding an index: the error takes the place of a batch."""
+        self._fail(self._in_flight.new(None, None), error)
         if self.shared_tasks:
             self.window.widen_to(len(self._in_flight.batches))
-        return []
 
-    def _undeliverable(self, event: Undeliverable) -> list[Instruction]:
-        batch = self.pending_tasks.settle(event.send.task.epoch, event.send.task.seq)
+    def undeliverable(self, task: Task, error: BaseException) -> None:
+        """A task could not be put into a message: the error takes the place of its batch."""
+        batch = self.pending_tasks.settle(task.epoch, task.seq)
         self._give_back(batch)
-        self._fail(batch, event.error)
-        return []
+        self._fail(batch, error)
 
     def _fail(self, batch: Batch, error: BaseException) -> None:
         batch.move("fail")
@@ -280,7 +279,9 @@ class Scheduler:
 
     # ---- deaths -------------------------------------------------------------------------------
 
-    def _died(self, event: Died) -> list[Instruction]:
+    def died(self, event: Died) -> list[Send] | None:
+        """A worker is dead. Returns the tasks to be sent once another process has its number; None: it is not
+        replaced, and `wanted` says `Break` where it was needed."""
         worker = event.worker
         self._worker_table.move(worker, "die")
         lost = self._lose(event)
@@ -290,7 +291,7 @@ class Scheduler:
         self._arrivals.append(event)
         if self.shared_tasks and not lost:
             self._idle_deaths.append(worker)
-        return []
+        return None
 
     def _lose(self, event: Died) -> list[Batch]:
         """The batches of this epoch that were lost with a worker, ascending."""
@@ -306,16 +307,16 @@ class Scheduler:
                 lost.append(batch)
         return sorted(lost, key=lambda batch: batch.seq)
 
-    def _replace(self, event: Died, lost: list[Batch]) -> list[Instruction]:
+    def _replace(self, event: Died, lost: list[Batch]) -> list[Send]:
         worker = event.worker
         self._restarts_left -= 1
         self._worker_table.move(worker, "replace")
         if event.seq is not None:
             self._deaths[event.seq] = self._deaths.get(event.seq, 0) + 1
-        instructions: list[Instruction] = [Replace(worker, event.seq, event.cause)]
+        sends: list[Send] = []
         if self.shared_tasks:  # what the others have been sent already
             tasks = [batch.task for (of, _), batch in sorted(self.pending_tasks.items()) if of == self.epoch]
-            instructions += [Send(worker, task) for task in tasks if task is not None]
+            sends += [Send(worker, task) for task in tasks if task is not None]
         for batch in lost:
             if self._deaths.get(batch.seq, 0) >= DEADLY:
                 deaths = f"{self._deaths[batch.seq]} workers died of it, and the last {event.cause}"
@@ -325,8 +326,8 @@ class Scheduler:
             batch.attempt += 1
             if self.shared_tasks:
                 batch.worker = None
-            instructions.append(Send(batch.worker, self._make_task(batch)))
-        return instructions
+            sends.append(Send(batch.worker, self._make_task(batch)))
+        return sends
 
     # ---- batches out --------------------------------------------------------------------------
 
@@ -336,7 +337,7 @@ class Scheduler:
         batch = self.ring.pop()
         return None if batch is None else self._hand_out(batch)
 
-    def wanted(self) -> Batch | Instruction:
+    def wanted(self) -> Batch | Draw | Wait | Break | Finish:
         """As `ready`, and else what has to be done: draw, wait, or end with the epoch or for a death."""
         while True:
             head = self._in_flight.head_batch(self._worker_table.exhausted)
@@ -357,12 +358,12 @@ class Scheduler:
             if found is not None:
                 return found
 
-    def _idle(self, event: Idle) -> list[Instruction]:
+    def idle(self) -> int:
+        """The next batch is late and nothing else has come. Returns how many indices more are to be drawn."""
         unanswered = sum(epoch == self.epoch for epoch, _ in self.pending_tasks)
-        room = self.window.room(len(self._in_flight), unanswered, self.pool.batch_bytes)
-        return [Draw(room)] if room else []
+        return self.window.room(len(self._in_flight), unanswered, self.pool.batch_bytes)
 
-    def _process(self, arrival: Batch | Died) -> Batch | Instruction | None:
+    def _process(self, arrival: Batch | Died) -> Batch | Draw | Break | None:
         """One arrival, as torch takes one item off its result queue. None: take the next."""
         if type(arrival) is Died:
             if self.in_order or self._worker_table.exhausted(arrival.worker):
@@ -399,13 +400,3 @@ class Scheduler:
         if not self.shared_tasks:
             self._worker_table.gave(batch.worker)
         return Break(batch.worker, batch.seq, batch.index)
-
-
-_HANDLERS: dict[type, Callable[[Scheduler, Any], list[Instruction]]] = {
-    DrawFailed: Scheduler._draw_failed,
-    Exhausted: Scheduler._exhausted,
-    Undeliverable: Scheduler._undeliverable,
-    Died: Scheduler._died,
-    Idle: Scheduler._idle,
-    EpochStarted: Scheduler._epoch_started,
-}

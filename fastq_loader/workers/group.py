@@ -11,12 +11,11 @@ import os
 import pickle
 import secrets
 import time
-from collections import Counter
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from fastq_loader.errors import ProtocolError, describe_index
+from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.claim_table import Busy, ClaimTable
 from fastq_loader.ipc.endpoints import endpoint_folder, remove_folder
 from fastq_loader.ipc.messages import (
@@ -25,7 +24,6 @@ from fastq_loader.ipc.messages import (
     Hello,
     Ping,
     Stop,
-    decode_index,
     encode,
     seal,
 )
@@ -37,6 +35,7 @@ from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import calls
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.stopping import BRIEF
+from fastq_loader.workers.worker import STARTING, Worker
 from fastq_loader.workers.worker_pool import WorkerPool
 
 #: Processes that may end before they are up, one after the other, until a worker is given up.
@@ -67,26 +66,23 @@ class WorkerGroup:
 
     Attributes:
         token: what only these workers know, see `messages`.
+        workers: their records, by number.
         behind: workers that were passed over with tasks, and may have time again.
     """
 
     def __init__(self, plan: Plan, blocks: BlockPool, counters: Counters) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        self._workers = plan.workers
         self._shared_tasks = plan.shared_tasks
         self._blocks = blocks
         self._counters = counters
         assert plan.make_pool is not None, "this is the consumer"
-        self._processes: WorkerPool = plan.make_pool(plan)
+        self._pool: WorkerPool = plan.make_pool(plan)
+        self.workers: list[Worker] = self._pool.workers
+        self._folders: list[str] = []  # of sockets, until they are removed
         self._socket: ConsumerSocket | None = None
         self._claims: ClaimTable | None = None
         self._backlog: Backlog[bytes] = Backlog(max(plan.window.widest, _UNREAD))
         self.behind = self._backlog.behind
-        self._expected: dict[str, set[int]] = {}  # folder → workers that have still to connect there
-        self._is_up: set[int] = set()
-        self._dead: set[int] = set()
-        self._evicted: dict[int, str] = {}  # workers that were ended here → why
-        self._failed_starts: Counter[int] = Counter()  # worker → processes that ended before they were up
 
     def start(self, base_seed: int, shared_seed: int | None) -> None:
         """Start the workers. Whatever happens in here, `stop` takes it back.
@@ -95,43 +91,40 @@ class WorkerGroup:
             TypeError, AttributeError, PicklingError: the start method pickles, and something cannot be.
             OSError: descriptors, processes or temporary folders are used up.
         """
-        workers = self._workers
         arena = self._blocks.arena
         _in_use.add(arena)
-        folder = self._new_folder(set(range(workers)))
+        folder = self._new_folder()
         self._claims = claims = ClaimTable(arena.fd, arena.mapping.claims)
         self.holder, self.offer_claim = claims.holder, claims.offer  # as they are asked for every batch
-        self._processes.start(arena, folder, self.token, base_seed, shared_seed)
+        self._pool.start(arena, folder, self.token, base_seed, shared_seed)
         # The context of zmq has threads, so it is made after the forks.
-        self._socket = ConsumerSocket(folder, workers, self.token, self._frame_at)
+        self._socket = ConsumerSocket(folder, len(self.workers), self.token, self._frame_at)
         self.send_frame, self.receive = self._socket.send_frame, self._socket.receive
         _in_use.add(self._socket)
-        for descriptor in self._processes.descriptors:
-            self._socket.watch(descriptor)
-        for worker in range(workers):
-            self._backlog.begin(worker)
-        self._processes.count_in(self._counters)
+        for worker in self.workers:
+            self._socket.watch(worker.descriptor)
+            self._backlog.begin(worker.number)
+        self._pool.count_in(self._counters)
 
     def _frame_at(self, offset: int, nbytes: int) -> bytes | memoryview:
         mapping = self._blocks.arena.mapping
-        _, end = mapping.region(self._workers - 1)
+        _, end = mapping.region(len(self.workers) - 1)
         if offset + nbytes > end:
             raise ProtocolError(f"a frame of {nbytes} bytes at {offset}, where no block can be")
         return mapping.read(offset, nbytes)
 
-    def _new_folder(self, workers: set[int]) -> str:
+    def _new_folder(self) -> str:
         folder = endpoint_folder()
-        self._expected[folder] = workers
+        self._folders.append(folder)
         return folder
 
-    def _connected(self, worker: int) -> None:
-        """A worker has connected, or never will."""
-        for folder, missing in list(self._expected.items()):
-            missing.discard(worker)
-            if not missing:  # its names are not needed any more
-                remove_folder(folder)
-                if not os.path.isdir(folder):  # without a free descriptor it is left for later
-                    del self._expected[folder]
+    def _tidy_folders(self) -> None:
+        """Remove the folders in which no worker has still to connect: the names there are not needed."""
+        needed = {worker.folder for worker in self.workers if worker.state == STARTING}
+        for folder in [folder for folder in self._folders if folder not in needed]:
+            remove_folder(folder)
+            if not os.path.isdir(folder):  # without a free descriptor it is left for later
+                self._folders.remove(folder)
 
     @property
     def socket(self) -> ConsumerSocket:
@@ -140,42 +133,33 @@ class WorkerGroup:
 
     # ---- one worker ---------------------------------------------------------------------------
 
-    def heard(self, worker: int, message: Any) -> None:
+    def receive_other(self, number: int, message: Any) -> None:
         """A worker has sent something else than an answer: see `ConsumerSocket.receive`."""
+        worker = self.workers[number]
         if message is None:
             self._counters.rejected_frames += 1
-            self.evict(worker, f"{_BROKE}: what came is not a message")
+            self.evict(number, f"{_BROKE}: what came is not a message")
         elif type(message) is Ping:
             try:
-                self._backlog.read(worker)
+                self._backlog.read(number)
             except ProtocolError:
                 self._counters.rejected_frames += 1
-                self.evict(worker)
+                self.evict(number)
         else:
-            self._mark_ready(worker)
+            worker.move("hello")
+            self._tidy_folders()
 
-    def _mark_ready(self, worker: int) -> None:
-        self._is_up.add(worker)
-        self._connected(worker)
-        if self._processes.start_next():
-            started = len(self._processes.descriptors) - 1
-            self.socket.watch(self._processes.descriptors[started])
-            self._counters.workers[started].pid = self._processes.pid(started)
-
-    def is_ready(self, worker: int) -> bool:
-        """Whether a worker is up. Before that it has begun no task and has no handler for signals."""
-        return worker in self._is_up
-
-    def pid(self, worker: int) -> int:
-        return self._processes.pid(worker)
+    def pid(self, number: int) -> int:
+        return self.workers[number].pid
 
     def processes(self) -> list[BaseProcess]:
         """The workers' processes, so far as they were started."""
-        return self._processes.processes
+        return self._pool.processes
 
-    def stacks(self, worker: int) -> str:
+    def stacks(self, number: int) -> str:
         """The Python stacks of a worker as it writes them now."""
-        return self._processes.stacks(worker) if self.is_ready(worker) else "  (it is still starting)"
+        worker = self.workers[number]
+        return self._pool.stacks(worker) if worker.is_up else "  (it is still starting)"
 
     # ---- deaths -------------------------------------------------------------------------------
 
@@ -185,98 +169,57 @@ class WorkerGroup:
         worker has come to an end with anything."""
         claims = self.claims
         late = {claims.holder(ticket), claims.claiming(ticket)}
-        alive = [worker for worker in range(len(self.processes())) if not self.is_dead(worker)]
+        alive = [worker.number for worker in self.workers if not worker.is_dead]
         return min(alive, key=lambda w: (w not in late, claims.begun(w) is not None), default=None)
 
     def ended(self, ready: Sequence[int]) -> list[int]:
         """The workers that have ended, by what `socket.wait` found readable, and are not marked dead yet. One
         whose connection has broken is ended, unless it is about to end by itself."""
-        descriptors = self._processes.descriptors
-        for worker in self.socket.broken():
-            if not calls.readable([descriptors[worker]], BRIEF):
-                self.evict(worker, _BROKE)
-        return [
-            worker
-            for worker, descriptor in enumerate(descriptors)
-            if descriptor in ready and worker not in self._dead
-        ]
+        for number in self.socket.broken():
+            if not calls.readable([self.workers[number].descriptor], BRIEF):
+                self.evict(number, _BROKE)
+        return [w.number for w in self.workers if not w.is_dead and w.descriptor in ready]
 
-    def kill(self, worker: int) -> None:
-        """End a worker that does not answer, or does not get up."""
-        if not self.is_ready(worker):
-            self._failed_starts[worker] += 1
-        self._processes.kill(worker)
+    def evict(self, number: int, why: str = "it sent what is no answer to any of its tasks") -> None:
+        """End a worker that does not answer, or whose real answer will never come."""
+        worker = self.workers[number]
+        if worker.child is not None and not worker.why:
+            worker.why = why
+            worker.child.kill()
 
-    def evict(self, worker: int, why: str = "it sent what is no answer to any of its tasks") -> None:
-        """End a worker whose real answer will never come."""
-        if worker not in self._evicted:
-            self._evicted[worker] = why
-            self._processes.kill(worker)
+    def mark_dead(self, number: int) -> Worker:
+        """A worker has ended, and what it had sent was received: record how it died, and close its end of the
+        socket."""
+        worker = self.workers[number]
+        cause, torch_text = self._pool.death(worker)
+        if worker.why:
+            cause = f"was ended, because {worker.why},"
+        if worker.state == STARTING and not os.path.isdir(worker.folder):
+            cause += f", because the folder of its socket, {worker.folder}, was removed,"
+        worker.die(cause, torch_text)
+        self.socket.unwatch(worker.descriptor)
+        self.socket.disconnect(number)
+        self._backlog.end(number)
+        self._tidy_folders()
+        return worker
 
-    def death(self, worker: int) -> tuple[str, str]:
-        """How an ended worker died, in our words and in torch's."""
-        cause, torch_text = self._processes.death(worker)
-        if worker in self._evicted:
-            cause = f"was ended, because {self._evicted[worker]},"
-        for folder, missing in self._expected.items():
-            if worker in missing and not os.path.isdir(folder):
-                cause += f", because the folder of its socket, {folder}, was removed,"
-        return cause, torch_text
-
-    def report(self, worker: int, cause: str, seq: int | None, index: Any) -> str:
-        """The text for an ended worker: how it died (`cause`), and at which batch, if at any."""
-        doing = "between batches" if self.is_ready(worker) else "before it was up"
-        if seq is not None:
-            doing = f"before it answered batch {seq} (indices {describe_index(decode_index(index))})"
-        pid = self.pid(worker)
-        return f"DataLoader worker (pid(s) {pid}) exited unexpectedly: worker {worker} {cause} {doing}"
-
-    def report_late(self, worker: int | None, seq: int, index: Any) -> str:
-        """The text for a batch that has not come in time. `worker` is working on it; None: no worker is."""
-        indices = describe_index(decode_index(index))
-        if worker is None:
-            return f"no worker has come to batch {seq} (indices {indices}) yet"
-        return (
-            f"worker {worker} (pid {self.pid(worker)}) has not answered batch {seq} (indices {indices}). "
-            f"Its Python stacks:\n{self.stacks(worker)}"
-        )
-
-    def mark_dead(self, worker: int) -> None:
-        """A worker has ended, and what it had sent was received: close its end of the socket."""
-        self._dead.add(worker)
-        if worker in self._is_up:
-            self._failed_starts[worker] = 0
-        elif not self._processes.killed(worker):
-            self._failed_starts[worker] += 1
-        self.socket.unwatch(self._processes.descriptors[worker])
-        self.socket.disconnect(worker)
-        self._backlog.end(worker)
-        self._connected(worker)
-
-    def is_dead(self, worker: int) -> bool:
-        """Whether a worker is dead and was not replaced."""
-        return worker in self._dead
-
-    def replace(self, worker: int, epoch: Epoch) -> None:
+    def replace(self, number: int, epoch: Epoch) -> None:
         """Start a new process for a dead worker, and let it begin the epoch.
 
         Raises:
             OSError: it could not be started, or one after the other ends before it is up.
         """
-        if self._failed_starts[worker] >= _FAILED_STARTS:
+        worker = self.workers[number]
+        if worker.failed_starts >= _FAILED_STARTS:
             raise OSError(f"{_FAILED_STARTS} processes in a row ended before they were up")
-        folder = self._new_folder({worker})
-        generation = self._processes.replace(worker, folder, self._blocks.clear_space(worker))
-        self._dead.discard(worker)
-        self._evicted.pop(worker, None)
-        self._is_up.discard(worker)
-        self.socket.watch(self._processes.descriptors[worker])
-        self.socket.connect(folder, worker, generation)
-        self.claims.begin(worker, None)  # what the dead one had begun
-        self._backlog.begin(worker)
-        self._counters.workers[worker].replaced(self._processes.pid(worker))
+        self._pool.launch(worker, self._new_folder(), self._blocks.clear_space(number))
+        self.socket.watch(worker.descriptor)
+        self.socket.connect(worker.folder, number, worker.generation)
+        self.claims.begin(number, None)  # what the dead one had begun
+        self._backlog.begin(number)
+        self._counters.workers[number].replaced(worker.pid)
         self._counters.worker_restarts += 1
-        self.socket.send(worker, epoch)
+        self.socket.send(number, epoch)
 
     # ---- what goes to all -----------------------------------------------------------------------
 
@@ -362,26 +305,26 @@ class WorkerGroup:
         have ended, everything is given back but the blocks that users reference. May be called again when an
         interrupt cut it short.
         """
-        if patience and self._socket is not None and not self._processes.stopped:
+        if patience and self._socket is not None and not self._pool.stopped:
             while (received := self._socket.receive()) is not None:
                 if isinstance(received[1], Hello):
-                    self._is_up.add(received[0])
+                    self.workers[received[0]].move("hello")
             self.dismiss()
         after = (self._disconnect, self._close_memory)
-        self._processes.stop(lambda worker: self._patience(worker, patience), self._counters, after)
-        if self._processes.ended:  # by `kill_all` perhaps, which gives nothing back
+        self._pool.stop(lambda worker: self._patience(worker, patience), self._counters, after)
+        if self._pool.ended:  # by `kill_all` perhaps, which gives nothing back
             self._disconnect()
             self._close_memory()
 
     def kill_all(self) -> None:
         """End the workers while another thread is in the loop. May be called on any thread."""
-        self._processes.stop(lambda worker: 0, self._counters)
+        self._pool.stop(lambda worker: 0, self._counters)
 
-    def _patience(self, worker: int, patience: float) -> float:
+    def _patience(self, worker: Worker, patience: float) -> float:
         """A worker that is still at its imports has nothing to finish, and does not read its socket."""
         if self._socket is None:
             return 0
-        return patience if self.is_ready(worker) or self._processes.forks else min(patience, BRIEF)
+        return patience if worker.is_up or self._pool.forks else min(patience, BRIEF)
 
     def _disconnect(self) -> None:
         """All workers have ended: close the sockets and the table, and remove the folders."""
@@ -389,9 +332,9 @@ class WorkerGroup:
         if socket is not None:
             socket.close()
             _in_use.discard(socket)
-        for folder in list(self._expected):  # forgotten when it is gone: an interrupt may come between
+        for folder in list(self._folders):  # forgotten when it is gone: an interrupt may come between
             remove_folder(folder)
-            self._expected.pop(folder, None)
+            self._folders.remove(folder)
         claims, self._claims = self._claims, None
         if claims is not None:
             claims.close()

@@ -28,6 +28,7 @@ from fastq_loader.workers.children import Child, Launch, Stacks
 from fastq_loader.workers.config import Plan, Setup, own_fields
 from fastq_loader.workers.main import main
 from fastq_loader.workers.payload import Descriptors
+from fastq_loader.workers.worker import Worker
 from fastq_loader.workers.worker_pool import WorkerPool
 
 _PICKLE_WARNING = (  # torch/utils/data/dataloader.py
@@ -55,7 +56,7 @@ class LocalPool(WorkerPool):
         self._stacks: Stacks | None = None
         self._moment: zygote.Moment | None = None  # of the start, for workers that an interpreter forks
 
-    def _begin(self) -> None:
+    def _prepare(self) -> None:
         """What is pickled for the workers is pickled here, so that all see the dataset as it is now."""
         plan = self._plan
         self._context = multiprocessing.get_context() if plan.context is None else plan.context
@@ -73,8 +74,6 @@ class LocalPool(WorkerPool):
             self._zygote.wait()
         elif self.forks and plan.restarts:
             self._zygote = zygote.copy_of_consumer(self._context, self._inherited, self._setup.folder)
-        for _ in range(plan.workers):
-            self.start_next()
 
     def _process(self, setup: Setup) -> BaseProcess:
         process: BaseProcess = self._context.Process(target=main, args=(setup,), daemon=True)
@@ -95,12 +94,8 @@ class LocalPool(WorkerPool):
         return lambda process: zygote.fork_interpreter(forks, process, setup, moment)
 
     def _start(self, child: Child) -> None:
-        try:
-            with self._explaining():
-                child.start()
-        finally:
-            if not self._left() and not self._plan.restarts:
-                self._plan.payload.unseal()
+        with self._explaining():
+            child.start()
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -111,12 +106,10 @@ class LocalPool(WorkerPool):
             warn_user(_PICKLE_WARNING, UserWarning)
             raise _named(error, self._plan.payload.parts) from error
 
-    def stacks(self, worker: int) -> str:
-        """The Python stacks of a worker as it writes them now, whatever it is doing."""
-        pid = self.pid(worker)
-        if self._stacks is None or not pid:  # a signal to process 0 would go to everybody
+    def stacks(self, worker: Worker) -> str:
+        if self._stacks is None or not worker.pid:  # a signal to process 0 would go to everybody
             return "  (it was not started, or is gone)"
-        return self._stacks.of(pid)
+        return self._stacks.of(worker.pid)
 
     def _give_back(self) -> None:
         """All have ended."""

@@ -26,6 +26,7 @@ from fastq_loader.workers.children import END, KEPT_OUT, Child, Launch
 from fastq_loader.workers.config import Plan, Setup
 from fastq_loader.workers.payload import Descriptors, Payload
 from fastq_loader.workers.stopping import Stopping
+from fastq_loader.workers.worker import Worker
 
 #: Descriptors that the start of a process takes: two pipes, one for its end, and those that are passed on.
 _DESCRIPTORS = 8
@@ -38,6 +39,7 @@ class WorkerPool(ABC):
         plan: what the workers do.
 
     Attributes:
+        workers: their records, by number.
         forks: whether a worker is at work as soon as it was started.
     """
 
@@ -46,18 +48,17 @@ class WorkerPool(ABC):
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._setup: Setup | None = None  # of worker 0, for all
-        self._children: list[Child] = []
-        self._generations: list[int] = []  # of the workers: how many had the number before
+        self.workers = [Worker(number) for number in range(plan.workers)]
         self._stopping: Stopping | None = None
 
     # ---- what each kind does in its own way -----------------------------------------------------
 
     @abstractmethod
-    def _begin(self) -> None:
-        """Start the first processes, and all of them where that is cheap; see `start`."""
+    def _prepare(self) -> None:
+        """Get ready to start workers; see `start`."""
 
     @abstractmethod
-    def stacks(self, worker: int) -> str:
+    def stacks(self, worker: Worker) -> str:
         """The Python stacks of a worker as it writes them now, whatever it is doing."""
 
     @abstractmethod
@@ -69,6 +70,7 @@ class WorkerPool(ABC):
         return None
 
     def _start(self, child: Child) -> None:
+        """Start it, and say what is wrong if it cannot be."""
         child.start()
 
     @abstractmethod
@@ -78,8 +80,7 @@ class WorkerPool(ABC):
     # ---- starting -------------------------------------------------------------------------------
 
     def start(self, arena: Arena, folder: str, token: bytes, base_seed: int, shared_seed: int | None) -> None:
-        """Start the first processes, and all of them where that is cheap. Whatever happens in here, `stop`
-        takes it back.
+        """Start the first processes. Whatever happens in here, `stop` takes it back.
 
         Args:
             arena: the shared memory they write to.
@@ -104,94 +105,67 @@ class WorkerPool(ABC):
             mapping=arena.mapping,
             descriptors=Descriptors(),
         )
-        self._begin()
+        try:
+            self._prepare()
+            for worker in self.workers:
+                self.launch(worker, folder)
+        finally:
+            if not self._plan.restarts:
+                self._plan.payload.unseal()
 
     def count_in(self, counters: Counters) -> None:
         """What the workers do is counted there from now on."""
-        counters.workers = tuple(
-            WorkerCounters(worker, self.pid(worker)) for worker in range(self._plan.workers)
-        )
+        counters.workers = tuple(WorkerCounters(worker.number, worker.pid) for worker in self.workers)
 
     def _with(self, **fields: Any) -> Setup:
         """The setup of all workers, with these fields of one."""
         assert self._setup is not None, "the pool was started"
         return replace(self._setup, **fields)
 
-    def _left(self) -> bool:
-        return self._setup is not None and len(self._children) < self._plan.workers
-
-    def start_next(self) -> bool:
-        """Start one more worker; False: all were started.
-
-        Raises:
-            what `start` raises.
-        """
-        if not self._left():
-            return False
-        # Signals: between fork and handler.
-        with naming_the_limit(_DESCRIPTORS), without_signals(*KEPT_OUT):
-            child = self._child(self._with(worker=len(self._children)))
-            self._children.append(child)
-            self._generations.append(0)
-            self._start(child)
-        return True
-
-    def replace(self, worker: int, folder: str, space: Extents) -> int:
-        """Start a new process in the place of one that has ended; its generation.
+    def launch(self, worker: Worker, folder: str, space: Extents | None = None) -> None:
+        """Start a process for a worker, its first one or the successor of one that has ended.
 
         Args:
-            worker: its number.
+            worker: its record.
             folder: where it binds its socket.
-            space: ranges (offset, size) of its part of the arena that it can make blocks in.
+            space: ranges (offset, size) of its part of the arena that it can make blocks in; None is all.
 
         Raises:
-            what `start` raises; OSError also when what starts successors has ended.
+            what `start` raises; OSError also when what forks the workers has ended.
         """
-        generation = self._generations[worker] + 1
+        generation, before = worker.generation + 1, worker.child
+        # Signals: between fork and handler.
         with naming_the_limit(_DESCRIPTORS), without_signals(*KEPT_OUT):
-            setup = self._with(worker=worker, generation=generation, folder=folder, space=space)
-            child = self._child(setup)
-            self._start(child)
-            self._children[worker].release()
-            self._children[worker], self._generations[worker] = child, generation
-        return generation
+            own = {"worker": worker.number, "generation": generation, "folder": folder, "space": space}
+            worker.child = child = self._child(self._with(**own))
+            try:
+                self._start(child)
+            except BaseException:
+                if not child.pid:  # else an interrupt came behind the start
+                    worker.child = before
+                raise
+            worker.begin(folder)
+            if before is not None:
+                before.release()
 
     def _child(self, setup: Setup) -> Child:
         ended_by = END if self._plan.grace else signal.SIGTERM
         return Child(self._process(setup), ended_by, self._launch(setup))
 
-    # ---- the workers by their numbers -----------------------------------------------------------
-
     @property
     def processes(self) -> list[BaseProcess]:
         """The workers, so far as they were started."""
-        return [child.process for child in self._children if child.pid]
+        return [worker.process for worker in self.workers if worker.process is not None]
 
-    @property
-    def descriptors(self) -> list[int]:
-        """For each worker that was started a descriptor that becomes readable when it has ended."""
-        return [child.descriptor for child in self._children if child.pid]
-
-    def pid(self, worker: int) -> int:
-        """The process id of a worker; 0 as long as it was not started."""
-        return self._children[worker].pid if worker < len(self._children) else 0
-
-    def kill(self, worker: int) -> None:
-        """End a worker that does not answer; returns when it has ended."""
-        self._children[worker].kill()
-
-    def killed(self, worker: int) -> bool:
-        """Whether an ended worker was ended by a signal, and not by itself."""
-        return self._children[worker].killed
-
-    def death(self, worker: int) -> tuple[str, str]:
+    def death(self, worker: Worker) -> tuple[str, str]:
         """How an ended worker died: in our words, and in torch's."""
-        return self._children[worker].death()
+        assert worker.child is not None, "it was started"
+        return worker.child.death()
 
     # ---- the end ----------------------------------------------------------------------------------
 
     def stop(
-        self, patience: Callable[[int], float], owner: object, after: Sequence[Callable[[], None]] = ()
+        self, patience: Callable[[Worker], float], owner: object, after: Sequence[Callable[[], None]] = ()
     ) -> None:
         """Let the workers leave, and end those that do not; returns before that, see `stopping`.
 
@@ -199,7 +173,7 @@ class WorkerPool(ABC):
         interrupt cut it short.
 
         Args:
-            patience: seconds that a worker has to leave on its own, by its number.
+            patience: seconds that a worker has to leave on its own.
             owner: see `stopping.wait`.
             after: called then, on any thread.
         """
@@ -208,10 +182,12 @@ class WorkerPool(ABC):
             self._plan.payload.unseal()
             # What is the user's, and what is the loader's, is free now.
             self._plan = replace(self._plan, payload=Payload(None, None, None), kept={})
-            for child in self._children:
-                if not child.pid:
-                    child.release()
-            leaving = {child: patience(at) for at, child in enumerate(self._children) if child.pid}
+            leaving = {}
+            for worker in self.workers:
+                if worker.child is not None and worker.pid:
+                    leaving[worker.child] = patience(worker)
+                elif worker.child is not None:
+                    worker.child.release()
             self._stopping = Stopping(owner, leaving, [self._give_back, *after])
         self._stopping.finish()
 

@@ -200,7 +200,7 @@ def copy_of_consumer(context: Any, make: Callable[..., BaseProcess], folder: str
 
     def start(its: Connection, mine: Connection) -> Child:
         arguments = its, mine, os.getpid(), run, folder
-        child = Child(context.Process(target=_serve, args=arguments, daemon=True), END)
+        child = Child(context.Process(target=_serve, args=arguments, daemon=False), END)
         child.start()
         return child
 

@@ -27,7 +27,6 @@ from fastq_loader.ipc.messages import BATCH, Answer
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.reading import fetch
-from fastq_loader.scheduling.events import Draw, EpochStarted, Exhausted
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import Batch
@@ -223,16 +222,16 @@ def drawn(scheduler: Scheduler, times: int, indices: Iterator[int]) -> list[Batc
     sent: list[Batch] = []
     for _ in range(times):
         index = next(indices, None)
-        batch = scheduler.handle(Exhausted()) if index is None else scheduler.drawn(index)
-        sent += [batch] if isinstance(batch, Batch) else []
+        if index is None:
+            scheduler.exhausted()
+        elif (batch := scheduler.drawn(index)) is not None:
+            sent.append(batch)
     return sent
 
 
 def begun(scheduler: Scheduler, indices: Iterator[int]) -> list[Batch]:
     """The first batches of an epoch."""
-    (draw,) = scheduler.handle(EpochStarted(1))
-    assert isinstance(draw, Draw)
-    return drawn(scheduler, draw.times, indices)
+    return drawn(scheduler, scheduler.begin_epoch(1), indices)
 
 
 def load(scheduler: Scheduler, batch: Batch) -> None:

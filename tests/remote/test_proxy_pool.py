@@ -79,7 +79,7 @@ class PlayedZygote:
     def __init__(self, *_: Any) -> None:
         self.pipes: list[Connection[Any, Any]] = []
 
-    def forked(self, arguments: Any, passed: list[int]) -> Any:
+    def fork(self, process: Any, own: Any, folder: str, passed: list[int]) -> Any:
         self.pipes.append(Connection(os.dup(passed[0])))
         return SimpleNamespace(pid=1)
 
@@ -101,7 +101,8 @@ class Pool:
 
     def proxy(self, worker: int = 0) -> Connection[Any, Any]:
         """The proxy's end of its pipe, when it waits."""
-        self.pool._launch(self.pool._told(worker=worker))
+        process: Any = SimpleNamespace()
+        self.pool._launch(self.pool._with(worker=worker))(process)
         its: Connection[Any, Any] = self.zygote.pipes[-1]
         its.send(Status(waits=True))
         return its
@@ -128,9 +129,9 @@ class Pool:
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
-    monkeypatch.setattr(module, "Zygote", PlayedZygote)
-    monkeypatch.setattr(module, "Forked", PlayedZygote.forked)
-    monkeypatch.setattr(module, "_AT_ONCE", 0)
+    monkeypatch.setattr(module, "copy_of_consumer", PlayedZygote)
+    monkeypatch.setattr(module, "fork_copy", PlayedZygote.fork)
+    monkeypatch.setattr(ProxyPool, "launch", lambda *_: None)
     monkeypatch.setattr(module, "ask", lambda *_: (9, False, "exited with code 7"))
     pool = Pool()
     yield pool
@@ -199,20 +200,22 @@ def test_how_a_far_worker_was_lost_is_said_with_its_machine(
         return says
 
     monkeypatch.setattr(module, "ask", ask)
-    pool.pool._children = [SimpleNamespace(death=lambda: ("exited", "torch's"))]  # type: ignore[list-item]
+    worker = pool.pool.workers[0]
+    worker.child = SimpleNamespace(pid=0, death=lambda: ("exited", "torch's"))  # type: ignore[assignment]
     its = pool.placed(number)
     its.send(Status(why="reset by peer"))
     expected = f"was lost with its process on node-{number} (pid 812; reset by peer): {how},"
     for _ in range(2):
-        assert pool.pool.death(0) == (expected, "torch's")
-    pool.pool._children = []
+        assert pool.pool.death(worker) == (expected, "torch's")
+    worker.child = None
 
 
 def test_one_that_found_no_place_says_why(pool: Pool) -> None:
-    pool.pool._children = [SimpleNamespace(death=lambda: ("exited", ""))]  # type: ignore[list-item]
+    worker = pool.pool.workers[0]
+    worker.child = SimpleNamespace(pid=0, death=lambda: ("exited", ""))  # type: ignore[assignment]
     pool.proxy().send(Status(why="torch 1 here and 2 there"))
-    assert pool.pool.death(0)[0] == "found no place on another machine: torch 1 here and 2 there;"
-    pool.pool._children = []
+    assert pool.pool.death(worker)[0] == "found no place on another machine: torch 1 here and 2 there;"
+    worker.child = None
 
 
 def test_a_forked_copy_does_not_wait_for_a_thread_that_it_lacks(pool: Pool) -> None:

@@ -13,19 +13,7 @@ from fastq_loader.errors import InvalidTransition, PoisonousBatch
 from fastq_loader.ipc.messages import BATCH, ENDED, ERROR, Answer
 from fastq_loader.memory.blocks import size_class
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.scheduling.events import (
-    Break,
-    Died,
-    Draw,
-    EpochStarted,
-    Exhausted,
-    Finish,
-    Idle,
-    Instruction,
-    Replace,
-    Send,
-    Wait,
-)
+from fastq_loader.scheduling.events import Break, Died, Draw, Finish, Send, Wait
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import DEAD, GONE, READY, Batch
@@ -54,13 +42,11 @@ def started(
 
 def begin(scheduler: Scheduler, length: int = 100, **keywords: Any) -> list[Send]:
     """A new epoch over so many indices; the tasks that were sent."""
-    draws = scheduler.handle(EpochStarted(scheduler.epoch + 1, **keywords))
-    return draw(scheduler, draws, range(length))
+    return draw(scheduler, scheduler.begin_epoch(scheduler.epoch + 1, **keywords), range(length))
 
 
-def draw(scheduler: Scheduler, draws: Sequence[Instruction], indices: Iterable[int]) -> list[Send]:
-    """Give the scheduler the indices that it asked for, as far as there are any."""
-    times = sum(instruction.times for instruction in draws if isinstance(instruction, Draw))
+def draw(scheduler: Scheduler, times: int, indices: Iterable[int]) -> list[Send]:
+    """Give the scheduler so many indices, as far as there are any."""
     sends: list[Any] = []
     for index in islice(indices, times):
         batch = scheduler.drawn(index)
@@ -94,11 +80,12 @@ def delivered(scheduler: Scheduler) -> int:
 
 def handed_out(scheduler: Scheduler, index: int) -> list[Send]:
     assert isinstance(scheduler.wanted(), Batch)
-    return draw(scheduler, [Draw(scheduler.to_draw)], [index])
+    return draw(scheduler, scheduler.to_draw, [index])
 
 
-def of(sends: Sequence[Instruction]) -> list[tuple[int | None, int, int]]:
-    return [(send.worker, send.task.seq, send.task.attempt) for send in sends if isinstance(send, Send)]
+def of(sends: Sequence[Send] | None) -> list[tuple[int | None, int, int]]:
+    assert sends is not None, "the dead worker is replaced"
+    return [(send.worker, send.task.seq, send.task.attempt) for send in sends]
 
 
 def unanswered(scheduler: Scheduler) -> list[tuple[int, int]]:
@@ -115,7 +102,7 @@ def test_every_epoch_sends_a_window_in_turns_from_the_first_worker() -> None:
 def test_an_epoch_comes_after_the_one_before() -> None:
     scheduler, _ = started()
     with pytest.raises(InvalidTransition, match="epoch 1 follows epoch 1"):
-        scheduler.handle(EpochStarted(1))
+        scheduler.begin_epoch(1)
 
 
 def test_a_batch_that_came_early_waits_for_the_ones_before_it() -> None:
@@ -132,7 +119,7 @@ def test_the_end_of_a_workers_part_may_be_processed_after_its_death() -> None:
     """And in the next epoch it is dead, and no longer excused."""
     scheduler, sends = started(prefetch=1, length=2)
     arrive(scheduler, *answer(sends[0], ENDED))
-    scheduler.handle(Died(0))
+    scheduler.died(Died(0))
     invariants.check(scheduler)
     assert scheduler.wanted() == Draw(1)
     arrive(scheduler, *answer(sends[1]))
@@ -161,13 +148,13 @@ def test_new_blocks_that_the_batch_does_not_use_are_heard_of() -> None:
 def test_a_window_grows_while_the_next_batch_is_late_and_shrinks_when_none_is_any_more() -> None:
     scheduler, sends = started(shared_tasks=True, window=Window(2, 8, 1 << 30))
     scheduler.wanted()
-    assert scheduler.handle(Idle()) == [], "it is full of tasks without an answer"
+    assert scheduler.idle() == 0, "it is full of tasks without an answer"
     done = 1
     while done < len(sends):
         arrive(scheduler, *answer(sends[done], worker=1))
         done += 1
         assert scheduler.wanted() == Wait(None, 0, done - 1, blocked=True)
-        sends += draw(scheduler, scheduler.handle(Idle()), range(len(sends), 100))
+        sends += draw(scheduler, scheduler.idle(), range(len(sends), 100))
     assert done == scheduler.window.size == 8
     arrive(scheduler, *answer(sends[0], worker=0))
     under_way = []
@@ -193,7 +180,7 @@ def test_a_wait_says_whether_a_worker_has_nothing_to_do_because_the_window_is_fu
     wait = scheduler.wanted()
     assert isinstance(wait, Wait)
     assert wait.blocked
-    scheduler.handle(Exhausted())
+    scheduler.exhausted()
     wait = scheduler.wanted()
     assert isinstance(wait, Wait)
     assert not wait.blocked, "there is nothing more to do"
@@ -204,7 +191,7 @@ def granted(**keywords: Any) -> tuple[Scheduler, Send]:
     arrive(scheduler, *answer(sends[0], worker=0, nbytes=100_000))
     assert isinstance(scheduler.wanted(), Batch)
     scheduler.pool.drop([0])
-    (send,) = draw(scheduler, [Draw(scheduler.to_draw)], [2])
+    (send,) = draw(scheduler, scheduler.to_draw, [2])
     assert send.task.grants == ((0, size_class(100_000)),)
     arrive(scheduler, *answer(sends[1], worker=0))
     delivered(scheduler)
@@ -221,7 +208,7 @@ def test_what_a_dead_worker_had_claimed_of_an_old_epoch_is_let_go() -> None:
     begin(scheduler, length=0)
     assert scheduler.pending_tasks.tickets() == [send.task.ticket]
     died = Died(1, None, "died", frozenset([send.task.ticket]))
-    assert scheduler.handle(died) == [Replace(1, None, "died")]
+    assert scheduler.died(died) == []
     assert scheduler.pending_tasks.tickets() == []
     assert states(scheduler) == {0: "free"}
 
@@ -231,7 +218,7 @@ def test_a_task_of_an_older_epoch_is_its_claimants_and_its_blocks_too() -> None:
     begin(scheduler, length=0, claimed={send.task.ticket: 1})
     with pytest.raises(AssertionError, match="does not owe"):
         arrive(scheduler, *used_grant(send, 0))
-    assert scheduler.handle(Died(0)) == []
+    assert scheduler.died(Died(0)) is None
     assert states(scheduler) == {0: "granted"}
     arrive(scheduler, *used_grant(send, 1))
     assert scheduler.stale == 1
@@ -249,15 +236,13 @@ def test_which_worker_has_a_task_of_an_older_epoch_may_be_unknown_until_it_answe
 def test_a_dead_workers_batches_are_sent_again_in_their_order() -> None:
     scheduler, sends = started(restarts=1)
     arrive(scheduler, *answer(sends[1]))
-    instructions = scheduler.handle(Died(0, 0))
-    assert instructions[0] == Replace(0, 0, "died")
-    assert of(instructions) == [(0, 0, 1), (0, 2, 1)]
+    again = scheduler.died(Died(0, 0))
+    assert of(again) == [(0, 0, 1), (0, 2, 1)]
     assert unanswered(scheduler) == [(0, 1), (2, 1), (3, 0)]
     assert scheduler.wanted() == Wait(0, 0, 1, attempt=1)
     invariants.check(scheduler)
     assert scheduler.pending_tasks.due(0, answer(sends[0])[1]) is None, "of the attempt before"
-    for send in instructions[1:]:
-        assert isinstance(send, Send)
+    for send in again or []:
         arrive(scheduler, *answer(send))
     assert [delivered(scheduler) for _ in range(3)] == [0, 1, 2]
 
@@ -268,9 +253,7 @@ def test_of_shared_tasks_only_those_that_the_dead_worker_had_are_sent_again(begu
     scheduler, sends = started(shared_tasks=True, restarts=1)
     arrive(scheduler, *answer(sends[0], worker=1))
     died = Died(1, 2) if begun else Died(1, None, "died", frozenset([sends[2].task.ticket]))
-    instructions = scheduler.handle(died)
-    assert instructions[0] == Replace(1, died.seq, "died")
-    assert of(instructions) == [(1, 1, 0), (1, 3, 0), (None, 2, 1)]
+    assert of(scheduler.died(died)) == [(1, 1, 0), (1, 3, 0), (None, 2, 1)]
     assert unanswered(scheduler) == [(1, 0), (2, 1), (3, 0)]
 
 
@@ -278,8 +261,8 @@ def test_of_shared_tasks_only_those_that_the_dead_worker_had_are_sent_again(begu
 def test_a_batch_of_which_three_workers_died_fails_at_its_position(shared: bool) -> None:
     scheduler, sends = started(shared_tasks=shared, restarts=5)
     for deaths in (1, 2, 3):
-        instructions = scheduler.handle(Died(1, 1, f"died for the {deaths}. time"))
-        again = [(seq, attempt) for _, seq, attempt in of(instructions)]
+        sends_again = scheduler.died(Died(1, 1, f"died for the {deaths}. time"))
+        again = [(seq, attempt) for _, seq, attempt in of(sends_again)]
         assert ((1, deaths) in again) == (deaths < 3)
         assert (3, 0 if shared else deaths) in again, "the others go on"
     arrive(scheduler, *answer(sends[0], worker=0))
@@ -298,7 +281,7 @@ def test_a_death_is_reported_after_what_came_before(in_order: bool, lost: int | 
     scheduler, sends = started(shared_tasks=True, in_order=in_order)
     first = 0 if in_order else 3
     arrive(scheduler, *answer(sends[first], worker=0))
-    assert scheduler.handle(Died(1, lost)) == []
+    assert scheduler.died(Died(1, lost)) is None
     assert delivered(scheduler) == first
     assert scheduler.wanted() == Break(1, lost, lost)
 

@@ -19,10 +19,10 @@ from fastq_loader.remote.connection import Address, Tls
 from fastq_loader.remote.proxy import Place
 from fastq_loader.remote.proxy_pool import _FORK, Placement, ProxyPool
 from fastq_loader.system import calls
-from fastq_loader.workers.children import Forked, Zygote
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.kinds import WorkerKind
 from fastq_loader.workers.worker_pool import WorkerPool
+from fastq_loader.workers.zygote import copy_of_consumer, fork_copy
 from tests.conftest import descendants, wait_until
 
 
@@ -134,7 +134,7 @@ os.register_at_fork(
 @contextmanager
 def warm_hosts() -> Iterator[int]:
     """Hosts are started so, from what this process has imported; the id of the process that forks them."""
-    zygote = Zygote(_FORK, _warm_host, "")
+    zygote = copy_of_consumer(_FORK, lambda inherited, *passed: _warm_host(*inherited, *passed), "")
 
     def start(spec: bytes, listener: int, address: str, ports: Sequence[int]) -> None:
         host_process.hosts[:] = [each for each in host_process.hosts if each.poll() is None]
@@ -142,7 +142,7 @@ def warm_hosts() -> Iterator[int]:
             told.write(spec)
             told.seek(0)
             inherited = [address, *map(str, ports)], sys.path, dict(os.environ)
-            started: Any = Forked(zygote, inherited, passed=[told.fileno(), listener])
+            started: Any = fork_copy(zygote, _FORK.Process(), inherited, passed=[told.fileno(), listener])
             host_process.hosts.append(started)
 
     try:

@@ -18,20 +18,7 @@ from fastq_loader.errors import PoisonousBatch, ProtocolError
 from fastq_loader.ipc.messages import BATCH, BROKEN, ENDED, ERROR, SKIPPED, Answer, Epoch, Space, Task
 from fastq_loader.memory.blocks import GRANTED, HELD, PROMISED, Extents
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.scheduling.events import (
-    Break,
-    Died,
-    Draw,
-    DrawFailed,
-    EpochStarted,
-    Exhausted,
-    Finish,
-    Idle,
-    Replace,
-    Send,
-    Undeliverable,
-    Wait,
-)
+from fastq_loader.scheduling.events import Break, Died, Draw, Finish, Send, Wait
 from fastq_loader.scheduling.scheduler import DEADLY, Scheduler
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import Batch
@@ -135,12 +122,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.next_index += 1
             else:
                 self.exhausted = True
-                assert self.scheduler.handle(Exhausted()) == []
+                self.scheduler.exhausted()
 
     def draw_one(self, index: int) -> None:
         seq = self.seqs
         if index in self.failing:
-            self.scheduler.handle(DrawFailed(LookupError(index)))
+            self.scheduler.draw_failed(LookupError(index))
             self.number(index)
             self.ready.add(seq)
             return
@@ -158,7 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (send.task.seq, send.task.attempt) == (seq, 0)
         self.take_over(send)
         if index % 17 == 13:
-            self.scheduler.handle(Undeliverable(send, TypeError(index)))
+            self.scheduler.undeliverable(send.task, TypeError(index))
             self.forget(key_of(send.task))
             self.ready.add(seq)
         else:
@@ -226,8 +213,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         taken = frozenset(ticket for ticket in tickets if self.table.take_back(ticket))
         claimed = {ticket: self.table.holder(ticket) for ticket in tickets.keys() - taken}
         assert None not in claimed.values(), "an unclaimed task cannot be taken back"
-        instructions = self.scheduler.handle(EpochStarted(self.epoch + 1, taken, claimed))
-        assert instructions == [Draw(self.scheduler.window.size)]
+        count = self.scheduler.begin_epoch(self.epoch + 1, taken, claimed)
+        assert count == self.scheduler.window.size
         for ticket in taken:
             self.forget(tickets[ticket])
         self.epoch += 1
@@ -347,23 +334,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.forget(key)
             self.refused.pop(key, None)
         assert self.scheduler.can_replace == (self.restarts_left > 0)
-        instructions = self.scheduler.handle(event)
+        sends = self.scheduler.died(event)
         if self.restarts_left:
             if blamed is not None:
                 self.deaths[blamed] = self.deaths.get(blamed, 0) + 1
             self.restarts_left -= 1
-            self.replace(worker, event, here, instructions)
+            assert sends is not None
+            self.replace(worker, here, sends)
             return
-        assert instructions == []
+        assert sends is None
         self.lost.update(here)
         if not self.alive():
             for key in self.unanswered():  # no worker will come to them
                 self.lost.add(key[1])
                 self.forget(key)
 
-    def replace(
-        self, dead: SimulatedWorker, event: Died, lost: dict[int, int], instructions: list[Any]
-    ) -> None:
+    def replace(self, dead: SimulatedWorker, lost: dict[int, int], sends: list[Send]) -> None:
         expected: list[tuple[int | None, int, int]] = []
         if self.kind == SHARED:
             sent = [self.pending_tasks[key].task for key in self.unanswered()]
@@ -371,8 +357,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         poisonous = [seq for seq in lost if self.deaths.get(seq, 0) >= DEADLY]
         to = None if self.kind == SHARED else dead.number
         expected += [(to, seq, attempt + 1) for seq, attempt in lost.items() if seq not in poisonous]
-        assert instructions[0] == Replace(dead.number, event.seq, event.cause)
-        sends = instructions[1:]
         assert [(send.worker, send.task.seq, send.task.attempt) for send in sends] == expected
         self.ready.update(poisonous)
         worker = self.new_worker(dead.number, self.pool.clear_space(dead.number))
@@ -424,8 +408,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The consumer is about to sleep: a window that may grow does, before a worker idles."""
         window, each = self.scheduler.window, self.pool.batch_bytes
         size, exhausted = max(window.size, self.scheduler.undelivered), self.exhausted
-        instructions = self.scheduler.handle(Idle())
-        draws = sum(draw.times for draw in instructions if isinstance(draw, Draw))
+        draws = self.scheduler.idle()
         assert not (draws and exhausted), "a sampler was asked that has nothing more"
         assert size + draws <= self.widest
         assert not draws or (size + draws) * each <= window.budget
