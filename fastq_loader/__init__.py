@@ -19,6 +19,7 @@ and write the batch to shared memory (`packing`, `memory`). The answer comes bac
 hands the batch out, or `device` copies it on to an accelerator.
 """
 
+from fastq_loader.caching.cached import CacheStatistics, cached
 from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.device.prefetcher import Prefetcher
 from fastq_loader.device.transforms import copy_into, normalize
@@ -35,6 +36,7 @@ from fastq_loader.errors import (
     PinFallback,
     PoisonousBatch,
     ProtocolError,
+    RandomCached,
     SameOrder,
     TinyBatches,
     UnpicklableError,
@@ -73,6 +75,7 @@ __docformat__ = "google"  # for pdoc
 __all__ = [
     "BadSample",
     "BadSampleFound",
+    "CacheStatistics",
     "Comparison",
     "ComparisonRow",
     "DataLoader",
@@ -96,6 +99,7 @@ __all__ = [
     "Prefetcher",
     "Processes",
     "ProtocolError",
+    "RandomCached",
     "RayWorkers",
     "Replace",
     "RoundRobin",
@@ -112,6 +116,7 @@ __all__ = [
     "WorkerStatistics",
     "WorkerTraceback",
     "assert_active",
+    "cached",
     "compare",
     "copy_into",
     "empty",

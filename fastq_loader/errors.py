@@ -172,6 +172,15 @@ class TinyBatches(LoaderHint):
     """
 
 
+class RandomCached(LoaderHint):
+    """A function that was given to `cached` has drawn from torch's, Python's or numpy's generator: its
+    values are not stored, because they would be the same in every epoch. Wrap the part before it that draws
+    nothing.
+
+    >>> warnings.simplefilter("ignore", RandomCached)
+    """
+
+
 class MemoryPressure(LoaderHint):
     """The batches that may be loaded ahead take more than half of the memory that this process can have.
 

@@ -42,6 +42,7 @@ ROOMS = {
         "insight resume arguments consumer workers device scheduling reading statistics ipc system errors"
     ),
     "resources": Room("insight resume consumer workers device statistics errors"),
+    "caching": Room("insight sharing reading packing system errors", pure="keys"),
     "insight": Room("workers memory system statistics", pure="model advice"),
     "resume": Room("arguments workers scheduling reading system errors"),
     "arguments": Room("reading remote workers device scheduling memory ipc errors"),

@@ -44,24 +44,34 @@ def once(name: str, about: dict[str, Any], make: Callable[[], dict[str, Any]]) -
         Differs: it is of something else.
         PermissionError: the file of this name is another user's.
     """
+    fd, source = descriptor(name, about, lambda: mapped.write(make()))
+    shared: dict[str, Any] = mapped.read(fd)
+    for container in shared.values():
+        container.source = source
+    return shared
+
+
+def descriptor(name: str, about: dict[str, Any], make: Callable[[], int]) -> tuple[int, Any]:
+    """The same for a descriptor of memory.
+
+    Returns:
+        It, and what keeps it open, in this process and for others.
+    """
     with _registry(path := _path(name)) as file:
         known, lines = _read(file)
         holders = [(opened, *holder) for holder in lines if (opened := _open(*holder)) >= 0]
         try:
             if holders and known != about:
                 raise Differs(known)
-            fd = os.dup(holders[0][0]) if holders else mapped.write(make())
+            fd = os.dup(holders[0][0]) if holders else make()
         finally:
             for opened, *_ in holders:
                 os.close(opened)
-        shared: dict[str, Any] = mapped.read(fd)
         own = [os.getpid(), fd, os.fstat(fd).st_ino]
         _write(file, about, [*(holder for _, *holder in holders), own])
     source = _Source()
     weakref.finalize(source, _release, path, *own)
-    for container in shared.values():
-        container.source = source
-    return shared
+    return fd, source
 
 
 def _release(path: str, pid: int, fd: int, inode: int) -> None:
@@ -124,7 +134,7 @@ def _write(file: Any, about: dict[str, Any], lines: list[list[int]]) -> None:
 def _open(pid: int, fd: int, inode: int) -> int:
     """The memfd that another process holds; -1: it does not any more."""
     try:
-        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return -1
     if os.fstat(opened).st_ino == inode:

@@ -1,0 +1,5 @@
+"""A cache of decoded samples for all processes of a machine: keys, values as bytes, and the file that holds
+them.
+
+Runs in the program and in every process that reads the dataset.
+"""

@@ -1,0 +1,356 @@
+"""`cached`: a function whose values are computed once for all processes, and for all epochs.
+
+Runs in the program, and in every process that calls the function. Owns what is shared besides the values:
+the counters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy as copying
+import errno
+import functools
+import mmap
+import os
+import shutil
+import struct
+import warnings
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import reduction
+from multiprocessing.context import get_spawning_popen
+from types import MethodType
+from typing import Any, NamedTuple
+
+from fastq_loader.caching import store as files
+from fastq_loader.caching.keys import Keys
+from fastq_loader.caching.store import Store, digest_of
+from fastq_loader.caching.values import decode, encode, has_tensors
+from fastq_loader.errors import RandomCached
+from fastq_loader.insight.machine import memory_bytes
+from fastq_loader.reading import generators
+from fastq_loader.sharing import named
+from fastq_loader.system import calls, process_id
+from fastq_loader.system.calls import WRITE_LOCK, open_anew, set_lock
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_COUNTS = "hits", "misses", "stored", "full", "random", "damaged"
+_ROW_WORDS, _ROWS = 8, 2048
+_HINTED = _ROW_WORDS - 1  # the last word of a row: its process has warned
+_FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
+
+
+class CacheStatistics(NamedTuple):
+    """What a cache has done, in all processes together.
+
+    Attributes:
+        hits: calls whose value was read.
+        misses: calls that computed it.
+        stored: values that were stored.
+        bytes: that they take, with their heads.
+        full: values that were not stored, because there is no room.
+        random: values that were not stored, because the function drew from a generator.
+        damaged: values that could not be read, and were computed again.
+    """
+
+    hits: int
+    misses: int
+    stored: int
+    bytes: int
+    full: int
+    random: int
+    damaged: int
+
+
+class _Clear:
+    """`cached.clear(path)`, and `clear()` of what `cached` has made."""
+
+    def __get__(self, instance: cached | None, owner: type) -> Callable[..., None]:
+        return _remove if instance is None else partial(_remove, instance._path)
+
+
+def _remove(path: str | os.PathLike[str] | None) -> None:
+    """Remove the file of a cache. Those who have it open keep it until they end.
+
+    Raises:
+        ValueError: the cache has no path.
+        FileNotFoundError: there is none.
+    """
+    if path is None:
+        raise ValueError("cached: this cache has no path; it goes with the last process that holds it")
+    os.unlink(path)
+
+
+class cached:
+    """Keep the values of a function, once for all processes of a machine and for all epochs.
+
+    Wrap the part of a dataset that draws nothing: reading and decoding. What is random stays outside, and
+    is new in every epoch. All workers of all loaders that hold the object share the values, under every
+    start method, and so do workers that replace dead ones.
+
+    >>> class Photos(torch.utils.data.Dataset):
+    ...     def __init__(self):
+    ...         self.decode = cached(self.decode, limit="1MB")
+    ...     def decode(self, index):
+    ...         return torch.full((3,), index)
+    ...     def __getitem__(self, index):
+    ...         return self.decode(index) + torch.rand(3)
+    >>> photos = Photos()
+    >>> _ = photos[0], photos[0]
+    >>> photos.decode.statistics().hits
+    1
+
+    Args:
+        function: is called with int, str, bytes, float, Path, None and tuples of these; they are the key.
+            Values are tensors, arrays, numbers, texts, PIL images, and lists, tuples, dicts and dataclasses
+            of these; anything else that can be pickled is, which is slower. A method is cached for its
+            instance.
+        limit: bytes of values, as a number, as "8GB", or as a part of what the machine or its container has
+            left ("0.5"; of the disk, with a path). When it is full nothing more is stored: what is there
+            stays, and is hit in every epoch.
+        name: processes of this user on this machine that give the same name have one cache, in memory; it
+            ends with the last of them.
+        path: a file that holds the values and outlives the program. Its folder has to be on a disk of this
+        machine. version: of the data or the function, text or number: a cache of another one is refused.
+        copy: False: arrays are read-only, and in memory they are not copied. Tensors cannot be read-only: a
+        function
+            that returns them is refused.
+
+    Raises:
+        ValueError: the limit is none; or the cache of that name or path is of something else, which the
+            text names. `cached.clear(path)` removes a file.
+        OSError: the file cannot be opened.
+    """
+
+    clear = _Clear()
+    __qualname__: str
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        limit: int | str,
+        name: str | None = None,
+        path: str | os.PathLike[str] | None = None,
+        version: str | int | None = None,
+        copy: bool = True,
+    ) -> None:
+        if not callable(function):
+            raise TypeError(f"cached: function={function!r} cannot be called")
+        if name is not None and path is not None:
+            raise ValueError(
+                f"cached: name={name!r} and path={str(path)!r}: give one, the memory's name or a file"
+            )
+        self._name = name
+        self._path = None if path is None else os.path.abspath(path)
+        self._limit = _bytes(limit, self._path)
+        self._version, self._copy = version, copy
+        self._set_function(function)
+        self._open()
+
+    def _set_function(self, function: Callable[..., Any]) -> None:
+        # A method is kept as its parts: it refers to an object whose attribute this is.
+        self._of, self._function, self._bound = None, function, isinstance(function, MethodType)
+        if isinstance(function, MethodType):
+            self._of, self._function = function.__self__, function.__func__
+        self._keys = Keys(function)
+        functools.update_wrapper(self, self._function, updated=())
+
+    def _open(self) -> None:
+        about = {"function": _qualified(self._function), "version": self._version}
+        self._source: Any = None
+        if self._path is not None:
+            opened = _refusing(f"path={self._path!r}", files.at_path, self._path, about, self._limit)
+        elif self._name is not None:
+            make = partial(files.anonymous, about, self._limit)
+            opened, self._source = _refusing(
+                f"name={self._name!r}", named.descriptor, self._name, about, make
+            )
+        else:
+            opened = files.anonymous(about, self._limit)
+        self._attach(opened, calls.memfd_create("fastq_loader.cache counters"))
+        os.ftruncate(self._counters.fd, _ROWS * _ROW_WORDS * 8)
+
+    def _attach(self, fd: int, counters: int) -> None:
+        self._store = Store(fd, self._limit, checks=self._path is not None)
+        self._counters = _Counters(counters)
+
+    # ---- calls ----------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        digest = digest_of(self._keys.key(args, kwargs))
+        found = self._store.find(digest)
+        if found is not None:
+            try:
+                read = self._store.read if self._copy else self._store.view
+                value = decode(self._store.head(found), partial(read, found))
+            except (ValueError, OSError) as error:
+                self._counters.add("damaged")
+                warnings.warn(f"cached: {self.__qualname__}: {error}; it is computed again", stacklevel=2)
+            else:
+                self._counters.add("hits")
+                return value
+        self._counters.add("misses")
+        return self._compute(digest, args, kwargs)
+
+    def _compute(self, digest: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = generators.states()
+        value = self._function(self._of, *args, **kwargs) if self._bound else self._function(*args, **kwargs)
+        after = generators.states()
+        if after != before:
+            pairs = zip(generators.GLOBAL, before, after, strict=True)
+            drew = [name for name, then, now in pairs if then != now]
+            self._counters.add("random")
+            self._hint(drew)
+            return value
+        head, parts, nbytes = encode(value)
+        if not self._copy and has_tensors(head):
+            text = "returns tensors, which cannot be read-only: use copy=True, or return arrays"
+            raise TypeError(f"cached: {self.__qualname__}() {text}")
+        try:
+            stored = self._store.add(digest, head, parts, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            stored = False
+        self._counters.add("stored" if stored else "full")
+        return value
+
+    def _hint(self, drew: list[str]) -> None:
+        if self._counters.first_hint():
+            who = f"cached: {self.__qualname__}() draws from {', '.join(drew)}"
+            why = "they would be the same in every epoch"
+            text = f"{who}, so its values are not stored: {why}. Wrap the part that draws nothing"
+            warnings.warn(text, RandomCached, stacklevel=4)
+
+    def statistics(self) -> CacheStatistics:
+        """What the cache has done so far, in all processes that this object has come to."""
+        counts = dict(zip(_COUNTS, self._counters.sums(), strict=True))
+        return CacheStatistics(bytes=self._store.used(), **counts)
+
+    def __repr__(self) -> str:
+        return f"cached({self._function!r}, limit={self._limit})"
+
+    # ---- on its way to other processes ----------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = "_name", "_path", "_limit", "_version", "_copy", "_of", "_function", "_bound"
+        state = {name: vars(self)[name] for name in kept}
+        if get_spawning_popen() is not None:
+            state["descriptors"] = reduction.DupFd(self._store.fd), reduction.DupFd(self._counters.fd)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        descriptors = state.pop("descriptors", None)
+        vars(self).update(state)
+        self._keys = Keys(MethodType(self._function, self._of) if self._bound else self._function)
+        functools.update_wrapper(self, self._function, updated=())
+        if descriptors is None:  # on another machine perhaps: a cache in memory begins empty
+            self._open()
+        else:
+            self._source = None
+            self._attach(*(duplicate.detach() for duplicate in descriptors))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> cached:
+        """Of a copy of a dataset: the same cache."""
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        vars(made).update(vars(self))
+        made._of = copying.deepcopy(self._of, memo)
+        return made
+
+
+class _Counters:
+    """Counts of all processes, each with a row of its own, which goes to another one when it has ended.
+
+    Args:
+        fd: of the memory; it is closed with this.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._pid = 0
+        self._held = -1
+        self._words: Any = None
+        self._row: Any = None
+
+    def _own_row(self) -> Any:
+        if self._pid != process_id.current():  # a fork has its parent's row
+            self._pid, self._row = process_id.current(), None
+            self._held, command = open_anew(self.fd)
+            for row in range(_ROWS):
+                with contextlib.suppress(OSError):
+                    set_lock(self._held, command, _FLOCK.pack(WRITE_LOCK, 0, row, 1, 0))
+                    self._row = self._all()[row * _ROW_WORDS : (row + 1) * _ROW_WORDS]
+                    break
+        return self._row
+
+    def _all(self) -> Any:
+        if self._words is None:
+            self._words = memoryview(mmap.mmap(self.fd, _ROWS * _ROW_WORDS * 8)).cast("Q")
+        return self._words
+
+    def add(self, name: str) -> None:
+        row = self._row if self._pid == process_id.pid else self._own_row()
+        if row is not None:
+            row[_INDEX[name]] += 1
+
+    def first_hint(self) -> bool:
+        """Whether no process has warned yet."""
+        row = self._own_row()
+        if row is None or any(self._all()[_HINTED::_ROW_WORDS]):
+            return False
+        row[_HINTED] = 1
+        return True
+
+    def sums(self) -> list[int]:
+        words = self._all()
+        return [sum(words[at::_ROW_WORDS]) for at in range(len(_COUNTS))]
+
+    def __del__(self) -> None:
+        for fd in (self.fd, self._held if self._pid == process_id.current() else -1):
+            if fd >= 0:
+                os.close(fd)
+
+
+_INDEX = {name: at for at, name in enumerate(_COUNTS)}
+
+
+def _qualified(function: Callable[..., Any]) -> str:
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _refusing(where: str, open_it: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return open_it(*arguments)
+    except files.Differs as error:
+        raise ValueError(
+            f"cached: {where} holds something else: {error}. Use another one, or cached.clear() for a path"
+        ) from None
+    except named.Differs as error:
+        raise ValueError(
+            f"cached: {where} holds something else: it is of {error.about}. Use another one"
+        ) from None
+
+
+def _bytes(limit: Any, path: str | None) -> int:
+    """How many bytes a limit is."""
+    wrong = f"cached: limit={limit!r} must be bytes (8_000_000_000, '8GB') or a part of what is left ('0.5')"
+    if isinstance(limit, bool) or not isinstance(limit, (int, str)):
+        raise TypeError(wrong)
+    if isinstance(limit, int):
+        count = float(limit)
+    else:
+        digits = limit.strip().rstrip("BKMGTIbkmgti ")
+        unit = limit.strip()[len(digits) :].strip().upper()
+        try:
+            count = float(digits) * _UNITS[unit]
+        except (ValueError, KeyError):
+            raise ValueError(wrong) from None
+        if not unit and 0 < count < 1:
+            count *= memory_bytes() if path is None else shutil.disk_usage(os.path.dirname(path)).free
+    if not 0 < count < 1 << 62:
+        raise ValueError(wrong)
+    return int(count)

@@ -1,0 +1,350 @@
+"""The file that holds the values: a table of slots, and data that only grows.
+
+Runs in every process that calls a cached function, on any of its threads. The file is a memfd, which goes
+with its last holder, or one with a path. It is read and written by system calls and mapped by nobody: a
+file that somebody cuts short gives short reads, a full disk is an error of a write, and no process counts
+the values as its own memory.
+
+    header      one page: what the file is of, and how it is laid out
+    cursor      one page: where the data ends; written under a lock
+    slots       64 bytes each: hash of the key, place, lengths and checksum of the value, and a check of the
+    slot itself data        values, each behind its head
+
+A value is written first, into room that was reserved for it, and then its slot: a slot that can be read has
+a value that was whole. A reader takes no lock. Writers take one, on bytes of the file, for microseconds;
+the kernel drops it with its holder. Who does not get it soon, because its holder is stopped, stores
+nothing. What a killed writer had reserved stays unused. In a file with a path the checksum of a value is
+looked at when it is read for the first time: after a power cut a slot may be on the disk and its data not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fastq_loader.system import calls, process_id
+from fastq_loader.system.calls import UNLOCK, WRITE_LOCK, open_anew, set_lock
+
+#: The layout. Another number is another file.
+LAYOUT = 1
+_MAGIC = b"fastq_loader.cache\0"
+_PAGE = 4096
+_CURSOR, _SLOTS = _PAGE, 2 * _PAGE
+_SLOT = struct.Struct("<16sQIIII")  # hash of the key, place, head, data, checksum of both, check of the slot
+_SLOT_BYTES = 64
+#: Slots that one read brings.
+_RUN = 8
+_FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
+#: Bytes of a value for each slot: with values that are smaller slots may run out before the room does.
+_BYTES_PER_SLOT = 4096
+_LEAST_SLOTS = 1 << 12
+#: Slots that a key may be away from its place until the table counts as full.
+_FURTHEST = 512
+#: Seconds that a writer waits for another one, and between two looks.
+_PATIENCE, _GLANCE = 0.01, 50e-6
+
+
+class Found(NamedTuple):
+    """Where a value lies."""
+
+    place: int
+    head: int
+    nbytes: int
+    checksum: int
+
+
+class Differs(ValueError):
+    """The file is of something else; the text says what."""
+
+
+class Store:
+    """One process's access to the file.
+
+    Args:
+        fd: of the file; it is opened anew in each process, because a lock belongs to an open file.
+        limit: bytes of values that it may hold.
+        checks: whether checksums are written and looked at.
+    """
+
+    def __init__(self, fd: int, limit: int, checks: bool) -> None:
+        self.fd = fd
+        self._limit = limit
+        self._checks = checks
+        header = os.pread(fd, _PAGE, 0)
+        self._slots: int = json.loads(header[len(_MAGIC) :].rstrip(b"\0"))["slots"]
+        self._data = _SLOTS + self._slots * _SLOT_BYTES
+        # Of memory that nobody can cut short, all is mapped, as far as the address space goes: copying from
+        # there takes a third of the time of a system call.
+        self._map: memoryview | None = None
+        if not checks:
+            with contextlib.suppress(OSError, ValueError):
+                whole = mmap.mmap(fd, self._data + limit, mmap.MAP_SHARED, mmap.PROT_READ)
+                self._map = memoryview(whole)
+        self._verified: set[int] = set()  # places of values that this process has looked at, or has written
+        self._pid = 0
+        self._lock = threading.Lock()
+        self._own = -1
+        self._command = 0
+
+    # ---- reading --------------------------------------------------------------------------------
+
+    def find(self, digest: bytes) -> Found | None:
+        """The value of a key, by the digest of that; None: it is not there."""
+        at = int.from_bytes(digest[:8], "little") % self._slots
+        for start in range(at, at + _FURTHEST, _RUN):
+            run = self._read_slots(start % self._slots)
+            for slot in range(0, len(run) - _SLOT_BYTES + 1, _SLOT_BYTES):
+                key, place, head, nbytes, checksum, check = _SLOT.unpack_from(run, slot)
+                if not place:
+                    return None
+                if key == digest:
+                    whole = check == zlib.crc32(run[slot : slot + _SLOT.size - 4])
+                    return Found(place, head, nbytes, checksum) if whole else None
+            if len(run) < _RUN * _SLOT_BYTES:  # the end of the table, or a file that was cut short
+                return None
+        return None
+
+    def _read_slots(self, start: int) -> bytes:
+        return self._read(_SLOTS + start * _SLOT_BYTES, min(_RUN, self._slots - start) * _SLOT_BYTES)
+
+    def _read(self, at: int, nbytes: int) -> bytes:
+        if self._map is not None:
+            return self._map[at : at + nbytes].tobytes()
+        return os.pread(self.fd, nbytes, at)
+
+    def head(self, found: Found) -> bytes:
+        """The head of a value.
+
+        Raises:
+            ValueError: the file is damaged there.
+        """
+        head = self._read(found.place, found.head)
+        if len(head) != found.head:
+            raise ValueError("the file ends before the value does")
+        if self._checks and found.place not in self._verified:
+            data = os.pread(self.fd, found.nbytes, found.place + _aligned(found.head))
+            if len(data) != found.nbytes or zlib.crc32(data, zlib.crc32(head)) != found.checksum:
+                raise ValueError("the checksum of a value is wrong")
+            self._verified.add(found.place)
+        return head
+
+    def read(self, found: Found, at: int, nbytes: int) -> np.ndarray:
+        """So many bytes of a value from `at` on, in new memory.
+
+        Raises:
+            ValueError: the file ends before.
+        """
+        place = found.place + _aligned(found.head) + at
+        if self._map is not None:
+            return np.frombuffer(self._map, np.uint8, nbytes, place).copy()
+        data = np.empty(nbytes, np.uint8)
+        into, got = memoryview(data).cast("B"), 0
+        while got < nbytes:
+            count = os.preadv(self.fd, [into[got:]], place + got)
+            if not count:
+                raise ValueError("the file ends before the value does")
+            got += count
+        return data
+
+    def view(self, found: Found, at: int, nbytes: int) -> np.ndarray:
+        """The same, read-only, and where it lies if it is mapped."""
+        if self._map is None:
+            data = self.read(found, at, nbytes)
+            data.flags.writeable = False
+            return data
+        return np.frombuffer(self._map, np.uint8, nbytes, found.place + _aligned(found.head) + at)
+
+    # ---- writing --------------------------------------------------------------------------------
+
+    def add(self, digest: bytes, head: bytes, parts: Sequence[tuple[int, memoryview]], nbytes: int) -> bool:
+        """Store a value under the digest of its key; False: there is no room, or it is somebody else's turn.
+
+        Raises:
+            OSError: the file cannot be written to; ENOSPC: the disk is full.
+        """
+        with self._writing() as may:
+            place = self._reserve(_aligned(len(head)) + nbytes) if may else 0
+        if not place:
+            return False
+        checksum = self._write(place, head, parts)
+        with self._writing() as may:
+            if may and (slot := self._free_slot(digest)) is not None:
+                packed = _SLOT.pack(digest, place, len(head), nbytes, checksum, 0)[:-4]
+                os.pwrite(self.fd, packed + struct.pack("<I", zlib.crc32(packed)), slot)
+                self._verified.add(place)
+                return True
+        return False
+
+    def used(self) -> int:
+        """Bytes of the data, with what killed writers have left unused."""
+        return self._end() - self._data
+
+    def _end(self) -> int:
+        word = os.pread(self.fd, 8, _CURSOR)
+        return max(self._data, int.from_bytes(word, "little")) if len(word) == 8 else self._data
+
+    def _reserve(self, nbytes: int) -> int:
+        place = self._end()
+        end = place + _aligned(nbytes)
+        if end - self._data > self._limit:
+            return 0
+        os.pwrite(self.fd, end.to_bytes(8, "little"), _CURSOR)
+        return place
+
+    def _write(self, place: int, head: bytes, parts: Sequence[tuple[int, memoryview]]) -> int:
+        _write_all(self.fd, memoryview(head), place)
+        checksum, at, start = zlib.crc32(head) if self._checks else 0, 0, place + _aligned(len(head))
+        for offset, data in parts:
+            _write_all(self.fd, data, start + offset)
+            if self._checks:
+                checksum = zlib.crc32(data, zlib.crc32(bytes(offset - at), checksum))
+                at = offset + data.nbytes
+        return checksum
+
+    def _free_slot(self, digest: bytes) -> int | None:
+        """Where the slot of a key is to be written; None: the table is full there, or another process has
+        stored the key meanwhile."""
+        at = int.from_bytes(digest[:8], "little") % self._slots
+        for start in range(at, at + _FURTHEST, _RUN):
+            run = self._read_slots(start % self._slots)
+            for slot in range(0, len(run) - _SLOT_BYTES + 1, _SLOT_BYTES):
+                key, place, *_, check = _SLOT.unpack_from(run, slot)
+                whole = place and check == zlib.crc32(run[slot : slot + _SLOT.size - 4])
+                if whole and key == digest and self._intact(place):
+                    return None
+                if not whole or key == digest:
+                    return _SLOTS + (start % self._slots) * _SLOT_BYTES + slot
+            if len(run) < _RUN * _SLOT_BYTES:
+                return None
+        return None
+
+    def _intact(self, place: int) -> bool:
+        """Whether a value that is there already can be read: else its slot is written anew."""
+        return not self._checks or place in self._verified
+
+    # ---- the lock of writers --------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[bool]:
+        """Whether this thread may write to table and cursor in here."""
+        if self._pid != process_id.current():  # a fork has the parent's open file, and its threads' lock
+            self._own, self._command = open_anew(self.fd)
+            self._lock, self._pid = threading.Lock(), process_id.current()
+        if not self._lock.acquire(timeout=_PATIENCE):
+            yield False
+            return
+        try:
+            held = self._try_lock(time.monotonic() + _PATIENCE)
+            try:
+                yield held
+            finally:
+                if held:
+                    set_lock(self._own, self._command, _FLOCK.pack(UNLOCK, 0, _CURSOR, 8, 0))
+        finally:
+            self._lock.release()
+
+    def _try_lock(self, until: float) -> bool:
+        while True:
+            try:
+                set_lock(self._own, self._command, _FLOCK.pack(WRITE_LOCK, 0, _CURSOR, 8, 0))
+                return True
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+                if time.monotonic() > until:
+                    return False
+                time.sleep(_GLANCE)
+
+    def close(self) -> None:
+        own, self._own = self._own, -1
+        if own >= 0 and self._pid == process_id.current():
+            os.close(own)
+
+
+def digest_of(key: bytes) -> bytes:
+    """What stands for a key: 128 bits, never two keys'."""
+    return hashlib.blake2b(key, digest_size=16).digest()
+
+
+def prepare(fd: int, about: dict[str, Any], limit: int) -> None:
+    """Lay an empty file out, or see that one that has been is of the same.
+
+    Args:
+        fd: of the file, which no other process prepares meanwhile.
+        about: what it is of, as JSON has it.
+        limit: bytes of values.
+
+    Raises:
+        Differs: it is of something else, or is no cache.
+        OSError: it cannot be written to.
+    """
+    header = os.pread(fd, _PAGE, 0)
+    if header.startswith(_MAGIC):
+        known = json.loads(header[len(_MAGIC) :].rstrip(b"\0"))
+        theirs = {"layout": known.get("layout"), **known.get("about", {})}
+        for name, value in {"layout": LAYOUT, **about}.items():
+            if theirs.get(name) != value:
+                raise Differs(f"its {name} is {theirs.get(name)!r}, and here it is {value!r}")
+        return
+    if header.strip(b"\0"):
+        raise Differs("it is no cache of this library")
+    slots = max(_LEAST_SLOTS, limit // _BYTES_PER_SLOT)
+    text = json.dumps({"layout": LAYOUT, "about": about, "slots": slots}).encode()
+    if len(_MAGIC) + len(text) > _PAGE:
+        raise ValueError(f"cached: name and version of the function take {len(text)} bytes; use shorter ones")
+    os.ftruncate(fd, _SLOTS + slots * _SLOT_BYTES)
+    os.pwrite(fd, _MAGIC + text, 0)  # the last step: without it the file counts as empty
+
+
+def anonymous(about: dict[str, Any], limit: int) -> int:
+    """A descriptor of memory that goes with its last holder."""
+    fd = calls.memfd_create("fastq_loader.cache")
+    try:
+        prepare(fd, about, limit)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def at_path(path: str, about: dict[str, Any], limit: int) -> int:
+    """A descriptor of a file that outlives the program; it is made if it is not there.
+
+    Raises:
+        Differs: it is of something else.
+        OSError: it cannot be opened or written to.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            prepare(fd, about, limit)
+        finally:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _aligned(nbytes: int) -> int:
+    return nbytes + -nbytes % 64
+
+
+def _write_all(fd: int, data: memoryview, at: int) -> None:
+    done = 0
+    while done < data.nbytes:
+        done += os.pwrite(fd, data[done:], at + done)
