@@ -358,7 +358,7 @@ class Scheduler:
                 return found
 
     def _idle(self, event: Idle) -> list[Instruction]:
-        unanswered = sum(epoch == self.epoch for epoch, _ in self.pending_tasks)
+        unanswered = [epoch for epoch, _ in self.pending_tasks].count(self.epoch)
         room = self.window.room(len(self._in_flight), unanswered, self.pool.batch_bytes)
         return [Draw(room)] if room else []
 
