@@ -6,7 +6,6 @@ attributes can be set past `__setattr__`. torch's own arguments are checked by t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
@@ -24,6 +23,7 @@ from fastq_loader.reading.sampling import PermutationSampler
 from fastq_loader.reading.tolerance import Tolerance, read_errors
 from fastq_loader.remote.ray_workers import RayWorkers
 from fastq_loader.scheduling.schedules import Dynamic, RoundRobin, Schedule, Window, read_schedule
+from fastq_loader.system import pages
 from fastq_loader.workers.config import Payload, Plan, Rules
 from fastq_loader.workers.kinds import Auto, Processes, WorkerKind, read_workers
 
@@ -202,7 +202,7 @@ def window(loader: Loader) -> Window:
         workers=loader.num_workers,
         prefetch=loader.prefetch_factor,
         iterable=is_iterable(loader),
-        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        memory_bytes=pages.installed(),
     )
 
 

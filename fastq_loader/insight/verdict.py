@@ -23,7 +23,7 @@ from fastq_loader.insight.model import BATCHES, Evidence, costs_of, is_enough
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics, LoaderStatistics, WorkerStatistics
-from fastq_loader.system import calls
+from fastq_loader.system import calls, pages
 
 #: Shares of an epoch from which on a cause is worth mentioning. Some waiting for workers is normal where they
 #: are as quick as the step.
@@ -136,9 +136,10 @@ def evidence_of(
     return replace(
         known,
         epoch=asked,
-        costs=costs_of(loaded, workers, contention),
+        costs=costs_of(loaded, workers, counters.batch_bytes, contention),
         setting=replace(known.setting, num_workers=len(workers)),
         cpus=machine.cpus(),
+        machine_bytes=pages.installed(),
         workers=statistics.workers if workers else (),
         late=tuple(late for late in statistics.late_batches if asked.epoch in (0, late.epoch)),
         staging=statistics.staging,

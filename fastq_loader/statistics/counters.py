@@ -95,6 +95,11 @@ class Counters(_Counting, LoaderStatistics):
         """The counters of the last hundred epochs, the newest last."""
         return [notes.counted() for notes in list(self._notes)]
 
+    @property
+    def batch_bytes(self) -> float:
+        """What a batch took of the shared memory, on average."""
+        return self.bytes / max(1, self.batches)
+
     def begin_epoch(self, now: int, cpu: int) -> Notes:
         """`iter()` was called: the notes of a new epoch. See `EpochCounters` for `now` and `cpu`."""
         self.epochs += 1

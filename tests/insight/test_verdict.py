@@ -25,6 +25,7 @@ from fastq_loader.statistics.snapshots import (
     StagingStatistics,
     WorkerStatistics,
 )
+from fastq_loader.system import pages
 from tests.support.datasets import Stream, identity
 from tests.support.limited import Naps
 
@@ -361,6 +362,14 @@ def test_the_newest_epoch_that_was_long_enough_is_taken_unless_another_is_asked_
         text = f"epoch={unknown} is unknown: use the number of the epochs 1 to 3, 0 for all"
         with pytest.raises(ValueError, match=text):
             loader.diagnose(unknown)
+
+
+def test_how_large_batches_and_the_machine_are_is_known_to_the_model(evidence: Any) -> None:
+    loader = run()
+    counters = loader._resources.counters
+    counters.bytes = 38_000_000 * counters.batches
+    found = evidence(loader)
+    assert (found.costs.batch_bytes, found.machine_bytes) == (38e6, pages.installed())
 
 
 def test_late_batches_are_those_of_the_epoch(evidence: Any) -> None:
