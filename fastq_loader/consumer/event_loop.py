@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -32,7 +33,6 @@ from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.events import Died, Draw, Finish, Wait
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.scheduler import Scheduler
-from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.notes import Notes
@@ -91,7 +91,7 @@ class EventLoop:
         self.scheduler = Scheduler(
             plan.workers,
             self.pool,
-            Window(*plan.window),
+            replace(plan.window),
             in_order=plan.in_order,
             shared_tasks=plan.shared_tasks,
             restarts=plan.restarts,
