@@ -92,6 +92,7 @@ def test_what_was_measured_counts_and_corrects_what_is_expected_of_others() -> N
     for each, seconds in ranked.items():
         wrong = 3 if each.num_workers else 1  # without workers nothing is alike
         assert seconds == pytest.approx(wrong * cpus.seconds(costs, each))
+    assert rank(costs, {OWN: slow, Setting(0): 7.0}, cpus) == {**ranked, Setting(0): 7.0}
     both = rank(costs, {OWN: slow, Setting(8): cpus.seconds(costs, Setting(8))}, cpus)
     assert both[Setting(3)] == pytest.approx(3 * cpus.seconds(costs, Setting(3))), "as wrong as for 2"
     assert both[Setting(6)] == pytest.approx(cpus.seconds(costs, Setting(6))), "as right as for 8"
@@ -103,6 +104,12 @@ def test_fewer_workers_than_were_measured_are_not_expected_to_wait_for_cpus() ->
     ranked = rank(costs, {Setting(8): eight}, limits)
     assert ranked[OWN] == pytest.approx(4 * eight, rel=0.05)
     assert limits.seconds(costs, OWN) == pytest.approx(eight, rel=0.01), "the model alone would believe it"
+
+
+def test_on_a_small_machine_large_batches_have_a_narrower_window() -> None:
+    costs, own = Costs((0.01,) * 99 + (2.0,), batch_bytes=8e6), Setting(8, dynamic=True)
+    small, large = (Limits(own, 1e9, machine_bytes=each << 30).seconds(costs, own) for each in (2, 64))
+    assert small > large
 
 
 def test_all_that_may_be_chosen() -> None:

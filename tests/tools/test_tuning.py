@@ -183,6 +183,29 @@ def test_a_setting_that_fails_has_a_row_and_is_not_tried_again() -> None:
     assert search.ranked()[-1] is search.rows[eight]
 
 
+def test_a_setting_that_fails_later_is_not_recommended() -> None:
+    played, eight = Machine(decoding()), Setting(8, 2)
+
+    def measure(setting: Setting, seconds: float, patience: float) -> Measured:
+        found = played.measure(setting, seconds, patience)
+        if len(played.calls) > 1:
+            played.fails[eight] = RuntimeError("no more")
+        return found
+
+    search = played.search(eight)
+    search.measure = measure
+    search.run()
+    assert search.rows[eight].rate > 0
+    assert search.best is not None
+    assert search.best.setting != eight
+
+
+def test_the_own_setting_is_compared_at_the_same_time_and_no_more_than_allowed_is_recommended() -> None:
+    odd = Setting(2, 7)
+    assert Machine(decoding()).found(odd).rows[odd].slices
+    assert Machine(decoding()).best(Setting(8, 2), most_workers=3).num_workers == 3
+
+
 def test_where_the_own_setting_fails_another_one_may_win_and_where_all_fail_its_error_is_raised() -> None:
     assert Machine(decoding(), fails={OWN: OSError("too many")}).best() != OWN
     fails: dict[Setting, Exception] = {OWN: KeyError("own"), Setting(1, 2): KeyError("one")}
