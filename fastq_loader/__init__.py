@@ -19,7 +19,7 @@ and write the batch to shared memory (`packing`, `memory`). The answer comes bac
 hands the batch out, or `device` copies it on to an accelerator.
 """
 
-from fastq_loader.caching.cached import CacheStatistics, cached
+from fastq_loader.caching.cached import cached
 from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.device.prefetcher import Prefetcher
 from fastq_loader.device.transforms import copy_into, normalize
@@ -58,6 +58,7 @@ from fastq_loader.scheduling.schedules import Dynamic, RoundRobin
 from fastq_loader.sharing.share import share, sharing_report
 from fastq_loader.statistics.snapshots import (
     BadSample,
+    CacheStatistics,
     EpochStatistics,
     LateBatch,
     LoaderStatistics,

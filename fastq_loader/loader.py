@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler
 from torch.utils.data._utils.collate import default_collate, default_convert
 
 from fastq_loader import arguments
+from fastq_loader.caching.cached import caches_of
 from fastq_loader.consumer.bad_samples import BadSamples
 from fastq_loader.consumer.engine import Engine
 from fastq_loader.device.accelerator import ToDevice, read_device
@@ -398,9 +399,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             arena_bytes=nbytes,
             bad_samples=bad.total,
             last_bad_samples=bad.last,
+            caches=tuple(cache.statistics() for cache in caches_of(self.dataset)),
         )
 
-    def diagnose(self, epoch: int | None = None) -> Diagnosis:
+    def diagnose(self, epoch: int | Literal["all"] | None = None) -> Diagnosis:
         """What limits this loader, and what would help: `print(loader.diagnose())` is a page.
 
         May be called at any time, also in the middle of an epoch; an epoch should have some ten batches, or
@@ -409,8 +411,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         a network or caches.
 
         Args:
-            epoch: the number of an epoch, from 1 on, of the last hundred; 0: all together; None: the newest
-                one that is long enough to say something.
+            epoch: the number of an epoch, from 0 on, of the last hundred; "all": all together; None: the
+                newest one that is long enough to say something.
 
         Raises:
             ValueError: there is no such epoch.

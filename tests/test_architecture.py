@@ -35,17 +35,17 @@ ROOMS = {
     "integrations": Room("loader device"),
     "preemption": Room(""),
     "loader": Room(
-        "iterators resources insight resume arguments consumer workers device scheduling reading tracing "
-        "statistics"
+        "iterators resources caching insight resume arguments consumer workers device scheduling reading "
+        "tracing statistics"
     ),
     "iterators": Room(
         "insight resume arguments consumer workers device scheduling reading statistics ipc system errors"
     ),
     "resources": Room("insight resume consumer workers device statistics errors"),
-    "caching": Room("insight sharing reading packing system errors", pure="keys"),
-    "insight": Room("workers memory system statistics", pure="model advice"),
+    "caching": Room("insight sharing reading packing system errors statistics", pure="keys"),
+    "insight": Room("workers scheduling memory system statistics", pure="model chooser advice"),
     "resume": Room("arguments workers scheduling reading system errors"),
-    "arguments": Room("reading remote workers device scheduling memory ipc errors"),
+    "arguments": Room("reading remote workers device scheduling memory ipc system errors"),
     "remote": Room("workers reading memory ipc system errors statistics", pure="ranks"),
     "consumer": Room("reading workers device scheduling packing memory ipc system errors statistics"),
     "workers": Room("scheduling packing reading memory ipc system errors statistics"),

@@ -20,7 +20,7 @@ from functools import partial
 from multiprocessing import reduction
 from multiprocessing.context import get_spawning_popen
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastq_loader.caching import store as files
 from fastq_loader.caching.keys import Keys
@@ -30,7 +30,8 @@ from fastq_loader.errors import RandomCached
 from fastq_loader.insight.machine import memory_bytes
 from fastq_loader.reading import generators
 from fastq_loader.sharing import named
-from fastq_loader.system import calls, process_id
+from fastq_loader.statistics.snapshots import CacheStatistics
+from fastq_loader.system import attributes, calls, process_id
 from fastq_loader.system.calls import WRITE_LOCK, open_anew, set_lock
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -39,28 +40,6 @@ _COUNTS = "hits", "misses", "stored", "full", "random", "damaged"
 _ROW_WORDS, _ROWS = 8, 2048
 _HINTED = _ROW_WORDS - 1  # the last word of a row: its process has warned
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
-
-
-class CacheStatistics(NamedTuple):
-    """What a cache has done, in all processes together.
-
-    Attributes:
-        hits: calls whose value was read.
-        misses: calls that computed it.
-        stored: values that were stored.
-        bytes: that they take, with their heads.
-        full: values that were not stored, because there is no room.
-        random: values that were not stored, because the function drew from a generator.
-        damaged: values that could not be read, and were computed again.
-    """
-
-    hits: int
-    misses: int
-    stored: int
-    bytes: int
-    full: int
-    random: int
-    damaged: int
 
 
 class _Clear:
@@ -354,3 +333,23 @@ def _bytes(limit: Any, path: str | None) -> int:
     if not 0 < count < 1 << 62:
         raise ValueError(wrong)
     return int(count)
+
+
+#: Parts of a dataset that are looked at.
+_PARTS = 100
+
+
+def caches_of(dataset: Any) -> list[cached]:
+    """The caches among the attributes of a dataset and of what it reads from; no code of theirs runs."""
+    found, seen, waiting = list[cached](), set[int](), [dataset]
+    while waiting and len(seen) < _PARTS:
+        part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        own = attributes.held(part)
+        found += [value for value in own.values() if isinstance(value, cached)]
+        waiting += [own[name] for name in ("dataset",) if name in own]
+        several = own.get("datasets")
+        waiting += several if type(several) is list else []
+    return found

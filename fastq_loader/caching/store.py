@@ -45,6 +45,8 @@ _PAGE = 4096
 _CURSOR, _SLOTS = _PAGE, 2 * _PAGE
 _SLOT = struct.Struct("<16sQIIII")  # hash of the key, place, head, data, checksum of both, check of the slot
 _SLOT_BYTES = 64
+#: Of heads and of data.
+_ALIGNMENT = 64
 #: Slots that one read brings.
 _RUN = 8
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
@@ -85,10 +87,10 @@ class Store:
         self._checks = checks
         header = os.pread(fd, _PAGE, 0)
         self._slots: int = json.loads(header[len(_MAGIC) :].rstrip(b"\0"))["slots"]
-        self._data = _SLOTS + self._slots * _SLOT_BYTES
+        self._data: int = _SLOTS + self._slots * _SLOT_BYTES
         # Of memory that nobody can cut short, all is mapped, as far as the address space goes: copying from
         # there takes a third of the time of a system call.
-        self._map: memoryview | None = None
+        self._map: Any = None  # a memoryview
         if not checks:
             with contextlib.suppress(OSError, ValueError):
                 whole = mmap.mmap(fd, self._data + limit, mmap.MAP_SHARED, mmap.PROT_READ)
@@ -122,7 +124,8 @@ class Store:
 
     def _read(self, at: int, nbytes: int) -> bytes:
         if self._map is not None:
-            return self._map[at : at + nbytes].tobytes()
+            data: bytes = self._map[at : at + nbytes].tobytes()
+            return data
         return os.pread(self.fd, nbytes, at)
 
     def head(self, found: Found) -> bytes:
@@ -149,9 +152,10 @@ class Store:
         """
         place = found.place + _aligned(found.head) + at
         if self._map is not None:
-            return np.frombuffer(self._map, np.uint8, nbytes, place).copy()
+            copied: np.ndarray = np.frombuffer(self._map, np.uint8, nbytes, place).copy()
+            return copied
         data = np.empty(nbytes, np.uint8)
-        into, got = memoryview(data).cast("B"), 0
+        into, got = _memory_of(data), 0
         while got < nbytes:
             count = os.preadv(self.fd, [into[got:]], place + got)
             if not count:
@@ -340,8 +344,12 @@ def at_path(path: str, about: dict[str, Any], limit: int) -> int:
     return fd
 
 
+def _memory_of(array: Any) -> memoryview:
+    return memoryview(array)
+
+
 def _aligned(nbytes: int) -> int:
-    return nbytes + -nbytes % 64
+    return nbytes + -nbytes % _ALIGNMENT
 
 
 def _write_all(fd: int, data: memoryview, at: int) -> None:

@@ -95,13 +95,18 @@ class Counters(_Counting, LoaderStatistics):
         """The counters of the last hundred epochs, the newest last."""
         return [notes.counted() for notes in list(self._notes)]
 
+    @property
+    def batch_bytes(self) -> float:
+        """What a batch took of the shared memory, on average."""
+        return self.bytes / max(1, self.batches)
+
     def begin_epoch(self, now: int, cpu: int) -> Notes:
         """`iter()` was called: the notes of a new epoch. See `EpochCounters` for `now` and `cpu`."""
-        self.epochs += 1
         notes = Notes(EpochCounters(self.epochs, now, cpu), self._among)
         notes.observe(self.observer)
         if self.observer is not None:
             self.observer.began(self.epochs, now)
+        self.epochs += 1
         self._notes.append(notes)
         if len(self._notes) > _EPOCHS:
             older = self._notes.popleft()

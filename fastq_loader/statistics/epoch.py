@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -85,7 +86,7 @@ class EpochCounters:
     """Counts for one epoch.
 
     Args:
-        epoch: its number.
+        epoch: its number, from 0 on.
         now: when `iter()` was called.
         cpu: CPU time that this process had used then, with all its threads, in nanoseconds.
 
@@ -436,7 +437,7 @@ class EpochCounters:
             batches=self.batches,
             seconds=self.nanoseconds / 1e9,
             cpu_seconds=self.cpu / 1e9,
-            ready=tuple(round(batches / width, 2) for batches, width in parts) if self.epoch else (),
+            ready=tuple(round(batches / width, 2) for batches, width in parts),
             **seconds,
             **waits,
         )
@@ -455,4 +456,4 @@ def summed(epochs: list[EpochCounters]) -> EpochStatistics:
     total = EpochCounters(0, 0)
     for epoch in epochs:
         total.include(epoch)
-    return total.snapshot()
+    return replace(total.snapshot(), epoch=None, ready=())

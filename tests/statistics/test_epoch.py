@@ -268,7 +268,7 @@ def test_what_was_counted_in_several_epochs_is_one_sum() -> None:
         epoch.used_cpu(70)  # after its end
         epochs.append(epoch)
     total = summed(epochs)
-    assert (total.epoch, total.batches, total.ready) == (0, 2, ())
+    assert (total.epoch, total.batches, total.ready) == (None, 2, ())
     assert round(total.seconds * 1e9) == 400
     assert round(total.consumer_seconds * 1e9) == 120
     assert round(total.cpu_seconds * 1e9) == 60

@@ -268,7 +268,7 @@ def test_a_trace_has_what_happens_in_it_and_nothing_of_before_and_after(tmp_path
     events = read(path)
     check(events)
     marks = [mark["name"] for mark in of(events, "i")]
-    assert marks == ["epoch 2 begins", "epoch 2 ends", "epoch 3 begins", "epoch 3 ends"]
+    assert marks == ["epoch 1 begins", "epoch 1 ends", "epoch 2 begins", "epoch 2 ends"]
     assert len(of(events, "X", "step")) == 8
 
 
