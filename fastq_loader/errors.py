@@ -172,12 +172,11 @@ class TinyBatches(LoaderHint):
     """
 
 
-class RandomCached(LoaderHint):
-    """A function that was given to `cached` has drawn from torch's, Python's or numpy's generator: its
-    values are not stored, because they would be the same in every epoch. Wrap the part before it that draws
-    nothing.
+class NotCached(LoaderHint):
+    """The values of a function that was given to `cached` are not stored. It has drawn from torch's, Python's
+    or numpy's generator, and they would be the same in every epoch; or they cannot be pickled.
 
-    >>> warnings.simplefilter("ignore", RandomCached)
+    >>> warnings.simplefilter("ignore", NotCached)
     """
 
 

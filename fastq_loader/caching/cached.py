@@ -26,7 +26,7 @@ from fastq_loader.caching import store as files
 from fastq_loader.caching.keys import Keys
 from fastq_loader.caching.store import Store, digest_of
 from fastq_loader.caching.values import decode, encode, has_tensors
-from fastq_loader.errors import RandomCached
+from fastq_loader.errors import NotCached, UnpicklableError
 from fastq_loader.insight.machine import memory_bytes
 from fastq_loader.reading import generators
 from fastq_loader.sharing import named
@@ -36,7 +36,7 @@ from fastq_loader.system.calls import WRITE_LOCK, open_anew, set_lock
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-_COUNTS = "hits", "misses", "stored", "full", "random", "damaged"
+_COUNTS = "hits", "misses", "stored", "full", "random", "refused", "damaged"
 _ROW_WORDS, _ROWS = 8, 2048
 _HINTED = _ROW_WORDS - 1  # the last word of a row: its process has warned
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
@@ -181,9 +181,15 @@ class cached:
             pairs = zip(generators.GLOBAL, before, after, strict=True)
             drew = [name for name, then, now in pairs if then != now]
             self._counters.add("random")
-            self._hint(drew)
+            who, why = f"draws from {', '.join(drew)}", "they would be the same in every epoch"
+            self._hint(who, f"{why}. Wrap the part that draws nothing")
             return value
-        head, parts, nbytes = encode(value)
+        try:
+            head, parts, nbytes = encode(value)
+        except (UnpicklableError, RuntimeError) as error:
+            self._counters.add("refused")
+            self._hint("returns what cannot be pickled", str(error))
+            return value
         if not self._copy and has_tensors(head):
             text = "returns tensors, which cannot be read-only: use copy=True, or return arrays"
             raise TypeError(f"cached: {self.__qualname__}() {text}")
@@ -196,12 +202,10 @@ class cached:
         self._counters.add("stored" if stored else "full")
         return value
 
-    def _hint(self, drew: list[str]) -> None:
+    def _hint(self, does: str, why: str) -> None:
         if self._counters.first_hint():
-            who = f"cached: {self.__qualname__}() draws from {', '.join(drew)}"
-            why = "they would be the same in every epoch"
-            text = f"{who}, so its values are not stored: {why}. Wrap the part that draws nothing"
-            warnings.warn(text, RandomCached, stacklevel=4)
+            text = f"cached: {self.__qualname__}() {does}, so its values are not stored: {why}"
+            warnings.warn(text, NotCached, stacklevel=4)
 
     def statistics(self) -> CacheStatistics:
         """What the cache has done so far, in all processes that this object has come to."""

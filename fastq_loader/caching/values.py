@@ -70,7 +70,8 @@ def _plain(value: Any) -> Part | None:
     if kind is torch.Tensor and is_leaf(value):
         dense = value.detach().clone(memory_format=torch.preserve_format)
         head = _TENSOR, PLAIN_DTYPES[value.dtype], tuple(value.shape), dense.stride()
-        return head, _bytes_of(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy())
+        flat = dense.as_strided((dense.numel(),), (1,)) if dense.numel() else dense.reshape(-1)
+        return head, _bytes_of(flat.view(torch.uint8).numpy())
     if kind is np.ndarray and is_leaf(value):
         dense = value.copy("K")
         order = tuple(sorted(range(dense.ndim), key=lambda axis: -dense.strides[axis]))
@@ -120,7 +121,10 @@ def decode(head: bytes, read: Read) -> Any:
         data = read(at, nbytes)
         if kind == _TENSOR:
             name, shape, strides = about
-            parts.append(torch.from_numpy(data).view(_DTYPES[name]).as_strided(shape, strides))
+            flat = (
+                torch.from_numpy(data).view(_DTYPES[name]) if nbytes else torch.empty(0, dtype=_DTYPES[name])
+            )
+            parts.append(flat.as_strided(shape, strides))
         elif kind == _ARRAY:
             name, shape, strides = about
             parts.append(np.ndarray(shape, name, data, strides=strides))

@@ -205,6 +205,7 @@ class CacheStatistics:
         bytes: that they take.
         full: values that were not stored, because there was no room.
         random: values that were not stored, because the function drew from a generator.
+        refused: values that were not stored, because they cannot be pickled.
         damaged: values that could not be read, and were computed again.
     """
 
@@ -214,6 +215,7 @@ class CacheStatistics:
     bytes: int = 0
     full: int = 0
     random: int = 0
+    refused: int = 0
     damaged: int = 0
 
 
