@@ -41,6 +41,8 @@ PASSED = 5  # passed over: the batch was handed out before the epoch was resumed
 LEFT_OUT = 6  # no sample of the batch could be read, and none need be; no handle
 
 KINDS = (BATCH, ERROR, ENDED, SKIPPED, BROKEN, PASSED, LEFT_OUT)
+#: Kinds without a handle.
+EMPTY = (ENDED, SKIPPED, PASSED, LEFT_OUT)
 
 #: Bytes of a pool's token.
 TOKEN_BYTES = 16

@@ -35,7 +35,8 @@ from fastq_loader.reading import datapipes
 from fastq_loader.reading.tolerance import read_errors
 from fastq_loader.resume.record import begin
 from fastq_loader.scheduling.progress import Progress
-from fastq_loader.statistics.notes import Notes
+from fastq_loader.statistics.counters import EpochLog
+from fastq_loader.statistics.records import DEVICE
 
 
 class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
@@ -53,7 +54,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     _bad_samples: BadSampleCounter | None = None
 
     def __init__(self, loader: Loader) -> None:
-        self._notes = self._begin_counting(loader)
+        self._log = self._begin_log(loader)
         self._dataset = loader.dataset
         self._pg = None
         self._index_sampler = loader._index_sampler
@@ -159,16 +160,16 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         forward it."""
         self.outcome = None
         if not first_iter:
-            self._notes = self._begin_counting(loader)
+            self._log = self._begin_log(loader)
             self._begin_record(loader, same_readers=True)
         self._restart_sampler()
         self._num_yielded = self._record.progress.delivered
         self._IterableDataset_len_called = loader._IterableDataset_len_called
         self._share_seed(loader)
 
-    def _begin_counting(self, loader: Loader) -> Notes:
-        notes: Notes = loader._resources.counters.begin_epoch(time.monotonic_ns(), time.process_time_ns())
-        return notes
+    def _begin_log(self, loader: Loader) -> EpochLog:
+        log: EpochLog = loader._resources.counters.begin_epoch(time.monotonic_ns(), time.process_time_ns())
+        return log
 
     def _begin_record(self, loader: Loader, same_readers: bool) -> None:
         """Of the epoch that begins or goes on; it counts when the epoch has begun."""
@@ -189,7 +190,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._order.note_drawn()
         if resources.shared and not self._order.beginning.drawn:
             self._order.pending = self._order.shared_now()
-        self._hints = Hints(loader, resources.record, self._record, self._notes)
+        self._hints = Hints(loader, resources.record, self._record, self._log)
         resources.place = self._record, None
         resources.begun.append(self._record)
         if self._record.replayed:
@@ -234,7 +235,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             batch = self._on_host.apply_transform(batch)
         if self._pin_memory:
             batch = pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
-        self._notes.others.append((self._notes.used_device, began, time.monotonic_ns()))
+        self._log.steps += ((DEVICE, began, time.monotonic_ns()),)
         return batch
 
     def _warn_about_length(self, length: int, outcome: Outcome) -> None:

@@ -19,7 +19,7 @@ from fastq_loader.errors import IteratorInvalid
 from fastq_loader.ipc.messages import decode_index
 from fastq_loader.iterators.base import LoaderIterator
 from fastq_loader.reading import datapipes
-from fastq_loader.statistics.epoch import EpochCounters
+from fastq_loader.statistics.records import CLOSE, ITER
 from fastq_loader.workers.kinds import Auto
 
 
@@ -79,10 +79,10 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         base_seed = record.base_seed if self._dynamic else None
         resume = record.resume
         self._epoch = self.engine.start_epoch(
-            self._source, shared_seed, base_seed, self._notes, record.progress, resume, self._bad_samples
+            self._source, shared_seed, base_seed, self._log, record.progress, resume, self._bad_samples
         )
         self._epoch_has_begun(loader)
-        self._notes.happened(EpochCounters.started, time.monotonic_ns())
+        self._log.leave(ITER, time.monotonic_ns())
 
     def successor(self) -> MultiprocessIterator:
         """The iterator of the next epoch, to be reset. Its own object, so that `next()` on this one can say
@@ -116,8 +116,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         if self.outcome is not None and (self.outcome is ENDED or self.outcome.progress is not None):
             self._order.show(self.outcome.progress)
         if running and self.engine.closed is not None:
-            self._notes.happened(EpochCounters.closed, time.monotonic_ns())
-            self._notes.counted()  # or it keeps the pool
+            self._log.leave(CLOSE, time.monotonic_ns())
 
     def poll(self) -> None:
         if self._session is not None and not self._exhausted:

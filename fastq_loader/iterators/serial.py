@@ -27,7 +27,7 @@ from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.reading.tolerance import LeftOut, TolerantFetcher
 from fastq_loader.resume.record import UNKNOWN
 from fastq_loader.scheduling.progress import Progress, WorkerProgress
-from fastq_loader.statistics.epoch import EpochCounters
+from fastq_loader.statistics.records import DEVICE, DREW, END, ITER, LOADED
 from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.workers.kinds import Auto
 
@@ -60,7 +60,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             self._begin_reading()
             self._note_place()
         self._epoch_has_begun(loader)
-        self._notes.happened(EpochCounters.started, time.monotonic_ns())
+        self._log.leave(ITER, time.monotonic_ns())
 
     def _begin_reading(self) -> None:
         """Make the fetcher, and come to where the epoch goes on."""
@@ -135,18 +135,17 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             raise IteratorInvalid("this iterator cannot go on: an interrupt cut a call of next() short")
         if self.outcome is not None:  # of another thread, which has not taken it yet
             return
-        self._notes.entered(time.monotonic_ns())
+        self._log.enter(time.monotonic_ns())
         if self._due is None:
             self._draw()
         drawn = self._due
         if drawn is not None:  # else the sampler has ended, or failed
             self._load_drawn()
         if self._record.over:
-            self._notes.happened(EpochCounters.ended, time.monotonic_ns(), time.process_time_ns())
+            self._log.leave(END, time.monotonic_ns(), time.process_time_ns())
         elif self.outcome is not None:  # else the batch was left out
             seq = None if drawn is None else drawn[0]
-            if self._notes.left(time.monotonic_ns(), None, seq, getattr(self.outcome, "error", None)):
-                self._notes.counted()
+            self._log.give(time.monotonic_ns(), None, seq, getattr(self.outcome, "error", None))
 
     def _load_drawn(self) -> None:
         """Store the batch, or what loading it raised, in `outcome`; nothing, if it was left out."""
@@ -197,7 +196,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         else:
             self._due = (number, index)
         self._drawn, self._busy = number + 1, False  # also when the sampler fails: its error has a place
-        self._notes.drew = began, time.monotonic_ns(), ()
+        self._log.steps += ((DREW, began, time.monotonic_ns(), ()),)
 
     def _raised(self, error: Exception, number: int, index: Any = None) -> Raised:
         """An error in the place of a batch; of an interrupt, `refuse_interrupt` raises it."""
@@ -224,10 +223,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             pass
         finally:
             ended = time.monotonic_ns()
-            self._counters.wait_seconds += (ended - began) / 1e9
-            self._notes.others.append(
-                (self._notes.loaded, number, began, self._dataset_fetcher.fetched, ended)
-            )
+            self._log.steps += ((LOADED, began, ended, number, self._dataset_fetcher.fetched),)
         if self._bad_samples is not None:
             self._judge(self._bad_samples, number, index)
         if batch is _NOTHING:
@@ -236,5 +232,5 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             return self._finished(batch) if self._finishes else batch
         self._busy = True  # a copy to the device is under way
         batch = self._staging.stage(batch)
-        self._notes.others.append((self._notes.used_device, ended, time.monotonic_ns()))
+        self._log.steps += ((DEVICE, ended, time.monotonic_ns()),)
         return batch
