@@ -111,11 +111,11 @@ class EpochCounters:
             what = step[0]
             if what == records.ANSWERED:
                 # By its places, which is several times as fast as by its names.
-                worker, answer = step[1], step[3]
+                _, worker, process, answer = step
                 seq, started, finished, load = answer[1], answer[4], answer[5], answer[12] - answer[4]
                 previous, self._finished[worker.id] = self._finished.get(worker.id, 0), finished
                 sent = self._sent.pop(seq, started)
-                worker.answered(answer, sent if previous else 0)
+                worker.answered(answer, sent if previous else 0, process)
                 if answer[3] not in EMPTY:
                     self._previous[seq] = previous
                     self._costs.append((seq, load, finished - started - load))
@@ -133,7 +133,7 @@ class EpochCounters:
             elif what == records.SENT:
                 self._sent[step[2]] = step[1]
             elif what == records.STALE:
-                step[1].answered(step[3])
+                step[1].answered(step[3], process=step[2])
         if not began:  # outside of calls
             return
         by_cause["consumer"] += began - self._left

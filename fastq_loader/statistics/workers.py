@@ -27,15 +27,18 @@ class WorkerCounters(Counting, WorkerStatistics):
         super().__init__(id, pid)
         self.far: tuple[int, str | None] | None = None
         self.cpu_marks: tuple[tuple[float, float], ...] = ()
-        self._finished = 0  # when it gave its last answer, on the monotonic clock; 0: it has given none
+        self._process = self._finished = 0  # of its last answer, and when, on the monotonic clock; 0: none
 
-    def answered(self, answer: Answer, sent: int = 0) -> None:
+    def answered(self, answer: Answer, sent: int = 0, process: int = 0) -> None:
         """It answered a task.
 
         Args:
             answer: its times, on the monotonic clock.
             sent: when the task was sent, if it has answered another one in this epoch before; else 0.
+            process: that answered; another one than before has been idle for no time.
         """
+        if process != self._process:
+            self._process, self._finished, self.cpu_marks = process, 0, ()
         started, finished, fetched, collated = answer[4], answer[5], answer[11], answer[12]
         self.batches += 1
         self.work_seconds += (finished - started) / 1e9
@@ -58,9 +61,7 @@ class WorkerCounters(Counting, WorkerStatistics):
         """Another process has its number from here on."""
         self.pid = pid
         self.restarts += 1
-        self.cpu_marks = ()
         self.shared_bytes = self.private_bytes = 0
-        self._finished = 0
 
     def look_at_memory(self) -> None:
         """Ask the kernel for the memory of its process, if that is here and runs."""

@@ -76,7 +76,7 @@ def test_a_workers_time_is_split() -> None:
     found = worker.snapshot()
     assert (found.blocked_seconds, found.idle_seconds) == (2.5, 2.5), "no longer than it did nothing"
     worker.replaced(99)
-    worker.answered(answer(19, 19))  # the new process was not idle before its first task
+    worker.answered(answer(19, 19), process=99)  # the new process was not idle before its first task
     found = worker.snapshot()
     assert (found.pid, found.restarts, found.idle_seconds) == (99, 1, 2.5)
 

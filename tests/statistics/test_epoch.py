@@ -143,7 +143,7 @@ def test_a_batch_that_is_loaded_by_the_call_is_the_workers_time() -> None:
 def counted(counters: Counters) -> list[Any]:
     """All that can be known of a loader's epochs."""
     kept = [(epoch.costs, epoch.in_transit, epoch.by_cause) for epoch in counters.history]
-    return [counters.snapshot(), *kept]
+    return [counters.snapshot(), [worker.cpu_marks for worker in counters.workers], *kept]
 
 
 @given(SEEDS)

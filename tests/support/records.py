@@ -139,9 +139,14 @@ class Played:
         free[worker] = times[-1]
         self.now = max(self.now, times[-1])
         started, fetched, collated, finished = times
-        found = answer(seq, started, collated, finished, fetched=fetched)
+        found = answer(seq, started, collated, finished, fetched=fetched, cpu=finished)
         found = found._replace(kind=draw.choice((BATCH, BATCH, ERROR, ENDED)), new_memory=draw.choice((0, 1)))
-        epoch.log.steps += (came(found, self.workers[worker], 1000 * epoch.log.epoch + worker),)
+        counters = self.workers[worker]
+        if draw.random() < 0.1:
+            counters.replaced(counters.pid + 2)
+            replaced = records.REPLACED, self.now, worker, counters.pid, "it died"
+            epoch.log.steps += (replaced,)
+        epoch.log.steps += (came(found, counters, counters.pid),)
         if found.kind != ENDED:
             epoch.ready.append(found)
 
