@@ -103,8 +103,9 @@ class EpochLog:
         steps = self.steps or ()  # an empty list is filled in the next call
         if steps:
             self.steps = []
-        self._record((NEXT, self.epoch, self._entered, now, self._thread, steps, answer, seq, error))
-        self._entered, self._left = 0, now
+        record = NEXT, self.epoch, self._entered, now, self._thread, steps, answer, seq, error
+        self._entered, self._left = 0, now  # before an interrupt could let the call be recorded twice
+        self._record(record)
         counters = self._counters
         if now >= counters.fold_at or error is not None:
             counters.fold_at = now + _EVERY
@@ -112,11 +113,10 @@ class EpochLog:
 
     def leave(self, kind: str, now: int, *more: Any) -> None:
         """A call has ended otherwise, or something happened outside of calls: a record of this kind."""
-        began, steps, self.steps = self._entered, self.steps, []
-        if kind == CLOSE:
-            began = self._left
-        self._record((kind, self.epoch, began, now, self._thread, steps, *more))
-        self._entered = 0
+        began = self._left if kind == CLOSE else self._entered
+        record = kind, self.epoch, began, now, self._thread, self.steps, *more
+        self._entered, self.steps = 0, []
+        self._record(record)
         if kind != PART and kind != DROP:
             self._left = now
         if kind != PART and kind != CUT:
