@@ -215,7 +215,8 @@ class Recorder:
                 self._lines.append(f'{{"ph":"{phase}",{which},"ts":{when - self.origin}e-3{more}}}')
 
     def _mark(self, row: int, name: str, now: int, scope: str = "p", **about: object) -> None:
-        self._event("i", row, name, about, s=scope, ts=(now - self.origin) / 1000)
+        if now >= self.origin:
+            self._event("i", row, name, about, s=scope, ts=(now - self.origin) / 1000)
 
     # ---- records --------------------------------------------------------------------------------
 

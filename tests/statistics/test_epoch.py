@@ -232,13 +232,15 @@ def test_what_was_counted_in_several_epochs_is_one_sum() -> None:
     epochs = []
     for number in (1, 2):
         epoch = EpochCounters(number, 1, cpu=10)
-        for record in (call(ITER, 1, 101), gives(None, 151, 171)):
+        waits = (WAITED, 152, 155, "workers", 0, None), (LOADED, 155, 159, 0, 155)
+        for record in (call(ITER, 1, 101), gives(None, 151, 171, *waits)):
             epoch.fold(record)
         epoch.used_cpu(30)
         assert epoch.cpu == 20
         epoch.fold(call(END, 181, 201, more=(40,)))
         epoch.used_cpu(70)  # after its end
         epochs.append(epoch)
+    assert summed(epochs).waited == 2 * 7
     total = summed(epochs).snapshot()
     assert (total.epoch, total.batches, total.ready) == (0, 2, ())
     assert round(total.seconds * 1e9) == 400

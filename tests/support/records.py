@@ -64,7 +64,7 @@ class Played:
     def __init__(self, counters: Counters, draw: random.Random) -> None:
         self.counters, self._draw = counters, draw
         self.now, self.ended = 100, dict[int, tuple[int, int]]()
-        self.workers = WorkerCounters(0, 100), WorkerCounters(1, 101)
+        self.workers, self._free = (WorkerCounters(0, 100), WorkerCounters(1, 101)), [0, 0]
 
     def thread(self) -> int:
         """Any of two."""
@@ -99,6 +99,11 @@ class Played:
     def _call(self, epoch: _Epoch) -> bool:
         """A call of `next()`; False: there will be no other."""
         draw, log = self._draw, epoch.log
+        if epoch.loading and not epoch.cut and draw.random() < 0.2:
+            self._answer(epoch)  # in `poll()`, or never to be handed out
+            log.leave(kind := draw.choice((records.PART, records.DROP)), self.tick())
+            if kind == records.DROP:
+                return False
         log.enter(self.tick())
         if epoch.cut:  # the call before has ended somewhere
             self.ended[log.epoch] = self.ended[log.epoch][0], self.now
@@ -131,7 +136,7 @@ class Played:
         return how != "end"
 
     def _answer(self, epoch: _Epoch) -> None:
-        draw, free = self._draw, epoch.free
+        draw, free = self._draw, self._free
         seq, worker = epoch.loading.pop(draw.randrange(len(epoch.loading))), draw.randrange(2)
         times = [max(seq, free[worker]) + draw.choice((0, 1, 50))]
         for _ in range(3):
@@ -156,4 +161,4 @@ class _Epoch:
 
     def __init__(self, log: EpochLog) -> None:
         self.log, self.cut = log, False
-        self.free, self.loading, self.ready = [0, 0], list[int](), list[Answer]()
+        self.loading, self.ready = list[int](), list[Answer]()

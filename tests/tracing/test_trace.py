@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +137,15 @@ def test_what_began_before_the_trace_is_left_out(tmp_path: Path) -> None:
         loaded(0, 90, 95, 110, 120),
     )
     copied = call(COPY, 99 / 1e9, 110 / 1e9, more=(64,), epoch=0)
-    found = events_of(tmp_path, copied, gives(step[3], 98, 140, wait, drew, step), origin=100)
+    replaced = REPLACED, 99, 0, 101, "it died"
+    given = gives(step[3], 98, 140, wait, replaced, drew, step)
+    found = events_of(tmp_path, copied, call(ITER, 90, 95), given, origin=100)
     assert {track: spans(found, track) for track in tracks(found)} == {
         "consumer": [("sampler", 20, 30)],
         "worker 0 (pid 101)": [("pack", 10, 20)],
     }
     assert not of(found, "b")
+    assert not of(found, "i")
 
 
 @pytest.mark.parametrize("kind", [ENDED, SKIPPED, PASSED])
@@ -335,6 +339,31 @@ def test_it_is_written_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         for seen, _ in enumerate(ours):
             assert len(of(opened(path.read_text()), "X", "fetch")) == seen + 1
     check(read(path))
+
+
+def test_records_that_are_folded_when_it_has_ended_are_not_written(tmp_path: Path) -> None:
+    recorder = Recorder(path := tmp_path / "a.json", Counters())
+    recorder.end()
+    other = os.open(tmp_path / "b", os.O_WRONLY | os.O_CREAT)  # has the descriptor now
+    try:
+        recorder.fold(call(END, time.monotonic_ns(), time.monotonic_ns() + 10**9, more=(0,)))
+    finally:
+        os.close(other)
+    assert (tmp_path / "b").read_bytes() == b""
+    assert len(read(path)) == 1
+
+
+@pytest.mark.usefixtures("written_at_once")
+def test_the_end_of_a_trace_that_failed_leaves_the_next_one_alone(tmp_path: Path) -> None:
+    ours = loader()
+    failed = ours.trace("/dev/full")
+    failed.__enter__()
+    list(ours)
+    with ours.trace(tmp_path / "a.json"):
+        with pytest.raises(OSError, match="No space left"):
+            failed.__exit__(None, None, None)
+        list(ours)
+    assert len(of(read(tmp_path / "a.json"), "X", "fetch")) == 4
 
 
 @pytest.mark.processes
