@@ -18,7 +18,7 @@ from typing import Any
 
 from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.consumer.deaths import Deaths, Timeout, death
-from fastq_loader.consumer.delivery import CLOSED, ENDED, Delivery, OutcomeSlot, finished
+from fastq_loader.consumer.delivery import CLOSED, ENDED, Delivery, Outcome, OutcomeSlot, finished
 from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.device.staging import DeviceSession, Staging
 from fastq_loader.ipc.claim_table import slots
@@ -104,7 +104,7 @@ class EventLoop:
         self._tidy_at = 0  # when to look at the memory again
         self._timeout = Timeout(plan.timeout, of_head=plan.dynamic and plan.in_order)
         # Of the call under way. Not passed from frame to frame: an error holds those by its traceback.
-        self._outcome: Any = None  # an `Outcome`, or CLOSED
+        self._outcome: Outcome | None = None
 
     def start(self, base_seed: int, shared_seed: int | None) -> None:
         """Start the workers. Whatever happens in here, `shut_down` takes it back.

@@ -18,7 +18,7 @@ from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIt
 from fastq_loader import arguments
 from fastq_loader.arguments import Loader
 from fastq_loader.consumer.bad_samples import BadSampleCounter
-from fastq_loader.consumer.delivery import ENDED, Delivered, Outcome, Raised
+from fastq_loader.consumer.delivery import ENDED, Outcome
 from fastq_loader.device.staging import SerialStaging
 from fastq_loader.errors import IteratorInvalid, locate
 from fastq_loader.iterators.base import LoaderIterator
@@ -154,7 +154,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         if drawn is None:  # in whose handler it was loaded
             return
         try:
-            outcome = Delivered(self._load(*drawn), self._progress_after(drawn[0]))
+            outcome = Outcome(self._load(*drawn), self._progress_after(drawn[0]))
             self._counters.batches += 1
         except LeftOut:
             self.pass_by(self._progress_after(drawn[0]))
@@ -189,7 +189,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         try:
             index = self._next_index()
         except StopIteration as stop:
-            self.outcome = Raised(stop)
+            self.outcome = Outcome(error=stop)
             self._record.end({})
         except Exception as error:
             self.outcome = self._raised(error, number)
@@ -198,11 +198,11 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._drawn, self._busy = number + 1, False  # also when the sampler fails: its error has a place
         self._log.steps += ((DREW, began, time.monotonic_ns(), ()),)
 
-    def _raised(self, error: Exception, number: int, index: Any = None) -> Raised:
+    def _raised(self, error: Exception, number: int, index: Any = None) -> Outcome:
         """An error in the place of a batch; of an interrupt, `refuse_interrupt` raises it."""
         refuse_interrupt(error)
         locate(error, index=index, batch=number, worker=None)
-        return Raised(error, progress=self._progress_after(number))
+        return Outcome(error=error, progress=self._progress_after(number))
 
     def _progress_after(self, number: int) -> Progress:
         """How far the epoch has come with a batch, or with the error in its place."""
