@@ -370,7 +370,8 @@ class EventLoop:
         sends = self.scheduler.died(Died(number, seq, worker.cause, claimed))
         if sends is not None and self._replace(worker, report):
             for send in sends:
-                self._log.steps += ((records.SENT, time.monotonic_ns(), send.task.seq),)
+                now = time.monotonic_ns()
+                self._log.steps += ((records.DREW, now, now, (send.task.seq,)),)
                 self._send(*send)
             self._flush()
             self._outcome = self._deaths.warn_of_replacement(report, stacks)

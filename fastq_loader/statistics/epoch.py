@@ -130,8 +130,6 @@ class EpochCounters:
                         self._sent[seq] = step[2]
             elif what == records.WAITED:
                 waits += (step,)
-            elif what == records.SENT:
-                self._sent[step[2]] = step[1]
             elif what == records.STALE:
                 step[1].answered(step[3], process=step[2])
         if not began:  # outside of calls

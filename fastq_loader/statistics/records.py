@@ -21,7 +21,8 @@ cache, and it would take more than twice as long.
     COPY      nbytes               a copy to the device is known to have run; its times are in seconds
 
     step      more                 what
-    DREW      since, until, seqs   indices were drawn, and the tasks of these batches sent
+    DREW      since, until, seqs   indices were drawn, and the tasks of these batches sent; or sent again, in
+                                   no time
     DEVICE    since, until         something was done for the way to the device
     LOADED    since, until, seq, fetched
                                    the call has loaded a batch itself; when its samples were there
@@ -32,7 +33,6 @@ cache, and it would take more than twice as long.
                                    an answer of this epoch came: of which worker, and its process
     STALE     counters, pid, answer
                                    one of an older epoch
-    SENT      now, seq             the task of a batch was sent again
     REPLACED  now, worker, pid, report
                                    another process does the work of a worker; how that one ended
 """
@@ -49,7 +49,7 @@ ITER, NEXT, CUT, END = "iter", "next", "cut", "end"
 CLOSE, PART, DROP, COPY = "close", "part", "drop", "copy"
 #: The first three are named after the cause that their time counts for.
 DREW, DEVICE, LOADED = "sampler", "device_copy", "workers"
-WAITED, ANSWERED, STALE, SENT, REPLACED = "waited", "answered", "stale", "sent", "replaced"
+WAITED, ANSWERED, STALE, REPLACED = "waited", "answered", "stale", "replaced"
 #: Steps that take time.
 SPANS = (DREW, DEVICE, LOADED, WAITED)
 

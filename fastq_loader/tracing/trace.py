@@ -274,7 +274,8 @@ class Recorder:
         if what == records.ANSWERED:
             self._add_answer(epoch, batches, *step[1:])
         elif what == records.DREW:
-            self._add(row, "sampler", began, ended)
+            if began != ended:  # else tasks were sent again
+                self._add(row, "sampler", began, ended)
             for seq in step[3]:
                 batches[0].setdefault(seq, ended)
         elif what == records.DEVICE:
@@ -286,8 +287,6 @@ class Recorder:
             fetched = max(began, step[4])  # that of an earlier batch, if this one failed before
             self._add(row, "fetch", began, fetched, which)
             self._add(row, "collate", fetched, ended, which)
-        elif what == records.SENT:
-            batches[0].setdefault(step[2], began)
         elif what == records.REPLACED:
             _, now, worker, pid, report = step
             self._mark(self._worker(worker, pid), f"worker {worker} was replaced", now, about=report)

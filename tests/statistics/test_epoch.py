@@ -14,7 +14,7 @@ from fastq_loader.ipc.messages import SKIPPED, Indices
 from fastq_loader.statistics import records
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.epoch import EpochCounters, summed
-from fastq_loader.statistics.records import CLOSE, CUT, DEVICE, DREW, DROP, END, ITER, LOADED, SENT, WAITED
+from fastq_loader.statistics.records import CLOSE, CUT, DEVICE, DREW, DROP, END, ITER, LOADED, WAITED
 from fastq_loader.statistics.snapshots import CAUSES, LateBatch
 from fastq_loader.statistics.workers import WorkerCounters
 from tests.support.records import Played, answer, call, came, folded, gives
@@ -292,8 +292,8 @@ def waited(worker: WorkerCounters) -> tuple[int, int]:
 def test_a_task_that_was_sent_again_counts_from_then_on() -> None:
     worker, epoch = WorkerCounters(1, 4711), EpochCounters(1, 1)
     first, second = answer(0, 30, 40, 40), answer(1, 60, 70, 70)
-    sent = (DREW, 5, 10, (0, 1)), (SENT, 20, 0)
-    epoch.fold(gives(None, 1, 58, *sent, came(first, worker), (SENT, 50, 1), (SENT, 55, 1)))
+    sent = (DREW, 5, 10, (0, 1)), (DREW, 20, 20, (0,)), (DREW, 50, 50, (1,)), (DREW, 55, 55, (1,))
+    epoch.fold(gives(None, 1, 58, *sent[:2], came(first, worker), *sent[2:]))
     epoch.fold(gives(None, 59, 80, came(second, worker)))
     assert waited(worker) == (5, 15)
     epoch.fold(gives(None, 90, 99, came(answer(2, 90, 95, 95, kind=SKIPPED), worker)))

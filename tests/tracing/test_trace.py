@@ -34,7 +34,6 @@ from fastq_loader.statistics.records import (
     LOADED,
     PART,
     REPLACED,
-    SENT,
     WAITED,
     Record,
     Step,
@@ -161,9 +160,10 @@ def test_a_batch_lasts_from_its_first_task_and_a_new_worker_is_a_mark(tmp_path: 
     step = loaded(0, 80, 85, 90, 95, attempt=1, pid=102)
     found = events_of(
         tmp_path,
-        call(PART, 0, 12, (SENT, 10, 0)),
-        gives(step[3], 45, 100, replaced, (SENT, 60, 0), (records.STALE, *step[1:]), step),
+        call(PART, 0, 12, (DREW, 8, 10, (0,))),
+        gives(step[3], 45, 100, replaced, (DREW, 60, 60, (0,)), (records.STALE, *step[1:]), step),
     )
+    assert spans(found, "consumer") == [("sampler", 8, 10), ("next", 45, 100)]
     assert batches(found) == {(1, 0): (10, 100)}
     assert len(spans(found, "worker 0 (pid 102)")) == 3
     (mark,) = of(found, "i")
