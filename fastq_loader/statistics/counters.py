@@ -52,7 +52,7 @@ class StagingCounters(Counting, StagingStatistics):
 
     def copied(self, nbytes: int, began: float, ended: float) -> None:
         """A copy is known to have run, from when to when, in seconds."""
-        self.records.append((COPY, 0, began, ended, 0, (), nbytes))
+        self.records.append((COPY, 0, int(began * 1e9), int(ended * 1e9), 0, (), nbytes))
 
     def snapshot(self) -> StagingStatistics:
         """What was counted so far."""

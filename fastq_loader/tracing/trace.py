@@ -224,8 +224,7 @@ class Recorder:
         """Add the events of a record."""
         kind, epoch, began, ended, thread, steps = record[:6]
         if kind == records.COPY:
-            about = f',"args":{{"bytes":{record[6]}}}'
-            self._add_asynchronous("copy to the device", int(began * 1e9), int(ended * 1e9), about)
+            self._add_asynchronous("copy to the device", began, ended, f',"args":{{"bytes":{record[6]}}}')
             return
         row = self._consumer(thread)
         if kind == records.CLOSE:

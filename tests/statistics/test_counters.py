@@ -170,7 +170,7 @@ def test_copies_to_a_device_leave_records_where_there_is_a_loader() -> None:
     counters.stage(staging)
     staging.copied(64, 3.0, 5.0)
     assert counters.snapshot().staging == StagingStatistics("cuda")
-    assert found == [(COPY, 0, 3.0, 5.0, 0, (), 64)]
+    assert found == [(COPY, 0, 3 * SECOND, 5 * SECOND, 0, (), 64)]
 
 
 def test_records_are_folded_every_10_ms_and_with_each_error_at_once() -> None:

@@ -26,7 +26,7 @@ def came(answer: Answer, worker: WorkerCounters | int = 0, pid: int = 1) -> Step
     return records.ANSWERED, counters, pid, answer
 
 
-def call(kind: str, began: float, ended: float, *steps: Step, more: Any = (), epoch: int = 1) -> Record:
+def call(kind: str, began: int, ended: int, *steps: Step, more: Any = (), epoch: int = 1) -> Record:
     """A record of this kind; `more`: its further fields."""
     return kind, epoch, began, ended, 0, list(steps), *more
 

@@ -135,7 +135,7 @@ def test_what_began_before_the_trace_is_left_out(tmp_path: Path) -> None:
         (DREW, 120, 130, ()),
         loaded(0, 90, 95, 110, 120),
     )
-    copied = call(COPY, 99 / 1e9, 110 / 1e9, more=(64,), epoch=0)
+    copied = call(COPY, 99, 110, more=(64,), epoch=0)
     replaced = REPLACED, 99, 0, 101, "it died"
     given = gives(step[3], 98, 140, wait, replaced, drew, step)
     found = events_of(tmp_path, copied, call(ITER, 90, 95), given, origin=100)
