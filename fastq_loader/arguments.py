@@ -6,7 +6,6 @@ attributes can be set past `__setattr__`. torch's own arguments are checked by t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
@@ -23,7 +22,8 @@ from fastq_loader.reading import datapipes
 from fastq_loader.reading.sampling import PermutationSampler
 from fastq_loader.reading.tolerance import Tolerance, read_errors
 from fastq_loader.remote.ray_workers import RayWorkers
-from fastq_loader.scheduling.schedules import Dynamic, RoundRobin, Schedule, WindowLimits, read_schedule
+from fastq_loader.scheduling.schedules import Dynamic, RoundRobin, Schedule, Window, read_schedule
+from fastq_loader.system import pages
 from fastq_loader.workers.config import Plan, Rules
 from fastq_loader.workers.kinds import Auto, Processes, WorkerKind, read_workers
 from fastq_loader.workers.payload import Payload
@@ -195,15 +195,15 @@ def _check_number(value: Any) -> None:
         raise ValueError(f"num_workers={value!r} can be said to the constructor; set a number here")
 
 
-def window(loader: Loader) -> WindowLimits:
+def window(loader: Loader) -> Window:
     """How many batches may be under way."""
     assert loader.prefetch_factor is not None, "torch's constructor sets it for num_workers > 0"
-    return WindowLimits.of(
+    return Window.of(
         read_schedule(loader.schedule),
         workers=loader.num_workers,
         prefetch=loader.prefetch_factor,
         iterable=is_iterable(loader),
-        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        memory_bytes=pages.installed(),
     )
 
 

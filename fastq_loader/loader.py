@@ -400,7 +400,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             last_bad_samples=bad.last,
         )
 
-    def diagnose(self, epoch: int | None = None) -> Diagnosis:
+    def diagnose(self, epoch: int | Literal["all"] | None = None) -> Diagnosis:
         """What limits this loader, and what would help: `print(loader.diagnose())` is a page.
 
         May be called at any time, also in the middle of an epoch; an epoch should have some ten batches, or
@@ -409,8 +409,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         a network or caches.
 
         Args:
-            epoch: the number of an epoch, from 1 on, of the last hundred; 0: all together; None: the newest
-                one that is long enough to say something.
+            epoch: the number of an epoch, from 0 on, of the last hundred; "all": all together; None: the
+                newest one that is long enough to say something.
 
         Raises:
             ValueError: there is no such epoch.

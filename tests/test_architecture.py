@@ -42,9 +42,9 @@ ROOMS = {
         "insight resume arguments consumer workers device scheduling reading statistics ipc system errors"
     ),
     "resources": Room("insight resume consumer workers device statistics errors"),
-    "insight": Room("workers memory system statistics", pure="model advice"),
+    "insight": Room("workers scheduling memory system statistics", pure="model chooser advice"),
     "resume": Room("arguments workers scheduling reading system errors"),
-    "arguments": Room("reading remote workers device scheduling memory ipc errors"),
+    "arguments": Room("reading remote workers device scheduling memory ipc system errors"),
     "remote": Room("workers reading memory ipc system errors statistics", pure="ranks"),
     "consumer": Room("reading workers device scheduling packing memory ipc system errors statistics"),
     "workers": Room("scheduling packing reading memory ipc system errors statistics"),

@@ -13,6 +13,7 @@ import torch
 from fastq_loader import DataLoader, Dynamic, Processes, RayWorkers, RoundRobin, ToDevice, arguments
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.memory import arena
+from fastq_loader.scheduling.schedules import Window
 from tests.support.datasets import Stream
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -105,9 +106,9 @@ def test_what_arguments_come_to() -> None:
     assert not arguments.is_iterable(made)
     assert not arguments.is_iterable(object.__new__(DataLoader))
     assert arguments.is_iterable(loader(dataset=STREAM))
-    assert arguments.window(made)[:2] == (9, 9)
+    assert arguments.window(made) == Window(9, group=2)
     for schedule in ("round_robin", RoundRobin()):
-        assert arguments.window(loader(num_workers=2, prefetch_factor=3, schedule=schedule))[:2] == (6, 6)
+        assert arguments.window(loader(num_workers=2, prefetch_factor=3, schedule=schedule)) == Window(6)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -22,7 +23,7 @@ from fastq_loader.consumer.delivery import CLOSED, ENDED, Delivery, Outcome, Out
 from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.device.staging import DeviceSession, Staging
 from fastq_loader.ipc.claim_table import slots
-from fastq_loader.ipc.endpoints import expect_threads
+from fastq_loader.ipc.endpoints import expect_threads, naming_the_limit
 from fastq_loader.ipc.messages import PASSED, Epoch, Space, Task, encode_task
 from fastq_loader.ipc.sockets import THREADS
 from fastq_loader.memory.arena import Arena
@@ -31,7 +32,6 @@ from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.events import Died, Draw, Finish, Wait
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.scheduler import Scheduler
-from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics import records
 from fastq_loader.statistics.counters import Counters, EpochLog
@@ -50,6 +50,8 @@ IDLE, BUSY, WAITING = "idle", "busy", "waiting"
 _GRACE = 0.05
 #: Threads that count against a limit of processes: a worker's own, one that watches this process, and zmq's.
 _PER_WORKER = 2 + THREADS
+#: Descriptors of a pool's own, before its workers': memory, claims, stacks, sockets.
+_DESCRIPTORS = 12
 #: Batches beyond the window that the pool keeps blocks for: the user's, and the next one.
 _SPARE_BATCHES = 2
 #: Nanoseconds between two looks at the memory that is not needed any more.
@@ -82,12 +84,13 @@ class EventLoop:
         self._counters = counters
         self._sampler: Iterator[Any] = iter(())
         calls.occupy_standard_streams()
-        arena = Arena(plan.workers, whole=plan.for_device)
+        with naming_the_limit(_DESCRIPTORS):
+            arena = Arena(plan.workers, whole=plan.for_device)
         self.pool = BlockPool(arena, plan.workers)
         self.scheduler = Scheduler(
             plan.workers,
             self.pool,
-            Window(*plan.window),
+            replace(plan.window),
             in_order=plan.in_order,
             shared_tasks=plan.shared_tasks,
             restarts=plan.restarts,

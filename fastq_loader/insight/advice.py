@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import combinations
-from math import ceil
 from typing import Any
 
-from fastq_loader.insight.model import Costs, Evidence, seconds_per_batch
+from fastq_loader.insight.chooser import Limits, rank
+from fastq_loader.insight.model import Costs, Evidence, Setting
 from fastq_loader.statistics.epoch import FIRST_BATCHES, EpochCounters
 
 #: Of a worker's first batches: a digest, and the bytes that it was made of.
@@ -23,10 +24,6 @@ FirstBatches = Mapping[int, Sequence[tuple[bytes, int]]]
 _LEAST_GAIN = 1.05
 #: Lines of advice that are given.
 _LINES = 4
-#: A setting is as good as another one if it is slower by no more than this.
-_SAME = 1.02
-#: Workers for each CPU, where they mostly wait for a disk or a network, and in all.
-_WORKERS_PER_CPU, _MOST_WORKERS = 4, 64
 #: Seconds that a batch of plain tensors takes the consumer.
 _PLAIN = 100e-6
 
@@ -83,13 +80,14 @@ class _Case:
         self.evidence = evidence
         self.costs = costs
         self.setting = evidence.setting
+        self.limits = Limits(evidence.setting, evidence.cpus, machine_bytes=evidence.machine_bytes)
         self.now = self.seconds()
 
     def seconds(self, **others: Any) -> float:
         """A batch, with other fields of its costs or of the setting."""
         chosen = {name: others.pop(name) for name in list(others) if hasattr(self.setting, name)}
         costs, setting = replace(self.costs, **others), replace(self.setting, **chosen)
-        return max(seconds_per_batch(costs, setting, self.evidence.cpus), 1e-9)
+        return self.limits.seconds(costs, setting)
 
     def gain(self, **others: Any) -> float:
         """How many times as fast it would be."""
@@ -99,13 +97,10 @@ class _Case:
         """Loads that take a part of what they take."""
         return tuple(load * part for load in self.costs.loads)
 
-    def best_workers(self) -> int:
-        """The least number of workers that is as good as the best one."""
-        per_cpu = min(_WORKERS_PER_CPU, 1 / max(self.costs.load_cpu, 1e-9))
-        most = max(self.setting.num_workers, min(_MOST_WORKERS, ceil(self.evidence.cpus * per_cpu)))
-        seconds = {number: self.seconds(num_workers=number) for number in range(1, most + 1)}
-        best = min(seconds.values())
-        return next(number for number, took in seconds.items() if took <= _LEAST_GAIN * best)
+    @cached_property
+    def ranked(self) -> list[Setting]:
+        """The same setting with other numbers of workers, the best first."""
+        return list(rank(self.costs, {}, self.limits))
 
 
 def _times(gain: float) -> str:
@@ -116,7 +111,8 @@ def _times(gain: float) -> str:
 
 
 def _other_workers(case: _Case) -> Iterator[_Advised]:
-    now, best, costs = case.setting.num_workers, case.best_workers(), case.costs
+    now, costs = case.setting.num_workers, case.costs
+    best = next(each.num_workers for each in case.ranked if each.num_workers)
     gain, seconds, until = case.gain(num_workers=best), case.seconds(num_workers=best), ""
     if seconds <= _LEAST_GAIN * (costs.step + costs.overhead + costs.draw + costs.device):
         until = ", until the consumer limits"
@@ -158,12 +154,11 @@ def _workers_stay(case: _Case) -> Iterator[_Advised]:
 
 
 def _fewer_workers(case: _Case) -> Iterator[_Advised]:
-    for number in range(case.setting.num_workers):
-        if case.seconds(num_workers=number) <= _SAME * case.now:
-            enough = {0: "num_workers=0", 1: "one worker"}.get(number, f"{number} workers")
-            took = f"a step takes {duration(case.costs.step)}, a batch {duration(case.costs.load)}"
-            yield _LEAST_GAIN, f"{took}: {enough} would do, at the same speed"
-            return
+    number = case.ranked[0].num_workers
+    if number < case.setting.num_workers:
+        enough = {0: "num_workers=0", 1: "one worker"}.get(number, f"{number} workers")
+        took = f"a step takes {duration(case.costs.step)}, a batch {duration(case.costs.load)}"
+        yield _LEAST_GAIN, f"{took}: {enough} would do, at the same speed"
 
 
 def _other_schedule(case: _Case) -> Iterator[_Advised]:

@@ -2,11 +2,9 @@
 
 `decide` is pure; the rest runs in the consumer, when an epoch begins. The first epoch gets as many workers as
 there are CPUs. What it cost tells the model what every other number is worth. The model knows neither the
-caches nor what a start of workers costs. So a number that was seen is worth what was measured, and what the
-model says of another one is corrected by how wrong it is for the nearest.
+caches nor what a start of workers costs. So a number that was seen is worth what was measured, see `chooser`.
 
-Fewer workers win among equals, and more must promise a gain that is larger than the noise: two equal numbers
-do not take turns.
+More workers must promise a gain that is larger than the noise: two equal numbers do not take turns.
 """
 
 from __future__ import annotations
@@ -18,15 +16,8 @@ from statistics import fmean
 from typing import Any
 
 from fastq_loader.insight import machine
-from fastq_loader.insight.model import (
-    NOISE,
-    Costs,
-    Setting,
-    costs_of,
-    most_workers,
-    numbers,
-    seconds_per_batch,
-)
+from fastq_loader.insight.chooser import NOISE, Limits, rank
+from fastq_loader.insight.model import Costs, Setting, costs_of
 from fastq_loader.memory import arena
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.workers.kinds import Auto
@@ -39,9 +30,6 @@ _MOST_AT_FIRST = 8
 _ENOUGH = 16
 #: Epochs that are remembered of each number of workers.
 _REMEMBERED = 3
-#: Memory that a worker is taken to need besides its batches (of the 250 MB of a spawned one half are shared),
-#: and the part of what is left that all may take.
-_WORKER_BYTES, _MEMORY_SHARE = 128 << 20, 0.8
 
 
 @dataclass(frozen=True)
@@ -67,49 +55,27 @@ def remember(seen: list[Seen], epoch: Seen) -> None:
     seen.append(epoch)
 
 
-def decide(seen: Sequence[Seen], cpus: float, most: float, prefetch: int) -> int:
+def decide(seen: Sequence[Seen], limits: Limits) -> int:
     """How many workers the next epoch gets.
 
     Args:
         seen: epochs, the newest last; at least one.
-        cpus: how many CPUs all processes may use together.
-        most: the workers that memory allows.
-        prefetch: batches that each works ahead.
+        limits: what may be chosen; its own setting is the newest epoch's.
     """
-    now = seen[-1].workers
-    costs = _with_transport(seen)
-    bound = int(min(most, most_workers(costs, cpus)))
-    candidates = {0, *numbers(bound, cpus), *(epoch.workers for epoch in seen if epoch.workers <= most)}
-
-    def expected(workers: int, costs: Costs = costs, cpus: float = cpus) -> float:
-        return seconds_per_batch(costs, Setting(workers, prefetch, dynamic=True), cpus)
-
-    def guessed(workers: int) -> float:
-        """What the model says, corrected by how wrong it is for the number that is most like this one; no
-        worker at all is like none."""
-        # The more workers wait for a CPU, the more of it they seem to need. So of fewer it is not believed
-        # that CPUs limit them, too: half as many would load half as much.
-        limit = cpus if workers >= now else math.inf
-        others = [each for each in known if each and workers]
-        if not others:
-            return expected(workers, cpus=limit)
-        nearest = min(others, key=lambda each: abs(math.log(each / workers)))
-        return expected(workers, cpus=limit) * known[nearest] / expected(nearest, cpus=limit)
-
-    measured: dict[int, list[float]] = {}
+    costs, own = _with_transport(seen), limits.own
+    measured: dict[Setting, list[float]] = {}
     for epoch in seen:  # with the step as it is now
-        change = 1.0
+        setting, change = replace(own, num_workers=epoch.workers), 1.0
         if abs(epoch.costs.step - costs.step) > epoch.seconds * NOISE:
-            then = replace(epoch.costs, step=costs.step, step_cpu=costs.step_cpu)
-            change = expected(epoch.workers, then) / expected(epoch.workers, epoch.costs)
-        measured.setdefault(epoch.workers, []).append(epoch.seconds * change)
-    known = {workers: fmean(each) for workers, each in measured.items()}
-    seconds = {workers: known.get(workers) or guessed(workers) for workers in candidates}
-    least = min(seconds.values())
-    fewest = min(workers for workers in candidates if seconds[workers] <= least * (1 + NOISE))
-    if fewest > now and seconds.get(now, math.inf) <= least * (1 + _GAIN):
-        return now
-    return fewest
+            now = replace(epoch.costs, step=costs.step, step_cpu=costs.step_cpu)
+            change = limits.seconds(now, setting) / limits.seconds(epoch.costs, setting)
+        if limits.allow(setting, costs):
+            measured.setdefault(setting, []).append(epoch.seconds * change)
+    ranked = rank(costs, {setting: fmean(each) for setting, each in measured.items()}, limits)
+    best = next(iter(ranked))
+    if best.num_workers > own.num_workers and ranked.get(own, math.inf) <= ranked[best] * (1 + _GAIN):
+        best = own
+    return best.num_workers
 
 
 def _with_transport(seen: Sequence[Seen]) -> Costs:
@@ -158,7 +124,7 @@ class Chooser:
         epoch = next(reversed(counters.history), None)
         if epoch is None or not (epoch.over or epoch.batches >= _ENOUGH) or not arena.AVAILABLE:
             return number
-        costs = costs_of(epoch, counters.workers if number else ())
+        costs = costs_of(epoch, counters.workers if number else (), counters.batch_bytes)
         if costs is None:
             return number
         if persistent and number and self.seen and self.seen[-1].workers != number:
@@ -169,7 +135,6 @@ class Chooser:
         self._started = None
         took = epoch.nanoseconds - (epoch.by_cause["start_up"] if persistent else 0)
         remember(self.seen, Seen(number, took / 1e9 / epoch.batches, costs))
-        each = _WORKER_BYTES + (prefetch + 1) * counters.bytes / max(1, counters.batches)
-        held = number if persistent else 0  # their memory is used already
-        most = held + machine.memory_bytes() * _MEMORY_SHARE / machine.ranks() // each
-        return decide(self.seen, machine.cpus(), most, prefetch)
+        limits = machine.limits(Setting(number, prefetch, dynamic=True))
+        held = limits.needed(limits.own, costs) if persistent else 0.0  # they have it already
+        return decide(self.seen, replace(limits, memory_bytes=limits.memory_bytes + held))

@@ -17,7 +17,19 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from fastq_loader.insight.chooser import Limits
+from fastq_loader.insight.model import Setting
+from fastq_loader.system import pages
+
 _ROOT = Path("/")
+#: The part of the memory that workers and batches may take.
+_MEMORY_SHARE = 0.8
+
+
+def limits(own: Setting) -> Limits:
+    """What a loader with this setting may take of the machine."""
+    memory = memory_bytes() * _MEMORY_SHARE / ranks()
+    return Limits(own, cpus(), memory, machine_bytes=pages.installed())
 
 
 def cpus(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> float:

@@ -21,12 +21,13 @@ fits is the loading's: then no more is promised of workers than they can give.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
+from fastq_loader.scheduling.schedules import Dynamic, RoundRobin, Window
 from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.statistics.snapshots import (
     CAUSES,
@@ -39,15 +40,8 @@ from fastq_loader.statistics.snapshots import (
 if TYPE_CHECKING:
     from fastq_loader.statistics.workers import WorkerCounters
 
-#: Measurements of one setting differ by about as much.
-NOISE = 0.03
 #: Batches that are played through. After some hundred the mean does not move by more than a percent.
 _BATCHES = 600
-#: How much wider than `prefetch` for each worker the window of `Dynamic` becomes while a batch is late.
-_WIDENS = 16
-#: A load that hardly uses a CPU may have 16 workers for each, but not more than 64: every worker is a process
-#: with memory and a window of its own.
-_IDLE_SHARE, _MOST_WAITING = 1 / 16, 64
 #: Batches and seconds from which on an epoch says something. Shorter ones are told from noise by nothing.
 BATCHES, SECONDS = 8, 0.05
 #: Seconds that packing a small batch takes a worker, and that its message and unpacking take the consumer.
@@ -67,6 +61,7 @@ class Costs:
         step: of the consumer outside of the loader for each batch.
         load_cpu: the part of `loads` and `pack` in which a CPU was used, from 0 to 1.
         step_cpu: CPU time of the consumer in a step.
+        batch_bytes: that a batch takes of the shared memory.
     """
 
     loads: tuple[float, ...]
@@ -77,6 +72,7 @@ class Costs:
     step: float = 0.0
     load_cpu: float = 1.0
     step_cpu: float = 0.0
+    batch_bytes: float = 0.0
 
     @property
     def load(self) -> float:
@@ -107,60 +103,46 @@ class Setting:
     fixed_window: int | None = None
     start_method: str | None = None
 
-    @property
-    def window(self) -> int:
-        """Batches that may be under way."""
-        if self.fixed_window is not None:
-            return self.fixed_window
-        return self.num_workers * self.prefetch_factor * (_WIDENS if self.dynamic else 1)
+    def window(self, batch_bytes: float, machine_bytes: int) -> int:
+        """Batches that may be under way while the next one is late, where each takes so many bytes of shared
+        memory, on a machine with so many."""
+        schedule = (Dynamic if self.dynamic else RoundRobin)(self.fixed_window)
+        workers, ahead = self.num_workers, self.prefetch_factor
+        window = Window.of(
+            schedule, workers=workers, prefetch=ahead, iterable=False, memory_bytes=machine_bytes
+        )
+        return window.reach(batch_bytes)
 
 
-def seconds_per_batch(costs: Costs, setting: Setting, cpus: float) -> float:
+def seconds_per_batch(costs: Costs, setting: Setting, cpus: float, machine_bytes: int = sys.maxsize) -> float:
     """The wall time that a batch takes on average, with the step.
 
     Args:
         costs: of at least one batch.
         setting: what is chosen.
         cpus: how many CPUs all processes may use together.
+        machine_bytes: memory of the machine.
     """
     if setting.num_workers == 0:
         return costs.draw + costs.load + costs.device + costs.step
-    return max(_played(costs, setting), costs.cpu / cpus)
+    window = setting.window(costs.batch_bytes, machine_bytes)
+    return max(_played(costs, setting, window), costs.cpu / cpus)
 
 
-def _played(costs: Costs, setting: Setting) -> float:
+def _played(costs: Costs, setting: Setting, window: int) -> float:
     free = [0.0] * setting.num_workers
     handed_out: list[float] = []
     between = costs.overhead + costs.draw + costs.device
     now = 0.0  # when the consumer asks for the next batch
     for number, load in enumerate(islice(cycle(costs.loads), max(_BATCHES, len(costs.loads)))):
-        allowed = handed_out[number - setting.window] if number >= setting.window else 0.0
+        allowed = handed_out[number - window] if number >= window else 0.0
         worker = free.index(min(free)) if setting.dynamic else number % setting.num_workers
         free[worker] = max(free[worker], allowed) + load + costs.pack
         handed_out.append(max(now, free[worker]) + between)
         now = handed_out[-1] + costs.step
     # The first batches find an empty window, and a pause at the start is no part of the rate.
-    skipped = min(setting.window, len(handed_out) // 2)
+    skipped = min(window, len(handed_out) // 2)
     return (now - (handed_out[skipped - 1] + costs.step)) / (len(handed_out) - skipped)
-
-
-def most_workers(costs: Costs, cpus: float) -> int:
-    """The most workers that can be of use: as many as keep the CPUs busy, rounded up to what is tried. It
-    would rather be too few: the time that a load waits for a CPU counts as time that it uses one."""
-    waiting = math.ceil(cpus / max(costs.load_cpu, _IDLE_SHARE))
-    most = max(1, min(waiting, max(_MOST_WAITING, math.ceil(cpus))))
-    return next(number for number in _steps(cpus) if number >= most)
-
-
-def numbers(most: float, cpus: float) -> list[int]:
-    """Numbers of workers to try: from 4 on each is a third or a half more than the one before. As many as
-    there are CPUs is one of them."""
-    return [number for number in _steps(cpus) if number <= most]
-
-
-def _steps(cpus: float) -> list[int]:
-    steps = {*range(1, 5), *(base << shift for base in (2, 3) for shift in range(1, 12)), math.ceil(cpus)}
-    return sorted(steps)
 
 
 # ---- what is known of a run -------------------------------------------------------------------------
@@ -176,6 +158,7 @@ class Evidence:
         setting: what was chosen, as the model has it: batches that are handed out as they come belong to no
             worker in particular, as with a dynamic schedule.
         cpus: how many CPUs all processes may use together.
+        machine_bytes: memory of the machine.
         workers: what they did; none without workers.
         late: batches of the epoch that held up others, the worst first.
         staging: copies to the device; None without one.
@@ -193,6 +176,7 @@ class Evidence:
     costs: Costs | None = None
     setting: Setting = field(default=Setting(0))
     cpus: float = 1.0
+    machine_bytes: int = sys.maxsize
     workers: tuple[WorkerStatistics, ...] = ()
     late: tuple[LateBatch, ...] = ()
     staging: StagingStatistics | None = None
@@ -231,13 +215,17 @@ def is_enough(epoch: EpochStatistics, batches: int = BATCHES) -> bool:
 
 
 def costs_of(
-    epoch: EpochCounters, workers: Sequence[WorkerCounters], contention: float = 0.0
+    epoch: EpochCounters,
+    workers: Sequence[WorkerCounters],
+    batch_bytes: float = 0.0,
+    contention: float = 0.0,
 ) -> Costs | None:
     """What a batch of an epoch cost; None before the first.
 
     Args:
         epoch: its counters.
         workers: those that loaded it; none where the consumer did.
+        batch_bytes: that a batch took of the shared memory.
         contention: the part of the time in which processes of this machine waited for a CPU, from 0 to 1. As
             much of what loading did without a CPU is taken for that, and not for a disk or a network.
     """
@@ -268,6 +256,7 @@ def costs_of(
         step=seconds["consumer"],
         load_cpu=load_cpu + (1 - load_cpu) * contention,
         step_cpu=max(0.0, step_cpu),
+        batch_bytes=batch_bytes,
     )
 
 

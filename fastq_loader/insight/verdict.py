@@ -23,7 +23,7 @@ from fastq_loader.insight.model import BATCHES, Evidence, costs_of, is_enough
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics, LoaderStatistics, WorkerStatistics
-from fastq_loader.system import calls
+from fastq_loader.system import calls, pages
 
 #: Shares of an epoch from which on a cause is worth mentioning. Some waiting for workers is normal where they
 #: are as quick as the step.
@@ -84,7 +84,7 @@ class Diagnosis:
             which it ran; of "balanced", the part in which it did not; of "unknown", 0.
         culprit: what is to blame, with its share in the lost time, where there is such a thing; else None.
         advice: what would help, the best first, each with the gain that is expected.
-        epoch: where the time went; its `epoch` is 0 for all epochs together.
+        epoch: where the time went; its `epoch` is None for all epochs together.
         workers: what each worker did since it started.
         settings: the arguments that matter, in words.
 
@@ -113,7 +113,7 @@ class Diagnosis:
 
 
 def evidence_of(
-    known: Evidence, statistics: LoaderStatistics, counters: Counters, epoch: int | None
+    known: Evidence, statistics: LoaderStatistics, counters: Counters, epoch: int | str | None
 ) -> Evidence:
     """What is known of a loader's runs.
 
@@ -121,14 +121,14 @@ def evidence_of(
         known: what its arguments say.
         statistics: a snapshot of its counters.
         counters: these.
-        epoch: its number, 0 for all together, or None for the newest that says something.
+        epoch: its number, "all" for all together, or None for the newest that says something.
 
     Raises:
         ValueError: there is no such epoch.
     """
     asked = _asked(statistics, epoch)
-    history = {counted.epoch: counted for counted in counters.history}
-    loaded = history.get(asked.epoch or _newest(statistics).epoch, EpochCounters(0, 0))
+    number = _newest(statistics).epoch if asked.epoch is None else asked.epoch
+    loaded = next((each for each in counters.history if each.epoch == number), EpochCounters(0, 0))
     # Without workers nothing is packed. The loader may have had some in another epoch.
     workers = counters.workers if any(cost.pack for cost in list(loaded.costs)) else ()
     # Of workers the kernel says it thread by thread, where it does.
@@ -136,11 +136,12 @@ def evidence_of(
     return replace(
         known,
         epoch=asked,
-        costs=costs_of(loaded, workers, contention),
+        costs=costs_of(loaded, workers, counters.batch_bytes, contention),
         setting=replace(known.setting, num_workers=len(workers)),
         cpus=machine.cpus(),
+        machine_bytes=pages.installed(),
         workers=statistics.workers if workers else (),
-        late=tuple(late for late in statistics.late_batches if asked.epoch in (0, late.epoch)),
+        late=tuple(late for late in statistics.late_batches if asked.epoch in (None, late.epoch)),
         staging=statistics.staging,
         pins=known.pins and statistics.staging is None,
     )
@@ -152,16 +153,16 @@ def _newest(statistics: LoaderStatistics) -> EpochStatistics:
     return next(filter(is_enough, newest_first), newest_first[0])
 
 
-def _asked(statistics: LoaderStatistics, epoch: int | None) -> EpochStatistics:
-    if epoch is None:
-        return _newest(statistics)
-    for found in (statistics.total, *statistics.per_epoch):
+def _asked(statistics: LoaderStatistics, epoch: int | str | None) -> EpochStatistics:
+    if epoch is None or epoch == "all":
+        return _newest(statistics) if epoch is None else statistics.total
+    for found in statistics.per_epoch:
         if found.epoch == epoch:
             return found
     kept = [found.epoch for found in statistics.per_epoch]
     there = f"of the epochs {kept[0]} to {kept[-1]}" if kept else "of an epoch, once there is one"
     raise ValueError(
-        f"epoch={epoch!r} is unknown: use the number {there}, 0 for all together, or None for the newest"
+        f"epoch={epoch!r} is unknown: use the number {there}, 'all' for all together, or None for the newest"
     )
 
 
@@ -257,7 +258,7 @@ def text(diagnosis: Diagnosis) -> str:
 
 def _summary(diagnosis: Diagnosis) -> str:
     epoch = diagnosis.epoch
-    which = f"Epoch {epoch.epoch}" if epoch.epoch else "All epochs"
+    which = "All epochs" if epoch.epoch is None else f"Epoch {epoch.epoch}"
     rate = epoch.batches / epoch.seconds if epoch.seconds else 0.0
     per_second = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
     return (

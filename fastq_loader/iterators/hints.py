@@ -106,8 +106,7 @@ class Hints:
         self._resources.hinted.add(MemoryPressure)  # looked at once, because it reads files
         counters = self._resources.counters
         held = sum(engine.blocks()[2] for engine in list(self._resources.engines))
-        batch_bytes = counters.bytes / max(1, counters.batches)
-        return advice.memory_pressure(counters.window, batch_bytes, memory_bytes() + held)
+        return advice.memory_pressure(counters.window, counters.batch_bytes, memory_bytes() + held)
 
 
 _JUDGES: dict[type[LoaderHint], Callable[[Hints], str | None]] = {

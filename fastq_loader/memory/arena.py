@@ -27,7 +27,7 @@ import numpy as np
 
 from fastq_loader.memory.blocks import PAGE, SMALLEST
 from fastq_loader.memory.forked_children import ForkedChildren, moment
-from fastq_loader.system import calls, process_id
+from fastq_loader.system import calls, pages, process_id
 
 AVAILABLE = calls.AVAILABLE
 
@@ -181,7 +181,7 @@ class Arena:
         self._quarantine: list[tuple[int, int, int]] = []  # of `released`: what a forked child may see
 
     def _map_largest(self, regions: int, whole: bool) -> Mapping:
-        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        machine = pages.installed()
         limit = calls.limit_of("AS")
         length = min(machine * _OVERCOMMIT, _LARGEST, calls.limit_of("FSIZE") or _LARGEST)
         whole = whole or limit is None or length <= limit // _SHARE

@@ -360,7 +360,7 @@ class Scheduler:
 
     def idle(self) -> int:
         """The next batch is late and nothing else has come. Returns how many indices more are to be drawn."""
-        unanswered = sum(epoch == self.epoch for epoch, _ in self.pending_tasks)
+        unanswered = [epoch for epoch, _ in self.pending_tasks].count(self.epoch)
         return self.window.room(len(self._in_flight), unanswered, self.pool.batch_bytes)
 
     def _process(self, arrival: Batch | Died) -> Batch | Draw | Break | None:

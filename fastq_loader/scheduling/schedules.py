@@ -10,8 +10,8 @@ more, the window shrinks back to its least, slowly, because the next late batch 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from fastq_loader.errors import is_int
 
@@ -119,26 +119,39 @@ _TOGETHER = 16
 _CALM_WINDOWS = 4
 
 
-class WindowLimits(NamedTuple):
-    """How wide a window may be.
+@dataclass
+class Window:
+    """How many batches may be under way.
 
     Attributes:
         least: in batches, at least 1.
-        widest: in batches, up to which it grows on its own.
-        budget_bytes: of shared memory, up to which it grows.
+        widest: in batches, up to which it grows on its own; not below `least`.
+        budget: bytes of shared memory up to which it grows.
         group: batches that are asked for together, to be sent in one message.
+        size: in batches, now.
+        widens: whether it may grow.
+        closed: the sampler has nothing more.
     """
 
     least: int
-    widest: int
-    budget_bytes: int = 0
+    widest: int = 0
+    budget: int = 0
     group: int = 1
+    size: int = field(init=False)
+    widens: bool = field(init=False)
+    closed: bool = field(init=False, default=False)
+    _calm: int = field(init=False, default=0)  # batches delivered since it last changed
+
+    def __post_init__(self) -> None:
+        self.size = self.least
+        self.widest = max(self.widest, self.least)
+        self.widens = self.widest > self.least
 
     @classmethod
     def of(
         cls, schedule: Schedule, *, workers: int, prefetch: int, iterable: bool, memory_bytes: int
-    ) -> WindowLimits:
-        """What a schedule comes to.
+    ) -> Window:
+        """The window of a schedule.
 
         Args:
             workers: how many there are.
@@ -148,40 +161,20 @@ class WindowLimits(NamedTuple):
         """
         fixed, ahead = schedule.window, prefetch * workers
         if not isinstance(schedule, Dynamic) or iterable:
-            size = ahead if fixed is None else fixed
-            return cls(size, size)
+            return cls(ahead if fixed is None else fixed)
         if fixed is not None:
             # While a group of batches is asked for, every worker still has one at work and one to come.
-            return cls(fixed, fixed, 0, min(max(fixed - 2 * workers, 1), workers))
-        budget_bytes = min(_WIDEST_BYTES, memory_bytes // _WIDEST_SHARE)
+            return cls(fixed, group=min(max(fixed - 2 * workers, 1), workers))
+        budget = min(_WIDEST_BYTES, memory_bytes // _WIDEST_SHARE)
         widest = min(_WIDEST * ahead, WIDEST_WINDOW)
         group = max(workers, min(ahead // 4, _TOGETHER))
-        return cls(min(ahead + workers, WIDEST_WINDOW), widest, budget_bytes, group)
+        return cls(min(ahead + workers, WIDEST_WINDOW), widest, budget, group)
 
-
-class Window:
-    """How many batches may be under way.
-
-    Args:
-        least: in batches, at least 1.
-        widest: up to which it grows; None: it stays at `least`.
-        budget: bytes of shared memory up to which it grows.
-        group: batches that are asked for together, to be sent in one message.
-
-    Attributes:
-        size: in batches, now.
-        widens: whether it may grow.
-        closed: the sampler has nothing more.
-    """
-
-    def __init__(self, least: int, widest: int | None = None, budget: int = 0, group: int = 1) -> None:
-        self.size = self.least = least
-        self.group = group
-        self.widest = least if widest is None else max(widest, least)
-        self.budget = budget
-        self.widens = self.widest > self.least
-        self._calm = 0  # batches delivered since it last changed
-        self.closed = False
+    def reach(self, batch_bytes: float) -> int:
+        """Up to how many batches it grows, where each takes so many bytes of the shared memory."""
+        if batch_bytes * self.widest <= self.budget:
+            return self.widest
+        return max(self.least, int(self.budget / batch_bytes))
 
     def begin_epoch(self) -> None:
         self.closed = False
@@ -200,13 +193,11 @@ class Window:
             unanswered: tasks that the workers have still to answer.
             batch_bytes: what a batch takes of the shared memory.
         """
-        if self.closed:
+        more = self.least - unanswered
+        if self.closed or more <= 0:
             return 0
         now = max(self.size, under_way)
-        wider = min(now + self.least - unanswered, self.widest)
-        if batch_bytes > 0:
-            wider = min(wider, int(self.budget / batch_bytes))
-        return max(wider - now, 0)
+        return max(min(now + more, self.reach(batch_bytes)) - now, 0)
 
     def widen_to(self, under_way: int) -> None:
         """A batch was asked for, and so many are under way now: more than the window is wide widens it."""

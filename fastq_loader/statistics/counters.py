@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -52,7 +53,7 @@ class StagingCounters(Counting, StagingStatistics):
 
     def copied(self, nbytes: int, began: float, ended: float) -> None:
         """A copy is known to have run, from when to when, in seconds."""
-        self.records.append((COPY, 0, int(began * 1e9), int(ended * 1e9), 0, (), nbytes))
+        self.records.append((COPY, None, int(began * 1e9), int(ended * 1e9), 0, (), nbytes))
 
     def snapshot(self) -> StagingStatistics:
         """What was counted so far."""
@@ -160,10 +161,15 @@ class Counters(Counting, LoaderStatistics):
         self.fold()
         return list(self._epochs.values())
 
+    @property
+    def batch_bytes(self) -> float:
+        """What a batch took of the shared memory, on average."""
+        return self.bytes / max(1, self.batches)
+
     def begin_epoch(self, now: int, cpu: int) -> EpochLog:
         """`iter()` was called: the log of a new epoch. See `EpochCounters` for `now` and `cpu`."""
-        self.epochs += 1
         epoch = self._epochs[self.epochs] = EpochCounters(self.epochs, now, cpu)
+        self.epochs += 1
         return EpochLog(self, epoch, now)
 
     def fold(self) -> None:
@@ -221,7 +227,7 @@ class Counters(Counting, LoaderStatistics):
         wire_bytes = sum((source.count() for source in list(self.sources)), self.wire_bytes)
         total = summed([self._older, *history])
         found = {
-            "total": total.snapshot(),
+            "total": replace(total.snapshot(), epoch=None, ready=()),
             "per_epoch": tuple(epoch.snapshot() for epoch in history),
             "wait_seconds": total.waited / 1e9,
             "late_batches": tuple(total.worst()),

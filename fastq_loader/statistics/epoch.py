@@ -61,7 +61,7 @@ class EpochCounters:
     """What the records of one epoch come to.
 
     Args:
-        epoch: its number.
+        epoch: its number, from 0 on.
         now: when `iter()` was called.
         cpu: CPU time that this process had used then, with all its threads, in nanoseconds.
 
@@ -287,7 +287,7 @@ class EpochCounters:
             batches=self.batches,
             seconds=self.nanoseconds / 1e9,
             cpu_seconds=self.cpu / 1e9,
-            ready=tuple(round(batches / width, 2) for batches, width in parts) if self.epoch else (),
+            ready=tuple(round(batches / width, 2) for batches, width in parts),
             **seconds,
             **waits,
         )

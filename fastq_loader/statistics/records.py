@@ -18,7 +18,7 @@ cache, and it would take more than twice as long.
     CLOSE                          the call before has ended the workers, too
     PART                           answers came outside of calls, in `poll()`
     DROP                           what was not handed out never will be
-    COPY      nbytes               a copy to the device is known to have run
+    COPY      nbytes               a copy to the device is known to have run; of no epoch
 
     step      more                 what
     DREW      since, until, seqs   indices were drawn, and the tasks of these batches sent; or sent again, in

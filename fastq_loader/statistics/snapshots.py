@@ -66,7 +66,7 @@ class EpochStatistics:
     `seconds`.
 
     Attributes:
-        epoch: its number, from 1 on; 0: all epochs together.
+        epoch: its number, from 0 on; None: all epochs together.
         batches: handed out, with those that raised.
         seconds: from the call of `iter()` to the end of the epoch, or so far.
         cpu_seconds: CPU time that this process used meanwhile, with all its threads and the training step;
@@ -92,7 +92,7 @@ class EpochStatistics:
     4
     """
 
-    epoch: int = 0
+    epoch: int | None = None
     batches: int = 0
     seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -175,14 +175,14 @@ class LateBatch:
     """A batch that others, which were ready, had to wait for.
 
     Attributes:
-        epoch, batch: its number.
+        epoch, batch: their numbers, from 0 on.
         seconds: wall time that `next()` waited for it while others were ready.
         load_seconds: wall time that its worker took for it; 0.0: it has not come.
         sample: the index of the sample that took longest; None where samples are not read one by one, or
             took less than 25 µs each before.
         sample_seconds: wall time of that.
 
-    >>> LateBatch(epoch=1, batch=7, seconds=0.5, load_seconds=0.6, sample=449, sample_seconds=0.58).sample
+    >>> LateBatch(epoch=0, batch=7, seconds=0.5, load_seconds=0.6, sample=449, sample_seconds=0.58).sample
     449
     """
 
@@ -199,7 +199,7 @@ class BadSample:
     """A sample that could not be read.
 
     Attributes:
-        epoch, batch: their numbers.
+        epoch, batch: their numbers, from 0 on.
         index: its own; None in an iterable dataset.
         instead: the index of the sample that took its place; None: it was left out.
         error: what it raised, as text.

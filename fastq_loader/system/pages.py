@@ -1,4 +1,4 @@
-"""The memory of a process: shared with others, or its own. The kernel says it in /proc.
+"""The memory of the machine, and of a process: shared with others, or its own. The kernel says it in /proc.
 
 Runs in the consumer, and reads files of its workers. Where there are none (another system, another user's
 process, a process that has ended) nothing is known.
@@ -8,6 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+
+
+def installed() -> int:
+    """The bytes of memory of this machine; `sys.maxsize` where the system does not say."""
+    if not hasattr(os, "sysconf"):
+        return sys.maxsize
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def shared_and_private(pid: int) -> tuple[int, int] | None:

@@ -297,7 +297,7 @@ class _Pass:
         self.came, self.first, error = 0, 0.0, ""
         cpu, began = _cpu_seconds(), time.monotonic()
         try:
-            for epoch in range(1, self.epochs + 1):
+            for epoch in range(self.epochs):
                 self._epoch(epoch)
         except Exception as raised:  # of user code: both loaders may raise it at the same place
             error = f"{type(raised).__name__}: {raised}".splitlines()[0]

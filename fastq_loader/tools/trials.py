@@ -48,14 +48,12 @@ class Measured:
         batches: that were counted.
         seconds: wall time in which they came, with the steps.
         costs: of its batches, for the model; None where no batch told.
-        batch_bytes: of a batch in shared memory.
         worker_bytes: memory that a worker has for itself.
     """
 
     batches: float
     seconds: float
     costs: Costs | None = None
-    batch_bytes: float = 0.0
     worker_bytes: float = 0.0
 
 
@@ -311,18 +309,18 @@ class _Trial:
 
     def result(self) -> Measured | None:
         """What the times come to; None: there are too few."""
-        statistics, counters = self._loader.statistics(), self._loader._resources.counters
+        self._loader.statistics()  # counts the CPU time so far
+        counters = self._loader._resources.counters
         begun = [cost.load + cost.pack for epoch in counters.history for cost in epoch.costs if not cost.seq]
         first = begun[-1] / 1e9 if begun else 0.0
         found = _rate(self._loader, self._epochs, first)
         if found is None:
             return None
         filled = [epoch for epoch in counters.history if epoch.batches]
-        costs = costs_of(filled[-1], counters.workers) if filled else None
+        costs = costs_of(filled[-1], counters.workers, counters.batch_bytes) if filled else None
         return Measured(
             *found,
             costs=costs and replace(costs, step=self._step_seconds, step_cpu=0.0),
-            batch_bytes=statistics.bytes / max(1, statistics.batches),
             worker_bytes=self._worker_bytes,
         )
 

@@ -5,8 +5,7 @@ Runs in the consumer; each trial runs in a process of its own, see `trials`.
 Two settings are measured first: the loader's own, and one worker, which tells what a batch costs when nothing
 competes for the CPUs. The model says from that what every other setting is worth. The most promising ones are
 measured in rounds, in turn, so that what else the machine does hits all alike: each round takes the same
-share of the time, and the better half goes on. Settings within the noise of the best are equal. Of equals the
-one with the fewest workers wins, and then that with the fewest batches under way.
+share of the time, and the better half goes on. `insight.chooser` has the rule by which settings are ordered.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ import math
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 from fastq_loader import arguments
 from fastq_loader.errors import check_seconds, checked_names, is_int
 from fastq_loader.insight import machine
-from fastq_loader.insight.model import NOISE, Costs, Setting, most_workers, numbers, seconds_per_batch
+from fastq_loader.insight.chooser import Limits, rank
+from fastq_loader.insight.model import Costs, Setting
 from fastq_loader.loader import DataLoader
 from fastq_loader.tools import trials
 from fastq_loader.tools.trials import Measured, settings_of
 
-#: The part of the memory that workers and batches may take.
-_MEMORY_SHARE = 0.8
 _SCHEDULES = {"round_robin": False, "dynamic": True}
 #: Settings that are measured after the first two, at most: three rounds bring eight down to one.
 _MOST = 8
@@ -169,18 +168,18 @@ def tune(
     >>> found.settings["num_workers"]
     0
     """
-    own, limits = checked(loader, step_seconds, seconds, start_methods, schedules, max_workers)
+    limits = checked(loader, step_seconds, seconds, start_methods, schedules, max_workers)
     so_far = loader.statistics().total
     step = so_far.consumer_seconds / max(1, so_far.batches) if step_seconds is None else float(step_seconds)
     interrupted, measure = False, _trying(loader, step, seconds, progress)
-    search = Search(own, limits, measure, time.monotonic, seconds)
+    search = Search(limits, measure, time.monotonic, seconds)
     try:
         search.run()
     except KeyboardInterrupt:
         if search.best is None:
             raise
         interrupted = True
-    return _result(loader, search.ranked(), own, step, interrupted)
+    return _result(loader, search.ranked(), limits.own, step, interrupted)
 
 
 def _trying(
@@ -221,29 +220,10 @@ def _result(
 # ---- what may be tried ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What may be tried.
-
-    Attributes:
-        cpus: that all processes may use together.
-        memory_bytes: for workers and batches.
-        most_workers: the most that there may be.
-        schedules: values of `Setting.dynamic`.
-        start_methods: names, or None alone: the loader's own.
-    """
-
-    cpus: float
-    memory_bytes: float = math.inf
-    most_workers: float = math.inf
-    schedules: tuple[bool, ...] = (False, True)
-    start_methods: tuple[str | None, ...] = (None,)
-
-
 def checked(
     loader: Any, step_seconds: Any, seconds: Any, start_methods: Any, schedules: Any, max_workers: Any
-) -> tuple[Setting, Limits]:
-    """The loader's own setting, and what may be tried; for arguments and errors see `tune`."""
+) -> Limits:
+    """What may be tried; for arguments and errors see `tune`."""
     trials.check_loader(loader, DataLoader, "tune needs a fastq_loader.DataLoader")
     check_seconds("seconds", seconds, least=1.0)
     if step_seconds is not None:
@@ -257,14 +237,13 @@ def checked(
     tried = known if schedules is None else checked_names("schedules", schedules, known, 1)
     method = None if methods is None else trials.start_method(loader)
     own = Setting(int(loader.num_workers), loader.prefetch_factor or 2, dynamic, start_method=method)
-    limits = Limits(
-        cpus=machine.cpus(),
-        memory_bytes=machine.memory_bytes() * _MEMORY_SHARE / machine.ranks(),
+    return replace(
+        machine.limits(own),
         most_workers=math.inf if max_workers is None else max_workers,
         schedules=tuple(_SCHEDULES[name] for name in tried),
-        start_methods=tuple(methods) if methods else (None,),
+        start_methods=tuple(methods or ()),
+        prefetch=_PREFETCH,
     )
-    return own, limits
 
 
 # ---- the search -----------------------------------------------------------------------------------
@@ -308,7 +287,6 @@ class Search:
     """Finds the best setting.
 
     Args:
-        own: the loader's.
         limits: what may be tried.
         measure: measures a setting for some seconds; is given the seconds after which it must be over.
         clock: the time, in seconds.
@@ -318,7 +296,6 @@ class Search:
         rows: what was measured, by setting.
     """
 
-    own: Setting
     limits: Limits
     measure: Callable[[Setting, float, float], Measured]
     clock: Callable[[], float]
@@ -337,26 +314,31 @@ class Search:
         Raises:
             Exception: what the loader's own setting raised, if no setting gave a batch.
         """
-        expected = self._expected(*self._probe())
-        for row in self.rows.values():
-            row.expected = expected.get(row.setting)
+        measured, costs = self._probe()
+        wanted = max(
+            _LEAST_BATCHES * max(costs.load + costs.pack, costs.step), _LEAST_LATE * max(costs.loads)
+        )
+        self._least = max(_LEAST_SECONDS, min(wanted, self._left / 8))
+        expected = rank(costs, {}, replace(self.limits, worker_bytes=measured.worker_bytes))
         # As many as can be measured in half of the time that is left.
         affordable = max(2, min(_MOST, int(self._left / 2 / (self._least + self._overhead))))
-        chosen = promising(expected, self.own, affordable)
-        probed = [each for each in self.rows if each in expected]
-        for each in dict.fromkeys([*chosen[:1], *probed, *chosen[1:]][:_MOST]):
-            self._survivors.append(self.rows.setdefault(each, Row(each, expected[each])))
+        for each in promising(expected, [each for each in self.rows if each in expected])[:affordable]:
+            self._survivors.append(self.rows.setdefault(each, Row(each)))
+        for row in self.rows.values():
+            row.expected = 1 / expected[row.setting] if row.setting in expected else None
         while len(self._survivors) > 1 and self._left > 0:
             self._round(self._left / math.ceil(math.log2(len(self._survivors))))
-            ranked = [row for row in self._survivors if row.error is None]
-            self._survivors = sorted(ranked, key=self._rank(ranked))[: -(-len(self._survivors) // 2)]
+            self._survivors = self._best_first(self._survivors)[: -(-len(self._survivors) // 2)]
 
     @property
     def best(self) -> Row | None:
         """The recommended row; None: nothing was measured."""
-        measured = [row for row in self._survivors if row.rate]
-        measured = measured or [row for row in self.rows.values() if row.rate]
-        return min(measured, key=self._rank(measured), default=None)
+        return next(iter(self._best_first(self._survivors) or self._best_first(self.rows.values())), None)
+
+    def _best_first(self, rows: Iterable[Row]) -> list[Row]:
+        """Those that were measured, and did not fail."""
+        seconds = {row.setting: 1 / row.rate for row in rows if row.rate and row.error is None}
+        return [self.rows[setting] for setting in rank(None, seconds, self.limits)]
 
     def ranked(self) -> list[Row]:
         """All rows: the recommended one, then from the fastest to the slowest, then those that failed."""
@@ -370,9 +352,10 @@ class Search:
     def _probe(self) -> tuple[Measured, Costs]:
         """Measure the loader's own setting, and one worker if there is time; the one that tells what a batch
         costs."""
-        one = replace(self.own, num_workers=1, prefetch_factor=2)
+        own = self.limits.own
+        one = replace(own, num_workers=1, prefetch_factor=2)
         seconds, known = self.seconds * _PROBES / 2, []
-        for setting in dict.fromkeys([self.own, one] if self.limits.most_workers != 0 else [self.own]):
+        for setting in dict.fromkeys([own, one] if self.limits.most_workers else [own]):
             if self._left > 0:
                 row, began = self.rows.setdefault(setting, Row(setting)), self.clock()
                 row.probe = self._try(row, seconds)
@@ -382,26 +365,6 @@ class Search:
         if not known:
             raise next(row.error for row in self.rows.values() if row.error is not None)
         return known[-1]
-
-    def _expected(self, measured: Measured, costs: Costs) -> dict[Setting, float]:
-        """Batches per second of every setting, by the model."""
-        limits, own = self.limits, self.own
-        wanted = max(
-            _LEAST_BATCHES * max(costs.load + costs.pack, costs.step), _LEAST_LATE * max(costs.loads)
-        )
-        self._least = max(_LEAST_SECONDS, min(wanted, self._left / 8))
-        most = min(most_workers(costs, limits.cpus), limits.most_workers)
-        found = {replace(own, num_workers=0, prefetch_factor=2)}
-        for number in {*numbers(most, limits.cpus), own.num_workers} - {0}:
-            for prefetch in {*_PREFETCH, own.prefetch_factor}:
-                held = number * (measured.worker_bytes + (prefetch + 1) * measured.batch_bytes)
-                if held <= limits.memory_bytes:
-                    found |= {
-                        Setting(number, prefetch, dynamic, start_method=method)
-                        for dynamic in limits.schedules
-                        for method in limits.start_methods
-                    }
-        return {each: 1 / seconds_per_batch(costs, each, limits.cpus) for each in found}
 
     def _round(self, seconds: float) -> None:
         """Measure the survivors, there and back, so that the average time of all is the same."""
@@ -420,38 +383,17 @@ class Search:
             row.error = error
             return None
 
-    def _rank(self, rows: Iterable[Row]) -> Callable[[Row], tuple[object, ...]]:
-        """Sorts by speed, and those within the noise of the best by what they take."""
-        enough = max((row.rate for row in rows), default=0.0) * (1 - NOISE)
-        own = self.own
-        return lambda row: (True, -row.rate) if row.rate < enough else (False, *price(row.setting, own))
 
-
-def price(setting: Setting, own: Setting) -> tuple[int, int, bool, bool]:
-    """What a setting takes, and whether it changes more than the numbers; the least wins."""
-    changed = setting.dynamic != own.dynamic, setting.start_method != own.start_method
-    return setting.num_workers, setting.prefetch_factor, *changed
-
-
-def promising(expected: Mapping[Setting, float], own: Setting, limit: int) -> list[Setting]:
-    """The settings to measure: the best of each number of workers, by turns with variants of the best.
+def promising(ranked: Iterable[Setting], probed: Sequence[Setting]) -> list[Setting]:
+    """The settings to measure, those first that matter most: the best, those that were probed, and then the
+    best of each number of workers, by turns with variants of the best.
 
     The model knows least about how workers get into each other's way, so different numbers come first.
     """
-    numbers: dict[int, dict[Setting, float]] = {}
-    for setting, rate in expected.items():
-        numbers.setdefault(setting.num_workers, {})[setting] = rate
-    leaders = {_cheapest(rates, own): max(rates.values()) for rates in numbers.values()}
-    best = _cheapest(leaders, own)
-    ranked = sorted(leaders, key=lambda each: (each != best, -leaders[each], price(each, own)))
-    some = next((each for each in ranked if each.num_workers), best)
-    variants = sorted(numbers[some.num_workers], key=lambda each: price(each, own))
-    zero = [each for each in expected if each.num_workers == 0]
-    first = ranked[:1] + [own] * (own in expected) + ranked[1:2] + zero
-    later = [each for pair in zip(ranked[2:], variants, strict=False) for each in pair]
-    return list(dict.fromkeys([*first, *later, *variants, *ranked]))[:limit]
-
-
-def _cheapest(rates: Mapping[Setting, float], own: Setting) -> Setting:
-    enough = max(rates.values()) * (1 - NOISE)
-    return min((each for each, rate in rates.items() if rate >= enough), key=lambda each: price(each, own))
+    numbers: dict[int, list[Setting]] = {}
+    for setting in ranked:
+        numbers.setdefault(setting.num_workers, []).append(setting)
+    best, *others = [alike[0] for alike in numbers.values()]
+    variants = next((alike for number, alike in numbers.items() if number), [])
+    mixed = [each for pair in zip_longest(others[1:], variants) for each in pair if each is not None]
+    return list(dict.fromkeys([best, *probed, *others[:1], *numbers.get(0, []), *mixed]))

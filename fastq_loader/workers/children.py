@@ -114,7 +114,7 @@ class Child:
     def death(self) -> tuple[str, str]:
         """How it died: in our words, and in those of torch's SIGCHLD handler."""
         code, worker = self._exit_code(), f"DataLoader worker (pid {self.pid})"
-        if code is None:  # other code reaped it: SIGCHLD is ignored
+        if code is None:  # other code reaped it: SIGCHLD is ignored; or its parent, the zygote, is gone
             return "ended, its exit code is unknown", f"{worker} exited unexpectedly"
         if code >= 0:
             return f"exited with code {code}", (
@@ -129,7 +129,8 @@ class Child:
 
     def _exit_code(self) -> int | None:
         self.process.join()  # with a timeout, multiprocessing waits for all who hold the child's pipe
-        return self.process.exitcode
+        popen = self.process._popen  # type: ignore[attr-defined]
+        return None if getattr(popen, "is_unknown", False) else self.process.exitcode
 
     def release(self) -> None:
         """Close what is held here for a process that has ended, or was never started. Not by its own close():

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import Extents
-from fastq_loader.scheduling.schedules import WindowLimits
+from fastq_loader.scheduling.schedules import Window
 from fastq_loader.workers.payload import Payload
 
 
@@ -37,7 +37,7 @@ class Plan:
         prefetch: batches that each works ahead.
         in_order: whether batches are delivered in the order of the sampler.
         dynamic: whether any worker may load any batch, each seeded for itself.
-        window: how wide the pool's window may be.
+        window: the pool's, as it begins.
         restarts: how many workers that died are replaced in an epoch.
         timeout: seconds to wait for a message; 0 waits for ever.
         persistent: whether the pool serves more than one epoch.
@@ -55,7 +55,7 @@ class Plan:
     prefetch: int
     in_order: bool
     dynamic: bool
-    window: WindowLimits
+    window: Window
     restarts: int
     timeout: float
     persistent: bool

@@ -106,7 +106,8 @@ class WorkerPool(ABC):
             descriptors=Descriptors(),
         )
         try:
-            self._prepare()
+            with naming_the_limit(_DESCRIPTORS):
+                self._prepare()
             for worker in self.workers:
                 self.launch(worker, folder)
         finally:

@@ -144,7 +144,12 @@ class Forked(popen_fork.Popen):
         request: for the zygote's `Run`.
         folder: of its socket, to be removed when the consumer dies.
         passed: descriptors for it.
+
+    Attributes:
+        is_unknown: nobody knows how it ended.
     """
+
+    is_unknown = False
 
     def __init__(self, zygote: Zygote, request: Any, folder: str, passed: Sequence[int] = ()) -> None:
         self._zygote: Zygote | None = zygote
@@ -163,8 +168,9 @@ class Forked(popen_fork.Popen):
         if self.returncode is None and readable([self.sentinel], 0 if flag == os.WNOHANG else None):
             try:
                 code = None if zygote is None else zygote.ask(_REAP, self.pid)
-            except OSError:  # the zygote is gone, and with it the exit code
+            except OSError:
                 code = None
+            self.is_unknown = code is None  # the zygote is gone, and with it the exit code
             self.returncode = UNKNOWN_EXIT if code is None else code
         return self.returncode
 

@@ -155,7 +155,7 @@ def test_a_copy_that_has_run_is_reported_with_its_times() -> None:
     pool.device.seconds = 5
     pool.copies.reap()
     pool.copies.settle()
-    assert reported == [("copy", 0, 3e9, 5e9, 0, (), 64)]
+    assert reported == [("copy", None, 3e9, 5e9, 0, (), 64)]
 
 
 def test_a_consumer_that_is_too_far_ahead_waits_and_the_wait_is_counted() -> None:

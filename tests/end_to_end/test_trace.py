@@ -58,7 +58,7 @@ def test_every_batch_of_every_epoch_is_there_from_its_task_to_its_step(kind: str
     assert {"iter", "next", "step", "sampler"} <= consumer
     assert ("end of the workers" in consumer) == (kind != "persistent")
     marks = [mark["name"] for mark in of(events, "i")]
-    assert marks == ["epoch 1 begins", "epoch 1 ends", "epoch 2 begins", "epoch 2 ends"]
+    assert marks == ["epoch 0 begins", "epoch 0 ends", "epoch 1 begins", "epoch 1 ends"]
     last = max(of(events, "C"), key=lambda event: event["ts"])
     assert last["args"]["batches"] == 0
 

@@ -43,7 +43,7 @@ def lines(limit: str, costs: Costs, setting: Setting = TWO, cpus: float = 4.0, *
         (Costs((0.1,), step=0.028), 2, 8, "2 → 4: about 1.8 ×, until the consumer limits; 6 cores are free"),
         (Costs((0.1,), step=0.0245), 2, 8, "2 → 4: about 2 ×, until the consumer limits; 6 cores are free"),
         (Costs((0.1,)), 1, 2, "1 → 2: about 2 ×, until the CPUs limit; 1 core is free"),
-        (Costs((0.1,), load_cpu=0.01), 2, 2, "2 → 8: about 4 ×; 2 cores are free"),
+        (Costs((0.1,), load_cpu=0.01), 2, 2, "2 → 32: about 16 ×; 2 cores are free"),
         (Costs((0.1,), step=0.1), 0, 2, "0 → 1: about 2 ×, until the consumer limits; 1 core is free"),
     ],
 )

@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastq_loader import DataLoader, Processes, RoundRobin
-from fastq_loader.insight import machine
-from fastq_loader.insight.auto import Seen, decide, remember
+from fastq_loader.insight import auto, machine
+from fastq_loader.insight.auto import Chooser, Seen, remember
+from fastq_loader.insight.auto import decide as decide_within
 from fastq_loader.insight.auto import given as number_given
-from fastq_loader.insight.model import Costs, Setting, most_workers, numbers, seconds_per_batch
+from fastq_loader.insight.chooser import Limits, most_workers, numbers
+from fastq_loader.insight.model import Costs, Setting, seconds_per_batch
 from fastq_loader.memory import arena
 from fastq_loader.workers.kinds import Auto
 from tests.support.datasets import Made, Stream
@@ -25,6 +27,11 @@ EIGHT = Made(float, 8)
 DECODING = Costs((0.05,), pack=0.0001, overhead=0.0001)
 TINY = Costs((0.00005,), pack=0.00005, overhead=0.0002)
 WAITING = Costs((0.05,), pack=0.0001, overhead=0.0001, load_cpu=0.02)
+
+
+def decide(seen: list[Seen], cpus: float, most: float) -> int:
+    own = Setting(seen[-1].workers, dynamic=True)
+    return decide_within(seen, Limits(own, cpus, most_workers=most))
 
 
 def seconds(costs: Costs, workers: int, cpus: float) -> float:
@@ -46,7 +53,7 @@ def run(
         workers = chosen[-1]
         took = seconds(costs, workers, cpus) * (slower or {}).get(workers, 1.0)
         remember(seen, Seen(workers, took, costs))
-        chosen.append(decide(seen, cpus, most, 2))
+        chosen.append(decide(seen, cpus, most))
     return chosen
 
 
@@ -72,9 +79,9 @@ def test_it_is_soon_near_the_best(load: float, load_cpu: float, step: float, cpu
 def test_workers_that_wait_for_cpus_are_not_halved_for_that(load_cpu: float, as_modelled: bool) -> None:
     waiting = replace(WAITING, load_cpu=load_cpu)
     seen = Seen(32, seconds(waiting if as_modelled else WAITING, 32, 2.0), waiting)
-    assert decide([seen], 2.0, 64, 2) >= 32
+    assert decide([seen], 2.0, 64) >= 32
     idle = Seen(32, 0.1, replace(WAITING, load_cpu=0.2, step=0.1))
-    assert decide([idle], 2.0, 64, 2) == 1, "the step limits, whatever the CPUs do"
+    assert decide([idle], 2.0, 64) == 1, "the step limits, whatever the CPUs do"
 
 
 @pytest.mark.parametrize(
@@ -103,28 +110,46 @@ def test_what_was_measured_counts_and_not_what_was_expected(slower: dict[int, fl
 def test_a_gain_within_the_noise_is_no_reason_for_more_workers() -> None:
     two = Seen(2, 0.0100, replace(DECODING, step=0.0))
     four = Seen(4, 0.0097, replace(DECODING, step=0.0))
-    assert decide([four, two], 4.0, 4, 2) == 2
-    assert decide([four, replace(two, seconds=0.011)], 4.0, 4, 2) == 4
+    assert decide([four, two], 4.0, 4) == 2
+    assert decide([four, replace(two, seconds=0.011)], 4.0, 4) == 4
 
 
 def test_a_step_that_has_become_longer_needs_fewer_workers() -> None:
     fast = [Seen(4, 0.0126, DECODING)] * 3
     slow = replace(DECODING, step=0.1)
-    assert decide([*fast, Seen(4, 0.1002, slow)], 4.0, 64, 2) == 1
+    assert decide([*fast, Seen(4, 0.1002, slow)], 4.0, 64) == 1
 
 
 def test_an_epoch_without_workers_does_not_tell_what_they_add() -> None:
     with_workers = Costs((0.001,), pack=0.01, overhead=0.01)
     alone = Costs((0.001,))
     seen = [Seen(2, 0.021, with_workers), Seen(0, 0.001, alone)]
-    assert decide(seen, 4.0, 64, 2) == 0
-    assert decide([Seen(0, 0.05, replace(alone, loads=(0.05,)))], 4.0, 64, 2) == 4
+    assert decide(seen, 4.0, 64) == 0
+    assert decide([Seen(0, 0.05, replace(alone, loads=(0.05,)))], 4.0, 64) == 4
 
 
 @given(st.integers(0, 20), st.integers(0, 12))
 @settings(max_examples=20)
 def test_memory_bounds_the_number(most: int, now: int) -> None:
-    assert decide([Seen(now, 0.01, WAITING)], 4.0, most, 2) <= most
+    assert decide([Seen(now, 0.01, WAITING)], 4.0, most) <= most
+
+
+@pytest.mark.parametrize(("number", "persistent", "most"), [(0, False, 7), (2, False, 7), (2, True, 9)])
+def test_workers_and_their_batches_fit_into_memory(
+    monkeypatch: pytest.MonkeyPatch, number: int, persistent: bool, most: int
+) -> None:
+    """In 3.2 GB those of 134 MB, with three batches of 100 MB each; workers that stay have theirs already."""
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 4_000_000_000)
+    monkeypatch.setattr(machine, "ranks", lambda *_: 1)
+    monkeypatch.setattr(auto, "decide", lambda seen, limits: (seen[-1].costs, limits))
+    loader = DataLoader(EIGHT)
+    list(loader)
+    counters = loader._resources.counters
+    counters.bytes = 100_000_000 * counters.batches
+    costs, limits = Chooser().next_number(number, counters, 2, persistent)  # type: ignore[misc]
+    assert limits.own == Setting(number, dynamic=True)
+    allowed = [each for each in range(20) if limits.allow(replace(limits.own, num_workers=each), costs)]
+    assert allowed == list(range(most + 1))
 
 
 @pytest.mark.parametrize(("cpus", "number"), [(0.25, 1), (1.0, 1), (2.0, 2), (3.5, 4), (96.0, 8)])

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastq_loader import DataLoader, Dynamic, arguments
 from fastq_loader.insight.model import (
     Costs,
     Evidence,
     Setting,
     costs_of,
     is_enough,
-    most_workers,
-    numbers,
     seconds_per_batch,
 )
 from fastq_loader.ipc.messages import Answer
@@ -26,7 +23,9 @@ from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.statistics.records import DEVICE, DREW, LOADED, PART, WAITED, Step
 from fastq_loader.statistics.snapshots import EpochStatistics, WorkerStatistics
 from fastq_loader.statistics.workers import WorkerCounters
+from fastq_loader.system import pages
 from tests.support import records
+from tests.support.loaders import MANY_WORKERS
 from tests.support.records import call, came, gives
 
 #: CPUs that never limit.
@@ -99,41 +98,31 @@ def test_turns_wait_for_a_slow_batch_and_dynamic_goes_on() -> None:
     assert seconds_per_batch(costs, Setting(2, dynamic=True), MANY) == pytest.approx(0.29 / 20, rel=0.1)
 
 
+@MANY_WORKERS
+@pytest.mark.parametrize("schedule", ["round_robin", "dynamic", Dynamic(window=9)])
+@pytest.mark.parametrize("batch_bytes", [0.0, 38.5e6, 1e12])
+def test_the_window_is_as_wide_as_the_loaders_becomes(schedule: Any, batch_bytes: float) -> None:
+    loader = DataLoader(range(8), num_workers=8, schedule=schedule)
+    window = arguments.plan(loader).window
+    while room := window.room(window.size, 0, batch_bytes):
+        window.widen_to(window.size + room)
+    setting = replace(loader._evidence().setting, num_workers=8)
+    assert setting.window(batch_bytes, pages.installed()) == window.size
+
+
+def test_large_batches_have_a_narrower_window() -> None:
+    setting = Setting(8, dynamic=True)
+    assert [setting.window(each, 1 << 40) for each in (0.0, 4e6, 38.5e6, 1e9)] == [256, 256, 27, 24]
+    assert setting.window(38.5e6, 4 << 30) == 24, "a sixteenth of the memory"
+    costs = Costs((0.01,) * 99 + (2.0,))
+    narrow, wide = (seconds_per_batch(replace(costs, batch_bytes=each), setting, MANY) for each in (38e6, 0))
+    assert narrow > 1.5 * wide
+
+
 def test_sleeping_needs_no_cpu() -> None:
     costs = Costs((0.1,), load_cpu=0.0)
     assert seconds_per_batch(costs, Setting(10), 1) == pytest.approx(0.01, rel=0.05)
     assert seconds_per_batch(replace(costs, load_cpu=1.0), Setting(10), 1) == pytest.approx(0.1)
-
-
-def waiting(load_cpu: float) -> Costs:
-    return Costs((0.05,), pack=0.0001, overhead=0.0001, load_cpu=load_cpu)
-
-
-@given(st.floats(0.0, 1.0), st.floats(0.1, 256))
-def test_as_many_workers_may_be_tried_as_keep_the_cpus_busy(load_cpu: float, cpus: float) -> None:
-    most = most_workers(waiting(load_cpu), cpus)
-    assert 1 <= most <= max(64, math.ceil(cpus))
-    assert most >= min(64, cpus), "as many as there are CPUs are never too many"
-    if load_cpu == 1:
-        assert most == math.ceil(cpus), "more would wait for a CPU"
-
-
-def test_work_that_waits_gets_more_workers_than_cpus() -> None:
-    assert most_workers(waiting(0.5), 2) == 4
-    assert most_workers(waiting(0.07), 2) == 32, "29, rounded up"
-    assert most_workers(waiting(0.01), 2) == 32
-    assert most_workers(waiting(0.01), 64) == 64
-
-
-@given(st.integers(1, 300), st.floats(0.3, 300))
-def test_numbers_grow_in_steps_of_which_none_is_wide(most: int, cpus: float) -> None:
-    tried = numbers(most, cpus)
-    assert tried[0] == 1
-    assert tried == sorted(set(tried))
-    assert tried[-1] <= most <= tried[-1] * 1.5
-    assert all(after <= before * 1.5 or before < 2 for before, after in pairwise(tried))
-    if math.ceil(cpus) <= most:
-        assert math.ceil(cpus) in tried
 
 
 EPOCH = EpochStatistics(1, batches=100, seconds=10.0, consumer_seconds=4.0, workers_seconds=6.0)
@@ -189,7 +178,8 @@ def test_of_workers_everything_is_measured() -> None:
     epoch = epoch_of_two_batches()
     epoch.used_cpu(20 * MS)
     workers = (WorkerCounters(0, 70), WorkerCounters(1, 71))
-    found: Any = costs_of(epoch, workers)
+    found: Any = costs_of(epoch, workers, 38e6)
+    assert found.batch_bytes == 38e6
     assert found.loads == (0.004, 0.002), "in the order of batches"
     assert found.pack == pytest.approx(0.0015)
     assert (found.draw, found.device) == (0.001, 0.002)
@@ -263,5 +253,5 @@ def test_without_workers_the_cpu_is_the_loadings_first(cpu: int, load_cpu: float
 
 @pytest.mark.parametrize(("contention", "load_cpu"), [(0.0, 0.25), (0.8, 0.85), (1.0, 1.0)])
 def test_on_a_busy_machine_loading_waits_for_a_cpu(contention: float, load_cpu: float) -> None:
-    found: Any = costs_of(serial(1), (), contention)
+    found: Any = costs_of(serial(1), (), 0.0, contention)
     assert found.load_cpu == pytest.approx(load_cpu)

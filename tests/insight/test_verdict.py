@@ -26,6 +26,7 @@ from fastq_loader.statistics.snapshots import (
     StagingStatistics,
     WorkerStatistics,
 )
+from fastq_loader.system import pages
 from tests.support.datasets import Stream, identity
 from tests.support.limited import Naps
 from tests.support.records import gives
@@ -251,7 +252,7 @@ def test_workers_on_other_machines_say_where_they_run() -> None:
 
 
 def test_all_epochs_together_have_no_number_and_workers_in_excess_no_line() -> None:
-    page = verdict.text(replace(PAGE, epoch=replace(EPOCH, epoch=0), workers=(WORKER,) * 10))
+    page = verdict.text(replace(PAGE, epoch=replace(EPOCH, epoch=None), workers=(WORKER,) * 10))
     assert "All epochs: 1,563 batches" in page
     assert page.count("90%") == 8
     assert "and 2 more" in page
@@ -328,7 +329,7 @@ def test_the_setting_is_that_of_the_run(evidence: Any, arguments: dict[str, Any]
         assert len(found.workers) == 2
         loader.num_workers = 0
         list(loader)
-        found = evidence(loader, 2)
+        found = evidence(loader, 1)
         assert (found.setting.num_workers, found.workers) == (0, ()), "of an epoch without workers"
 
 
@@ -345,8 +346,8 @@ def test_before_the_first_epoch_nothing_is_known() -> None:
     for loader in (DataLoader(range(3)), DataLoader.__new__(DataLoader)):  # its constructor never ran
         assert loader.diagnose().limit == "unknown"
         assert str(loader.diagnose()) == "Nothing can be said yet: there is too little data."
-        with pytest.raises(ValueError, match="epoch=1 is unknown: use the number of an epoch, once there is"):
-            loader.diagnose(1)
+        with pytest.raises(ValueError, match="epoch=0 is unknown: use the number of an epoch, once there is"):
+            loader.diagnose(0)
 
 
 def test_the_newest_epoch_that_was_long_enough_is_taken_unless_another_is_asked_for(evidence: Any) -> None:
@@ -354,22 +355,31 @@ def test_the_newest_epoch_that_was_long_enough_is_taken_unless_another_is_asked_
     list(loader)
     list(loader)
     next(iter(loader))
-    assert evidence(loader).epoch.epoch == 2
-    assert evidence(loader, 3).epoch.epoch == 3
-    together = evidence(loader, 0)
-    assert (together.epoch.epoch, together.epoch.batches) == (0, 17)
+    assert evidence(loader).epoch.epoch == 1
+    assert evidence(loader, 0).epoch.epoch == 0
+    assert evidence(loader, 2).epoch.epoch == 2
+    together = evidence(loader, "all")
+    assert (together.epoch.epoch, together.epoch.batches) == (None, 17)
     assert len(together.costs.loads) == 8, "of the one that was long enough"
-    for unknown in (4, -1):
-        text = f"epoch={unknown} is unknown: use the number of the epochs 1 to 3, 0 for all"
+    for unknown in (3, -1, "none"):
+        text = f"epoch={unknown!r} is unknown: use the number of the epochs 0 to 2, 'all' for all together"
         with pytest.raises(ValueError, match=text):
             loader.diagnose(unknown)
+
+
+def test_how_large_batches_and_the_machine_are_is_known_to_the_model(evidence: Any) -> None:
+    loader = run()
+    counters = loader._resources.counters
+    counters.bytes = 38_000_000 * counters.batches
+    found = evidence(loader)
+    assert (found.costs.batch_bytes, found.machine_bytes) == (38e6, pages.installed())
 
 
 def test_late_batches_are_those_of_the_epoch(evidence: Any) -> None:
     loader = run()
     list(loader)
-    for epoch in (1, 2):
+    for epoch in (0, 1):
         held_up = WAITED, 0, 10**9, "head_of_line", 10 * epoch, None
         loader._resources.counters.records.append(gives(None, 1, 1, held_up, epoch=epoch))
-    found = {epoch: [late.batch for late in evidence(loader, epoch).late] for epoch in (0, 1, 2)}
-    assert found == {0: [10, 20], 1: [10], 2: [20]}
+    found = {epoch: [late.batch for late in evidence(loader, epoch).late] for epoch in ("all", 0, 1)}
+    assert found == {"all": [0, 10], 0: [0], 1: [10]}

@@ -68,18 +68,17 @@ def large() -> DataLoader[Any]:
 
 @pytest.fixture
 def easily_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small runs matter, loading costs nothing, and there is no memory."""
+    """Small runs matter, and there is no memory."""
     monkeypatch.setattr(judgements, "LEAST_BATCHES", 1)
     monkeypatch.setattr(judgements, "_LEAST_TIMES", 0.0)
     monkeypatch.setattr(judgements, "_LEAST_SECONDS", float("-inf"))
     monkeypatch.setattr(judgements, "_LEAST_WINDOW", 1 << 20)
-    monkeypatch.setattr(judgements, "seconds_per_batch", lambda costs, setting, cpus: 0.0)
     monkeypatch.setattr(hints, "memory_bytes", lambda: 0)
 
 
 #: Of each kind: a loader, its epochs up to the one that tells, and what the text says.
 CASES: dict[type[LoaderHint], tuple[Callable[[], DataLoader[Any]], int, str]] = {
-    SameOrder: (lambda: distributed(2), 2, "DistributedSampler gave the same order in epochs 1 and 2"),
+    SameOrder: (lambda: distributed(2), 2, "DistributedSampler gave the same order in epochs 0 and 1"),
     DuplicateData: (lambda: DataLoader(Whole(16), 2, num_workers=2), 1, "every sample of Whole comes more"),
     IdleWorker: (
         lambda: DataLoader(Stream("drawn", [9]), num_workers=2),

@@ -242,7 +242,7 @@ def test_what_was_counted_in_several_epochs_is_one_sum() -> None:
         epochs.append(epoch)
     assert summed(epochs).waited == 2 * 7
     total = summed(epochs).snapshot()
-    assert (total.epoch, total.batches, total.ready) == (0, 2, ())
+    assert total.batches == 2
     assert round(total.seconds * 1e9) == 400
     assert round(total.consumer_seconds * 1e9) == 120
     assert round(total.cpu_seconds * 1e9) == 60

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastq_loader.memory.arena import Arena
 from fastq_loader.remote.far_worker import HostSpec
-from fastq_loader.scheduling.schedules import WindowLimits
+from fastq_loader.scheduling.schedules import Window
 from fastq_loader.workers.config import Plan, Rules, Setup
 from fastq_loader.workers.local_pool import LocalPool
 from fastq_loader.workers.payload import Descriptors, Payload
@@ -26,7 +26,7 @@ def make_plan(dataset: Any, collate_fn: Any = None, init_fn: Any = None, **field
         "prefetch": 2,
         "in_order": True,
         "dynamic": False,
-        "window": WindowLimits(2, 2),
+        "window": Window(2),
         "restarts": 0,
         "timeout": 0,
         "persistent": True,

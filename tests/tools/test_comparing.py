@@ -118,16 +118,16 @@ def test_equal_loaders_are_equal_and_stay_as_they_are(kind: Any, workers: int) -
     [
         (
             Odd(Drawn(), 4, num_workers=2),
-            r"batch 2 of epoch 1: batch\[0\]\[1, 2\] is 0\.\d+ with torch, and 1\.\d+ with fastq_loader\.\n"
+            r"batch 2 of epoch 0: batch\[0\]\[1, 2\] is 0\.\d+ with torch, and 1\.\d+ with fastq_loader\.\n"
             r"Likely cause: what Odd changes of its base class\.",
         ),
         (
             Drawing(Drawn(), 4),
-            r"the end of epoch 1: generators\['random'\] is str '\w+' with torch, and str '\w+' with",
+            r"the end of epoch 0: generators\['random'\] is str '\w+' with torch, and str '\w+' with",
         ),
         (
             DataLoader(Drawn(lambda index: time.time_ns()), 4, num_workers=2),
-            r"batch 0 of epoch 1: batch\[0\] is \d+ with torch, and \d+ with .*\nBut torch's DataLoader "
+            r"batch 0 of epoch 0: batch\[0\] is \d+ with torch, and \d+ with .*\nBut torch's DataLoader "
             r"differs from itself .*the dataset \(a sample\[0\] is int \d+ at first, and int \d+ then\)",
         ),
         (
@@ -145,7 +145,7 @@ def test_equal_loaders_are_equal_and_stay_as_they_are(kind: Any, workers: int) -
         ),
         (
             Odd(Drawn(), 4, collate_fn=str),
-            r"what comes next is 'batch 2 of epoch 1: batch' with torch, and 'an error' with fastq_loader "
+            r"what comes next is 'batch 2 of epoch 0: batch' with torch, and 'an error' with fastq_loader "
             r"\(TypeError: .*\)\.",
         ),
     ],
@@ -283,7 +283,7 @@ def test_errors_that_come_later_on_purpose_are_no_fault_and_opaque_parts_have_a_
     assert "please report" not in str(found)
     found = compare(TORCHS(Raises(ValueError), 2, collate_fn=local))  # type: ignore[arg-type]
     assert found.equal
-    assert "Not compared: what is in a _thread._local (batch 1 of epoch 1: batch[0])" in str(found)
+    assert "Not compared: what is in a _thread._local (batch 1 of epoch 0: batch[0])" in str(found)
 
 
 HANGS = """

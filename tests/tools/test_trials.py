@@ -130,10 +130,10 @@ def test_it_tells_the_rate_and_what_a_batch_costs(workers: int, persistent: bool
     assert found.costs.step == 0.001
     assert found.costs.load > 0
     if workers:
-        assert found.batch_bytes >= 4 * 196_608
+        assert found.costs.batch_bytes >= 4 * 196_608
         assert found.worker_bytes > 1 << 20
     else:
-        assert found.batch_bytes == found.worker_bytes == 0
+        assert found.costs.batch_bytes == found.worker_bytes == 0
 
 
 def test_threads_of_torch_in_the_consumer_do_not_stop_it() -> None:

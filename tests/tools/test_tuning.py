@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from fastq_loader import DataLoader, Dynamic, Tuning, tune
 from fastq_loader.insight import machine
-from fastq_loader.insight.model import NOISE, Costs, Setting, most_workers, numbers, seconds_per_batch
+from fastq_loader.insight.chooser import NOISE, Limits, most_workers, numbers
+from fastq_loader.insight.model import Costs, Setting, seconds_per_batch
 from fastq_loader.memory import arena
 from fastq_loader.tools import trials, tuning
 from fastq_loader.tools.trials import Measured
-from fastq_loader.tools.tuning import Limits, Search, price, promising
+from fastq_loader.tools.tuning import Search, promising
 from fastq_loader.workers.kinds import Auto
 from tests.support.datasets import Made, Stream
 
@@ -43,7 +44,6 @@ class Machine:
     cpus: float = 8.0
     slower: dict[int, float] = field(default_factory=dict)  # workers → how much slower than the model
     overhead: float = 0.1
-    batch_bytes: float = 0.0
     worker_bytes: float = 0.0
     now: float = 0.0
     fails: dict[Setting, Exception] = field(default_factory=dict)
@@ -62,10 +62,11 @@ class Machine:
         if setting in self.fails:
             raise self.fails[setting]
         batches = self.rate(setting) * seconds
-        return Measured(batches, seconds, self.costs, self.batch_bytes, self.worker_bytes)
+        return Measured(batches, seconds, self.costs, self.worker_bytes)
 
-    def search(self, own: Setting = OWN, seconds: float = 30.0, limits: Limits | None = None) -> Search:
-        return Search(own, limits or Limits(cpus=self.cpus), self.measure, lambda: self.now, seconds)
+    def search(self, own: Setting = OWN, seconds: float = 30.0, **limits: Any) -> Search:
+        allowed: dict[str, Any] = {"cpus": self.cpus, "schedules": (False, True), "prefetch": (2, 4, 8)}
+        return Search(Limits(own, **allowed | limits), self.measure, lambda: self.now, seconds)
 
     def found(self, *arguments: Any, **named: Any) -> Search:
         search = self.search(*arguments, **named)
@@ -150,23 +151,23 @@ def tried(search: Search) -> set[Setting]:
 
 
 def test_nothing_is_tried_that_memory_does_not_hold() -> None:
-    played = Machine(decoding(load_cpu=0.01), worker_bytes=100.0, batch_bytes=10.0)
-    found = tried(played.found(limits=Limits(cpus=8, memory_bytes=1000)))
+    played = Machine(decoding(load_cpu=0.01, batch_bytes=10.0), worker_bytes=100.0)
+    found = tried(played.found(memory_bytes=1000))
     assert all(each.num_workers * (100 + 10 * (each.prefetch_factor + 1)) <= 1000 for each in found)
     assert max(each.num_workers for each in found) >= 6
-    none = tried(played.found(limits=Limits(8, memory_bytes=0)))
+    none = tried(played.found(memory_bytes=0))
     assert {each.num_workers for each in none} <= {0, 1, 2}, "its own, and one that told what a batch costs"
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_no_more_workers_are_tried_than_are_allowed(most: int) -> None:
-    found = Machine(decoding()).found(Setting(0, 2), limits=Limits(cpus=8, most_workers=most))
+    found = Machine(decoding()).found(Setting(0, 2), most_workers=most)
     assert max(setting.num_workers for setting in tried(found)) == most
 
 
 def test_only_the_schedules_and_start_methods_that_were_named_are_tried() -> None:
-    limits = Limits(cpus=4, schedules=(False,), start_methods=("fork", "spawn"))
-    search = Machine(decoding(), cpus=4).found(Setting(2, 2, start_method="fork"), limits=limits)
+    named = {"schedules": (False,), "start_methods": ("fork", "spawn")}
+    search = Machine(decoding(), cpus=4).found(Setting(2, 2, start_method="fork"), **named)
     assert not any(setting.dynamic for setting in tried(search))
     rows = [row.setting for row in search.rows.values() if row.setting.num_workers]
     assert {setting.start_method for setting in rows} == {"fork", "spawn"}
@@ -182,6 +183,29 @@ def test_a_setting_that_fails_has_a_row_and_is_not_tried_again() -> None:
     assert search.ranked()[-1] is search.rows[eight]
 
 
+def test_a_setting_that_fails_later_is_not_recommended() -> None:
+    played, eight = Machine(decoding()), Setting(8, 2)
+
+    def measure(setting: Setting, seconds: float, patience: float) -> Measured:
+        found = played.measure(setting, seconds, patience)
+        if len(played.calls) > 1:
+            played.fails[eight] = RuntimeError("no more")
+        return found
+
+    search = played.search(eight)
+    search.measure = measure
+    search.run()
+    assert search.rows[eight].rate > 0
+    assert search.best is not None
+    assert search.best.setting != eight
+
+
+def test_the_own_setting_is_compared_at_the_same_time_and_no_more_than_allowed_is_recommended() -> None:
+    odd = Setting(2, 7)
+    assert Machine(decoding()).found(odd).rows[odd].slices
+    assert Machine(decoding()).best(Setting(8, 2), most_workers=3).num_workers == 3
+
+
 def test_where_the_own_setting_fails_another_one_may_win_and_where_all_fail_its_error_is_raised() -> None:
     assert Machine(decoding(), fails={OWN: OSError("too many")}).best() != OWN
     fails: dict[Setting, Exception] = {OWN: KeyError("own"), Setting(1, 2): KeyError("one")}
@@ -190,33 +214,23 @@ def test_where_the_own_setting_fails_another_one_may_win_and_where_all_fail_its_
 
 
 @given(
-    st.dictionaries(
+    st.lists(
         st.builds(Setting, st.integers(0, 9), st.sampled_from([1, 2, 4]), st.booleans()),
-        st.floats(0.1, 1e6),
         min_size=1,
+        unique=True,
     ),
-    st.integers(1, 10),
+    st.data(),
 )
-def test_what_promises_most_is_measured(expected: dict[Setting, float], limit: int) -> None:
-    chosen = promising(expected, OWN, limit)
-    assert len(chosen) == len(set(chosen)) <= limit
-    assert set(chosen) <= set(expected)
-    if limit > 1:
-        best = max(expected.values())
-        assert max(expected[each] for each in chosen) >= best * (1 - NOISE)
-    if limit >= 3 and OWN in expected:
-        assert OWN in chosen, "to be compared at the same time"
-
-
-def test_a_price_is_workers_then_prefetch_then_change() -> None:
-    order = [
-        Setting(1, 4, dynamic=True, start_method="spawn"),
-        Setting(2, 1, dynamic=True, start_method="spawn"),
-        Setting(2, 2),
-        Setting(2, 2, start_method="spawn"),
-        Setting(2, 2, dynamic=True),
-    ]
-    assert sorted(order, key=lambda each: price(each, OWN)) == order
+def test_what_is_measured_is_the_best_and_what_was_probed_and_then_other_numbers(
+    ranked: list[Setting], data: st.DataObject
+) -> None:
+    probed = data.draw(st.lists(st.sampled_from(ranked), unique=True, max_size=2))
+    chosen = promising(ranked, probed)
+    assert len(chosen) == len(set(chosen))
+    assert set(chosen) <= set(ranked)
+    assert chosen[0] == ranked[0]
+    assert set(chosen[: 1 + len(probed)]) >= set(probed), "to be compared at the same time"
+    assert {each.num_workers for each in chosen} == {each.num_workers for each in ranked}
 
 
 @pytest.fixture
@@ -310,15 +324,15 @@ def test_what_may_be_tried(played: Machine, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(machine, "memory_bytes", lambda: 1000)
     monkeypatch.setattr(machine, "ranks", lambda: 2)
     found = tuning.checked(loader_of(schedule=Dynamic(window=5)), None, 30, None, None, None)
-    assert found == (Setting(0, 2, True), Limits(4.0, 400.0))
+    both = {"schedules": (False, True), "prefetch": (2, 4, 8), "machine_bytes": found.machine_bytes}
+    assert found == Limits(Setting(0, 2, True), 4.0, 400.0, **both)
     loader = loader_of(num_workers=2, prefetch_factor=3, multiprocessing_context="spawn")
     found = tuning.checked(loader, None, 30, ["fork", "spawn"], ("dynamic",), 3)
-    assert found == (
-        Setting(2, 3, start_method="spawn"),
-        Limits(4.0, 400.0, 3, (True,), ("fork", "spawn")),
-    )
+    named = {"schedules": (True,), "start_methods": ("fork", "spawn")}
+    own = Setting(2, 3, start_method="spawn")
+    assert found == Limits(own, 4.0, 400.0, 3, **both | named)
     found = tuning.checked(DataLoader(Stream("tensors", [8])), None, 30, None, None, None)
-    assert found[1].schedules == (False,)
+    assert found.schedules == (False,)
 
 
 def test_an_interrupt_gives_what_was_measured(played: Machine) -> None:

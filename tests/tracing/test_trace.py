@@ -135,7 +135,7 @@ def test_what_began_before_the_trace_is_left_out(tmp_path: Path) -> None:
         (DREW, 120, 130, ()),
         loaded(0, 90, 95, 110, 120),
     )
-    copied = call(COPY, 99, 110, more=(64,), epoch=0)
+    copied = call(COPY, 99, 110, more=(64,))
     replaced = REPLACED, 99, 0, 101, "it died"
     given = gives(step[3], 98, 140, wait, replaced, drew, step)
     found = events_of(tmp_path, copied, call(ITER, 90, 95), given, origin=100)
@@ -240,7 +240,7 @@ def test_a_trace_has_what_happens_in_it_and_nothing_of_before_and_after(tmp_path
     events = read(path)
     check(events)
     marks = [mark["name"] for mark in of(events, "i")]
-    assert marks == ["epoch 2 begins", "epoch 2 ends", "epoch 3 begins", "epoch 3 ends"]
+    assert marks == ["epoch 1 begins", "epoch 1 ends", "epoch 2 begins", "epoch 2 ends"]
     assert len(of(events, "X", "step")) == 8
 
 
