@@ -50,7 +50,6 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._idle = loader._resources.idle
         self._rules = arguments.rules(loader)
         self._staging = None if self._session is None else SerialStaging.of(self._session, self._idle)
-        self._drawn = self._record.progress.head
         self._due: tuple[int, Any] | None = None  # number and index of the batch that is to be loaded next
         self._lock = threading.RLock()  # threads may share the iterator
         self._busy = False  # in the middle of a step that cannot be repeated
@@ -73,7 +72,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             self._order.note_shared()
         rules = {**vars(self._rules), "errors": self._errors, "collate": self._collate_fn}
         if place is not None and "over" in state:
-            position.put_at_end(place, self._dataset, **rules)
+            position.fetcher_at({**place, "ended": True}, self._dataset, **rules)
             place = None
         self._dataset_fetcher = position.fetcher_at(place, self._dataset, **rules)
         if place is None and iterable:
@@ -109,11 +108,11 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             self._idle.append(staging)
 
     def _restart_sampler(self) -> None:
-        self._sampler_iter = self._order.begin()
+        self._indices = self._order.begin()
 
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)
-        self._drawn, self._due, self._busy = self._record.progress.head, None, False
+        self._due, self._busy = None, False
 
     def _fetch(self, number: int, index: Any) -> Any:
         if type(self._dataset_fetcher) is TolerantFetcher:
@@ -184,19 +183,17 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         """Store the number of the next batch and its index in `_due`, or what the sampler raised in
         `outcome`."""
         self._busy = True
-        number, began = self._drawn, time.monotonic_ns()
-        while number in self._record.beyond:
-            number += 1
+        order, began = self._order, time.monotonic_ns()
         try:
             index = self._next_index()
         except StopIteration as stop:
             self.outcome = Raised(stop)
             self._record.end({})
         except Exception as error:
-            self.outcome = self._raised(error, number)
+            self.outcome = self._raised(error, order.position - 1)  # it has its position
         else:
-            self._due = (number, index)
-        self._drawn, self._busy = number + 1, False  # also when the sampler fails: its error has a place
+            self._due = (order.position - 1, index)
+        self._busy = False
         self._notes.drew = began, time.monotonic_ns(), ()
 
     def _raised(self, error: Exception, number: int, index: Any = None) -> Raised:

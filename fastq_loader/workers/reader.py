@@ -108,7 +108,8 @@ class Reader:
                 generators.seed_worker(self._resumed["seed"], self._setup.worker)
             if self._resumed.get("over"):
                 if place is not None:
-                    position.put_at_end(place, self._dataset, collate=self._collate_fn, **rules)
+                    at_end = {**place, "ended": True}
+                    position.fetcher_at(at_end, self._dataset, collate=self._collate_fn, **rules)
                 place = None
                 self._set_generators()  # `iter(dataset)` may draw
             self._fetcher = position.fetcher_at(place, self._dataset, collate=self._collate_fn, **rules)
