@@ -457,7 +457,7 @@ class Order(Iterator[Any]):
 
 
 def as_plain(index: Any, error: Exception | None = None) -> Any:
-    """A copy of an index that JSON keeps, if it consists of numbers and text; or of the error in its place."""
+    """A copy of an index that JSON keeps, if it consists of numbers and text; or the error in its place."""
     if error is not None:
         return {"raised": f"{type(error).__name__}: {error}"}
     kind = type(index)
