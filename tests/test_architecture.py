@@ -56,7 +56,7 @@ ROOMS = {
     "sharing": Room("memory"),
     "memory": Room("system errors", pure="pool blocks"),
     "tracing": Room("ipc system statistics errors"),
-    "statistics": Room("ipc system", pure="epoch snapshots"),
+    "statistics": Room("ipc system", pure="epoch records snapshots"),
     "ipc": Room("system errors", pure="messages decoding"),
     "system": Room(""),
     "errors": Room("", pure="*"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastq_loader.consumer.delivery import Raised
+from fastq_loader.consumer.delivery import Outcome
 from fastq_loader.errors import LoaderTimeout, WorkerDied, WorkerReplaced, describe_index, warn_user
 from fastq_loader.ipc.messages import decode_index
 from fastq_loader.scheduling.events import Break, Wait
@@ -42,7 +42,7 @@ class Deaths:
             f"{worker.cause} {doing}"
         )
 
-    def of(self, lost: Break) -> Raised:
+    def of(self, lost: Break) -> Outcome:
         """The error for a worker that died, with torch's own text as its cause."""
         worker = self._group.workers[lost.worker]
         return death(self.sentence(worker, lost.seq, lost.index), RuntimeError(worker.torch_text))
@@ -54,7 +54,7 @@ class Deaths:
         ticket = self._scheduler.pending_tasks[self._scheduler.epoch, wait.seq].ticket
         return self._group.claims.holder(ticket), self._group.late_for(ticket)
 
-    def timed_out(self, worker: int | None, seq: int) -> Raised:
+    def timed_out(self, worker: int | None, seq: int) -> Outcome:
         """The error for a batch that has not come within the timeout. `worker` is working on it; None: no
         worker is."""
         indices = describe_index(decode_index(self._scheduler.index_of(seq)))
@@ -64,23 +64,25 @@ class Deaths:
             who = f"worker {worker} (pid {self._group.workers[worker].pid})"
             stacks = f"Its Python stacks:\n{self._group.stacks(worker)}"
             text = f"{who} has not answered batch {seq} (indices {indices}). {stacks}"
-        return Raised(LoaderTimeout(f"DataLoader timed out after {self._plan.timeout:g} seconds: {text}"))
+        return Outcome(
+            error=LoaderTimeout(f"DataLoader timed out after {self._plan.timeout:g} seconds: {text}")
+        )
 
-    def warn_of_replacement(self, report: str, stacks: str) -> Raised | None:
+    def warn_of_replacement(self, report: str, stacks: str) -> Outcome | None:
         """Warn that a worker was replaced; what is to be raised if warnings are errors."""
         after = f". Its Python stacks:\n{stacks}" if stacks else ""
         try:
             warn_user(f"{report}; another one was started in its place{after}", WorkerReplaced)
         except WorkerReplaced as warning:  # the loop can go on after it
-            return Raised(warning)
+            return Outcome(error=warning)
         return None
 
 
-def death(report: str, cause: Exception) -> Raised:
+def death(report: str, cause: Exception) -> Outcome:
     """The error that ends an iteration."""
     died = WorkerDied(report)
     died.__cause__ = cause
-    return Raised(died, report)
+    return Outcome(error=died, fatal=report)
 
 
 class Timeout:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.device.staging import Staging
@@ -25,62 +25,32 @@ from fastq_loader.statistics.counters import Counters
 from fastq_loader.system.interrupts import refuse_interrupt
 
 
-class Delivered:
-    """There is a batch.
+class Outcome:
+    """What a call of `next()` comes to: a batch, an error in the place of one, or the end.
 
     Attributes:
-        batch: it.
-        progress: how far the epoch has come with it.
-    """
-
-    __slots__ = ("batch", "progress")
-    error: ClassVar[None] = None
-    fatal: ClassVar[None] = None
-
-    def __init__(self, batch: Any, progress: Progress | None = None) -> None:
-        self.batch = batch
-        self.progress = progress
-
-
-class Raised:
-    """There is an error at the position of the batch.
-
-    Attributes:
-        error: it.
-        fatal: why the iteration is over with it; None: the next call goes on.
+        batch: None where there is an error.
         progress: how far the epoch has come with it; None: no further than before.
+        error: what is raised. StopIteration is a class: an instance would gather the tracebacks of all its
+            raises.
+        fatal: why the iteration is over with the error; None: the next call goes on.
     """
 
-    __slots__ = ("error", "fatal", "progress")
+    __slots__ = ("batch", "error", "fatal", "progress")
 
     def __init__(
-        self, error: BaseException, fatal: str | None = None, progress: Progress | None = None
+        self,
+        batch: Any = None,
+        progress: Progress | None = None,
+        error: Any = None,
+        fatal: str | None = None,
     ) -> None:
-        self.error = error
-        self.fatal = fatal
-        self.progress = progress
+        self.batch, self.progress = batch, progress
+        self.error, self.fatal = error, fatal
 
 
-class Ended:
-    """There is no further batch. The error is a class: an instance would gather the tracebacks of all its
-    raises."""
-
-    __slots__ = ()
-    error: ClassVar[type[BaseException]] = StopIteration
-    fatal: ClassVar[None] = None
-    progress: ClassVar[None] = None
-
-
-class Closed:
-    """The engine is closing."""
-
-    __slots__ = ()
-    fatal: ClassVar[None] = None
-
-
-#: What an iterator hands to the user.
-Outcome = Delivered | Raised | Ended
-ENDED, CLOSED = Ended(), Closed()
+#: There is no further batch; the engine is closing.
+ENDED, CLOSED = Outcome(error=StopIteration), Outcome()
 
 
 class OutcomeSlot(Protocol):
@@ -117,16 +87,16 @@ class Delivery:
         self._pool = pool
         self._counters = counters
 
-    def hand_out(self, batch: Batch) -> Delivered | Raised | None:
+    def hand_out(self, batch: Batch) -> Outcome | None:
         """The batch, or the error in its position: of the sampler, of user code in the worker, of unpickling
         here, or of a transform for the device. None: it was left out."""
         too_many = None if self.bad_samples is None else self._judge(batch, self.bad_samples)
         answer, error = batch.answer, batch.error
         progress = self._progress_after(batch) if self.progress.workers else self.progress.after(batch.seq)
-        outcome: Delivered | Raised | None
+        outcome: Outcome | None
         if answer is None:
             assert error is not None
-            outcome = Raised(error)
+            outcome = Outcome(error=error)
         elif answer.kind != BATCH:
             outcome = None if answer.kind == LEFT_OUT else self._error(batch, answer)
         else:
@@ -139,20 +109,20 @@ class Delivery:
                     value = self._unpack(answer, handle)
                 else:
                     value = self._unpacker.unpack(handle, b"")
-                outcome = Delivered(value)
+                outcome = Outcome(value)
                 if too_many is None:
                     self._counters.batches += 1
                     self._counters.bytes += handle.spec.nbytes
             except ProtocolError as fault:
                 self._counters.rejected_frames += 1
-                outcome = Raised(fault)
+                outcome = Outcome(error=fault)
             except StopIteration as stopped:  # of a user's __setstate__
-                outcome = Raised(_not_the_end(stopped, "what makes a batch of an answer"))
+                outcome = Outcome(error=_not_the_end(stopped, "what makes a batch of an answer"))
             except Exception as raised:
                 refuse_interrupt(raised)
-                outcome = Raised(raised)
+                outcome = Outcome(error=raised)
         if too_many is not None:
-            outcome = Raised(too_many)
+            outcome = Outcome(error=too_many)
         self.progress = progress
         if outcome is not None:
             outcome.progress = progress
@@ -191,7 +161,7 @@ class Delivery:
             if copied:
                 self._pool.drop(copied)
 
-    def _error(self, batch: Batch, answer: Answer) -> Raised:
+    def _error(self, batch: Batch, answer: Answer) -> Outcome:
         assert answer.handle is not None
         try:
             error: BaseException = self._unpacker.exception(answer.handle)
@@ -205,23 +175,23 @@ class Delivery:
             fatal = f"worker {batch.worker} could not start: {error!r}"
         if isinstance(error, StopIteration):
             error = _not_the_end(error, "a worker")
-        return Raised(error, fatal)
+        return Outcome(error=error, fatal=fatal)
 
     def _drop(self, answer: Answer) -> None:
         self._pool.drop(offset for offset, _ in answer.used)
 
 
-def finished(delivered: Delivered, finish: Callable[[Any], Any], batch: Batch) -> Delivered | Raised:
+def finished(delivered: Outcome, finish: Callable[[Any], Any], batch: Batch) -> Outcome:
     """A batch after the last that is done to it, or what that raised."""
     try:
         delivered.batch = finish(delivered.batch)
         return delivered
     except Exception as error:  # the user's, and it has its position
         refuse_interrupt(error)
-        return _located(Raised(error, progress=delivered.progress), batch)
+        return _located(Outcome(error=error, progress=delivered.progress), batch)
 
 
-def _located(raised: Raised, batch: Batch) -> Raised:
+def _located(raised: Outcome, batch: Batch) -> Outcome:
     """Its error says which batch it is about, if it does not say it itself."""
     locate(raised.error, index=decode_index(batch.index), batch=batch.seq, worker=batch.worker)
     return raised

@@ -20,8 +20,7 @@ from fastq_loader.consumer.event_loop import BUSY, EventLoop, Resume
 from fastq_loader.device.staging import DeviceSession
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.scheduling.progress import START, Progress
-from fastq_loader.statistics.counters import Counters
-from fastq_loader.statistics.notes import Notes
+from fastq_loader.statistics.counters import Counters, EpochLog
 from fastq_loader.system import exits, process_id
 from fastq_loader.workers import stopping
 from fastq_loader.workers.config import Plan
@@ -84,7 +83,7 @@ class Engine:
         sampler: Iterator[Any],
         shared_seed: int | None,
         base_seed: int | None,
-        notes: Notes,
+        log: EpochLog,
         done: Progress = START,
         resume: Resume = (),
         bad_samples: BadSampleCounter | None = None,
@@ -94,7 +93,7 @@ class Engine:
         Args:
             sampler: yields indices, those in `done` not again.
             shared_seed, base_seed: see `messages.Epoch`.
-            notes: where the time of the epoch goes.
+            log: where its calls leave their records.
             done: what was handed out of the epoch before it was resumed.
             resume: what each worker is told of that: how many batches were its own, and its state.
             bad_samples: see `Delivery`.
@@ -105,7 +104,7 @@ class Engine:
         Raises:
             IteratorInvalid: the engine is closed.
         """
-        epoch = sampler, shared_seed, base_seed, notes, done, resume, bad_samples
+        epoch = sampler, shared_seed, base_seed, log, done, resume, bad_samples
         number: int = self._enter(EventLoop.begin_epoch, *epoch)
         return number
 

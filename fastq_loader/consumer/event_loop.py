@@ -17,10 +17,9 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from fastq_loader.consumer.accounting import Accounting
 from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.consumer.deaths import Deaths, Timeout, death
-from fastq_loader.consumer.delivery import CLOSED, ENDED, Delivery, OutcomeSlot, finished
+from fastq_loader.consumer.delivery import CLOSED, ENDED, Delivery, Outcome, OutcomeSlot, finished
 from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.device.staging import DeviceSession, Staging
 from fastq_loader.ipc.claim_table import slots
@@ -34,8 +33,8 @@ from fastq_loader.scheduling.events import Died, Draw, Finish, Wait
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.states import Batch
-from fastq_loader.statistics.counters import Counters
-from fastq_loader.statistics.notes import Notes
+from fastq_loader.statistics import records
+from fastq_loader.statistics.counters import Counters, EpochLog
 from fastq_loader.system import calls
 from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.workers.config import Plan
@@ -100,10 +99,7 @@ class EventLoop:
         self._group = WorkerGroup(plan, self.pool, counters)
         self._unpacker = Unpacker(arena, plan.workers, self._group.token, plan.for_device)
         self._delivery = Delivery(self._unpacker, self.pool, counters, plan.rules.iterable)
-        self._accounting = Accounting(counters, self.scheduler)
-        self._receiver = Receiver(
-            plan, self._group, self.scheduler, self._unpacker, counters, self._accounting
-        )
+        self._receiver = Receiver(plan, self._group, self.scheduler, self._unpacker, counters)
         self._deaths = Deaths(plan, self._group, self.scheduler)
         self._epoch: Epoch | None = None
         self._unsent: dict[int, bytes] = {}  # shared tasks by their tickets, encoded
@@ -111,7 +107,7 @@ class EventLoop:
         self._tidy_at = 0  # when to look at the memory again
         self._timeout = Timeout(plan.timeout, of_head=plan.dynamic and plan.in_order)
         # Of the call under way. Not passed from frame to frame: an error holds those by its traceback.
-        self._outcome: Any = None  # an `Outcome`, or CLOSED
+        self._outcome: Outcome | None = None
 
     def start(self, base_seed: int, shared_seed: int | None) -> None:
         """Start the workers. Whatever happens in here, `shut_down` takes it back.
@@ -137,14 +133,15 @@ class EventLoop:
         sampler: Iterator[Any],
         shared_seed: int | None,
         base_seed: int | None,
-        notes: Notes,
+        log: EpochLog,
         done: Progress = START,
         resume: Resume = (),
         bad_samples: BadSampleCounter | None = None,
     ) -> int:
         """Begin an epoch; what is left of the one before is dropped. See `Engine.start_epoch`."""
         scheduler = self.scheduler
-        self._accounting.begin_epoch(notes, self._group.pid)
+        self._drop()
+        self._log = self._receiver.log = log
         self._tidy_at = 0
         if self._delivery.staging is not None:  # before the blocks of what is dropped go to others
             self.pool.drop(self._delivery.staging.drain())
@@ -173,7 +170,7 @@ class EventLoop:
             return True
         self.timed_out = False
         now = time.monotonic_ns()
-        self._accounting.notes.entered(now)
+        self._log.enter(now)
         if now >= self._tidy_at:
             self._tidy(now)
         if self.pool.released:
@@ -196,16 +193,13 @@ class EventLoop:
         if outcome is CLOSED:
             return False
         if outcome is ENDED:
-            self._epoch_is_over()
+            self._log.leave(records.END, time.monotonic_ns(), time.process_time_ns())
         else:
             if finish is not None and outcome.error is None:
                 assert batch is not None, "it is of one"
                 outcome = finished(outcome, finish, batch)
             answer, seq = (None, None) if batch is None else (batch.answer, batch.seq)
-            if self._accounting.late is not None and answer is not None:
-                self._accounting.came_late(answer)
-            if self._accounting.notes.left(time.monotonic_ns(), answer, seq, outcome.error):
-                self._accounting.notes.count()
+            self._log.give(time.monotonic_ns(), answer, seq, outcome.error)
             del answer
         # One moment: there is no call in here, and only a call can be cut short.
         slot.outcome = outcome
@@ -261,22 +255,16 @@ class EventLoop:
             began = time.monotonic_ns()
             self._outcome = self._delivery.hand_out(batch)
             self._stage_ahead(staging)
-            self._accounting.used_device(began)
+            self._log.steps += ((records.DEVICE, began, time.monotonic_ns()),)
         if self._outcome is None:
             slot.pass_by(self._delivery.progress)
-            self._accounting.late = None
-
-    def _epoch_is_over(self) -> None:
-        self._accounting.ended()
 
     def _draw(self, times: int) -> None:
         """Draw indices, and send their tasks."""
-        scheduler, notes, began = self.scheduler, self._accounting.notes, time.monotonic_ns()
+        scheduler, began = self.scheduler, time.monotonic_ns()
         if self.holds:
             times = 0 if scheduler.undelivered else 1
         seqs: list[int] = []
-        if notes.drew is not None:  # a worker's part has ended in this call
-            notes.flush()
         for _ in range(times):
             try:
                 index = next(self._sampler)
@@ -290,7 +278,7 @@ class EventLoop:
                 if batch is not None and batch.task is not None:
                     seqs += (batch.seq,)
                     self._send(batch.worker, batch.task)
-        notes.drew = began, time.monotonic_ns(), seqs
+        self._log.steps += ((records.DREW, began, time.monotonic_ns(), seqs),)
 
     def _send(self, worker: int | None, task: Task) -> None:
         try:
@@ -320,13 +308,14 @@ class EventLoop:
         if staging is not None:
             self.pool.drop(staging.reap())
             self._stage_ahead(staging, wait=False)
-            self._accounting.notes.flush()
+            if self._log.steps:
+                self._log.leave(records.PART, time.monotonic_ns())
         self.phase = IDLE
 
     def _begin_staging(self, staging: Staging) -> None:
         began = time.monotonic_ns()
         self.pool.drop(staging.reap())
-        self._accounting.used_device(began)
+        self._log.steps += ((records.DEVICE, began, time.monotonic_ns()),)
 
     def _stage_ahead(self, staging: Staging, wait: bool = True) -> None:
         while self._receive():
@@ -344,7 +333,7 @@ class EventLoop:
         self.phase = WAITING
         ended, heard = self._group.socket.wait(seconds)
         self.phase = BUSY  # a handler of a signal may have called meanwhile
-        self._accounting.waited(wait, began)
+        self._note_wait(wait, began, time.monotonic_ns())
         if self._group.socket.woken:
             self._outcome = CLOSED
             return
@@ -354,6 +343,11 @@ class EventLoop:
         for worker in self._group.ended(ended):
             if self._outcome is None:
                 self._handle_death(worker)
+
+    def _note_wait(self, wait: Wait, began: int, ended: int) -> None:
+        cause = records.cause_of_wait(wait.behind, wait.blocked, self.scheduler.window.least)
+        index = self.scheduler.index_of(wait.seq) if cause == "head_of_line" else None
+        self._log.steps += ((records.WAITED, began, ended, cause, wait.seq, index),)
 
     # ---- workers that die or hang -------------------------------------------------------------
 
@@ -379,7 +373,8 @@ class EventLoop:
         sends = self.scheduler.died(Died(number, seq, worker.cause, claimed))
         if sends is not None and self._replace(worker, report):
             for send in sends:
-                self._accounting.sent_again(send.task.seq)
+                now = time.monotonic_ns()
+                self._log.steps += ((records.DREW, now, now, (send.task.seq,)),)
                 self._send(*send)
             self._flush()
             self._outcome = self._deaths.warn_of_replacement(report, stacks)
@@ -387,7 +382,6 @@ class EventLoop:
     def _replace(self, worker: Worker, report: str) -> bool:
         """Start another process for a dead worker; False: that ends the iteration."""
         assert self._epoch is not None, "batches are loaded in epochs"
-        self._accounting.notes.flush()  # what the old one has done
         self._unpacker.forget(worker.number)
         try:
             self._group.replace(worker.number, self._epoch)
@@ -396,7 +390,8 @@ class EventLoop:
             report = f"{report}; no other one could be started in its place: {error}"
             self._outcome = death(report, error)
             return False
-        self._accounting.replaced(worker.number, report)
+        replaced = records.REPLACED, time.monotonic_ns(), worker.number, worker.pid, report
+        self._log.steps += (replaced,)
         return True
 
     # ---- the end ------------------------------------------------------------------------------
@@ -419,11 +414,15 @@ class EventLoop:
                 failure = error
             self._delivery.staging = None
         self.scheduler.abandon()
-        self._accounting.drop()
-        self._accounting.notes.counted()  # or what is not counted keeps the pool
+        self._drop()
         self._group.stop(patience)
         if failure is not None:
             raise failure
+
+    def _drop(self) -> None:
+        """What was not handed out in the epoch never will be."""
+        if self._epoch is not None:
+            self._log.leave(records.DROP, time.monotonic_ns())
 
     def processes(self) -> list[BaseProcess]:
         """The workers, so far as they were started."""

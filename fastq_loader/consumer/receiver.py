@@ -8,20 +8,19 @@ and whose handle or blocks do not fit goes on with its fault: its batch fails at
 
 from __future__ import annotations
 
-from fastq_loader.consumer.accounting import Accounting
 from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.messages import BATCH, ENDED, LEFT_OUT, PASSED, SKIPPED, Answer, unseal
+from fastq_loader.ipc.messages import BATCH, EMPTY, ENDED, LEFT_OUT, PASSED, Answer, unseal
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.states import Batch
-from fastq_loader.statistics.counters import Counters
+from fastq_loader.statistics.counters import Counters, EpochLog
 from fastq_loader.statistics.epoch import FIRST_BATCHES
+from fastq_loader.statistics.records import ANSWERED, STALE
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
 
 #: A batch, the worker that has answered it, its answer, and why that cannot be used.
 Arrived = tuple[Batch, int, Answer, ProtocolError | None]
-_EMPTY = (ENDED, SKIPPED, PASSED, LEFT_OUT)  # kinds without a handle
 
 
 class Receiver:
@@ -33,9 +32,9 @@ class Receiver:
         scheduler: knows which answers are due.
         unpacker: knows the specs that the workers have sent.
         counters: the loader's.
-        accounting: of the epoch's time.
 
     Attributes:
+        log: of the epoch, once one has begun.
         said: worker → its state, when its part of an iterable dataset had ended in this epoch.
     """
 
@@ -46,14 +45,13 @@ class Receiver:
         scheduler: Scheduler,
         unpacker: Unpacker,
         counters: Counters,
-        accounting: Accounting,
     ) -> None:
         self._group = group
         self._scheduler = scheduler
         self._unpacker = unpacker
         self._counters = counters
-        self._accounting = accounting
         self._pool = scheduler.pool
+        self.log: EpochLog
         self.said: dict[int, bytes] = {}
         self._iterable = plan.rules.iterable
         # Where only the sampler decides on the order, a second read of the socket is saved.
@@ -75,11 +73,9 @@ class Receiver:
                 self._counters.rejected_frames += 1
                 self._group.evict(worker)
                 continue
-            delivers, of_worker, fault = answer.kind not in _EMPTY, self._counters.workers[worker], None
-            if answer.epoch == scheduler.epoch:
-                self._accounting.notes.answers += ((worker, answer, delivers, of_worker),)
-            else:
-                of_worker.answered(answer)
+            of_worker, fault = self._group.counters_of[worker], None
+            kind = ANSWERED if answer.epoch == scheduler.epoch else STALE
+            self.log.steps += ((kind, of_worker, of_worker.pid, answer),)
             try:
                 answer = self._learn(worker, answer)
                 if self._iterable:
@@ -116,7 +112,7 @@ class Receiver:
         else."""
         if answer.handle is None or answer.epoch != self._scheduler.epoch:
             return
-        kept = self._accounting.notes.first_batches.setdefault(worker, [])
+        kept = self.log.first_batches.setdefault(worker, [])
         if len(kept) < FIRST_BATCHES:
             of_error = b"error %d" % answer.seq, 0
             kept.append(self._unpacker.digest(answer.handle) if answer.kind == BATCH else of_error)
@@ -130,8 +126,8 @@ class Receiver:
         kind, handle = answer.kind, answer.handle
         if kind in (ENDED, PASSED) and not self._iterable:
             raise ProtocolError(f"worker {worker} answers with kind {kind} for a dataset with indices")
-        if handle is None or kind in _EMPTY:
-            if (handle is None) != (kind in _EMPTY):
+        if handle is None or kind in EMPTY:
+            if (handle is None) != (kind in EMPTY):
                 raise ProtocolError(
                     f"an answer of kind {kind} {'without' if handle is None else 'with'} a handle"
                 )

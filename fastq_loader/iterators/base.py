@@ -35,7 +35,8 @@ from fastq_loader.reading import datapipes
 from fastq_loader.reading.tolerance import read_errors
 from fastq_loader.resume.record import begin
 from fastq_loader.scheduling.progress import Progress
-from fastq_loader.statistics.notes import Notes
+from fastq_loader.statistics.counters import EpochLog
+from fastq_loader.statistics.records import DEVICE
 
 
 class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
@@ -50,10 +51,11 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
     _profile_name = ""
     _base_seed: int
+    _indices: Iterator[Any]
     _bad_samples: BadSampleCounter | None = None
 
     def __init__(self, loader: Loader) -> None:
-        self._notes = self._begin_counting(loader)
+        self._log = self._begin_log(loader)
         self._dataset = loader.dataset
         self._pg = None
         self._index_sampler = loader._index_sampler
@@ -159,16 +161,16 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         forward it."""
         self.outcome = None
         if not first_iter:
-            self._notes = self._begin_counting(loader)
+            self._log = self._begin_log(loader)
             self._begin_record(loader, same_readers=True)
         self._restart_sampler()
         self._num_yielded = self._record.progress.delivered
         self._IterableDataset_len_called = loader._IterableDataset_len_called
         self._share_seed(loader)
 
-    def _begin_counting(self, loader: Loader) -> Notes:
-        notes: Notes = loader._resources.counters.begin_epoch(time.monotonic_ns(), time.process_time_ns())
-        return notes
+    def _begin_log(self, loader: Loader) -> EpochLog:
+        log: EpochLog = loader._resources.counters.begin_epoch(time.monotonic_ns(), time.process_time_ns())
+        return log
 
     def _begin_record(self, loader: Loader, same_readers: bool) -> None:
         """Of the epoch that begins or goes on; it counts when the epoch has begun."""
@@ -187,9 +189,9 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         """What was loaded is used up, unless the epoch could not be begun."""
         resources = loader._resources
         self._order.note_drawn()
-        if resources.shared and not self._order.beginning.drawn:
+        if resources.shared and not self._order.drawn[0]:
             self._order.pending = self._order.shared_now()
-        self._hints = Hints(loader, resources.record, self._record, self._notes)
+        self._hints = Hints(loader, resources.record, self._record, self._log)
         resources.place = self._record, None
         resources.begun.append(self._record)
         if self._record.replayed:
@@ -212,10 +214,19 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._dataset = datapipes.apply_seed(self._dataset, self._shared_seed)
 
     @abstractmethod
-    def _restart_sampler(self) -> None: ...
+    def _restart_sampler(self) -> None:
+        """Begin the order of the epoch, and set `_indices`."""
+
+    @property
+    def _sampler_iter(self) -> Iterator[Any]:
+        return self._indices
+
+    @_sampler_iter.setter
+    def _sampler_iter(self, indices: Iterator[Any]) -> None:
+        self._order.source = indices
 
     def _next_index(self) -> Any:
-        return next(self._sampler_iter)
+        return next(self._indices)
 
     def _next_data(self) -> Any:
         """The next batch, not counted."""
@@ -234,7 +245,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             batch = self._on_host.apply_transform(batch)
         if self._pin_memory:
             batch = pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
-        self._notes.others.append((self._notes.used_device, began, time.monotonic_ns()))
+        self._log.steps += ((DEVICE, began, time.monotonic_ns()),)
         return batch
 
     def _warn_about_length(self, length: int, outcome: Outcome) -> None:

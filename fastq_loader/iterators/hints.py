@@ -28,7 +28,7 @@ from fastq_loader.workers.kinds import Auto
 
 if TYPE_CHECKING:
     from fastq_loader.resume.record import EpochRecord
-    from fastq_loader.statistics.notes import Notes
+    from fastq_loader.statistics.counters import EpochLog
 
 _NEVER = sys.maxsize
 #: Batches of an epoch after which each kind is looked for, in this order, besides the end of the epoch. An
@@ -42,18 +42,18 @@ class Hints:
     Args:
         loader: whose.
         previous: the record of the epoch before, or None.
-        record, notes: of the epoch.
+        record, log: of the epoch.
 
     Attributes:
         due: after so many batches `look` is to be called.
     """
 
     def __init__(
-        self, loader: Loader, previous: EpochRecord | None, record: EpochRecord, notes: Notes
+        self, loader: Loader, previous: EpochRecord | None, record: EpochRecord, log: EpochLog
     ) -> None:
         self._resources = loader._resources
         self._dataset, self._workers = type(loader.dataset).__name__, loader.num_workers
-        self._notes = notes
+        self._log = log
         self._order = record.order
         self._previous = previous
         kinds: set[type[LoaderHint]] = set()
@@ -95,12 +95,12 @@ class Hints:
         if previous.order.beginning.epochs != order.beginning.epochs:
             return None
         samples = order.first.repeats(previous.order.first)
-        return advice.same_order(order.first.sampler, self._notes.epoch, samples)
+        return advice.same_order(order.first.sampler, self._log.epoch, samples)
 
     def _tiny_batches(self) -> str | None:
         if self._order.progress.delivered < advice.LEAST_BATCHES:  # to count takes time
             return None
-        return advice.tiny_batches(self._notes.counted(), self._workers)
+        return advice.tiny_batches(self._log.counted(), self._workers)
 
     def _memory_pressure(self) -> str | None:
         self._resources.hinted.add(MemoryPressure)  # looked at once, because it reads files
@@ -112,7 +112,7 @@ class Hints:
 _JUDGES: dict[type[LoaderHint], Callable[[Hints], str | None]] = {
     SameOrder: Hints._same_order,
     MemoryPressure: Hints._memory_pressure,
-    DuplicateData: lambda of: advice.duplicate_data(of._dataset, of._notes.first_batches),
-    IdleWorker: lambda of: advice.idle_workers(of._dataset, of._notes.first_batches, of._workers),
+    DuplicateData: lambda of: advice.duplicate_data(of._dataset, of._log.first_batches),
+    IdleWorker: lambda of: advice.idle_workers(of._dataset, of._log.first_batches, of._workers),
     TinyBatches: Hints._tiny_batches,
 }

@@ -6,7 +6,6 @@ Runs in the consumer, on the thread that calls `next()`. Everything about worker
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
@@ -19,7 +18,7 @@ from fastq_loader.errors import IteratorInvalid
 from fastq_loader.ipc.messages import decode_index
 from fastq_loader.iterators.base import LoaderIterator
 from fastq_loader.reading import datapipes
-from fastq_loader.statistics.epoch import EpochCounters
+from fastq_loader.statistics.records import CLOSE, ITER
 from fastq_loader.workers.kinds import Auto
 
 
@@ -79,10 +78,10 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         base_seed = record.base_seed if self._dynamic else None
         resume = record.resume
         self._epoch = self.engine.start_epoch(
-            self._source, shared_seed, base_seed, self._notes, record.progress, resume, self._bad_samples
+            self._order, shared_seed, base_seed, self._log, record.progress, resume, self._bad_samples
         )
         self._epoch_has_begun(loader)
-        self._notes.happened(EpochCounters.started, time.monotonic_ns())
+        self._log.leave(ITER, time.monotonic_ns())
 
     def successor(self) -> MultiprocessIterator:
         """The iterator of the next epoch, to be reset. Its own object, so that `next()` on this one can say
@@ -92,8 +91,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         return successor
 
     def _restart_sampler(self) -> None:
-        self._source = self._order.begin(packed=True)
-        self._indices: Iterator[Any] = map(decode_index, self._source)
+        self._indices = map(decode_index, self._order.begin(packed=True))
 
     def _advance(self) -> None:
         if self._session is not None:
@@ -116,8 +114,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         if self.outcome is not None and (self.outcome is ENDED or self.outcome.progress is not None):
             self._order.show(self.outcome.progress)
         if running and self.engine.closed is not None:
-            self._notes.happened(EpochCounters.closed, time.monotonic_ns())
-            self._notes.counted()  # or it keeps the pool
+            self._log.leave(CLOSE, time.monotonic_ns())
 
     def poll(self) -> None:
         if self._session is not None and not self._exhausted:
@@ -125,14 +122,6 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             self.engine.poll(self._epoch)
 
     # ---- what code outside reads and calls ----------------------------------------------------
-
-    @property
-    def _sampler_iter(self) -> Iterator[Any]:
-        return self._indices
-
-    @_sampler_iter.setter
-    def _sampler_iter(self, indices: Iterator[Any]) -> None:
-        self._indices = self._source.drawn = indices
 
     @property
     def _workers(self) -> list[BaseProcess]:  # type: ignore[override]

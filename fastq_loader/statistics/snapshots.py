@@ -120,7 +120,7 @@ class EpochStatistics:
         return seconds
 
 
-@dataclass(frozen=True)
+@frozen
 class WorkerStatistics:
     """What one worker did since it started.
 
@@ -338,6 +338,12 @@ class LoaderStatistics:
     def head_of_line_seconds(self) -> float:
         """The part of `wait_seconds` that was lost to batches that held up others."""
         return self.total.head_of_line_seconds
+
+
+class Counting:
+    """Lets a class count in the fields of a frozen one."""
+
+    __setattr__, __delattr__ = object.__setattr__, object.__delattr__
 
 
 def values_of(counters: Any) -> dict[str, Any]:

@@ -7,97 +7,68 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastq_loader.statistics.snapshots import WorkerStatistics
+from fastq_loader.statistics.snapshots import Counting, WorkerStatistics, values_of
 from fastq_loader.system.pages import shared_and_private
 
 if TYPE_CHECKING:
     from fastq_loader.ipc.messages import Answer
 
 
-class WorkerCounters:
-    """Counts for one worker, in nanoseconds. See `WorkerStatistics`.
+class WorkerCounters(Counting, WorkerStatistics):
+    """Counts for one worker, in the fields of a snapshot.
 
     Attributes:
-        pid: of the process here.
         far: process id and machine of the worker that this stands for, if there is one.
-        cpu_marks: nanoseconds of CPU time, with those in which it waited for a CPU, and of work, when they
+        cpu_marks: seconds of CPU time, with those in which it waited for a CPU, and of work, when they
             were known first, and last. What it used to start lies before the first.
-        memory: bytes that it shares, and that it has alone, as they were seen last.
     """
 
-    __slots__ = (
-        *("_blocked", "_collate", "_cpu", "_fetch", "_finished", "_idle", "_new_memory", "_packing", "_work"),
-        *("batches", "cpu_marks", "far", "id", "memory", "pid", "restarts", "wire_bytes"),
-    )
-
     def __init__(self, id: int, pid: int) -> None:
-        self.id = id
-        self.pid = pid
+        super().__init__(id, pid)
         self.far: tuple[int, str | None] | None = None
-        self.restarts = self.batches = self.wire_bytes = 0
-        self.cpu_marks: tuple[tuple[int, int], ...] = ()
-        self.memory = 0, 0
-        self._finished = 0  # when it gave its last answer, on the monotonic clock; 0: it has given none
-        self._work = self._fetch = self._collate = self._packing = self._new_memory = 0
-        self._cpu = self._idle = self._blocked = 0
+        self.cpu_marks: tuple[tuple[float, float], ...] = ()
+        self._process = self._finished = 0  # of its last answer, and when, on the monotonic clock; 0: none
 
-    def answered(self, answer: Answer, sent: int = 0) -> None:
+    def answered(self, answer: Answer, sent: int = 0, process: int = 0) -> None:
         """It answered a task.
 
         Args:
             answer: its times, on the monotonic clock.
             sent: when the task was sent, if it has answered another one in this epoch before; else 0.
+            process: that answered; another one than before has been idle for no time.
         """
+        if process != self._process:
+            self._process, self._finished, self.cpu_marks = process, 0, ()
         started, finished, fetched, collated = answer[4], answer[5], answer[11], answer[12]
         self.batches += 1
-        self._work += finished - started
+        self.work_seconds += (finished - started) / 1e9
         if collated:  # else nothing was loaded
-            self._fetch += fetched - started
-            self._collate += collated - fetched
-            self._packing += finished - collated
-            self._new_memory += answer[13]
+            self.fetch_seconds += (fetched - started) / 1e9
+            self.collate_seconds += (collated - fetched) / 1e9
+            self.packing_seconds += (finished - collated) / 1e9
+            self.new_memory_seconds += answer[13] / 1e9
         if answer[14]:
-            self._cpu = answer.cpu
-            self.cpu_marks = (*self.cpu_marks[:1], (answer.cpu + answer.cpu_wait, self._work))
+            self.cpu_seconds = answer.cpu / 1e9
+            mark = (answer.cpu + answer.cpu_wait) / 1e9, self.work_seconds
+            self.cpu_marks = (*self.cpu_marks[:1], mark)
         before, self._finished = self._finished, finished
         if before:
-            self._idle += started - before
-            if sent > before:
-                blocked = (sent if sent < started else started) - before
-                self._blocked += blocked
-                self._idle -= blocked
+            blocked = (sent if sent < started else started) - before if sent > before else 0
+            self.blocked_seconds += blocked / 1e9
+            self.idle_seconds += (started - before - blocked) / 1e9
 
     def replaced(self, pid: int) -> None:
         """Another process has its number from here on."""
         self.pid = pid
         self.restarts += 1
-        self.cpu_marks = ()
-        self.memory = 0, 0
-        self._finished = 0
+        self.shared_bytes = self.private_bytes = 0
 
     def look_at_memory(self) -> None:
         """Ask the kernel for the memory of its process, if that is here and runs."""
-        if self.far is None:
-            self.memory = shared_and_private(self.pid) or self.memory
+        if self.far is None and (seen := shared_and_private(self.pid)):
+            self.shared_bytes, self.private_bytes = seen
 
     def snapshot(self) -> WorkerStatistics:
         """What was counted so far."""
         pid, node = self.far or (self.pid, None)
-        return WorkerStatistics(
-            id=self.id,
-            pid=pid,
-            restarts=self.restarts,
-            batches=self.batches,
-            work_seconds=self._work / 1e9,
-            fetch_seconds=self._fetch / 1e9,
-            collate_seconds=self._collate / 1e9,
-            packing_seconds=self._packing / 1e9,
-            new_memory_seconds=self._new_memory / 1e9,
-            cpu_seconds=self._cpu / 1e9,
-            idle_seconds=self._idle / 1e9,
-            blocked_seconds=self._blocked / 1e9,
-            node=node,
-            wire_bytes=self.wire_bytes,
-            shared_bytes=self.memory[0],
-            private_bytes=self.memory[1],
-        )
+        return WorkerStatistics(**values_of(self) | {"pid": pid, "node": node})

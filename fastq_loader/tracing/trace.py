@@ -1,7 +1,7 @@
-"""A trace of a loader: events of what happens in it, written to a file as it goes.
+"""A trace of a loader: the records of its calls (see `statistics.records`), written to a file as events.
 
-Runs in the consumer. It is told of what happens on the threads that call `next()`, and of the end of an epoch
-on any thread. It may end on any thread, too.
+Runs in the consumer, wherever records are folded: on the threads that call `next()`, and on any other that
+asks for statistics. It may end on any thread, too.
 
 The events are those of the Trace Event Format, JSON array format
 (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU). A time is written as
@@ -27,7 +27,9 @@ from os import PathLike
 
 from fastq_loader.errors import shorten
 from fastq_loader.ipc.messages import ENDED, LEFT_OUT, PASSED, SKIPPED, Answer
+from fastq_loader.statistics import records
 from fastq_loader.statistics.counters import Counters
+from fastq_loader.statistics.workers import WorkerCounters
 from fastq_loader.system import process_id
 
 try:
@@ -43,6 +45,12 @@ _EVERY = 10_000_000
 _FAR = 1 << 22
 #: What an answer without a batch was.
 _OTHERS = {ENDED: "end of the stream", SKIPPED: "skip", PASSED: "pass over", LEFT_OUT: "leave out"}
+#: The spans of calls, and the marks of an epoch that is over.
+_CALLS = {records.ITER: "iter", records.NEXT: "next", records.CUT: "next", records.END: "next"}
+_OVER = {records.END: "ends", records.DROP: "is broken off"}
+
+#: Of an epoch: batches that were given out and not handed out, and when; those of them that have come.
+_Batches = tuple[dict[int, int], set[int]]
 
 
 @contextmanager
@@ -58,13 +66,13 @@ def traced(path: str | PathLike[str], counters: Counters) -> Iterator[None]:
         ValueError: another trace is being written to it.
         RuntimeError: the loader is being traced.
     """
-    if counters.observer is not None:
+    if counters.traced:
         raise RuntimeError(
             f"this loader is being traced already, so nothing can be written to {os.fspath(path)!r}: end "
             "that trace first, or trace another loader"
         )
     recorder = Recorder(path, counters)
-    counters.observe(recorder)
+    counters.follow(recorder.fold, identify=threading.get_native_id)
     try:
         yield
     except BaseException:
@@ -93,28 +101,8 @@ def _opened(path: str | PathLike[str]) -> int:
     return fd
 
 
-class _TracedEpoch:
-    """An epoch that is under way.
-
-    Attributes:
-        thread: that called last.
-        entered: when it did; 0: no call is under way.
-        call: which one, "iter" or "next".
-        sent: batches that were given out and not handed out, and when.
-        ready: those of them that have come.
-    """
-
-    def __init__(self, thread: int, now: int = 0) -> None:
-        self.thread = thread
-        self.entered = now
-        self.call = "iter"
-        self.sent: dict[int, int] = {}
-        self.ready: set[int] = set()
-
-
 class Recorder:
-    """An `Observer` (see `statistics.epoch`) that makes events of what it is told, and writes them to a file.
-    A forked child that has inherited it writes nothing.
+    """Makes events of records, and writes them to a file. A forked child that has inherited it writes none.
 
     Args:
         path: of the file.
@@ -122,11 +110,9 @@ class Recorder:
 
     Attributes:
         origin: where times count from, in nanoseconds of the monotonic clock.
-        thread: gives the id of the calling thread.
     """
 
     def __init__(self, path: str | PathLike[str], counters: Counters) -> None:
-        self.thread = threading.get_native_id
         self.origin = self._written = time.monotonic_ns()
         self._fd = _opened(path)
         self._counters = counters
@@ -134,7 +120,8 @@ class Recorder:
         self._pid = pid = process_id.current()
         # Reentrant, because the handler of a signal may end the trace in the middle of a write.
         self._lock = threading.RLock()
-        self._epochs: dict[int, _TracedEpoch] = {}
+        self._over = False
+        self._epochs: dict[int, _Batches | None] = {}  # None: its end is in the trace
         self._steps: dict[int, tuple[int, str]] = {}  # thread → when a call gave it a batch, and which one
         self._far: dict[tuple[int, int, str], int] = {}  # process here, process there, and machine → row
         self._named: set[int] = set()  # rows
@@ -143,7 +130,7 @@ class Recorder:
         self._ready = f'{{"ph":"C","pid":{pid},"name":"ready","ts":%de-3,"args":{{"batches":%d}}}}'
         self._lines: list[str] = []
         about = {"name": f"DataLoader (pid {pid})", "origin_ns": self.origin}
-        self._tell("M", 0, "process_name", about)
+        self._event("M", 0, "process_name", about)
         self._before = b"[\n"  # before the next event in the file
 
     # ---- the file -------------------------------------------------------------------------------
@@ -151,10 +138,12 @@ class Recorder:
     def _write(self, now: int, after: bytes = b"") -> None:
         """Write the events so far, and what is to come after them."""
         if self._pid != process_id.current():  # a forked child: the lock may be another thread's
-            self._counters.observe(None)
+            self._counters.follow()
             self._lines.clear()
             return
         with self._lock:
+            if self._over:  # another thread was folding when it ended
+                return
             lines, self._lines, self._written = self._lines, [], now
             data = self._before + ",\n".join(lines).encode("ascii") if lines else b""
             data, self._before = data + after, b",\n"
@@ -163,7 +152,7 @@ class Recorder:
                     data = data[os.write(self._fd, data) :]
             except OSError as error:  # the trace ends, and `end` raises
                 self._failure = error
-                self._counters.observe(None)
+                self._counters.follow()
 
     def end(self) -> None:
         """Write down what is left, and close the file.
@@ -171,9 +160,10 @@ class Recorder:
         Raises:
             OSError: it could not be written, now or before.
         """
-        if self._counters.observer is self:
-            self._counters.observe(None)
+        if self._failure is None:  # else another one may have begun
+            self._counters.follow()
         self._write(time.monotonic_ns(), b"\n]\n")
+        self._over = True
         if fcntl is not None and self._pid == process_id.current():
             with suppress(OSError):
                 fcntl.flock(self._fd, fcntl.LOCK_UN)  # workers that were forked may have it open for a while
@@ -183,17 +173,17 @@ class Recorder:
 
     # ---- rows, spans and marks ------------------------------------------------------------------
 
-    def _tell(self, ph: str, row: int, name: str, about: dict[str, object], **more: object) -> None:
+    def _event(self, ph: str, row: int, name: str, about: dict[str, object], **more: object) -> None:
         event = {"ph": ph, "pid": self._pid, "tid": row, "name": name, "args": about}
         self._lines.append(json.dumps(event | more))
 
     def _name_row(self, row: int, name: str, order: int) -> None:
         self._named.add(row)
-        self._tell("M", row, "thread_name", {"name": name})
-        self._tell("M", row, "thread_sort_index", {"sort_index": order})
+        self._event("M", row, "thread_name", {"name": name})
+        self._event("M", row, "thread_sort_index", {"sort_index": order})
 
-    def _consumer(self, thread: int = 0) -> int:
-        thread = thread or self.thread()
+    def _consumer(self, thread: int) -> int:
+        thread = thread or threading.get_native_id()  # the trace began in the middle of the call
         if thread not in self._named:
             other = "" if thread == self._pid else f" (thread {thread})"
             self._name_row(thread, f"consumer{other}", 0)
@@ -225,118 +215,101 @@ class Recorder:
                 self._lines.append(f'{{"ph":"{phase}",{which},"ts":{when - self.origin}e-3{more}}}')
 
     def _mark(self, row: int, name: str, now: int, scope: str = "p", **about: object) -> None:
-        self._tell("i", row, name, about, s=scope, ts=(now - self.origin) / 1000)
+        if now >= self.origin:
+            self._event("i", row, name, about, s=scope, ts=(now - self.origin) / 1000)
 
-    # ---- calls ----------------------------------------------------------------------------------
+    # ---- records --------------------------------------------------------------------------------
 
-    def _epoch(self, epoch: int) -> _TracedEpoch:
-        """It may have begun before the trace did."""
-        if epoch not in self._epochs:
-            self._epochs[epoch] = _TracedEpoch(self._consumer())
-        return self._epochs[epoch]
+    def fold(self, record: records.Record) -> None:
+        """Add the events of a record."""
+        kind, epoch, began, ended, thread, steps = record[:6]
+        if kind == records.COPY:
+            self._add_asynchronous("copy to the device", began, ended, f',"args":{{"bytes":{record[6]}}}')
+            return
+        row = self._consumer(thread)
+        if kind == records.CLOSE:
+            self._add(row, "end of the workers", began, ended)
+            return
+        if epoch not in self._epochs:  # it may have begun before the trace did
+            self._epochs[epoch] = None if kind == records.DROP else ({}, set())
+        if began and row in self._steps:
+            since, which = self._steps.pop(row)
+            self._add(row, "step", since, began, which)
+        if kind == records.ITER:
+            self._mark(row, f"epoch {epoch} begins", began)
+        batches = self._epochs[epoch] or ({}, set())
+        for step in steps:
+            self._add_step(step, epoch, row, batches)
+        which = _about(epoch)
+        if kind == records.NEXT:
+            _, seq, error = record[6:]
+            if error is not None:
+                name = type(error).__name__ + ("" if seq is None else f" at batch {seq}")
+                self._mark(row, name, ended - 1, "t", about=shorten(error, 400))
+            if seq is not None:
+                which = _about(epoch, seq)
+                self._steps[row] = ended, which
+                self._hand_out(seq, which, ended, *batches)
+        elif kind in _OVER and self._epochs[epoch] is not None:
+            self._epochs[epoch] = None
+            self._mark(row, f"epoch {epoch} {_OVER[kind]}", ended)
+            self._lines.append(self._ready % (ended - self.origin, 0))
+        if kind == records.CUT:  # it has ended somewhere after its last step
+            ended = max([began, *(step[2] for step in steps if step[0] in records.SPANS)])
+        if kind in _CALLS:
+            self._add(row, _CALLS[kind], began, ended, which)
+            if ended - self._written >= _EVERY:
+                self._write(ended)
 
-    def began(self, epoch: int, now: int) -> None:
-        """`iter()` was called."""
-        thread = self._consumer()
-        self._end_step(thread, now)
-        self._epochs[epoch] = _TracedEpoch(thread, now)
-        self._mark(thread, f"epoch {epoch} begins", now)
+    def _hand_out(self, seq: int, which: str, now: int, sent: dict[int, int], ready: set[int]) -> None:
+        since = sent.pop(seq, now)
+        if seq in ready:  # else it is an error of this process
+            ready.discard(seq)
+            self._add_asynchronous("batch", since, now, which)
+            self._lines.append(self._ready % (now - self.origin, len(ready)))
 
-    def entered(self, epoch: int, now: int, thread: int = 0) -> None:
-        """`next()` was called, by this thread if not by the one that calls now."""
-        at = self._epoch(epoch)
-        at.thread, at.entered, at.call = self._consumer(thread), now, "next"
-        self._end_step(at.thread, now)
+    def _add_step(self, step: records.Step, epoch: int, row: int, batches: _Batches) -> None:
+        what, began, ended = step[:3]
+        if what == records.ANSWERED:
+            self._add_answer(epoch, batches, *step[1:])
+        elif what == records.DREW:
+            if began != ended:  # else tasks were sent again
+                self._add(row, "sampler", began, ended)
+            for seq in step[3]:
+                batches[0].setdefault(seq, ended)
+        elif what == records.DEVICE:
+            self._add(row, "device", began, ended)
+        elif what == records.WAITED:
+            self._add(row, f"wait: {step[3].replace('_', ' ')}", began, ended)
+        elif what == records.LOADED:
+            which = _about(epoch, step[3])
+            fetched = max(began, step[4])  # that of an earlier batch, if this one failed before
+            self._add(row, "fetch", began, fetched, which)
+            self._add(row, "collate", fetched, ended, which)
+        elif what == records.REPLACED:
+            _, now, worker, pid, report = step
+            self._mark(self._worker(worker, pid), f"worker {worker} was replaced", now, about=report)
 
-    def _end_step(self, thread: int, now: int) -> None:
-        if thread in self._steps:
-            began, which = self._steps.pop(thread)
-            self._add(thread, "step", began, now, which)
-
-    def left(self, epoch: int, seq: int | None, now: int) -> None:
-        """The call is about to give a batch, or to raise."""
-        at, which = self._epoch(epoch), f',"args":{{"epoch":{epoch}}}'
-        if seq is not None:
-            which = f',"args":{{"epoch":{epoch},"batch":{seq}}}'
-            self._steps[at.thread] = now, which
-            sent = at.sent.pop(seq, now)
-            if seq in at.ready:  # else it is an error of this process
-                at.ready.discard(seq)
-                self._add_asynchronous("batch", sent, now, which)
-                self._lines.append(self._ready % (now - self.origin, len(at.ready)))
-        if at.entered:
-            self._add(at.thread, at.call, at.entered, now, which)
-        if now - self._written >= _EVERY:
-            self._write(now)
-
-    def raised(self, epoch: int, seq: int | None, error: BaseException, now: int) -> None:
-        """The call is about to raise."""
-        name = type(error).__name__ + ("" if seq is None else f" at batch {seq}")
-        self._mark(self._epoch(epoch).thread, name, now - 1, "t", about=shorten(error, 400))
-
-    def ended(self, epoch: int, now: int, how: str = "ends") -> None:
-        """There is no further batch."""
-        if (at := self._epochs.pop(epoch, None)) is not None:
-            self._mark(at.thread, f"epoch {epoch} {how}", now)
-            self._lines.append(self._ready % (now - self.origin, 0))
-
-    def dropped(self, epoch: int, now: int) -> None:
-        """What was not handed out never will be."""
-        self.ended(epoch, now, "is broken off")
-
-    def closed(self, began: int, now: int) -> None:
-        """The workers were ended."""
-        self._add(self._consumer(), "end of the workers", began, now)
-
-    # ---- what happens in a call -------------------------------------------------------------------
-
-    def drew(self, epoch: int, began: int, ended: int) -> None:
-        """The sampler was asked for an index."""
-        self._add(self._epoch(epoch).thread, "sampler", began, ended)
-
-    def waited(self, epoch: int, cause: str, began: int, ended: int) -> None:
-        """`next()` waited for workers."""
-        self._add(self._epoch(epoch).thread, f"wait: {cause.replace('_', ' ')}", began, ended)
-
-    def used_device(self, epoch: int, began: int, ended: int) -> None:
-        """Something was done for the way to the device."""
-        self._add(self._epoch(epoch).thread, "device", began, ended)
-
-    def loaded(self, epoch: int, seq: int, began: int, fetched: int, ended: int) -> None:
-        """A batch was loaded on the consumer's thread."""
-        thread, which = self._epoch(epoch).thread, f',"args":{{"epoch":{epoch},"batch":{seq}}}'
-        fetched = max(began, fetched)  # that of an earlier batch, if this one failed before
-        self._add(thread, "fetch", began, fetched, which)
-        self._add(thread, "collate", fetched, ended, which)
-
-    def copied(self, nbytes: int, began: int, ended: int) -> None:
-        """A copy to the device was seen to have run."""
-        self._add_asynchronous("copy to the device", began, ended, f',"args":{{"bytes":{nbytes}}}')
-
-    # ---- workers --------------------------------------------------------------------------------
-
-    def sent(self, epoch: int, seq: int, now: int) -> None:
-        """The task of a batch was given out, for the first time or again."""
-        self._epoch(epoch).sent.setdefault(seq, now)
-
-    def replaced(self, epoch: int, worker: int, pid: int, report: str, now: int) -> None:
-        """Another process does the work of a worker from now on."""
-        self._mark(self._worker(worker, pid), f"worker {worker} was replaced", now, about=report)
-
-    def answered(self, epoch: int, worker: int, pid: int, answer: Answer) -> None:
-        """An answer of a worker's process has come."""
-        at, seq, row = self._epoch(epoch), answer.seq, self._worker(worker, pid)
+    def _add_answer(
+        self, epoch: int, batches: _Batches, worker: WorkerCounters, pid: int, answer: Answer
+    ) -> None:
+        sent, ready = batches
+        seq, row, which = answer.seq, self._worker(worker.id, pid), _about(epoch, answer.seq)
         started, finished = answer.started, answer.finished
         if answer.kind in _OTHERS:
             self._add(row, _OTHERS[answer.kind], started, finished)
-            at.sent.pop(seq, None)
+            sent.pop(seq, None)
             return
         # What is not known counts as fetching; what is of an earlier batch takes no time.
         fetched = min(max(answer.fetched, started), finished) if answer.collated else finished
         collated = min(max(answer.collated, fetched), finished)
-        which = f',"args":{{"epoch":{epoch},"batch":{seq}}}'
         self._add(row, "fetch", started, fetched, which)
         self._add(row, "collate", fetched, collated, which)
         self._add(row, "pack", collated, finished, which)
-        if seq in at.sent:
-            at.ready.add(seq)
+        if seq in sent:
+            ready.add(seq)
+
+
+def _about(epoch: int, batch: int | None = None) -> str:
+    """The arguments of a span."""
+    return f',"args":{{"epoch":{epoch}}}' if batch is None else f',"args":{{"epoch":{epoch},"batch":{batch}}}'

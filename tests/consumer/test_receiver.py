@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fastq_loader import DataLoader, Processes
-from fastq_loader.consumer.accounting import Accounting
 from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.errors import PoisonousBatch, ProtocolError, WorkerDied, WorkerReplaced
 from fastq_loader.ipc import sockets
@@ -48,6 +47,7 @@ class Group:
         self.answers = answers
         self.holder = claims.get
         self.evicted: list[int] = []
+        self.counters_of = [WorkerCounters(number, 0) for number in range(2)]
 
     def receive(self) -> tuple[int, Answer] | None:
         return self.answers.pop(0) if self.answers else None
@@ -60,22 +60,19 @@ def receiver(
     scheduler: Scheduler, *answers: tuple[int, Answer], iterable: bool = False, claims: Any = None
 ) -> tuple[Receiver, Group, Counters]:
     group, counters = Group(list(answers), claims or {}), Counters()
-    counters.workers = [WorkerCounters(number, 0) for number in range(2)]
     plan: Any = SimpleNamespace(rules=SimpleNamespace(iterable=iterable), in_order=scheduler.in_order)
     # Handles are as they should be; only the ledger knows the blocks.
     unpacker: Any = SimpleNamespace(
         learn=lambda worker, handle: (handle, tuple((offset, need) for offset, _, need in handle[4]))
     )
-    accounting = Accounting(counters, scheduler)
-    accounting.notes = counters.begin_epoch(0, 0)
-    return Receiver(plan, group, scheduler, unpacker, counters, accounting), group, counters  # type: ignore[arg-type]
+    inbox = Receiver(plan, group, scheduler, unpacker, counters)  # type: ignore[arg-type]
+    inbox.log = counters.begin_epoch(1, 0)
+    return inbox, group, counters
 
 
-def batches(inbox: Receiver, counters: Counters) -> int:
-    """How many answers of worker 0 are counted."""
-    inbox._accounting.notes.flush()
-    inbox._accounting.notes.counted()
-    return counters.workers[0].batches
+def recorded(inbox: Receiver) -> list[str]:
+    """The kinds of the answers that were recorded."""
+    return [step[0] for step in inbox.log.steps]
 
 
 def answer(send: Send, *blocks: tuple[int, int, int], **fields: Any) -> Answer:
@@ -99,9 +96,9 @@ def test_an_answer_that_is_not_due_ends_its_worker(shared: bool) -> None:
         assert (group.evicted, counters.rejected_frames) == ([worker], 1)
     inbox, group, counters = receiver(scheduler, (0, due), (0, due), claims=claims)
     assert inbox.receive()
-    assert (group.evicted, counters.rejected_frames, batches(inbox, counters)) == ([], 0, 1)
+    assert (group.evicted, counters.rejected_frames, recorded(inbox)) == ([], 0, ["answered"])
     assert not inbox.receive(), "a duplicate"
-    assert (group.evicted, counters.rejected_frames, batches(inbox, counters)) == ([0], 1, 1)
+    assert (group.evicted, counters.rejected_frames, recorded(inbox)) == ([0], 1, ["answered"])
 
 
 def test_answers_of_an_older_epoch_are_counted() -> None:
@@ -110,6 +107,7 @@ def test_answers_of_an_older_epoch_are_counted() -> None:
     inbox, group, counters = receiver(scheduler, (0, answer(sends[0], (*BLOCK, 1), fresh=(BLOCK,))))
     assert inbox.receive()
     assert (counters.stale_answers, counters.blocks_grown, group.evicted) == (1, 1, [])
+    assert recorded(inbox) == ["stale"]
     assert states(scheduler) == {20 * B: "free"}
 
 
@@ -138,9 +136,7 @@ def test_the_first_batches_of_each_worker_of_an_iterable_dataset_are_kept() -> N
         while inbox.receive():
             continue
         same, error = (b"same", 1), (b"error 0", 0)
-        assert inbox._accounting.notes.first_batches == (
-            {0: [error, *[same] * 7], 1: [same] * 8} if iterable else {}
-        )
+        assert inbox.log.first_batches == ({0: [error, *[same] * 7], 1: [same] * 8} if iterable else {})
 
 
 MISFITS: list[Any] = [

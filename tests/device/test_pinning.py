@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -146,7 +146,7 @@ def test_a_batch_that_is_taken_before_it_has_arrived_is_late() -> None:
 
 def test_a_copy_that_has_run_is_reported_with_its_times() -> None:
     pool, reported = Pool(in_blocks=False), list[Any]()
-    pool.statistics.observer = cast(Any, SimpleNamespace(copied=lambda *copied: reported.append(copied)))
+    pool.statistics.records = reported
     pool.device.seconds = 3
     pool.begin(0)
     pool.copies.reap()
@@ -155,7 +155,7 @@ def test_a_copy_that_has_run_is_reported_with_its_times() -> None:
     pool.device.seconds = 5
     pool.copies.reap()
     pool.copies.settle()
-    assert reported == [(64, 3e9, 5e9)]
+    assert reported == [("copy", None, 3e9, 5e9, 0, (), 64)]
 
 
 def test_a_consumer_that_is_too_far_ahead_waits_and_the_wait_is_counted() -> None:

@@ -13,6 +13,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from statistics import mean, median
 from types import FrameType
 from typing import Any, NamedTuple
@@ -83,8 +85,10 @@ BUDGETS: dict[str, tuple[type[Rows], dict[str, Any], Budget]] = {
     "rows": (Rows, TWO, Budget(54, 41, 8)),
     "tokens": (Tokens, TWO, Budget(80, 70, 11)),
     "rows, deep": (Rows, TWO | DEEP, Budget(56, 45, 10)),
-    "rows, 0 workers": (Rows, {"num_workers": 0}, Budget(110, 39, 13)),
+    "rows, 0 workers": (Rows, {"num_workers": 0}, Budget(103, 33, 13)),
 }
+#: With a trace that is written.
+TRACED = {"rows": Budget(75, 68, 8), "rows, 0 workers": Budget(115, 42, 13)}
 
 
 class Count:
@@ -134,10 +138,12 @@ def _names(frame: FrameType | None, depth: int) -> list[str]:
     return names
 
 
-def cost(dataset: Rows, arguments: dict[str, Any]) -> tuple[Budget, str]:
+def cost(dataset: Rows, arguments: dict[str, Any], trace: Path | None = None) -> tuple[Budget, str]:
     """What a batch costs, and where: the functions that are called most, and the deepest frames."""
     counts = []
-    with DataLoader(dataset, batch_size=dataset.size, **arguments) as loader:
+    with DataLoader(dataset, batch_size=dataset.size, **arguments) as loader, ExitStack() as stack:
+        if trace is not None:
+            stack.enter_context(loader.trace(trace))
         batches = iter(loader)
         for _ in itertools.islice(batches, WARM):
             continue
@@ -156,12 +162,19 @@ def cost(dataset: Rows, arguments: dict[str, Any]) -> tuple[Budget, str]:
 
 @pytest.mark.processes
 @MANY_WORKERS
-@pytest.mark.parametrize("name", BUDGETS)
-def test_a_steady_batch_stays_within_its_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "traced"), [*((name, False) for name in BUDGETS), *((name, True) for name in TRACED)]
+)
+def test_a_steady_batch_stays_within_its_calls(
+    name: str, traced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Counting makes samples slow, and slow ones are timed one by one.
     monkeypatch.setattr(fetch, "_WORTH_TIMING", float("inf"))
     dataset, arguments, budget = BUDGETS[name]
-    found, where = cost(dataset(), arguments)
+    path = tmp_path / "trace.json" if traced else None
+    budget = TRACED[name] if traced else budget
+    found, where = cost(dataset(), arguments, path)
+    assert path is None or path.stat().st_size > WARM
     over = [field for field in budget._fields if getattr(found, field) > getattr(budget, field)]
     assert not over, f"a batch of {name} costs {found}, and may cost {budget}; {where}"
 

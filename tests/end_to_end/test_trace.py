@@ -56,6 +56,7 @@ def test_every_batch_of_every_epoch_is_there_from_its_task_to_its_step(kind: str
     assert pools <= workers <= 2 * pools, "with `dynamic` one may be quicker than the other"
     consumer = {span["name"] for span in tracks(events)["consumer"]}
     assert {"iter", "next", "step", "sampler"} <= consumer
+    assert ("end of the workers" in consumer) == (kind != "persistent")
     marks = [mark["name"] for mark in of(events, "i")]
     assert marks == ["epoch 0 begins", "epoch 0 ends", "epoch 1 begins", "epoch 1 ends"]
     last = max(of(events, "C"), key=lambda event: event["ts"])

@@ -19,10 +19,10 @@ from fastq_loader.insight.advice import (
     tiny_batches,
 )
 from fastq_loader.insight.model import Costs, Evidence, Setting
-from fastq_loader.ipc.messages import BATCH, Answer
 from fastq_loader.statistics.epoch import EpochCounters
+from fastq_loader.statistics.records import PART
 from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics, StagingStatistics, WorkerStatistics
-from fastq_loader.statistics.workers import WorkerCounters
+from tests.support.records import answer, call, came
 
 EPOCH = EpochStatistics(1, 100, 10.0, workers_seconds=7.7, head_of_line_seconds=2.3)
 UNEVEN = Costs((0.01,) * 9 + (0.3,))
@@ -277,20 +277,14 @@ def test_workers_that_give_nothing(given_by: list[int], idle: str | None) -> Non
         assert f"num_workers={len(first)}" in text
 
 
-def was_loaded(counters: EpochCounters, seq: int, load: int) -> None:
-    took = load * 1000
-    counters.answered(
-        0, Answer(1, seq, 0, BATCH, 0, took, (), (), None, collated=took), True, WorkerCounters(0, 1)
-    )
-
-
 def epoch_of(
     batches: int, *, load: int, way: int, step: int = 0, start_up: int = 0, sampler: int = 0, copy: int = 0
 ) -> EpochCounters:
     counters = EpochCounters(1, 0)
     counters.batches = batches
-    for seq in range(batches):
-        was_loaded(counters, seq, load)
+    took = load * 1000
+    answers = (came(answer(seq, 0, took, took)) for seq in range(batches))
+    counters.fold(call(PART, 0, 0, *answers))
     counters.by_cause.update(
         transport=way * 1000 * batches,
         consumer=step * 1000 * batches,
@@ -298,7 +292,6 @@ def epoch_of(
         sampler=sampler * 1000 * batches,
         device_copy=copy * 1000 * batches,
     )
-    counters._left = sum(counters.by_cause.values())
     return counters
 
 

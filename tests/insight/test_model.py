@@ -18,12 +18,15 @@ from fastq_loader.insight.model import (
     is_enough,
     seconds_per_batch,
 )
-from fastq_loader.ipc.messages import BATCH, Answer
+from fastq_loader.ipc.messages import Answer
 from fastq_loader.statistics.epoch import EpochCounters
+from fastq_loader.statistics.records import DEVICE, DREW, LOADED, PART, WAITED, Step
 from fastq_loader.statistics.snapshots import EpochStatistics, WorkerStatistics
 from fastq_loader.statistics.workers import WorkerCounters
 from fastq_loader.system import pages
+from tests.support import records
 from tests.support.loaders import MANY_WORKERS
+from tests.support.records import call, came, gives
 
 #: CPUs that never limit.
 MANY = 1e9
@@ -157,22 +160,17 @@ MS = 1_000_000
 
 
 def answer(seq: int, started: int, collated: int, finished: int, cpu: int = 0) -> Answer:
-    times = [at * MS for at in (started, finished)]
-    return Answer(1, seq, 0, BATCH, *times, (), (), None, collated=collated * MS, cpu=cpu * MS)
+    return records.answer(seq, started * MS, collated * MS, finished * MS, cpu=cpu * MS)
 
 
-def epoch_of_two_batches() -> EpochCounters:
+def epoch_of_two_batches(*more: Step) -> EpochCounters:
     """In milliseconds: 10 from call to call; the batches came as 1, 0."""
-    epoch = EpochCounters(1, 0)
-    epoch.started(0)
     ready = {0: answer(0, 0, 4, 6), 1: answer(1, 0, 2, 3)}
-    for seq in (1, 0):
-        epoch.answered(seq, ready[seq], True, WorkerCounters(0, 1))
+    epoch = EpochCounters(1, 0)
+    epoch.fold(call(PART, 0, 0, came(ready[1]), came(ready[0]), *more))
     for seq, entered in ((0, 10 * MS), (1, 20 * MS)):
-        epoch.entered(entered)
-        epoch.drew(entered, entered + MS)
-        epoch.used_device(entered + MS, entered + 3 * MS)
-        epoch.left(entered + 4 * MS, ready[seq])
+        drew, device = (DREW, entered, entered + MS, ()), (DEVICE, entered + MS, entered + 3 * MS)
+        epoch.fold(gives(ready[seq], entered, entered + 4 * MS, drew, device))
     return epoch
 
 
@@ -191,24 +189,18 @@ def test_of_workers_everything_is_measured() -> None:
 
 
 def test_batches_whose_costs_are_not_kept_count_in_the_mean() -> None:
-    epoch = epoch_of_two_batches()
-    for seq in range(3000):
-        took = 10 if seq < 1000 else 2
-        epoch.answered(0, answer(seq, 0, took, took), True, WorkerCounters(0, 1))
+    took = [10 if seq < 1000 else 2 for seq in range(3000)]
+    epoch = epoch_of_two_batches(*(came(answer(seq, 0, load, load)) for seq, load in enumerate(took)))
     found: Any = costs_of(epoch, (WorkerCounters(0, 70), WorkerCounters(1, 71)))
     assert len(found.loads) == 1024
     assert found.load == pytest.approx((2 * 6 + 1000 * 10 + 2000 * 2) * 0.001 / 3002, rel=0.01)
 
 
 def test_a_wait_is_no_overhead_though_it_counts_as_transport() -> None:
-    epoch = EpochCounters(1, 0)
-    epoch.started(0)
-    epoch.answered(0, answer(0, 0, 1, 1), True, WorkerCounters(0, 1))
-    came = answer(1, 1, 3, 9)
-    epoch.entered(2 * MS)
-    epoch.waited("workers", 2 * MS, 10 * MS)
-    epoch.answered(0, came, True, WorkerCounters(0, 1))
-    epoch.left(11 * MS, came)
+    epoch, second = EpochCounters(1, 0), answer(1, 1, 3, 9)
+    epoch.fold(call(PART, 0, 0, came(answer(0, 0, 1, 1))))
+    waited = WAITED, 2 * MS, 10 * MS, "workers", 1, None
+    epoch.fold(gives(second, 2 * MS, 11 * MS, waited, came(second)))
     assert (epoch.by_cause["transport"], epoch.by_cause["workers"]) == (8 * MS, 1 * MS)
     found: Any = costs_of(epoch, (WorkerCounters(0, 70),))
     assert found.overhead == pytest.approx(0.001)
@@ -243,10 +235,7 @@ def test_a_worker_that_waits_for_a_cpu_does_not_wait_for_a_disk() -> None:
 
 def serial(cpu: int) -> EpochCounters:
     epoch = EpochCounters(1, 0)
-    epoch.started(0)
-    epoch.entered(6 * MS)
-    epoch.loaded(0, 6 * MS, 8 * MS, 10 * MS)
-    epoch.left(10 * MS)
+    epoch.fold(gives(0, 6 * MS, 10 * MS, (LOADED, 6 * MS, 10 * MS, 0, 8 * MS)))
     epoch.used_cpu(cpu * MS)
     return epoch
 

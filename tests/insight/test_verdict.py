@@ -18,6 +18,7 @@ from fastq_loader import DataLoader, Dynamic, RoundRobin, ToDevice
 from fastq_loader.insight import verdict
 from fastq_loader.insight.model import Costs, Evidence, Setting
 from fastq_loader.insight.verdict import Diagnosis, diagnose
+from fastq_loader.statistics.records import WAITED
 from fastq_loader.statistics.snapshots import (
     CAUSES,
     EpochStatistics,
@@ -28,6 +29,7 @@ from fastq_loader.statistics.snapshots import (
 from fastq_loader.system import pages
 from tests.support.datasets import Stream, identity
 from tests.support.limited import Naps
+from tests.support.records import gives
 
 LIMITS = {*CAUSES, "balanced", "unknown"}
 
@@ -377,6 +379,7 @@ def test_late_batches_are_those_of_the_epoch(evidence: Any) -> None:
     loader = run()
     list(loader)
     for epoch in (0, 1):
-        loader._resources.counters.held_up(epoch, 10 * epoch, 10**9)
+        held_up = WAITED, 0, 10**9, "head_of_line", 10 * epoch, None
+        loader._resources.counters.records.append(gives(None, 1, 1, held_up, epoch=epoch))
     found = {epoch: [late.batch for late in evidence(loader, epoch).late] for epoch in ("all", 0, 1)}
     assert found == {"all": [0, 10], 0: [0], 1: [10]}

@@ -1,9 +1,10 @@
-"""The counters of a loader, and the snapshots that are taken of them."""
+"""The counters of a loader: records that are folded once each, and the snapshots that are taken of them."""
 
 from __future__ import annotations
 
 import math
 import pickle
+import threading
 from dataclasses import FrozenInstanceError, asdict, fields, replace
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastq_loader.ipc.messages import BATCH, Answer
-from fastq_loader.statistics.counters import Counters
+from fastq_loader.ipc.messages import Answer
+from fastq_loader.statistics.counters import Counters, StagingCounters
+from fastq_loader.statistics.records import COPY, DEVICE, DREW, DROP, END, ITER, PART, Record
 from fastq_loader.statistics.snapshots import (
     CAUSES,
     EpochStatistics,
@@ -23,13 +25,15 @@ from fastq_loader.statistics.snapshots import (
     WorkerStatistics,
 )
 from fastq_loader.statistics.workers import WorkerCounters
+from tests.support import records
+from tests.support.alarms import Alarm
 
 SECOND = 1_000_000_000
 
 
 def answer(started: float, finished: float, **fields: Any) -> Answer:
-    times = round(started * SECOND), round(finished * SECOND)
-    return Answer(1, fields.pop("seq", 0), 0, BATCH, *times, (), (), None, **fields)
+    times = round(started * SECOND), fields.pop("collated", 0), round(finished * SECOND)
+    return records.answer(0, *times, **fields)
 
 
 def counted() -> Counters:
@@ -41,13 +45,12 @@ def counted() -> Counters:
 
 def test_a_snapshot_is_not_changed_by_later_counting() -> None:
     counters = counted()
-    epoch = counters.begin_epoch(0, 0).counted()
+    log = counters.begin_epoch(1, 0)
     before = counters.snapshot(blocks_free=4)
     as_it_was = asdict(before)
     counters.batches += 1
-    counters.held_up(1, 1, 5)
     counters.workers[0].answered(answer(1, 2))
-    epoch.started(7)
+    log.leave(ITER, 7)
     assert asdict(before) == as_it_was
     assert (before.batches, before.blocks_free, counters.snapshot().batches) == (3, 4, 4)
 
@@ -73,7 +76,7 @@ def test_a_workers_time_is_split() -> None:
     found = worker.snapshot()
     assert (found.blocked_seconds, found.idle_seconds) == (2.5, 2.5), "no longer than it did nothing"
     worker.replaced(99)
-    worker.answered(answer(19, 19))  # the new process was not idle before its first task
+    worker.answered(answer(19, 19), process=99)  # the new process was not idle before its first task
     found = worker.snapshot()
     assert (found.pid, found.restarts, found.idle_seconds) == (99, 1, 2.5)
 
@@ -112,37 +115,13 @@ def test_pools_that_count_elsewhere_are_asked_until_they_end() -> None:
     assert (found.wire_bytes, found.workers[0].wire_bytes) == (150, 40)
 
 
-def test_the_ten_latest_batches_are_named_the_worst_first() -> None:
-    counters = Counters()
-    for batch in range(100):
-        counters.held_up(2, batch, batch * 37 % 100 * SECOND)
-    found = counters.snapshot().late_batches
-    assert [late.seconds for late in found] == list(range(99, 89, -1))
-    assert all(late.batch * 37 % 100 == late.seconds and late.epoch == 2 for late in found)
-
-
-def test_a_late_batch_is_told_with_its_slowest_sample() -> None:
-    counters = Counters()
-    counters.held_up(1, 7, SECOND)
-    counters.held_up(1, 7, SECOND // 2)
-    assert counters.snapshot().late_batches == (LateBatch(1, 7, 1.5),)
-    slow = answer(1, 3.5, seq=7, slowest=2 * SECOND, slowest_at=1)
-    counters.came_late(1, slow, [40, 41])
-    assert counters.snapshot().late_batches == (LateBatch(1, 7, 1.5, 2.5, 41, 2.0),)
-    for unknown in (40, None, [40]):  # no batch of indices, or one that the place does not fit
-        counters.came_late(1, slow, unknown)
-        assert counters.snapshot().late_batches == (LateBatch(1, 7, 1.5, 2.5, None, 2.0),)
-    counters.came_late(2, slow, [40, 41])
-    assert len(counters.snapshot().late_batches) == 1, "one that held up nothing is not named"
-
-
 def test_epochs_are_kept_one_by_one_and_in_sum() -> None:
     counters = Counters()
     for number in range(250):
-        epoch = counters.begin_epoch(number * SECOND, 5).counted()
-        epoch.started(number * SECOND + SECOND // 2)
-        epoch.entered(number * SECOND + SECOND // 2)
-        epoch.ended(number * SECOND + SECOND // 2, 8)
+        log = counters.begin_epoch(number * SECOND + 1, 5)
+        log.leave(ITER, half := number * SECOND + SECOND // 2 + 1)
+        log.enter(half)
+        log.leave(END, half, 8)
     found = counters.snapshot()
     assert found.epochs == 250
     assert [epoch.epoch for epoch in found.per_epoch] == list(range(150, 250))
@@ -150,9 +129,105 @@ def test_epochs_are_kept_one_by_one_and_in_sum() -> None:
     assert round(found.total.cpu_seconds * 1e9) == 750
 
 
+# ---- records --------------------------------------------------------------------------------------
+
+
+def test_a_call_leaves_one_record_with_its_steps() -> None:
+    found: list[Record] = []
+    counters = Counters()
+    counters.follow(found.append, identify=lambda: 51)
+    drew, device, given = (DREW, 6, 7, (4,)), (DEVICE, 8, 9), records.answer(4)
+    log = counters.begin_epoch(5, 0)
+    log.steps += (drew,)
+    log.leave(ITER, 10)
+    log.enter(20)
+    log.steps += (device, records.came(given))
+    log.give(30, given, 4, None)
+    log.steps += (records.came(given),)
+    log.leave(PART, 35)
+    log.enter(40)
+    log.enter(50)  # an interrupt cut the call before short
+    log.leave(END, 60, 8)
+    log.leave("close", 70)
+    log.leave(DROP, 80)
+    assert [(record[0], *record[2:5], len(record[5]), *record[6:]) for record in found] == [
+        ("iter", 5, 10, 51, 1),
+        ("next", 20, 30, 51, 2, given, 4, None),
+        ("part", 0, 35, 51, 1),
+        ("cut", 40, 50, 51, 0),
+        ("end", 50, 60, 51, 0, 8),
+        ("close", 60, 70, 51, 0),
+        ("drop", 0, 80, 51, 0),
+    ]
+    assert {record[1] for record in found} == {0}
+
+
+def test_copies_to_a_device_leave_records_where_there_is_a_loader() -> None:
+    found: list[Record] = []
+    counters, staging = Counters(), StagingCounters("cuda")
+    staging.copied(1, 2.0, 3.0)
+    counters.follow(found.append)
+    counters.stage(staging)
+    staging.copied(64, 3.0, 5.0)
+    assert counters.snapshot().staging == StagingStatistics("cuda")
+    assert found == [(COPY, None, 3 * SECOND, 5 * SECOND, 0, (), 64)]
+
+
+def test_records_are_folded_every_10_ms_and_with_each_error_at_once() -> None:
+    counters = Counters()
+    log, kept = counters.begin_epoch(1, 0), []
+    for now, error in ((10**8, None), (10**8 + 1, None), (10**8 + 2, KeyError()), (10**8 + 10**7 + 1, None)):
+        log.enter(now)
+        log.give(now, None, None, error)
+        kept.append(len(counters.records))
+    assert kept == [0, 1, 0, 1], "the error's frames would be kept, with all that they refer to"
+    log.enter(now := now + 10**7)
+    log.give(now, None, None, None)
+    assert not counters.records
+
+
+def test_an_interrupt_loses_no_record() -> None:
+    counters, seen = Counters(), list[int]()
+
+    def interrupted(record: Record) -> None:
+        seen.append(record[3])
+        if record[3] == 1:
+            raise Alarm
+
+    counters.follow(interrupted)
+    counters.records += [records.call(PART, 0, number, epoch=0) for number in range(4)]
+    with pytest.raises(Alarm):
+        counters.fold()
+    counters.fold()
+    assert seen == [0, 1, 2, 3]
+
+
+def test_only_one_folds_at_a_time() -> None:
+    counters, order = Counters(), list[int]()
+
+    def asked(record: Record) -> None:
+        order.append(record[3])
+        counters.fold()  # in the handler of a signal
+        thread = threading.Thread(target=counters.fold)
+        thread.start()
+        thread.join()
+        if record[3] == 1:
+            counters.records.append(records.call(PART, 0, 3, epoch=0))
+
+    counters.follow(asked)
+    counters.records += [records.call(PART, 0, number, epoch=0) for number in (1, 2)]
+    counters.fold()
+    assert order == [1, 2], "one came after"
+    counters.fold()
+    assert order == [1, 2, 3]
+
+
+# ---- snapshots ------------------------------------------------------------------------------------
+
+
 def snapshot() -> LoaderStatistics:
     counters = counted()
-    counters.begin_epoch(5, 0).counted().started(9)
+    counters.begin_epoch(5, 0).leave(ITER, 9)
     return counters.snapshot()
 
 

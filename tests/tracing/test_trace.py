@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import json
 import os
 import random
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -19,69 +20,73 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader import DataLoader
-from fastq_loader.ipc.messages import BATCH, BROKEN, ENDED, ERROR, PASSED, SKIPPED, Answer
-from fastq_loader.statistics import notes
+from fastq_loader.ipc.messages import BROKEN, ENDED, ERROR, PASSED, SKIPPED
+from fastq_loader.statistics import counters, records
 from fastq_loader.statistics.counters import Counters
+from fastq_loader.statistics.records import (
+    CLOSE,
+    COPY,
+    DEVICE,
+    DREW,
+    DROP,
+    END,
+    ITER,
+    LOADED,
+    PART,
+    REPLACED,
+    WAITED,
+    Record,
+    Step,
+)
 from fastq_loader.tracing import trace
 from fastq_loader.tracing.trace import Recorder
 from tests.conftest import run_script
+from tests.support.records import Played, answer, call, came, gives
 from tests.support.traces import Event, batches, check, interval, of, opened, read, tracks
 
 PID = os.getpid()
 
 
-class Played:
-    """A trace that is told of what happens by hand, at times that count from its origin."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.recorder = Recorder(path, Counters())
-        self.recorder.thread = lambda: PID
-        self.recorder.origin = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.recorder, name)
-
-    def events(self) -> list[Event]:
-        self.recorder.end()
-        found = read(self.path)
-        check(found)
-        return found
-
-
-@pytest.fixture
-def played(tmp_path: Path) -> Played:
-    return Played(tmp_path / "played.json")
-
-
-def answer(seq: int, started: int, fetched: int, collated: int, finished: int, **others: Any) -> Answer:
-    head = Answer(1, seq, 0, BATCH, started, finished, (), (), None)
-    return head._replace(**{"fetched": fetched, "collated": collated} | others)
+def events_of(path: Path, *found: Record, origin: int = 0, far: Any = None) -> list[Event]:
+    """The events of these records; times count from `origin`."""
+    counters = Counters()
+    if far is not None:
+        counters.far_worker = far  # type: ignore[method-assign]
+    recorder = Recorder(path / "folded.json", counters)
+    recorder.origin = origin
+    for record in found:
+        recorder.fold(record)
+    recorder.end()
+    events = read(path / "folded.json")
+    check(events)
+    return events
 
 
 def spans(found: list[Event], track: str) -> list[tuple[str, int, int]]:
     return [(span["name"], *interval(span)) for span in tracks(found)[track]]
 
 
-def one_batch(played: Played, **others: Any) -> list[Event]:
-    played.began(1, 10)
-    played.drew(1, 20, 30)
-    played.sent(1, 0, 35)
-    played.left(1, None, 40)
-    played.entered(1, 60)
-    played.waited(1, "head_of_line", 65, 190)
-    played.answered(1, 1, 101, answer(0, 70, 110, 150, 180)._replace(**others))
-    played.used_device(1, 192, 195)
-    played.left(1, 0, 200)
-    played.entered(1, 300)
-    played.left(1, None, 310)
-    played.ended(1, 310)
-    played.closed(310, 350)
-    return played.events()
+def loaded(seq: int, *times: int, worker: int = 0, pid: int = 101, **others: Any) -> Step:
+    """A batch that was loaded at these times: started, fetched, collated, finished."""
+    started, fetched, collated, finished = times
+    return came(answer(seq, started, collated, finished, fetched=fetched)._replace(**others), worker, pid)
 
 
-def test_each_row_shows_its_part_of_a_batch(played: Played) -> None:
-    found = one_batch(played)
+def one_batch(path: Path, **others: Any) -> list[Event]:
+    step = loaded(0, 70, 110, 150, 180, worker=1, **others)
+    steps = (WAITED, 65, 190, "head_of_line", 0, None), step, (DEVICE, 192, 195)
+    return events_of(
+        path,
+        call(ITER, 10, 40, (DREW, 20, 30, (0,))),
+        gives(step[3], 60, 200, *steps),
+        call(END, 300, 310, more=(0,)),
+        call(CLOSE, 310, 350),
+        call(DROP, 0, 360),
+    )
+
+
+def test_each_row_shows_its_part_of_a_batch(tmp_path: Path) -> None:
+    found = one_batch(tmp_path)
     assert spans(found, "consumer") == [
         ("iter", 10, 40),
         ("sampler", 20, 30),
@@ -94,7 +99,7 @@ def test_each_row_shows_its_part_of_a_batch(played: Played) -> None:
     ]
     loading = [("fetch", 70, 110), ("collate", 110, 150), ("pack", 150, 180)]
     assert spans(found, "worker 1 (pid 101)") == loading
-    assert batches(found) == {(1, 0): (35, 200)}
+    assert batches(found) == {(1, 0): (30, 200)}
     assert [event["name"] for event in of(found, "i")] == ["epoch 1 begins", "epoch 1 ends"]
 
 
@@ -107,143 +112,110 @@ def test_each_row_shows_its_part_of_a_batch(played: Played) -> None:
         ({"fetched": 500, "collated": 400}, (180, 180, 180)),
     ],
 )
-def test_times_leave_no_gap(played: Played, others: dict[str, Any], phases: tuple[int, int, int]) -> None:
+def test_times_leave_no_gap(tmp_path: Path, others: dict[str, Any], phases: tuple[int, int, int]) -> None:
     fetched, collated, finished = phases
     loading = [("fetch", 70, fetched), ("collate", fetched, collated), ("pack", collated, finished)]
-    assert sorted(spans(one_batch(played, **others), "worker 1 (pid 101)")) == sorted(loading)
+    assert sorted(spans(one_batch(tmp_path, **others), "worker 1 (pid 101)")) == sorted(loading)
 
 
-def test_workers_on_other_machines_have_rows_of_their_own(played: Played) -> None:
+def test_workers_on_other_machines_have_rows_of_their_own(tmp_path: Path) -> None:
     places = {101: (812, "10.0.0.2"), 102: (812, '"b"'), 104: (0, "")}
-    played.recorder._counters.far_worker = places.get  # type: ignore[assignment]
-    for worker, pid in ((1, 101), (2, 102), (3, 103), (3, 812)):
-        played.answered(1, worker, pid, answer(worker, *range(10, 14)))
-    played.replaced(1, 4, 104, "it died", 90)  # and the next one is not up yet
-    found = played.events()
+    processes = (1, 101), (2, 102), (3, 103), (3, 812)
+    answers = [loaded(worker, *range(10, 14), worker=worker, pid=pid) for worker, pid in processes]
+    replaced = REPLACED, 90, 4, 104, "it died"  # and the next one is not up yet
+    found = events_of(tmp_path, gives(None, 1, 95, *answers, replaced), far=places.get)
     names = ["1 (pid 812 on 10.0.0.2)", '2 (pid 812 on "b")', "3 (pid 103)", "3 (pid 812)"]
-    assert set(tracks(found)) == {f"worker {name}" for name in names}
+    assert set(tracks(found)) == {"consumer", *(f"worker {name}" for name in names)}
     assert "worker 4 (not up yet)" in [event["args"]["name"] for event in of(found, "M", "thread_name")]
 
 
-def test_what_began_before_the_trace_is_left_out(played: Played) -> None:
-    played.recorder.origin = 100
-    played.waited(1, "workers", 99, 110)
-    played.drew(1, 120, 130)
-    played.copied(64, 99, 110)
-    played.answered(1, 0, 101, answer(0, 90, 95, 110, 120))
-    played.left(1, 0, 140)
-    found = played.events()
+def test_what_began_before_the_trace_is_left_out(tmp_path: Path) -> None:
+    wait, drew, step = (
+        (WAITED, 99, 110, "workers", 0, None),
+        (DREW, 120, 130, ()),
+        loaded(0, 90, 95, 110, 120),
+    )
+    copied = call(COPY, 99, 110, more=(64,))
+    replaced = REPLACED, 99, 0, 101, "it died"
+    given = gives(step[3], 98, 140, wait, replaced, drew, step)
+    found = events_of(tmp_path, copied, call(ITER, 90, 95), given, origin=100)
     assert {track: spans(found, track) for track in tracks(found)} == {
         "consumer": [("sampler", 20, 30)],
         "worker 0 (pid 101)": [("pack", 10, 20)],
     }
     assert not of(found, "b")
+    assert not of(found, "i")
 
 
 @pytest.mark.parametrize("kind", [ENDED, SKIPPED, PASSED])
-def test_an_answer_without_a_batch_is_one_span(played: Played, kind: int) -> None:
-    played.sent(1, 0, 10)
-    played.answered(1, 0, 101, answer(0, 20, 20, 30, 40, kind=kind))
-    played.left(1, 0, 50)
-    found = played.events()
+def test_an_answer_without_a_batch_is_one_span(tmp_path: Path, kind: int) -> None:
+    steps = (DREW, 5, 10, (0,)), loaded(0, 20, 20, 30, 40, kind=kind)
+    found = events_of(tmp_path, gives(0, 4, 50, *steps))
     assert len(spans(found, "worker 0 (pid 101)")) == 1
     assert not batches(found)
 
 
-def test_a_batch_lasts_from_its_first_task_and_a_new_worker_is_a_mark(played: Played) -> None:
-    played.sent(1, 0, 10)
-    played.replaced(1, 0, 102, "killed by SIGKILL: \ud800", 50)
-    played.sent(1, 0, 60)
-    played.entered(1, 70)
-    played.answered(1, 0, 102, answer(0, 80, 85, 90, 95, attempt=1))
-    played.left(1, 0, 100)
-    found = played.events()
+def test_a_batch_lasts_from_its_first_task_and_a_new_worker_is_a_mark(tmp_path: Path) -> None:
+    replaced = REPLACED, 50, 0, 102, "killed by SIGKILL: \ud800"
+    step = loaded(0, 80, 85, 90, 95, attempt=1, pid=102)
+    found = events_of(
+        tmp_path,
+        call(PART, 0, 12, (DREW, 8, 10, (0,))),
+        gives(step[3], 45, 100, replaced, (DREW, 60, 60, (0,)), (records.STALE, *step[1:]), step),
+    )
+    assert spans(found, "consumer") == [("sampler", 8, 10), ("next", 45, 100)]
     assert batches(found) == {(1, 0): (10, 100)}
+    assert len(spans(found, "worker 0 (pid 102)")) == 3
     (mark,) = of(found, "i")
     assert mark["name"] == "worker 0 was replaced"
     assert mark["args"] == {"about": "killed by SIGKILL: \ud800"}
 
 
-def test_the_step_of_the_last_batch_ends_with_the_next_epoch(played: Played) -> None:
-    played.entered(1, 10)
-    played.left(1, 0, 20)
-    played.began(2, 30)
-    played.left(2, None, 40)
-    played.entered(2, 50)
-    assert spans(played.events(), "consumer") == [("next", 10, 20), ("step", 20, 30), ("iter", 30, 40)]
+def test_the_step_of_the_last_batch_ends_with_the_next_epoch(tmp_path: Path) -> None:
+    found = events_of(tmp_path, gives(0, 10, 20), call(ITER, 30, 40, epoch=2), gives(None, 50, 60, epoch=2))
+    expected = [("next", 10, 20), ("step", 20, 30), ("iter", 30, 40), ("next", 50, 60)]
+    assert spans(found, "consumer") == expected
 
 
-def test_batches_that_are_ready_are_counted_at_each_that_is_handed_out(played: Played) -> None:
-    for seq in range(3):
-        played.sent(1, seq, 10 + seq)
-    played.entered(1, 20)
-    for seq in (0, 2):
-        played.answered(1, 0, 101, answer(seq, *range(20 + 5 * seq, 24 + 5 * seq)))
-    played.left(1, 0, 40)
-    played.dropped(1, 50)
-    ready = [(event["ts"], event["args"]["batches"]) for event in of(played.events(), "C")]
+def test_batches_that_are_ready_are_counted_at_each_that_is_handed_out(tmp_path: Path) -> None:
+    steps = [loaded(seq, *range(20 + 5 * seq, 24 + 5 * seq)) for seq in (0, 2)]
+    given = gives(steps[0][3], 18, 40, (DREW, 10, 12, (0, 1, 2)), *steps)
+    found = events_of(tmp_path, given, call(DROP, 0, 50), call(DROP, 0, 60), call(DROP, 0, 70, epoch=2))
+    ready = [(event["ts"], event["args"]["batches"]) for event in of(found, "C")]
     assert ready == [(0.040, 1), (0.050, 0)]
+    assert [mark["name"] for mark in of(found, "i")] == ["epoch 1 is broken off"]
 
 
-def test_what_failed_before_it_was_fetched_has_no_times_of_an_earlier_batch(played: Played) -> None:
-    played.entered(1, 40)
-    played.loaded(1, 1, 41, 20, 42)
-    played.left(1, None, 50)
-    assert set(spans(played.events(), "consumer")[1:]) == {("fetch", 41, 41), ("collate", 41, 42)}
+def test_what_failed_before_it_was_fetched_has_no_times_of_an_earlier_batch(tmp_path: Path) -> None:
+    found = spans(events_of(tmp_path, gives(None, 40, 50, (LOADED, 41, 42, 1, 20))), "consumer")
+    assert set(found[1:]) == {("fetch", 41, 41), ("collate", 41, 42)}
 
 
-@given(draw=st.randoms(use_true_random=False))
-def test_spans_nest_whatever_happens(draw: random.Random, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Epochs on two threads at once, each with two workers, whose answers are taken in any order."""
-    played: Any = MagicMock()  # the trace begins later
-    now, begins = 100, draw.choice((1, 5))
-
-    def tick() -> int:
-        nonlocal now
-        now += draw.choice((1, 2, 10, 100))
-        return now
-
-    def answered(epoch: int, free: list[int], seq: int, sent: int) -> int:
-        nonlocal now
-        worker, kind = draw.randrange(2), draw.choice((BATCH, BATCH, ERROR, ENDED))
-        times = [max(sent, free[worker]) + draw.choice((0, 1, 50))]
-        for _ in range(3):
-            times.append(times[-1] + draw.choice((0, 1, 50)))
-        free[worker] = times[-1]
-        now = max(now, times[-1])
-        played.answered(epoch, worker, 100 * epoch + worker, answer(seq, *times, kind=kind))
-        return kind
-
-    def call(epoch: int, free: list[int], loading: dict[int, int], ready: list[int]) -> None:
-        played.entered(epoch, tick(), draw.choice((PID, PID, 51)))
-        for _ in range(draw.randrange(3)):
-            played.waited(epoch, draw.choice(("workers", "memory")), tick(), tick())
-            if loading:
-                seq = draw.choice(sorted(loading))
-                if answered(epoch, free, seq, loading.pop(seq)) != ENDED:
-                    ready.append(seq)
-            played.drew(epoch, tick(), tick())
-            played.sent(epoch, now, tick())
-            loading[now] = now
-        if not ready:
-            played.raised(epoch, None, KeyError("the sampler's"), tick())
-        played.left(epoch, ready.pop(draw.randrange(len(ready))) if ready else None, tick())
-
-    live: dict[int, Any] = {}
-    for epoch in range(1, 30):
-        if epoch == begins:
-            played = Played(tmp_path_factory.mktemp("trace") / "a.json")
-            played.recorder.origin = tick()
-        if len(live) < draw.randrange(1, 4):
-            played.began(epoch, tick())
-            played.left(epoch, None, tick())
-            live[epoch] = [now] * 2, {}, []
-        if live:
-            call(which := draw.choice(sorted(live)), *live[which])
-            if draw.random() < 0.1:
-                draw.choice((played.ended, played.dropped))(which, tick())
-                del live[which]
-    played.events()
+@given(seed=st.integers(0, 1 << 32))
+def test_spans_nest_and_agree_with_statistics_whatever_happens(
+    seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Also where the trace begins later, and wherever its records are folded."""
+    draw, texts, path = random.Random(seed), [], tmp_path_factory.mktemp("trace") / "a.json"
+    begins = draw.choice((0, 5))
+    for _ in range(2):
+        played = Played(counters := Counters(), random.Random(seed))
+        recorder: Any = None
+        for number, _ in enumerate(itertools.chain((None,), played.epochs(30))):
+            if number == begins:
+                recorder = Recorder(path, counters)
+                recorder.origin = played.tick() if begins else 0
+                counters.follow(recorder.fold, identify=played.thread)
+            if draw.random() < 0.3:
+                counters.fold()
+        recorder.end()
+        check(events := read(path))
+        texts.append([event for event in events if event["name"] != "process_name"])
+        found = counters.snapshot().total
+        for name, seconds in (("sampler", found.sampler_seconds), ("device", found.device_copy_seconds)):
+            traced = sum(end - began for began, end in map(interval, of(events, "X", name)))
+            assert begins or abs(traced - seconds * 1e9) < 2 * len(events)
+    assert texts[0] == texts[1]
 
 
 def loader() -> Any:
@@ -252,7 +224,7 @@ def loader() -> Any:
 
 @pytest.fixture
 def written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (notes, trace):
+    for module in (counters, trace):
         monkeypatch.setattr(module, "_EVERY", 0)
 
 
@@ -367,6 +339,31 @@ def test_it_is_written_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         for seen, _ in enumerate(ours):
             assert len(of(opened(path.read_text()), "X", "fetch")) == seen + 1
     check(read(path))
+
+
+def test_records_that_are_folded_when_it_has_ended_are_not_written(tmp_path: Path) -> None:
+    recorder = Recorder(path := tmp_path / "a.json", Counters())
+    recorder.end()
+    other = os.open(tmp_path / "b", os.O_WRONLY | os.O_CREAT)  # has the descriptor now
+    try:
+        recorder.fold(call(END, time.monotonic_ns(), time.monotonic_ns() + 10**9, more=(0,)))
+    finally:
+        os.close(other)
+    assert (tmp_path / "b").read_bytes() == b""
+    assert len(read(path)) == 1
+
+
+@pytest.mark.usefixtures("written_at_once")
+def test_the_end_of_a_trace_that_failed_leaves_the_next_one_alone(tmp_path: Path) -> None:
+    ours = loader()
+    failed = ours.trace("/dev/full")
+    failed.__enter__()
+    list(ours)
+    with ours.trace(tmp_path / "a.json"):
+        with pytest.raises(OSError, match="No space left"):
+            failed.__exit__(None, None, None)
+        list(ours)
+    assert len(of(read(tmp_path / "a.json"), "X", "fetch")) == 4
 
 
 @pytest.mark.processes
