@@ -143,9 +143,9 @@ class cached:
             opened = _refusing(f"path={self._path!r}", files.at_path, self._path, about, self._limit)
         elif self._name is not None:
             make = partial(files.anonymous, about, self._limit)
-            opened, self._source = _refusing(
-                f"name={self._name!r}", named.descriptor, self._name, about, make
-            )
+            where = f"name={self._name!r}"
+            held, self._source = _refusing(where, named.descriptor, self._name, about, make)
+            opened = os.dup(held)  # that one is for others to find
         else:
             opened = files.anonymous(about, self._limit)
         self._attach(opened, calls.memfd_create("fastq_loader.cache counters"))
@@ -261,7 +261,9 @@ class _Counters:
     def _own_row(self) -> Any:
         if self._pid != process_id.current():  # a fork has its parent's row
             self._pid, self._row = process_id.current(), None
-            self._held, command = open_anew(self.fd)
+            before, (self._held, command) = self._held, open_anew(self.fd)
+            if before >= 0:
+                os.close(before)
             for row in range(_ROWS):
                 with contextlib.suppress(OSError):
                     set_lock(self._held, command, _FLOCK.pack(WRITE_LOCK, 0, row, 1, 0))
@@ -292,7 +294,7 @@ class _Counters:
         return [sum(words[at::_ROW_WORDS]) for at in range(len(_COUNTS))]
 
     def __del__(self) -> None:
-        for fd in (self.fd, self._held if self._pid == process_id.current() else -1):
+        for fd in (self.fd, self._held):
             if fd >= 0:
                 os.close(fd)
 

@@ -76,7 +76,8 @@ class Store:
     """One process's access to the file.
 
     Args:
-        fd: of the file; it is opened anew in each process, because a lock belongs to an open file.
+        fd: of the file, which is this object's from here on; it is opened anew in each process, because a
+            lock belongs to an open file.
         limit: bytes of values that it may hold.
         checks: whether checksums are written and looked at.
     """
@@ -245,7 +246,9 @@ class Store:
     def _writing(self) -> Iterator[bool]:
         """Whether this thread may write to table and cursor in here."""
         if self._pid != process_id.current():  # a fork has the parent's open file, and its threads' lock
-            self._own, self._command = open_anew(self.fd)
+            before, (self._own, self._command) = self._own, open_anew(self.fd)
+            if before >= 0:
+                os.close(before)
             self._lock, self._pid = threading.Lock(), process_id.current()
         if not self._lock.acquire(timeout=_PATIENCE):
             yield False
@@ -273,9 +276,15 @@ class Store:
                 time.sleep(_GLANCE)
 
     def close(self) -> None:
-        own, self._own = self._own, -1
-        if own >= 0 and self._pid == process_id.current():
-            os.close(own)
+        """Let go of the file. A fork closes copies of its own."""
+        fd, self.fd, own, self._own = self.fd, -1, self._own, -1
+        for descriptor in (fd, own):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def __del__(self) -> None:
+        if "_own" in vars(self):
+            self.close()
 
 
 def digest_of(key: bytes) -> bytes:

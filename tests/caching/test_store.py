@@ -1,4 +1,4 @@
-"""The file behind a cache: filled by several at once and by who is killed at any moment, full, and damaged."""
+"""The file behind a cache: filled by several at once, by who is killed at any moment, full, damaged."""
 
 from __future__ import annotations
 
@@ -30,17 +30,12 @@ LIMIT = 1 << 20
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     one = opened(tmp_path / "cache" if request.param == "path" else None)
     yield one
-    closed(one)
+    one.close()
 
 
 def opened(path: Path | None, limit: int = LIMIT) -> Store:
     fd = files.anonymous(ABOUT, limit) if path is None else files.at_path(str(path), ABOUT, limit)
     return Store(fd, limit, checks=path is not None)
-
-
-def closed(store: Store) -> None:
-    store.close()
-    os.close(store.fd)
 
 
 def put(store: Store, key: Any, value: Any) -> bool:
@@ -75,7 +70,7 @@ def test_what_was_put_is_there_and_nothing_else(keys: list[int]) -> None:
     for at, key in enumerate(keys):
         assert put(store, key, value_of(key)) == (key not in keys[:at])
     assert check(store, range(201)) == len(set(keys))
-    closed(store)
+    store.close()
 
 
 def test_it_is_full_when_no_room_is_left_and_keeps_what_it_has(store: Store) -> None:
@@ -89,7 +84,7 @@ def test_a_table_that_is_full_takes_no_more() -> None:
     stored = [put(store, key, None) for key in range(6000)]
     assert 2000 < sum(stored) < 4097
     assert check_none(store, 6000) == sum(stored)
-    closed(store)
+    store.close()
 
 
 def check_none(store: Store, count: int) -> int:
@@ -215,7 +210,7 @@ def path(tmp_path: Path) -> Path:
     store = opened(tmp_path / "cache")
     for key in range(1, 40):
         assert put(store, key, value_of(key))
-    closed(store)
+    store.close()
     return tmp_path / "cache"
 
 
@@ -228,7 +223,7 @@ def found_or_damaged(path: Path) -> tuple[int, int]:
             whole += check(store, [key])
         except ValueError:
             damaged += 1
-    closed(store)
+    store.close()
     return whole, damaged
 
 
@@ -258,7 +253,7 @@ def test_a_damaged_file_gives_no_wrong_value(path: Path, seed: int) -> None:
         if not there:
             put(store, key, value_of(key))
     assert check(store, range(1, 40)) >= whole, "what was damaged is stored again"
-    closed(store)
+    store.close()
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,18 @@
-"""Epochs with a cache have the bits of those without: any schedule, start method and number of workers, with deaths."""
+"""Epochs with a cache have the bits of those without, whoever loads them, and whoever dies of it."""
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,14 +21,29 @@ from tests.conftest import ROOT, running_script, wait_until
 from tests.support.datasets import identity
 from tests.support.decoded import Decoded, DecodedStream
 
-pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:.*:fastq_loader.WorkerReplaced")]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.filterwarnings(
+        "ignore::fastq_loader.WorkerReplaced",
+        "ignore::fastq_loader.BadSampleFound",
+        "ignore:This DataLoader will create:UserWarning",
+    ),
+]
 
 LENGTH = 30
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """A cached method refers to its object, and goes with a garbage collection."""
+    yield
+    gc.collect()
 
 
 def epochs(dataset: Any, count: int = 3, **options: Any) -> list[Any]:
     torch.manual_seed(7)
     random.seed(7)
+    np.random.seed(7)
     loader: Any = DataLoader(dataset, 4, collate_fn=identity, **options)
     return [[repr(batch) for batch in loader] for _ in range(count)]
 
@@ -66,7 +84,7 @@ def test_workers_that_die_and_samples_that_cannot_be_read_change_nothing(seed: i
     rng = random.Random(seed)
     for name in ("with", "without"):
         (tmp_path / name).mkdir()
-    deadly, broken = tuple(rng.sample(range(LENGTH), 3)), tuple(rng.sample(range(LENGTH), 2))
+    deadly, broken = tuple(rng.sample(range(LENGTH), 2)), tuple(rng.sample(range(LENGTH), 2))
     place: dict[str, Any] = rng.choice([{}, {"path": tmp_path / "values"}, {"name": f"{os.getpid()}.{seed}"}])
     limit = rng.choice(["1MB", 2000])
     options: dict[str, Any] = {
@@ -74,7 +92,7 @@ def test_workers_that_die_and_samples_that_cannot_be_read_change_nothing(seed: i
         "schedule": "dynamic",
         "workers": Processes(max_restarts=5),
         "persistent_workers": rng.random() < 0.5,
-        "errors": Skip(OSError, limit=1.0),
+        "errors": Skip(limit=1.0),
         "shuffle": True,
     }
     plain = Decoded(LENGTH, None, tmp_path / "without", deadly, broken)
@@ -97,11 +115,10 @@ def test_a_resumed_epoch_goes_on_with_the_cache() -> None:
 
 
 FILLS = """
-    import sys
     from tests.support.datasets import identity
     from tests.support.decoded import Decoded
     from fastq_loader import DataLoader
-    dataset = Decoded(400, {"limit": "5MB", "path": sys.argv[-1] if False else PATH})
+    dataset = Decoded(400, {"limit": "5MB", "path": PATH})
     loader = DataLoader(dataset, 4, num_workers=2, collate_fn=identity)
     print("begun", flush=True)
     for epoch in range(EPOCHS):
@@ -113,12 +130,12 @@ FILLS = """
 
 @pytest.mark.parametrize("moment", [3, 40, 150])
 def test_two_jobs_fill_one_file_and_one_is_killed(moment: int, tmp_path: Path) -> None:
-    """With its workers, when the file has so many values; the other one and the next one have all that is whole."""
+    """With its workers, when the file has so many values. The next one finds all that is whole."""
     path = tmp_path / "values"
-    source = FILLS.replace("sys.argv[-1] if False else PATH", repr(str(path)))
+    source = FILLS.replace("PATH", repr(str(path)))
     with (
-        running_script(source.replace("EPOCHS", "1000"), warm=True) as killed,
-        running_script(source.replace("EPOCHS", "2"), warm=True) as other,
+        running_script(source.replace("EPOCHS", "1000"), env={"TMPDIR": str(tmp_path)}) as killed,
+        running_script(source.replace("EPOCHS", "2")) as other,
     ):
         assert wait_until(lambda: path.exists() and path.stat().st_size > 90_000 + 300 * moment, 60)
         for entry in killed.processes():

@@ -1,4 +1,4 @@
-"""Datasets that decode and augment, with and without a cache: the same samples, whoever loads them and dies of it."""
+"""Datasets that decode and augment, with and without a cache: the same samples, whoever loads them."""
 
 from __future__ import annotations
 
