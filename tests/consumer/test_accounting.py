@@ -57,4 +57,4 @@ def test_the_sample_that_held_up_others_is_named(index: Any) -> None:
     account.came_late(ANSWER)
     assert account.late is None
     (late,) = counters.snapshot().late_batches
-    assert late == LateBatch(1, 4, late.seconds, 40e-9, 8, 30e-9)
+    assert late == LateBatch(0, 4, late.seconds, 40e-9, 8, 30e-9)
