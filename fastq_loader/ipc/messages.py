@@ -86,7 +86,7 @@ class Epoch(NamedTuple):
     Attributes:
         shared_seed: of datapipe graphs, or None.
         base_seed: of every batch, with its number. None: each worker has one sequence, as in torch.
-        resume: where the workers go on in a resumed epoch, as a sealed pickle (see `workers.reader`), or b"".
+        resume: where the workers go on in a resumed epoch, as a sealed pickle (see `reading.reader`), or b"".
         number: of the loader's epoch, where `errors` goes by it; else 0.
     """
 
@@ -162,7 +162,7 @@ class Answer(NamedTuple):
         returned: offsets of granted and promised blocks that the handle does not use.
         handle: None for ENDED, SKIPPED, PASSED and LEFT_OUT.
         used: the blocks of the handle, as (offset, bytes needed). Not sent: the consumer finds it there.
-        state: of the worker after this batch, as a sealed pickle (see `workers.reader`), or b"".
+        state: of the worker after this batch, as a sealed pickle (see `reading.reader`), or b"".
         fetched, collated: when the samples were there, and when they were a batch, as `started`; 0 where
             nothing was loaded.
         new_memory: nanoseconds of it in which new pages were mapped.

@@ -51,6 +51,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
     _profile_name = ""
     _base_seed: int
+    _indices: Iterator[Any]
     _bad_samples: BadSampleCounter | None = None
 
     def __init__(self, loader: Loader) -> None:
@@ -188,7 +189,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         """What was loaded is used up, unless the epoch could not be begun."""
         resources = loader._resources
         self._order.note_drawn()
-        if resources.shared and not self._order.beginning.drawn:
+        if resources.shared and not self._order.drawn[0]:
             self._order.pending = self._order.shared_now()
         self._hints = Hints(loader, resources.record, self._record, self._log)
         resources.place = self._record, None
@@ -213,10 +214,19 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._dataset = datapipes.apply_seed(self._dataset, self._shared_seed)
 
     @abstractmethod
-    def _restart_sampler(self) -> None: ...
+    def _restart_sampler(self) -> None:
+        """Begin the order of the epoch, and set `_indices`."""
+
+    @property
+    def _sampler_iter(self) -> Iterator[Any]:
+        return self._indices
+
+    @_sampler_iter.setter
+    def _sampler_iter(self, indices: Iterator[Any]) -> None:
+        self._order.source = indices
 
     def _next_index(self) -> Any:
-        return next(self._sampler_iter)
+        return next(self._indices)
 
     def _next_data(self) -> Any:
         """The next batch, not counted."""

@@ -6,7 +6,6 @@ Runs in the consumer, on the thread that calls `next()`. Everything about worker
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
@@ -79,7 +78,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         base_seed = record.base_seed if self._dynamic else None
         resume = record.resume
         self._epoch = self.engine.start_epoch(
-            self._source, shared_seed, base_seed, self._log, record.progress, resume, self._bad_samples
+            self._order, shared_seed, base_seed, self._log, record.progress, resume, self._bad_samples
         )
         self._epoch_has_begun(loader)
         self._log.leave(ITER, time.monotonic_ns())
@@ -92,8 +91,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         return successor
 
     def _restart_sampler(self) -> None:
-        self._source = self._order.begin(packed=True)
-        self._indices: Iterator[Any] = map(decode_index, self._source)
+        self._indices = map(decode_index, self._order.begin(packed=True))
 
     def _advance(self) -> None:
         if self._session is not None:
@@ -124,14 +122,6 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             self.engine.poll(self._epoch)
 
     # ---- what code outside reads and calls ----------------------------------------------------
-
-    @property
-    def _sampler_iter(self) -> Iterator[Any]:
-        return self._indices
-
-    @_sampler_iter.setter
-    def _sampler_iter(self, indices: Iterator[Any]) -> None:
-        self._indices = self._source.drawn = indices
 
     @property
     def _workers(self) -> list[BaseProcess]:  # type: ignore[override]

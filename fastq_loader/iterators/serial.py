@@ -22,9 +22,10 @@ from fastq_loader.consumer.delivery import ENDED, Outcome
 from fastq_loader.device.staging import SerialStaging
 from fastq_loader.errors import IteratorInvalid, locate
 from fastq_loader.iterators.base import LoaderIterator
-from fastq_loader.reading import datapipes, generators, position
+from fastq_loader.reading import datapipes, generators
 from fastq_loader.reading.fetch import EndOfStream
-from fastq_loader.reading.tolerance import LeftOut, TolerantFetcher
+from fastq_loader.reading.reader import HandedOutBefore, Reader
+from fastq_loader.reading.tolerance import LeftOut
 from fastq_loader.resume.record import UNKNOWN
 from fastq_loader.scheduling.progress import Progress, WorkerProgress
 from fastq_loader.statistics.records import DEVICE, DREW, END, ITER, LOADED
@@ -48,15 +49,13 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             raise AssertionError("_SingleProcessDataLoaderIter requires num_workers == 0")
         datapipes.shard(self._dataset, self._world_size, self._rank)
         self._idle = loader._resources.idle
-        self._rules = arguments.rules(loader)
         self._staging = None if self._session is None else SerialStaging.of(self._session, self._idle)
-        self._drawn = self._record.progress.head
         self._due: tuple[int, Any] | None = None  # number and index of the batch that is to be loaded next
         self._lock = threading.RLock()  # threads may share the iterator
         self._busy = False  # in the middle of a step that cannot be repeated
+        rules = vars(arguments.rules(loader))
+        self._reader = Reader(self._dataset, self._collate_fn, self._errors, rules)
         with generators.put_back() if self._dynamic else nullcontext():
-            if self._dynamic:
-                generators.seed_worker(self._base_seed, 0)  # for what iter(dataset) draws
             self._begin_reading()
             self._note_place()
         self._epoch_has_begun(loader)
@@ -64,20 +63,20 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
 
     def _begin_reading(self) -> None:
         """Make the fetcher, and come to where the epoch goes on."""
-        record = self._record
-        delivered, known = record.resume[0] if record.resume else (0, None)
-        state: dict[str, Any] = known or {}
-        place = state.get("position")
-        iterable = self._dataset_kind == _DatasetKind.Iterable
-        if iterable and not self._dynamic:  # what it draws is the user's, and drawn again if it is read again
-            self._order.note_shared()
-        rules = {**vars(self._rules), "errors": self._errors, "collate": self._collate_fn}
-        if place is not None and "over" in state:
-            position.put_at_end(place, self._dataset, **rules)
-            place = None
-        self._dataset_fetcher = position.fetcher_at(place, self._dataset, **rules)
-        if place is None and iterable:
-            self._read_again(delivered)
+        record, reader = self._record, self._reader
+        delivered, state = record.resume[0] if record.resume else (0, None)
+        if state is not None:
+            state.pop("seed", None)  # this process is the user's
+        if self._dataset_kind == _DatasetKind.Iterable and not self._dynamic:
+            self._order.note_shared()  # what it draws is the user's, and drawn again if it is read again
+        reader.begin(record.began.epoch, self._base_seed if self._dynamic else None, delivered, state)
+        self._dataset_fetcher = reader.fetcher
+        if reader.to_pass:
+            index = next(iter(self._index_sampler))  # one is like another
+            with self._order.as_at_start():
+                for number in range(reader.to_pass):
+                    with contextlib.suppress(HandedOutBefore, EndOfStream):
+                        reader.load(number, index)
 
     def _note_place(self) -> None:
         """Before the first batch, the dataset says where it stands. A stream that was read before may say
@@ -85,7 +84,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         progress = self._record.progress
         if not progress.workers or progress.delivered:
             return
-        said = position.packed(self._dataset_fetcher)
+        said = self._reader.said()
         known, now = (
             pickle.loads(state).get("position", {}) if state else {}
             for state in (progress.workers[0].state, said)
@@ -96,33 +95,17 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
                 return
         self._order.progress = progress._replace(workers=(WorkerProgress(0, said),))
 
-    def _read_again(self, count: int) -> None:
-        """Come to where an iterable dataset goes on that cannot say it."""
-        with self._order.as_at_start():
-            for number in range(count):
-                with contextlib.suppress(Exception):  # it was raised at its position before
-                    self._fetch(number, self._next_index())
-
     def __del__(self) -> None:
         staging = getattr(self, "_staging", None)
         if staging is not None:
             self._idle.append(staging)
 
     def _restart_sampler(self) -> None:
-        self._sampler_iter = self._order.begin()
+        self._indices = self._order.begin()
 
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)
-        self._drawn, self._due, self._busy = self._record.progress.head, None, False
-
-    def _fetch(self, number: int, index: Any) -> Any:
-        if type(self._dataset_fetcher) is TolerantFetcher:
-            self._dataset_fetcher.place = self._record.began.epoch, number
-        if not self._dynamic:
-            return self._dataset_fetcher.fetch(index)
-        with generators.put_back():  # seeded as in workers
-            generators.seed_batch(self._base_seed, number)
-            return self._dataset_fetcher.fetch(index)
+        self._due, self._busy = None, False
 
     def _advance(self) -> None:
         if self._session is not None:
@@ -159,8 +142,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         except LeftOut:
             self.pass_by(self._progress_after(drawn[0]))
         except EndOfStream:
-            outcome, fetcher = ENDED, self._dataset_fetcher
-            self._record.end({0: position.packed(fetcher, over=True)} if position.is_known(fetcher) else {})
+            outcome, said = ENDED, self._reader.said()
+            self._record.end({0: said} if said else {})
         except BaseException as error:
             self._due = drawn  # before there is any call, at which the next interrupt may come
             if not isinstance(error, Exception):
@@ -183,19 +166,17 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         """Store the number of the next batch and its index in `_due`, or what the sampler raised in
         `outcome`."""
         self._busy = True
-        number, began = self._drawn, time.monotonic_ns()
-        while number in self._record.beyond:
-            number += 1
+        order, began = self._order, time.monotonic_ns()
         try:
             index = self._next_index()
         except StopIteration as stop:
             self.outcome = Outcome(error=stop)
             self._record.end({})
         except Exception as error:
-            self.outcome = self._raised(error, number)
+            self.outcome = self._raised(error, order.position - 1)  # it has its position
         else:
-            self._due = (number, index)
-        self._drawn, self._busy = number + 1, False  # also when the sampler fails: its error has a place
+            self._due = (order.position - 1, index)
+        self._busy = False
         self._log.steps += ((DREW, began, time.monotonic_ns(), ()),)
 
     def _raised(self, error: Exception, number: int, index: Any = None) -> Outcome:
@@ -206,11 +187,11 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
 
     def _progress_after(self, number: int) -> Progress:
         """How far the epoch has come with a batch, or with the error in its place."""
-        progress, fetcher = self._order.progress, self._dataset_fetcher
+        progress = self._order.progress
         if not progress.workers:
             return progress.after(number)
         iterable = self._dataset_kind == _DatasetKind.Iterable
-        return progress.after_worker(0, position.packed(fetcher), None if iterable else number)
+        return progress.after_worker(0, self._reader.said(), None if iterable else number)
 
     def _load(self, number: int, index: Any) -> Any:
         began = time.monotonic_ns()
@@ -218,7 +199,11 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._busy = self._dataset_kind == _DatasetKind.Iterable
         batch: Any = _NOTHING
         try:
-            batch = self._fetch(number, index)
+            if self._dynamic:
+                with generators.put_back():  # seeded as in workers
+                    batch = self._reader.load(number, index)
+            else:
+                batch = self._reader.load(number, index)
         except LeftOut:
             pass
         finally:

@@ -1,19 +1,26 @@
-"""Where a dataset stands, in its own words: `state_dict` and `load_state_dict`, with torchdata's meaning.
+"""Where a dataset or a sampler stands, in its own words: `state_dict` and `load_state_dict`, with torchdata's
+meaning.
 
-Runs in workers; without workers in the consumer. An iterable dataset is asked, and its iterator; of an object
-with indices only the dataset. (torchdata/stateful_dataloader/worker.py: `_make_state_dict`)
+Runs in workers, and in the consumer: for samplers, and without workers. An iterable dataset and a sampler are
+asked, and their iterators; of an object with indices only the dataset.
+(torchdata/stateful_dataloader/worker.py: `_make_state_dict`)
 """
 
 from __future__ import annotations
 
+import copy
 import pickle
-from typing import Any, Protocol, TypeGuard
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 from fastq_loader.reading import generators
 from fastq_loader.reading.fetch import Fetcher
 from fastq_loader.reading.tolerance import make_fetcher
 from fastq_loader.system.attributes import attribute
 from fastq_loader.system.interrupts import refuse_interrupt
+
+T = TypeVar("T")
 
 
 class Stateful(Protocol):
@@ -35,22 +42,26 @@ def is_known(fetcher: Fetcher) -> bool:
     return fetcher.stateful
 
 
+def place_of(part: Any, iterator: Any) -> dict[str, Any]:
+    """Where a dataset or sampler and its iterator stand, as far as they say it. Raises what they raise."""
+    place: dict[str, Any] = {}
+    if is_stateful(iterator):
+        place["iterator"] = iterator.state_dict()
+    if iterator is not part and is_stateful(part):
+        place["dataset"] = part.state_dict()
+    return place
+
+
 def packed(fetcher: Fetcher, **more: Any) -> bytes:
     """A pickle of where the dataset stands between two batches, and of what else a reader says; b"": nothing.
 
-    The "position" has "dataset" and "iterator", as far as they say it, and whether the iterator has "ended"
-    with a batch that was not full. What user code raises takes its place: it does not concern a loader that
-    is only iterated.
+    The "position" is its place, and whether the iterator has "ended" with a batch that was not full. What
+    user code raises takes its place: it does not concern a loader that is only iterated.
     """
     try:
         state = dict(more)
         if is_known(fetcher):
-            dataset, iterator = fetcher.dataset, fetcher.dataset_iter
-            state["position"] = place = {"ended": fetcher.ended}
-            if is_stateful(iterator):
-                place["iterator"] = iterator.state_dict()
-            if iterator is not dataset and is_stateful(dataset):
-                place["dataset"] = dataset.state_dict()
+            state["position"] = {"ended": fetcher.ended, **place_of(fetcher.dataset, fetcher.dataset_iter)}
         return pickle.dumps(state) if state else b""
     except Exception as error:
         refuse_interrupt(error)
@@ -60,30 +71,31 @@ def packed(fetcher: Fetcher, **more: Any) -> bytes:
 def fetcher_at(place: dict[str, Any] | None, dataset: Any, **rules: Any) -> Fetcher:
     """`make_fetcher(dataset, **rules)`, of a dataset that is put where it stood; None: that is not known."""
     place = place or {}
-    _set_dataset(dataset, place)  # before `iter(dataset)`
-    fetcher = make_fetcher(dataset, **rules)
-    _set_iterator(fetcher, place)
-    if place.get("ended"):
-        fetcher.ended = True
-        # It is asked once more: datasets note in their iterator that they were put somewhere.
-        with generators.put_back():
-            begins_anew = next(fetcher.dataset_iter, fetcher) is not fetcher
-        if begins_anew:
-            _set_dataset(dataset, place)
-            _set_iterator(fetcher, place)
+    make = partial(make_fetcher, dataset, **rules)
+    fetcher = begun_at(place, dataset, make, lambda made: made.dataset_iter)
+    fetcher.ended = place.get("ended", False)
     return fetcher
 
 
-def put_at_end(place: dict[str, Any], dataset: Any, **rules: Any) -> None:
-    """Put a dataset where it stood when an iteration of it was over: the next one begins from there."""
-    fetcher_at({**place, "ended": True}, dataset, **rules)
+def begun_at(place: dict[str, Any], part: Any, begin: Callable[[], T], iterator_of: Callable[[T], Any]) -> T:
+    """What `begin` makes, which has an iterator over a dataset or sampler, both put where they stood.
+
+    A part that has "ended" is asked once more: it may note in its iterator that it was put somewhere, and
+    would begin its next iteration there.
+    """
+    _set(part, place, "dataset")  # before it is iterated
+    begun = begin()
+    iterator = iterator_of(begun)
+    _set(iterator, place, "iterator")
+    if place.get("ended"):
+        with generators.put_back():
+            begins_anew = next(iterator, place) is not place
+        if begins_anew:
+            _set(part, place, "dataset")
+            _set(iterator, place, "iterator")
+    return begun
 
 
-def _set_dataset(dataset: Any, place: dict[str, Any]) -> None:
-    if "dataset" in place:
-        dataset.load_state_dict(place["dataset"])
-
-
-def _set_iterator(fetcher: Fetcher, place: dict[str, Any]) -> None:
-    if "iterator" in place:
-        fetcher.dataset_iter.load_state_dict(place["iterator"])
+def _set(part: Any, place: dict[str, Any], name: str) -> None:
+    if name in place:
+        part.load_state_dict(copy.deepcopy(place[name]))

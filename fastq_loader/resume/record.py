@@ -6,7 +6,6 @@ Runs in the consumer, on the thread that calls `iter()` and `next()`. Holds neit
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import pickle
 import struct
@@ -20,7 +19,7 @@ from fastq_loader import arguments
 from fastq_loader.arguments import Loader
 from fastq_loader.reading import generators
 from fastq_loader.reading.position import is_stateful
-from fastq_loader.resume.order import Beginning, Order
+from fastq_loader.resume.order import Order, Stopped
 from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
 
 #: In place of a reader's state that is unknown.
@@ -55,24 +54,20 @@ class Saved:
         position: where the loader stands with it.
         resumes: whether the next epoch goes on in the middle.
         iterable: whether the dataset is one.
-        progress, beginning, base_seed, shared_seed: of that epoch.
+        progress, order, base_seed, shared_seed: of that epoch.
         shared: states of shared generators that a first epoch begins from.
         bad_samples: what `consumer.bad_samples` goes on from, or {}.
-        generators: name → state that the loader's own generators had.
-        built: the samplers' attributes before anything was loaded.
         lives_on: whether its workers would have gone on with the next epoch.
     """
 
     state: dict[str, Any]
     position: Position
     base_seed: int
-    generators: dict[str, Any]
-    lives_on: bool
-    built: dict[str, Any] = field(default_factory=dict)
+    lives_on: bool = False
     resumes: bool = False
     iterable: bool = False
     progress: Progress = START
-    beginning: Beginning = field(default_factory=Beginning)
+    order: Stopped = field(default_factory=Stopped)
     shared_seed: int | None = None
     shared: dict[str, Any] = field(default_factory=dict)
     bad_samples: dict[str, Any] = field(default_factory=dict)
@@ -102,7 +97,7 @@ class EpochRecord:
         tells_readers: whether its readers have to hear where they stand.
         persistent: its readers go on with the next epoch.
         lives_on: its workers go on with the next epoch, for which torch then draws no base seed.
-        constant: the part of its `state_dict` that stays the same; None until somebody asks.
+        constant: see `state.Constant`; None until somebody asks.
         bad_samples: gives what a state has of them; None where they are not counted.
         shown: of one that a `Prefetcher` reads ahead: the state and the position of what that has handed out.
     """
@@ -114,7 +109,7 @@ class EpochRecord:
         self.shared_seed: int | None = None
         self.continues_workers = self.lives_on = self.persistent = False
         self.tells_readers = saved is not None
-        self.constant: dict[str, Any] | None = None
+        self.constant: Any = None
         self.bad_samples: Callable[[], dict[str, Any]] | None = None
         self.shown: tuple[Callable[[], dict[str, Any]], Position] | None = None
         self.began = position
@@ -127,11 +122,6 @@ class EpochRecord:
     @property
     def progress(self) -> Progress:
         return self.order.progress
-
-    @property
-    def beyond(self) -> frozenset[int]:
-        """Positions that were handed out before the epoch was resumed, past the first that was not."""
-        return frozenset() if self.saved is None else self.saved.progress.beyond
 
     @property
     def over(self) -> bool:
@@ -165,7 +155,6 @@ class EpochRecord:
     def draw_base_seed(self, generator: torch.Generator | None) -> int:
         """The seed of the iteration, drawn unless the epoch was resumed."""
         if self.saved is None:
-            self.order.beginning.seeded = True
             self.base_seed = generators.draw_base_seed(generator)
         return self.base_seed
 
@@ -212,7 +201,7 @@ class EpochRecord:
         """Where the readers stand that go on with the next epoch. If this one was broken off, they have read
         more than was handed out, and it is unknown how much."""
         workers = self.progress.workers
-        if self.over or not self.order.beginning.drawn:
+        if self.over or not self.order.drawn[0]:
             return workers
         return (WorkerProgress(0, UNKNOWN),) * len(workers)
 
@@ -238,11 +227,8 @@ def begin(
     ahead = dynamic and loader.num_workers > 0
     if newest is not None and saved is None and not newest.over and dynamic:
         newest.order.break_off()
-    known = saved if newest is None else newest.order
-    built = None if known is None else known.built
     if saved is not None and saved.resumes:
-        noted = copy.deepcopy(saved.beginning)
-        order = Order(*parts, saved.progress, noted, built, ahead=ahead)
+        order = Order(*parts, saved.progress, saved.order, ahead=ahead)
         record = EpochRecord(order, saved.position, saved, _readers(loader))
     else:
         position, workers = Position(), START.workers
@@ -251,7 +237,7 @@ def begin(
         elif newest is not None:
             position, workers = newest.next_position, newest.left() if same_readers else ()
         traits = None if newest is None else newest.order.traits
-        order = Order(*parts, Progress(workers=workers), built=built, traits=traits, ahead=ahead)
+        order = Order(*parts, Progress(workers=workers), traits=traits, ahead=ahead)
         record = EpochRecord(order, position, None, _readers(loader))
         record.tells_readers = saved is not None
         if saved is not None and saved.lives_on and loader.persistent_workers:

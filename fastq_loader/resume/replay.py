@@ -16,6 +16,7 @@ from fastq_loader import arguments
 from fastq_loader.errors import is_int, warn_user
 from fastq_loader.reading import generators
 from fastq_loader.resume import samplers, saved
+from fastq_loader.resume.order import Stopped
 from fastq_loader.resume.record import EpochRecord, Position, Saved
 from fastq_loader.scheduling.progress import Progress
 
@@ -51,7 +52,7 @@ def replay(loader: Any, batch: int, epoch: int | None, state: Mapping[str, Any] 
         iterator = iter(again)
         for _ in islice(iterator._sampler_iter, batch - head):
             continue
-        iterator._drawn, iterator._order.progress = batch, Progress(batch)
+        iterator._order.progress = Progress(batch)
         found = next(iterator, None)
     if again.position.batch != batch + 1:
         raise IndexError(f"batch={batch}: the epoch had fewer batches, or this one was left out")
@@ -82,8 +83,8 @@ def _remembered(loader: Any, epoch: int | None) -> Saved:
         )
     if record.order.traits.asked is not None:
         raise ValueError("its sampler says where it stands: give a state that was saved before the batch")
-    beginning = replace(copy.deepcopy(record.order.beginning), snapshots={})
-    return Saved({}, record.began, record.base_seed, {}, False, resumes=True, beginning=beginning)
+    order = Stopped(copy.deepcopy(record.order.beginning), *record.order.drawn[:2])
+    return Saved({}, record.began, record.base_seed, resumes=True, order=order)
 
 
 def _of_state(state: Mapping[str, Any], again: Any, epoch: int | None) -> Saved:

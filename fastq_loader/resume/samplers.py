@@ -5,7 +5,6 @@ Runs in the consumer, on the thread that calls `iter()`, `next()` and `state_dic
 
 from __future__ import annotations
 
-import copy
 from operator import is_
 from typing import Any
 
@@ -23,17 +22,16 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 from fastq_loader.reading import generators
 from fastq_loader.reading.position import Stateful, is_stateful
 from fastq_loader.reading.sampling import PermutationSampler, is_shuffle
-from fastq_loader.system.attributes import attribute, held
-from fastq_loader.system.interrupts import refuse_interrupt
+from fastq_loader.system.attributes import attribute
 
 #: Samplers whose order does not depend on any of the generators that a process shares.
 _DEAF = (SequentialSampler, DistributedSampler, PermutationSampler, BatchSampler, _InfiniteConstantSampler)
+#: And those whose order follows from what `set_epoch` has set.
+_WITH_EPOCHS = (DistributedSampler, PermutationSampler)
 #: And those that draw from torch's, if they have none of their own.
 _TORCHS_OWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 #: What samplers are compared by, where they have it.
 COMPARED = ("seed", "initial_seed", "num_replicas", "replacement")
-#: Attributes of a sampler that are saved, and how many of them at most.
-_PLAIN, _FEW = (int, float, bool, str, type(None)), 100
 #: Samplers around samplers that are looked into.
 _DEEPEST = 8
 
@@ -47,7 +45,6 @@ class Traits:
     Attributes:
         own: see `own_generators`.
         asked: see `asked_sampler`.
-        inner: a sampler that can say where it stands, if others read ahead of it; else None.
         shared: see `shared_generators`.
         torchs_only: they are torch's, or this package's.
         still: they are torch's: to begin with them changes nothing but the states of generators.
@@ -58,10 +55,9 @@ class Traits:
     def __init__(self, index_sampler: Any, generator: torch.Generator | None, dataset: Any) -> None:
         self.own = own_generators(index_sampler, generator, dataset)
         self.asked = asked_sampler(index_sampler)
-        self.inner = None if self.asked is not None else stateful_sampler(index_sampler)
         self.shared = shared_generators(index_sampler)
         self.torchs_only = len(self.shared) < len(generators.GLOBAL)
-        self.still = self.asked is self.inner is None and self.torchs_only
+        self.still = self.asked is None and self.torchs_only
         self.by_permutation = is_shuffle(index_sampler)
         self.compared = compared(index_sampler)
         self.wants_epochs = wants_epochs(index_sampler)
@@ -105,24 +101,6 @@ def asked_sampler(index_sampler: Any) -> Stateful | None:
     return None
 
 
-def said(part: Any) -> Any:
-    """What it says of where it stands, for keeps; None: nothing. Or what it raised, which is no error for a
-    loop that only iterates the loader."""
-    try:
-        return copy.deepcopy(part.state_dict()) if is_stateful(part) else None
-    except Exception as error:
-        refuse_interrupt(error)
-        return error.with_traceback(None)
-
-
-def let_end(sampler: Any, state: Any) -> None:
-    """Bring a sampler that was put to its end to the end of an iteration, or its state would hold for the
-    next one. If it has begun anew at its end, put it there again."""
-    for _ in sampler:
-        sampler.load_state_dict(copy.deepcopy(state))
-        return
-
-
 def own_generators(index_sampler: Any, generator: torch.Generator | None, dataset: Any) -> dict[str, Any]:
     """The generators that belong to a loader: its own, and its samplers'."""
     if type(index_sampler) is _InfiniteConstantSampler:
@@ -133,14 +111,14 @@ def own_generators(index_sampler: Any, generator: torch.Generator | None, datase
 
 def epochs(index_sampler: Any) -> dict[str, int]:
     """What `set_epoch` has set: how deep → the epoch."""
-    parts = enumerate(chain(index_sampler))
-    return {str(depth): attribute(part, "epoch") for depth, part in parts if _has_epoch(part)}
+    found = {str(depth): attribute(part, "epoch") for depth, part in enumerate(chain(index_sampler))}
+    return {depth: epoch for depth, epoch in found.items() if type(epoch) is int}
 
 
 def set_epochs(index_sampler: Any, saved: dict[str, int]) -> None:
-    """Tell the samplers the same again."""
+    """Set the same again, where it is known what that means."""
     for depth, part in enumerate(chain(index_sampler)):
-        if str(depth) in saved and _has_epoch(part) and part.epoch != saved[str(depth)]:
+        if str(depth) in saved and isinstance(part, _WITH_EPOCHS):
             part.set_epoch(saved[str(depth)])
 
 
@@ -162,34 +140,14 @@ def compared(index_sampler: Any) -> dict[str, Any]:
     return fields
 
 
-def attributes(index_sampler: Any) -> dict[str, Any]:
-    """The plain attributes of samplers of the user's own, where they are few: "how deep.name" → value. Not of
-    one with a `state_dict`, which says itself what counts."""
-    found: dict[str, Any] = {}
-    for depth, part in enumerate(chain(index_sampler)):
-        if type(part) not in _DEAF + _TORCHS_OWN and not is_stateful(part):
-            its_own = {**vars(type(part)), **held(part)}  # a class may have what they are first
-            plain = [(name, value) for name, value in its_own.items() if type(value) in _PLAIN]
-            found.update((f"{depth}.{name}", value) for name, value in plain if len(plain) <= _FEW)
-    return found
-
-
-def ranks(index_sampler: Any) -> str:
+def part_of_data(index_sampler: Any) -> str:
     """Which part of the data samplers give, by their attributes: frameworks load one rank's state on all."""
     return " ".join(
         f"{depth}.{name}={value}"
         for depth, part in enumerate(chain(index_sampler))
         for name in ("rank", "process_index")
-        if type(value := attribute(part, name)) in _PLAIN and value is not None
+        if type(value := attribute(part, name)) in (int, str)
     )
-
-
-def set_attributes(index_sampler: Any, values: dict[str, Any]) -> None:
-    """Give the samplers these again."""
-    for depth, part in enumerate(chain(index_sampler)):
-        for name, value in values.items():
-            if name.startswith(f"{depth}."):
-                setattr(part, name.partition(".")[2], value)
 
 
 def cannot_begin_again(index_sampler: Any) -> str:
@@ -197,9 +155,10 @@ def cannot_begin_again(index_sampler: Any) -> str:
     names = "/".join(type(part).__name__ for part in chain(index_sampler))
     return (
         f"field 'order': the sampler ({names}), started again, does not yield what it gave before the state "
-        "was saved. Its order depends on more than its plain attributes and generators, or something else "
-        "drew from these in mid-epoch. Use PermutationSampler(n, seed), or give the sampler state_dict and "
-        "load_state_dict, or say load_state_dict(state, ignore=('order',)) where the new order will do"
+        "was saved. Its order depends on more than its generators, or something else drew from these in "
+        "mid-epoch. Add state_dict() and load_state_dict(state) to the sampler, which say and set where it "
+        "stands, or use PermutationSampler(n, seed), or say load_state_dict(state, ignore=('order',)) where "
+        "the new order will do"
     )
 
 
@@ -226,7 +185,3 @@ def shared_generators(index_sampler: Any) -> tuple[str, ...]:
     if kinds.issubset(_DEAF):
         return ()
     return ("torch",) if kinds.issubset(_DEAF + _TORCHS_OWN) else tuple(generators.GLOBAL)
-
-
-def _has_epoch(part: Any) -> bool:
-    return callable(attribute(part, "set_epoch")) and type(attribute(part, "epoch")) is int

@@ -1,9 +1,11 @@
 """What `state_dict()` returns: an epoch as a plain dict.
 
-Runs in the consumer. The dict passes through `json.dumps` where the user's own states in it do. Four of its
-keys are torchdata's (`StatefulDataLoader`), because Accelerate reads and edits them: `_num_yielded` and
-`_sampler_iter_yielded` are the batches that were handed out, `_iterator_finished` says that the epoch is
-over, `_index_sampler_state` is what the sampler said.
+Runs in the consumer. Two loaders are compared by fields of it, and what users' samplers and datasets say has
+fields of its own, which pass through `json.dumps` where that does. All the rest is one text with a checksum,
+so `load_state_dict` finds out whether a part is missing or was changed. Four of the keys are torchdata's
+(`StatefulDataLoader`), because Accelerate reads and edits them: `_num_yielded`, `_sampler_iter_yielded` are
+the batches that were handed out, `_iterator_finished` says that the epoch is over, `_index_sampler_state` is
+what the sampler said.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ import contextlib
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from zlib import crc32
 
 from fastq_loader import arguments
 from fastq_loader.arguments import Loader
-from fastq_loader.reading import generators
+from fastq_loader.reading import generators, position
 from fastq_loader.resume import samplers
 from fastq_loader.resume.order import Beginning, Drawn
 from fastq_loader.resume.record import EpochRecord, Position
@@ -24,8 +28,75 @@ from fastq_loader.scheduling.progress import START, Progress
 
 T = TypeVar("T")
 
-VERSION = 2
+VERSION = 3
 LIBRARY = "fastq_loader"
+
+
+@dataclass(frozen=True)
+class Began:
+    """What stays the same from batch to batch of an epoch, and no other loader is compared with.
+
+    Attributes:
+        epoch, batches: epochs that are over, and batches that were handed out in them.
+        resumes: whether the epoch goes on in the middle.
+        base_seed, shared_seed, lives_on: see `EpochRecord`.
+        states, first, epochs: see `order.Beginning`.
+        shared: see `Resources`.
+    """
+
+    epoch: int
+    batches: int
+    resumes: bool = False
+    base_seed: int = 0
+    shared_seed: int | None = None
+    lives_on: bool = False
+    states: dict[str, Any] = field(default_factory=dict)
+    first: dict[str, Any] = field(default_factory=dict)
+    epochs: dict[str, int] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Now:
+    """What does not, besides the four keys of torchdata's.
+
+    Attributes:
+        beyond: see `Progress`.
+        generators, drawn, exhausted: see `order.Stopped`.
+        digest, part: see `order.Beginning`, and of which part of the data it is.
+        workers: of each reader, how many of its batches were handed out, and its state without what the
+            dataset says.
+        bad_samples: what `BadSamples.state` returned, or {}.
+    """
+
+    generators: dict[str, Any]
+    beyond: tuple[int, ...] = ()
+    drawn: int = 0
+    exhausted: bool = False
+    digest: tuple[int, int] | None = None
+    part: str = ""
+    workers: tuple[tuple[int, dict[str, Any]], ...] = ()
+    bad_samples: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The part of a state that stays the same from batch to batch: the fields, and `Began` as a text."""
+
+    fields: dict[str, Any]
+    began: str
+
+
+def unpack(text: Any, checksum: Any) -> tuple[Began, Now]:
+    """What lies in a state besides the fields.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    if type(text) is not str or checksum != crc32(text.encode()):
+        raise ValueError("field 'rest' is damaged, or was changed: its checksum is another one")
+    began, now = generators.load(text)
+    return Began(**began), Now(**now)
 
 
 def describe(loader: Loader) -> dict[str, Any]:
@@ -116,119 +187,109 @@ def state_of(loader: Loader, record: EpochRecord | None, seen: Drawn | None = No
     """
     if record is None:
         own = samplers.own_generators(loader._index_sampler, loader.generator, loader.dataset)
-        state = _state(loader, {name: generators.state_of(each) for name, each in own.items()})
-        shared = _texts(loader._resources.shared)
-        return {**state, **_between_epochs(loader, {}), "workers": _before_first(loader), "shared": shared}
-    order_now, beginning = record.order, record.order.beginning
+        now = Now({name: generators.state_of(each) for name, each in own.items()})
+        return _between_epochs(loader, None, START, now, _before_first(loader))
+    order = record.order
+    if order.progress.over:
+        states = (seen or order.seen())[2]
+        workers = [_worker(*worker) for worker in order.progress.workers if record.persistent]
+        return _between_epochs(loader, record, order.progress, Now(states), workers)
+    place: dict[str, Any] = {}
+    ahead: list[Any] = []
     while True:  # once, unless another thread takes batches meanwhile
         # Before what was drawn, where another thread may draw: it has drawn at least what was digested.
-        moved, digest = order_now.moved(), beginning.digest
-        progress, (drawn, short, exhausted, own_states) = order_now.progress, seen or order_now.seen()
-        snapshot = beginning.snapshots.get(progress.head)
-        first = dict(beginning.first) if drawn else order_now.pending or order_now.shared_now()
-        if order_now.progress is progress and (drawn or not order_now.drawn[0]):
+        digest, progress, drawn = order.beginning.digest, order.progress, seen or order.seen()
+        if order.is_asked:
+            progress, drawn, place, ahead = order.asked()
+        first = dict(order.beginning.first) if drawn[0] else order.pending or order.shared_now()
+        if order.progress is progress and (drawn[0] or not order.drawn[0]):
             break
-    if progress.over:
-        workers = [_worker(*worker) for worker in progress.workers if record.persistent]
-        state = _state(loader, own_states, record, progress)
-        return {**state, **_between_epochs(loader, moved), "workers": workers}
-    # Called after every step, this must cost next to nothing: what stays is copied, what moves is set.
-    constant = record.constant if drawn else None
+    # Called after every step, this must cost next to nothing: what stays is kept.
+    constant = record.constant
     if constant is None:
-        constant = _state(loader, own_states, record, progress)
-        constant["resumes"], constant["order"] = True, _order(beginning, first)
-        record.constant = constant if drawn else None
-    state = constant.copy()
-    state["_num_yielded"] = state["_sampler_iter_yielded"] = progress.delivered
-    state["beyond"] = sorted(progress.beyond)
-    state["generators"] = _texts(own_states)
-    state["order"] = order = state["order"].copy()
-    order["attributes"], order["digest"] = moved, digest and [*digest, samplers.ranks(loader._index_sampler)]
-    order["drawn"] = max(drawn, progress.head)
-    order["short"], order["exhausted"] = short, exhausted
-    for name in ("epochs", "states", "first"):
-        order[name] = order[name].copy()
-    if beginning.inner is not None:
-        order["inner"] = _for_user(beginning.inner)
-    if snapshot is not None:
-        state["_index_sampler_state"], state["_sampler_iter_state"] = map(_for_user, snapshot)
-    state["workers"] = [_worker(*worker) for worker in progress.workers]
-    return {**state, **_bad_samples(record)}
+        constant = _constant(loader, record, first)
+        record.constant = constant if drawn[0] else None
+    workers = [_worker(*worker) for worker in progress.workers]
+    now = Now(
+        generators=drawn[2],
+        beyond=tuple(sorted(progress.beyond)),
+        drawn=max(drawn[0], progress.head),
+        exhausted=drawn[1],
+        digest=digest,
+        part=samplers.part_of_data(loader._index_sampler),
+    )
+    return {**_whole(constant, progress, now, workers, record), **_said(place), "_sampler_ahead": ahead}
 
 
-def _order(beginning: Beginning, first: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "starts": beginning.starts,
-        "seeded": beginning.seeded,
-        "epochs": beginning.epochs,
-        "states": _texts(beginning.states),
-        "first": _texts(first),
-    }
-
-
-def _between_epochs(loader: Loader, moved: dict[str, Any]) -> dict[str, Any]:
-    sampler = loader._index_sampler
-    return {
-        "order": {"epochs": samplers.epochs(sampler), "attributes": moved},
-        "_index_sampler_state": _for_user(samplers.said(samplers.stateful_sampler(sampler))),
-    }
-
-
-def _before_first(loader: Loader) -> list[dict[str, Any]]:
-    """Without workers, where the dataset stands before the first epoch, if it says so without an iterator."""
-    said = samplers.said(loader.dataset) if loader.num_workers == 0 else None
-    if said is None or isinstance(said, Exception):
-        return []
-    return [{"delivered": 0, "position": {"ended": False, "dataset": said}}]
-
-
-def _for_user(said: Any) -> Any:
-    if isinstance(said, Exception):
-        raise said
-    return copy.deepcopy(said)
-
-
-def _state(
-    loader: Loader,
-    own_states: dict[str, Any],
-    record: EpochRecord | None = None,
-    progress: Progress = START,
+def _between_epochs(
+    loader: Loader, record: EpochRecord | None, progress: Progress, now: Now, workers: list[Any]
 ) -> dict[str, Any]:
-    """What stays the same from batch to batch of an epoch, and what does not as it is now."""
-    position = Position() if record is None else record.position_at(progress)
+    sampler = loader._index_sampler
+    asked = samplers.stateful_sampler(sampler)
+    began = Began(
+        **_position(record, progress), epochs=samplers.epochs(sampler), shared=loader._resources.shared
+    )
+    constant = Constant(_described(loader), generators.dump(vars(began)))
+    place = {} if asked is None else copy.deepcopy(position.place_of(asked, None))
+    return {**_whole(constant, progress, now, workers, record), **_said(place)}
+
+
+def _constant(loader: Loader, record: EpochRecord, first: dict[str, Any]) -> Constant:
+    beginning: Beginning = record.order.beginning
+    began = Began(
+        **_position(record, record.progress),
+        resumes=True,
+        states=beginning.states,
+        first=first,
+        epochs=beginning.epochs,
+    )
+    fields = {**_described(loader), **record.order.traits.compared}
+    return Constant(fields, generators.dump(vars(began)))
+
+
+def _position(record: EpochRecord | None, progress: Progress) -> dict[str, Any]:
+    if record is None:
+        return {"epoch": 0, "batches": 0}
+    position: Position = record.position_at(progress)
+    seeds = {"base_seed": record.base_seed, "shared_seed": record.shared_seed, "lives_on": record.lives_on}
+    return {"epoch": position.epoch, "batches": position.batches - position.batch, **seeds}
+
+
+def _whole(
+    constant: Constant, progress: Progress, now: Now, workers: list[Any], record: EpochRecord | None
+) -> dict[str, Any]:
+    bad = {} if record is None or record.bad_samples is None else record.bad_samples()
+    own = {**vars(now), "workers": [(count, state) for count, state, _ in workers], "bad_samples": bad}
+    rest = f"[{constant.began}, {generators.dump(own)}]"
     return {
         "library": LIBRARY,
         "version": VERSION,
-        **_described(loader),
-        **({} if record is None or progress.over else record.order.traits.compared),
-        "epoch": position.epoch,
-        "batches": position.batches - position.batch,
+        **constant.fields,
         "_num_yielded": progress.delivered,
         "_sampler_iter_yielded": progress.delivered,
         "_iterator_finished": progress.over,
-        "generators": _texts(own_states),
-        "lives_on": record is not None and record.lives_on,
-        "base_seed": 0 if record is None else record.base_seed,
-        "shared_seed": None if record is None else record.shared_seed,
-        "resumes": False,
-        **_bad_samples(record),
+        "workers": [place for *_, place in workers],
+        "rest": rest,
+        "checksum": crc32(rest.encode()),
     }
 
 
-def _bad_samples(record: EpochRecord | None) -> dict[str, Any]:
-    return {} if record is None or record.bad_samples is None else {"bad_samples": record.bad_samples()}
+def _said(place: dict[str, Any]) -> dict[str, Any]:
+    """Where a sampler and its iterator stand, by torchdata's names."""
+    return {"_index_sampler_state": place.get("dataset"), "_sampler_iter_state": place.get("iterator")}
 
 
-def _texts(states: dict[str, Any]) -> dict[str, str]:
-    return {name: generators.dump(state) for name, state in states.items()}
+def _before_first(loader: Loader) -> list[Any]:
+    """Without workers, where the dataset stands before the first epoch, if it says so without an iterator."""
+    with contextlib.suppress(Exception):  # of user code: it may say so later
+        if loader.num_workers == 0 and (place := position.place_of(loader.dataset, None)):
+            return [(0, {}, copy.deepcopy({"ended": False, **place}))]
+    return []
 
 
-def _worker(delivered: int, state: bytes) -> dict[str, Any]:
-    worker: dict[str, Any] = {"delivered": delivered}
-    if state:
-        worker.update(pickle.loads(state))
-    if error := worker.get("position", {}).get("error"):
-        raise RuntimeError(f"the dataset's state_dict(), or its iterator's, cannot be used: {error}")
-    if "generators" in worker:
-        worker["generators"] = _texts(worker["generators"])
-    return worker
+def _worker(delivered: int, state: bytes) -> tuple[int, dict[str, Any], Any]:
+    worker = pickle.loads(state) if state else {}
+    place = worker.pop("position", None)
+    if place is not None and "error" in place:
+        raise RuntimeError(f"the dataset's state_dict(), or its iterator's, cannot be used: {place['error']}")
+    return delivered, worker, place

@@ -15,7 +15,7 @@ class WorkerProgress(NamedTuple):
 
     Attributes:
         delivered: how many.
-        state: what the worker said of itself after the last of them (see `workers.reader`), or b"".
+        state: what the worker said of itself after the last of them (see `reading.reader`), or b"".
     """
 
     delivered: int = 0

@@ -3,7 +3,7 @@
 Everything here runs in a worker: the loop on its main thread, and one thread that only waits for the
 consumer's death. The worker reads tasks from its socket, looks ahead for a new epoch before each one, and
 answers every task that is its own exactly once. What is left of an epoch that was broken off is loaded if
-torch's workers would and it makes a difference (see `Reader.is_missed`), and skipped otherwise.
+torch's workers would and it makes a difference (see `WorkerReader.is_missed`), and skipped otherwise.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ from fastq_loader.packing.pack import Packer
 from fastq_loader.packing.pickling import dump_exception
 from fastq_loader.reading import collate
 from fastq_loader.reading.fetch import EndOfStream
+from fastq_loader.reading.reader import HandedOutBefore
 from fastq_loader.reading.tolerance import LeftOut
 from fastq_loader.system import calls
 from fastq_loader.workers import children
 from fastq_loader.workers.config import Setup
-from fastq_loader.workers.reader import HandedOutBefore, Reader
+from fastq_loader.workers.reader import WorkerReader
 from fastq_loader.workers.task_queue import TaskQueue
 
 #: Nanoseconds of a task below which the worker does not look for a new epoch before the next one.
@@ -178,7 +179,7 @@ class Worker:
         self._quick = False  # the last task took no time worth mentioning
         self._mapped = 0  # the allocator's nanoseconds for new memory before this task
         self._asked_for_cpu = 0
-        self._reader = Reader(setup)
+        self._reader = WorkerReader(setup)
 
     def run(self) -> None:
         try:

@@ -179,7 +179,7 @@ def test_a_drawn_loader_gives_what_it_gives_without_workers(seed: int, tmp_path:
         state = json.loads(json.dumps(loader.state_dict()))
     with DataLoader(**shared, **{**own, "in_order": True}) as again:
         again.load_state_dict(state)
-        assert again.state_dict()["bad_samples"] == state["bad_samples"], what
+        assert again.state_dict()["rest"] == state["rest"], what
         whole = first + [values(batch) for batch in again]
         assert (whole if ordered else sorted(whole, key=str)) == expected[0], f"after {stop}, {what}"
         assert noted(again, ordered) == [each for each in bad if each.epoch == 0], f"after {stop}, {what}"
@@ -285,7 +285,7 @@ def test_batches_without_any_sample_are_left_out_also_around_a_resume(workers: i
         again.load_state_dict(state)
         assert [values(batch) for batch in again] == batches[at + 1 :]
         assert len(noted(again)) == 24
-        assert again.state_dict()["epoch"] == 2
+        assert again.position.epoch == 2
     assert seen == batches
     assert loader.position == (2, 0, 12)
     with DataLoader(Files(8, frozenset(range(8))), 2, errors=Skip(), num_workers=workers) as empty:
@@ -337,7 +337,7 @@ def test_a_batch_that_is_left_out_passes_pinning_prefetching_and_a_device(
         loader = DataLoader(Files(20, bad), 4, **arguments)
         with loader, Prefetcher(loader, "cuda") as ahead:
             assert values(next(iter(ahead))) == expected[0]
-            assert ahead.state_dict()["bad_samples"]["total"] == 1
+            assert '"total": 1' in ahead.state_dict()["rest"]
             assert loader.statistics().bad_samples > 1
         gc.collect()
 

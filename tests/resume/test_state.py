@@ -17,6 +17,7 @@ from fastq_loader.resume.record import EpochRecord, Saved, begin
 from fastq_loader.resume.state import VERSION, describe
 from fastq_loader.scheduling.progress import Progress, WorkerProgress
 from tests.support.datasets import MapDataset, Stream
+from tests.support.samplers import Says
 
 
 class Huge(MapDataset):
@@ -54,13 +55,17 @@ def test_a_state_is_small_and_goes_through_json_and_torch(make: Any) -> None:
     assert torch.load(file, weights_only=True) == state
 
 
+@pytest.mark.processes
 def test_each_state_is_a_dict_of_its_own() -> None:
-    loader = DataLoader(MapDataset("tensors", 20), 4, shuffle=True, generator=torch.Generator())
+    given: dict[str, Any] = {"sampler": Says(20), "num_workers": 2, "persistent_workers": True}
+    loader = DataLoader(MapDataset("tensors", 20), 4, **given)
     state = stopped(loader, 2)
     kept = json.dumps(state)
-    for part in [state["order"], state["order"]["states"], state["generators"], state["workers"], state]:
+    assert len(state["_sampler_ahead"]) == 3
+    for part in [state["_index_sampler_state"], *state["_sampler_ahead"], state["workers"], state]:
         part.clear()
     assert json.dumps(loader.state_dict()) == kept
+    loader.close()
 
 
 def test_accelerates_keys_say_what_it_takes_them_for() -> None:
@@ -105,8 +110,7 @@ def test_a_dataset_that_cannot_say_where_it_stands_is_read_all_the_same(kind: An
 
 def resumed(of: DataLoader[Any], **fields: Any) -> EpochRecord:
     """An epoch that goes on from a state with these fields."""
-    given = {"state": {}, "position": Position(2, 3, 23), "base_seed": 7, "generators": {}, "lives_on": False}
-    return begin(of, of._index_sampler, None, Saved(**{**given, "resumes": True, **fields}))
+    return begin(of, of._index_sampler, None, Saved({}, Position(2, 3, 23), 7, resumes=True, **fields))
 
 
 def worker(delivered: int, **state: Any) -> WorkerProgress:

@@ -32,7 +32,7 @@ from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.system import calls
 from fastq_loader.workers import task_queue
 from fastq_loader.workers.main import Worker
-from fastq_loader.workers.reader import Reader
+from fastq_loader.workers.reader import WorkerReader
 from fastq_loader.workers.task_queue import TaskQueue
 from tests.support.simulation import Table
 from tests.support.worker_setup import STREAM, make_setup
@@ -182,7 +182,7 @@ class Draws:
 def test_a_stream_that_draws_or_goes_on_where_it_stopped_is_missed_until_it_ends(
     arena: Arena, stream: Any
 ) -> None:
-    loading = Reader(make_setup(arena, stream, rules=STREAM))
+    loading = WorkerReader(make_setup(arena, stream, rules=STREAM))
     loading.begin_epoch(Epoch(1, None))
     loading.load(0, None)
     assert loading.is_missed()
@@ -192,7 +192,7 @@ def test_a_stream_that_draws_or_goes_on_where_it_stopped_is_missed_until_it_ends
 
 
 def test_the_seeds_of_a_stream_do_not_depend_on_when_others_ended(arena: Arena) -> None:
-    loading = Reader(make_setup(arena, Draws(9), workers=3, worker=1, rules=STREAM))
+    loading = WorkerReader(make_setup(arena, Draws(9), workers=3, worker=1, rules=STREAM))
     found = []
     for seqs in ((1, 4, 6, 8), (1, 4, 7, 10)):
         loading.begin_epoch(Epoch(1, None, 7))
