@@ -14,7 +14,7 @@ from itertools import combinations
 from typing import Any
 
 from fastq_loader.insight.chooser import Limits, rank
-from fastq_loader.insight.model import Costs, Evidence, Setting
+from fastq_loader.insight.model import Costs, Evidence, Setting, costs_of, seconds_per_batch
 from fastq_loader.statistics.epoch import FIRST_BATCHES, EpochCounters
 
 #: Of a worker's first batches: a digest, and the bytes that it was made of.
@@ -303,18 +303,16 @@ def idle_workers(dataset: str, first: FirstBatches, workers: int) -> str | None:
 
 def tiny_batches(epoch: EpochCounters, workers: int) -> str | None:
     """The counters of an epoch that is over, with so many workers."""
-    batches = epoch.batches
-    if batches < LEAST_BATCHES or not epoch.costs:
+    batches, costs = epoch.batches, costs_of(epoch, ())
+    if batches < LEAST_BATCHES or costs is None:
         return None
-    seconds = {cause: nanoseconds / 1e9 / batches for cause, nanoseconds in epoch.by_cause.items()}
-    load = epoch.load / 1e9
-    alone = load + seconds["sampler"] + seconds["consumer"] + seconds["device_copy"]
-    took = epoch.nanoseconds / 1e9 / batches - seconds["start_up"]
+    alone = seconds_per_batch(costs, Setting(0), 1.0)
+    took = (epoch.nanoseconds - epoch.by_cause["start_up"]) / 1e9 / batches
     if took < _LEAST_TIMES * alone or (took - alone) * batches < _LEAST_SECONDS:
         return None
     of = f"{workers} worker{'s' * (workers > 1)}"
     return (
-        f"A batch takes {load * 1e6:.0f} µs to load, and {took * 1e6:.0f} µs with its way from {of} "
+        f"A batch takes {costs.load * 1e6:.0f} µs to load, and {took * 1e6:.0f} µs with its way from {of} "
         f"and the step: with num_workers=0 this epoch of {batches} batches would have taken about "
         f"{alone * batches:.1f} s in place of {took * batches:.1f} s. Use that, or larger batches"
     )

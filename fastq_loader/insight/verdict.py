@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from reprlib import repr as short
 from statistics import fmean
 from textwrap import wrap
+from typing import Any
 
 from fastq_loader.insight import machine
 from fastq_loader.insight.advice import advice, duration
@@ -154,13 +155,11 @@ def _newest(statistics: LoaderStatistics) -> EpochStatistics:
 
 
 def _asked(statistics: LoaderStatistics, epoch: int | str | None) -> EpochStatistics:
-    if epoch is None or epoch == "all":
-        return _newest(statistics) if epoch is None else statistics.total
-    for found in statistics.per_epoch:
-        if found.epoch == epoch:
-            return found
-    kept = [found.epoch for found in statistics.per_epoch]
-    there = f"of the epochs {kept[0]} to {kept[-1]}" if kept else "of an epoch, once there is one"
+    kept: dict[Any, EpochStatistics] = {each.epoch: each for each in statistics.per_epoch}
+    known = {**kept, "all": statistics.total, None: _newest(statistics)}
+    if epoch in known:
+        return known[epoch]
+    there = f"of the epochs {min(kept)} to {max(kept)}" if kept else "of an epoch, once there is one"
     raise ValueError(
         f"epoch={epoch!r} is unknown: use the number {there}, 'all' for all together, or None for the newest"
     )

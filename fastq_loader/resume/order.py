@@ -195,19 +195,27 @@ class Order(Iterator[Any]):
             assert self._given is not None
             progress, seen = self.progress, self.seen()
             asked, iterator = self.traits.asked, self.source
-            place = copy.deepcopy(position.place_of(asked, None if id(asked) == id(iterator) else iterator))
+            own = {} if self._read_ahead is None else self._read_ahead.states()  # which it may say
+            with generators.restored(map(self.own.get, own), [(self.own[name], own[name]) for name in own]):
+                place = position.place_of(asked, None if id(asked) == id(iterator) else iterator)
             due = range(progress.head, self.position)
             ahead = [None if at in progress.beyond else as_plain(self._given[at]) for at in due]
-            return progress, seen, place, [*ahead, *(as_plain(*drawn) for drawn in self._queue)]
+            return (
+                progress,
+                seen,
+                copy.deepcopy(place),
+                [*ahead, *(as_plain(*drawn) for drawn in self._queue)],
+            )
 
     def show(self, progress: Progress | None) -> None:
         """What was handed out has come that far; None: to the end."""
         if self._read_ahead is not None:
-            self.drawing = True
-            try:
-                self._read_ahead.show(sys.maxsize if progress is None else progress.delivered)
-            finally:
-                self.drawing = False
+            with self._lock:
+                self.drawing = True
+                try:
+                    self._read_ahead.show(sys.maxsize if progress is None else progress.delivered)
+                finally:
+                    self.drawing = False
 
     def _own_states(self) -> dict[str, Any]:
         if self._read_ahead is not None:
@@ -292,17 +300,20 @@ class Order(Iterator[Any]):
                 set_by_it.update(now)
             return iter(self._sampler)
 
+        self._given = {}
+        self._queue.extend(map(_from_plain, resumed.ahead))
+        ended = resumed.exhausted or not resumed.drawn  # it says where its next iteration begins
         with self.as_at_start():
             at_start = self._own_states()
-            place = {**resumed.place, "ended": resumed.exhausted}
+            place = {**resumed.place, "ended": ended}
             self.source = position.begun_at(place, self.traits.asked, begin, lambda begun: begun)
-            self._given = {}
-            self._queue.extend(map(_from_plain, resumed.ahead))
-            if resumed.exhausted:  # what it says is where its next iteration begins
-                self.source = iter(())
-            elif resumed.drawn and not set_by_it:
+            if not (ended or set_by_it):
                 self._set_first()
-                self._draw_again(0, 1)  # generator functions begin when they are asked
+                if self._draw_again(0, 1):  # generator functions begin when they are asked
+                    self._exhausted = True
+        if ended:
+            with self.as_at_start():
+                self.source = iter(()) if resumed.exhausted else iter(self._sampler)
         for name, state in set_by_it.items():
             generators.set_state(self.own[name], state)
 
@@ -430,6 +441,9 @@ class Order(Iterator[Any]):
             return None, raised
         if self.note is not None:
             self.note(index)
+        # torch's batches end with one that is not full: a sampler that is asked says where it begins again.
+        if self._given is not None and type(index) is list and self.traits.asked is not self._sampler:
+            self._exhausted |= len(index) < getattr(self._sampler, "batch_size", 0)
         return index, None
 
     def _drew(self, index: Any, error: Exception | None) -> None:
@@ -437,9 +451,6 @@ class Order(Iterator[Any]):
             self._given[self.position] = as_plain(index, error)
             for old in [at for at in self._given if at < self.progress.head]:
                 del self._given[old]
-            # torch's batches end with one that is not full: the sampler says where it begins again.
-            if type(index) is list and self.traits.asked is not self._sampler:
-                self._exhausted |= len(index) < getattr(self._sampler, "batch_size", 0)
         self.position += 1
         if self._first is not None:
             self._first.add(index)

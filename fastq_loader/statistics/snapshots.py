@@ -66,7 +66,7 @@ class EpochStatistics:
     `seconds`.
 
     Attributes:
-        epoch: its number, from 0 on; None: all epochs together.
+        epoch: its number, from 0 on since the loader was made; None: all epochs together.
         batches: handed out, with those that raised.
         seconds: from the call of `iter()` to the end of the epoch, or so far.
         cpu_seconds: CPU time that this process used meanwhile, with all its threads and the training step;

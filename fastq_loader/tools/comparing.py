@@ -163,7 +163,6 @@ def compare(
         text = text or "two batches, but not when they were loaded again"
         text += f" ({error})." if (error := first.costs.error or second.costs.error) else "."
         probed = trials.in_child(_Probe(torchs), method)
-        error = first.costs.error or second.costs.error
         text += f"\n{_cause(loader, probed, first.digests == again[0].digests, error)}"
     rows = run("torch", timed[0], step_seconds).costs, run("fastq_loader", timed[1], step_seconds).costs
     both = second.costs.error if first.costs.error else ""

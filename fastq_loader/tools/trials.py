@@ -125,8 +125,7 @@ def measure(
     """
     trial = like(loader, setting)
     vars(trial).pop("_resources", None)  # its epoch is a new one
-    object.__setattr__(trial, "device", None)
-    object.__setattr__(trial, "pin_memory", False)
+    vars(trial).update(device=None, pin_memory=False)
     measured: Measured | None = in_child(
         _Trial(trial, step_seconds, seconds), setting.start_method or start_method(loader), patience
     )

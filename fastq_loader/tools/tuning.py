@@ -326,8 +326,9 @@ class Search:
             self._survivors.append(self.rows.setdefault(each, Row(each)))
         for row in self.rows.values():
             row.expected = 1 / expected[row.setting] if row.setting in expected else None
-        while len(self._survivors) > 1 and self._left > 0:
-            self._round(self._left / math.ceil(math.log2(len(self._survivors))))
+        # A single one that is allowed was perhaps not measured yet.
+        while self._left > 0 and (len(self._survivors) > 1 or [row.rate for row in self._survivors] == [0]):
+            self._round(self._left / math.ceil(math.log2(max(2, len(self._survivors)))))
             self._survivors = self._best_first(self._survivors)[: -(-len(self._survivors) // 2)]
 
     @property

@@ -66,7 +66,7 @@ def test_alarms_at_random_moments_lose_nothing_in_silence(seed: int, tmp_path: P
     assert seen["went on"] >= 4, "enough epochs with alarms are whole: some ten of fifteen"
 
 
-@pytest.mark.parametrize(("workers", "events", "least"), [(0, ("call", "c_return"), 40), (1, ("call",), 18)])
+@pytest.mark.parametrize(("workers", "events", "least"), [(0, ("call", "c_return"), 34), (1, ("call",), 18)])
 def test_an_alarm_at_any_call_of_the_first_next_loses_no_batch(
     workers: int, events: tuple[str], least: int
 ) -> None:

@@ -14,30 +14,21 @@ import random
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    get_worker_info,
-)
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, get_worker_info
 
-from fastq_loader import DataLoader, PermutationSampler, Processes, RoundRobin, ToDevice
+from fastq_loader import DataLoader, Processes, RoundRobin, ToDevice
 from fastq_loader.reading import generators
 from tests.conftest import run_script
 from tests.support.datasets import Sized
 from tests.support.loaders import MANY_WORKERS, seed_all
+from tests.support.samplers import ASKED, ZOO, SayingIterator, Users, arguments
 
 pytestmark = [pytest.mark.processes, MANY_WORKERS]
 SAVED = RoundRobin(save_generators=True)
@@ -157,59 +148,8 @@ class DrawsAtFirst(IteratorSays):
         return ((number, first) for number, _ in super().__iter__())
 
 
-class Shuffles(Sized, Sampler[int]):
-    """As users write it: with Python's generator, which all code shares."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[int]:
-        order = list(range(self.length))
-        random.shuffle(order)
-        yield from order
-
-
-class Keeps(Shuffles):
-    """One with a state of its own."""
-
-    at = epoch_now = 0
-
-    def __iter__(self) -> Iterator[int]:
-        order = np.random.default_rng(self.epoch_now).permutation(self.length).tolist()
-        while self.at < self.length:
-            self.at += 1
-            yield order[self.at - 1]
-        self.at, self.epoch_now = 0, self.epoch_now + 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at, "epoch": self.epoch_now}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at, self.epoch_now = state["at"], state["epoch"]
-
-
 DATASETS: dict[str, Any] = {
     each.__name__: each for each in (Augmented, Counts, Stays, BeginsAnew, IteratorSays, SaysNothing)
-}
-SAMPLERS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
-    "sequential": lambda items, g: {},
-    "shuffle": lambda items, g: {"shuffle": True},
-    "replacement": lambda items, g: {"sampler": RandomSampler(items, replacement=True, generator=g)},
-    "several permutations": lambda items, g: {
-        "sampler": RandomSampler(items, False, 2 * len(items) + 3, generator=g)
-    },
-    "shuffled batches": lambda items, g: {
-        "batch_sampler": BatchSampler(RandomSampler(items, generator=g), 4, True)
-    },
-    "weighted": lambda items, g: {
-        "sampler": WeightedRandomSampler([1.0] * len(items), len(items), generator=g)
-    },
-    "subset": lambda items, g: {"sampler": SubsetRandomSampler(items[::2], generator=g)},
-    "distributed": lambda items, g: {"sampler": DistributedSampler(items, 2, 1)},
-    "computed": lambda items, g: {"sampler": PermutationSampler(len(items), 3)},
-    "user's": lambda items, g: {"sampler": Shuffles(len(items))},
-    "user's batches": lambda items, g: {"batch_sampler": BatchSampler(Shuffles(len(items)), 3, False)},
-    "stateful": lambda items, g: {"sampler": Keeps(len(items))},
 }
 
 
@@ -241,7 +181,7 @@ class Config:
             batch_size=size,
             drop_last=size is not None and draw.random() < 0.3,
             explicit=draw.random() < 0.6,
-            sampler=draw.choice(list(SAMPLERS)),
+            sampler=draw.choice(list(ZOO)),
             num_workers=draw.choice((0, 0, 1, 2, 3)),
             schedule=schedule,
             persistent=draw.random() < 0.6,
@@ -266,8 +206,7 @@ class Config:
         dataset = DATASETS[self.dataset](self.length)
         if isinstance(dataset, Augmented):
             dataset.draws_own = self.schedule is SAVED
-            chosen = SAMPLERS[self.sampler](range(self.length), generator)
-            given = chosen if "batch_sampler" in chosen else given | chosen
+            given = arguments(self.sampler, self.length, generator, **given)
         if self.num_workers:
             given |= {"persistent_workers": self.persistent, "prefetch_factor": self.prefetch}
         given |= {"num_workers": self.num_workers, "schedule": self.schedule, "generator": generator}
@@ -535,6 +474,65 @@ def test_what_was_staged_does_not_count_and_errors_keep_their_positions(staged: 
         assert next(left, None) == (None if wanted == 12 else wanted)
 
 
+@pytest.mark.parametrize("kind", ASKED)
+def test_a_sampler_that_says_where_it_stands_may_be_read_ahead(kind: str) -> None:
+    def loader(seed: int) -> DataLoader[Any]:
+        own = torch.Generator().manual_seed(seed)
+        given: Any = {"schedule": "dynamic", "num_workers": 2, "persistent_workers": True}
+        return DataLoader(Augmented(20), **arguments(kind, 20, own, batch_size=3, **given))
+
+    with loader(1) as first:
+        stops, epochs = list[Stop](), list[Any]()
+        for _ in range(2):
+            batches = []
+            for batch in first:
+                batches.append(plain(batch)[0])
+                stops.append(stop_at(first))
+            epochs.append(batches)
+    for stop in stops[:: len(stops) - 2]:  # the first one, and before the last batch
+        with loader(2) as second:
+            epoch, at, _ = stop.position
+            assert indices(go_on(second, stop)) == epochs[epoch][at:], stop.position
+
+
+class Interrupted(SayingIterator):
+    """Raises in the place of its sixth index, and goes on."""
+
+    def __next__(self) -> Any:
+        index = super().__next__()
+        if index == 5:
+            raise KeyError(index)
+        return index
+
+
+class SaysAndRaises(Users):
+    def __iter__(self) -> Iterator[int]:
+        return Interrupted(list(range(self.length)))
+
+
+@pytest.mark.parametrize("stop", [4, 5, 6])
+def test_an_error_of_a_sampler_that_was_drawn_and_not_handed_out_keeps_its_place(stop: int) -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(range(12), None, sampler=SaysAndRaises(12), num_workers=2, prefetch_factor=4)  # type: ignore[arg-type]
+
+    def take(batches: Any) -> Iterator[Any]:
+        while True:
+            try:
+                yield int(next(batches))
+            except (KeyError, RuntimeError) as error:
+                yield str(error)[:20]
+            except StopIteration:
+                return
+
+    first, second = loader(), loader()
+    taken, iterator = [], take(iter(first))
+    while len(taken) < stop:
+        taken.append(next(iterator))
+    left = list(take(iter(resumed(second, first.state_dict()))))
+    wanted = [*range(5), "the sampler raised Ke", *range(6, 12)][stop:]
+    assert left == [each[:20] if isinstance(each, str) else each for each in wanted]
+
+
 def test_an_epoch_that_cannot_begin_is_still_to_be_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     first = DataLoader(Augmented(20), 4, num_workers=1, schedule="dynamic")
     next(iter(first))
@@ -551,12 +549,12 @@ def test_an_epoch_that_cannot_begin_is_still_to_be_resumed(monkeypatch: pytest.M
     assert second.position == (1, 0, 5)
 
 
+@pytest.mark.parametrize("kind", ["replacement", "says"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_states_that_other_threads_ask_for_meanwhile_are_those_of_one_moment(workers: int) -> None:
+def test_states_that_other_threads_ask_for_meanwhile_are_those_of_one_moment(workers: int, kind: str) -> None:
     def loader(seed: int) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(seed)
-        sampler = RandomSampler(range(23), True, 70, generator)  # type: ignore[arg-type]
-        given: Any = {"sampler": sampler, "generator": generator, "schedule": "dynamic"}
+        given: Any = arguments(kind, 23, generator, generator=generator, schedule="dynamic")
         return DataLoader(Augmented(23), 2, num_workers=workers, persistent_workers=workers > 0, **given)
 
     def ask() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from fastq_loader import DataLoader, Processes, ToDevice
 from fastq_loader.errors import WorkerReplaced
+from fastq_loader.statistics.records import DREW
 from tests.conftest import running_script, wait_until
 from tests.end_to_end.test_restarts import Doomed
 from tests.support.crimes import CrimeAt, Rows, raise_value_error
@@ -88,6 +89,8 @@ def test_two_iterators_at_once_have_their_own_workers(tmp_path: Path) -> None:
     with loader.trace(tmp_path / "a.json"):
         for _ in zip(loader, loader, strict=True):
             pass
+    (worker,) = loader.statistics().workers
+    assert worker.batches == 10, "none of the other iterator's"
     loader.close()
     events = checked(tmp_path / "a.json")
     assert [sum(span["name"] == "fetch" for span in spans) for spans in tracks(events).values()].count(10) > 1
@@ -124,6 +127,18 @@ def test_a_worker_that_was_killed_and_replaced_is_a_mark(tmp_path: Path) -> None
     assert "SIGKILL" in mark["args"]["about"]
     assert sum(name.startswith("worker ") for name in tracks(events)) == 3
     assert len(batches(events)) == 12
+
+
+def test_a_task_that_is_sent_again_is_recorded_again(tmp_path: Path) -> None:
+    (tmp_path / "deaths").mkdir()
+    dataset, found = Doomed(tmp_path / "deaths", 20), list[Any]()
+    with DataLoader(dataset, 2, num_workers=2, workers=Processes(max_restarts=2)) as loader:
+        loader._resources.counters.follow(found.append)
+        with pytest.warns(WorkerReplaced):
+            list(loader)
+    sent = [seq for record in found for step in record[5] if step[0] == DREW for seq in step[3]]
+    assert sorted(set(sent)) == list(range(12))
+    assert len(sent) > 12
 
 
 @pytest.mark.parametrize("workers", [0, 2])

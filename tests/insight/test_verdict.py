@@ -252,6 +252,7 @@ def test_workers_on_other_machines_say_where_they_run() -> None:
 
 
 def test_all_epochs_together_have_no_number_and_workers_in_excess_no_line() -> None:
+    assert "\nEpoch 0: 1,563 batches" in verdict.text(replace(PAGE, epoch=replace(EPOCH, epoch=0)))
     page = verdict.text(replace(PAGE, epoch=replace(EPOCH, epoch=None), workers=(WORKER,) * 10))
     assert "All epochs: 1,563 batches" in page
     assert page.count("90%") == 8
@@ -357,6 +358,7 @@ def test_the_newest_epoch_that_was_long_enough_is_taken_unless_another_is_asked_
     next(iter(loader))
     assert evidence(loader).epoch.epoch == 1
     assert evidence(loader, 0).epoch.epoch == 0
+    assert evidence(loader, 0).costs.loads != evidence(loader).costs.loads
     assert evidence(loader, 2).epoch.epoch == 2
     together = evidence(loader, "all")
     assert (together.epoch.epoch, together.epoch.batches) == (None, 17)

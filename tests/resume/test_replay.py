@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, DistributedSampler, Sampler
+from torch.utils.data import Dataset, DistributedSampler
 
 from fastq_loader import DataLoader, PermutationSampler, Replace, Skip
 from fastq_loader.__main__ import main
 from fastq_loader.reading import generators
 from tests.support.datasets import Stream
+from tests.support.samplers import Says
 
 pytestmark = [
     pytest.mark.processes,
@@ -40,27 +40,6 @@ class Drawn(Dataset[Any]):
         if index in self.bad:
             raise OSError(5, "truncated")
         return index, torch.rand(2), random.random(), np.random.rand()
-
-
-class Said(Sampler[int]):
-    """A sampler that says where it stands."""
-
-    at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.at < ITEMS:
-            self.at += 1
-            yield (self.at * 7) % ITEMS
-        self.at = 0
-
-    def __len__(self) -> int:
-        return ITEMS
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
 
 
 def make(kind: str, workers: int, **options: Any) -> DataLoader[Any]:
@@ -144,7 +123,7 @@ def test_what_cannot_be_replayed_says_why() -> None:
             loader.replay(*arguments)
     with pytest.raises(TypeError, match="needs a dataset with indices"):
         DataLoader(Stream("drawn", [3])).replay(0)
-    said: DataLoader[Any] = DataLoader(Drawn(), SIZE, sampler=Said(), schedule="dynamic")
+    said: DataLoader[Any] = DataLoader(Drawn(), SIZE, sampler=Says(ITEMS), schedule="dynamic")
     batches = {number: (batch, said.state_dict()) for number, batch in enumerate(said)}
     assert same(said.replay(5, state=batches[2][1]), batches[5][0])
     with pytest.raises(ValueError, match="this state was saved after batch 4"):

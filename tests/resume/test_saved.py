@@ -173,8 +173,10 @@ class Twists(Sampler[int]):
         return iter(self.rng.permutation(20).tolist())
 
 
-def test_states_of_generators_of_another_kind_are_refused() -> None:
-    told = state(loader(shuffle=None, sampler=Twists(np.random.PCG64)))
+@pytest.mark.parametrize("between", [True, False])
+def test_states_of_generators_of_another_kind_are_refused(between: bool) -> None:
+    one = loader(shuffle=None, sampler=Twists(np.random.PCG64))
+    told = one.state_dict() if between else state(one)
     with pytest.raises(ValueError, match=r"'generator': the state of 'sampler\.sampler\.rng' does not fit"):
         loader(shuffle=None, sampler=Twists(np.random.MT19937)).load_state_dict(told)
 

@@ -73,19 +73,20 @@ def run(make: Callable[[int], DataLoader[Any]]) -> tuple[list[list[Any]], list[S
 
 
 def assert_goes_on(make: Callable[[int], DataLoader[Any]], whole: list[list[Any]], stop: Stop) -> None:
-    """With the order of the run without a stop, and with a second one; what the user draws is what it was."""
+    """With the order of the run without a stop, and with two more; what the user draws is what it was."""
     epoch, at, saved, states = stop
     rest: list[Any] = [[] for _ in range(epoch, 3)]
-    for again in range(2):  # the second time from after the next batch
+    for number in range(3):  # then right after that, and after the next batch
         second = make(2)
         second.load_state_dict(json.loads(saved))
         for each, of_user in zip(generators.GLOBAL.values(), states, strict=True):
             generators.set_state(each, of_user)
         iterator = batches(iter(second))
-        if at or (again and rest[0]):
+        if at or rest[0]:
             assert generators.same(states, users()), "what a resumed epoch draws was drawn before"
-        if not again and (batch := next(iterator, None)) is not None:
+        if number == 1 and (batch := next(iterator, None)) is not None:
             rest[0].append(batch)
+        if number == 0 or rest[0]:
             saved, states = state(second), users()
     rest[0] += iterator
     rest[1:] = [list(batches(iter(second))) for _ in rest[1:]]

@@ -232,7 +232,7 @@ def items(n: int) -> Any:
     return range(n)
 
 
-Zoo = dict[str, Callable[[int, torch.Generator], Any]]
+Zoo = dict[str, Callable[[int, Any], Any]]
 #: Exact without more.
 TORCHS: Zoo = {
     "sequential": lambda n, g: {},
@@ -242,7 +242,7 @@ TORCHS: Zoo = {
     "shuffled batches": lambda n, g: {
         "batch_sampler": BatchSampler(RandomSampler(items(n), generator=g), 4, True)
     },
-    "replacement": lambda n, g: {"sampler": RandomSampler(items(n), True, 3 * n + 37, g)},
+    "replacement": lambda n, g: {"sampler": RandomSampler(items(n), True, n + 37, g)},
     "several permutations": lambda n, g: {"sampler": RandomSampler(items(n), False, 2 * n + 3, g)},
     "weighted": lambda n, g: {"sampler": WeightedRandomSampler([1.0] * n, n, generator=g)},
     "subset": lambda n, g: {"sampler": SubsetRandomSampler(items(n)[::2], generator=g)},
@@ -278,9 +278,12 @@ ASKED: Zoo = {
 ZOO: Zoo = {**TORCHS, **BEGUN_AGAIN, **ASKED}
 
 
-def arguments(kind: str, n: int, generator: torch.Generator, **given: Any) -> dict[str, Any]:
-    """The arguments of a loader with such a sampler, over `n` items, beside those that are `given`."""
-    found = ZOO[kind](n, generator)
+def arguments(kind: str, n: int, generator: torch.Generator | None, /, **given: Any) -> dict[str, Any]:
+    """The arguments of a loader with such a sampler, over `n` items, beside those that are `given`. Without a
+    generator torch's samplers draw from the process's, and users' from one of their own."""
+    found = ZOO[kind](n, generator if kind in TORCHS else generator or torch.Generator().manual_seed(n))
     if "batch_sampler" in found:
         given = {name: value for name, value in given.items() if name not in ("batch_size", "drop_last")}
+    elif found.get("batch_size", 0) is None:
+        given.pop("drop_last", None)
     return {**given, **found}
