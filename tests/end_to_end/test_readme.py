@@ -47,8 +47,11 @@ class Images(Sized, Dataset[Any]):
         self.length, self.size = length, size
         self.names = [f"{number}.png" for number in range(length)]
 
+    def decode(self, index: int) -> torch.Tensor:
+        return torch.full((3, self.size, self.size), index % 251, dtype=torch.uint8)
+
     def __getitem__(self, index: int) -> Any:
-        return torch.full((3, self.size, self.size), index % 251, dtype=torch.uint8), index
+        return self.decode(index), index
 
 
 def train(batches: Iterable[Any]) -> None:
