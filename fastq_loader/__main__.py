@@ -158,12 +158,12 @@ def _described(leaf: Any) -> str:
 
 
 class WrongUse(Exception):
-    """What was typed cannot be what was meant."""
+    """A command line that cannot be what was meant."""
 
 
 @contextmanager
 def _typed(about: str = "") -> Iterator[None]:
-    """What is wrong in here is what was typed."""
+    """Errors in here are errors of the command line."""
     try:
         yield
     except (OSError, TypeError, ValueError) as error:
@@ -171,7 +171,7 @@ def _typed(about: str = "") -> Iterator[None]:
 
 
 def find(name: str) -> Any:
-    """What `module:name` means.
+    """Resolve `module:name`.
 
     Raises:
         WrongUse: it is no such name; or there is no such module, or no such thing in it.

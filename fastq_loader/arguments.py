@@ -1,4 +1,4 @@
-"""What a loader's arguments come to: those beyond torch's, and those that the system can refuse.
+"""Validate and resolve arguments: those beyond torch's, and those that the system can refuse.
 
 Runs in the consumer: at construction, whenever one is set later, and when an iteration begins, because
 attributes can be set past `__setattr__`. torch's own arguments are checked by torch.
@@ -30,7 +30,7 @@ from fastq_loader.workers.payload import Payload
 
 
 class Loader(Protocol):
-    """What the parts of a loader read of it: its arguments, under torch's names, and what it keeps between
+    """Interface of a loader for its parts: its arguments, under torch's names, and what it keeps between
     epochs. Iterators are made of a loader and reset with one by torch's contract, which wrappers rely on."""
 
     dataset: Any
@@ -208,7 +208,7 @@ def window(loader: Loader) -> Window:
 
 
 def plan(loader: Loader) -> Plan:
-    """What its workers are to do."""
+    """Make the plan of its workers."""
     kind = workers(loader)
     return Plan(
         make_pool=kind.make_pool,

@@ -228,7 +228,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     @property
     def _resources(self) -> Resources:
-        """What this loader has besides its arguments. Made when it is first used: torchdata's subclass never
+        """Runtime state of this loader. Made when it is first used: torchdata's subclass never
         calls the constructor, and what was copied with another loader's attributes is that loader's."""
         resources: Resources | None = vars(self).get("_resources")
         if resources is None or resources.owner() is not self:
@@ -238,8 +238,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     @property
     def _iterator(self) -> Any:
-        """What `_get_iterator` returned, of a persistent loader; frameworks set it to None to end the
-        workers."""
+        """The last return value of `_get_iterator`, of a persistent loader; frameworks set it to None to
+        end the workers."""
         return vars(self).get("_iterator")
 
     @_iterator.setter
@@ -379,7 +379,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return Position() if record is None else record.shown_position
 
     def statistics(self) -> LoaderStatistics:
-        """What this loader did so far, as an immutable snapshot.
+        """Counts of this loader so far, as an immutable snapshot.
 
         >>> loader = DataLoader(range(8), 2)
         >>> len(list(loader)), loader.statistics().batches
@@ -403,7 +403,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         )
 
     def diagnose(self, epoch: int | Literal["all"] | None = None) -> Diagnosis:
-        """What limits this loader, and what would help: `print(loader.diagnose())` is a page.
+        """Diagnose what limits this loader and what would help: `print(loader.diagnose())` is a page.
 
         May be called at any time, also in the middle of an epoch; an epoch should have some ten batches, or
         the start of the workers is most of it. The advice comes with gains that a model expects, which plays
@@ -426,7 +426,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return verdict.diagnose(verdict.evidence_of(known, statistics, self._resources.counters, epoch))
 
     def _evidence(self) -> Evidence:
-        """What the arguments say of a run, for `diagnose`."""
+        """Facts of a run that the arguments give, for `diagnose`."""
         to_device, sampler = read_device(self.device), self._index_sampler
         if type(sampler) is BatchSampler:
             sampler = sampler.sampler

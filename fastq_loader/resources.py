@@ -1,4 +1,4 @@
-"""What a loader has besides its arguments: counters, pools of workers, and its way to a device.
+"""Per-loader runtime state besides the arguments: counters, pools of workers, and its way to a device.
 
 Runs in the consumer. Made when a loader first needs it, because frameworks make loaders without running the
 constructor.
@@ -25,7 +25,7 @@ _REMEMBERED = 16
 
 
 class Resources:
-    """What is alive of one loader; of it only `saved` is copied or pickled with the arguments.
+    """Runtime state of one loader; of it only `saved` is copied or pickled with the arguments.
 
     Args:
         owner: the loader; None until it asks for them.

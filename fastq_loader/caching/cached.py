@@ -208,7 +208,7 @@ class cached:
             warnings.warn(text, NotCached, stacklevel=4)
 
     def statistics(self) -> CacheStatistics:
-        """What the cache has done so far, in all processes that this object has come to."""
+        """Counts of the cache so far, in all processes that this object has come to."""
         counts = dict(zip(_COUNTS, self._counters.sums(), strict=True))
         return CacheStatistics(bytes=self._store.used(), **counts)
 

@@ -288,7 +288,7 @@ class Store:
 
 
 def digest_of(key: bytes) -> bytes:
-    """What stands for a key: 128 bits, never two keys'."""
+    """Digest of a key: 128 bits, never two keys'."""
     return hashlib.blake2b(key, digest_size=16).digest()
 
 

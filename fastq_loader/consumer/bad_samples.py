@@ -50,7 +50,7 @@ class BadSamples:
                 warn_user(self.untold.popleft(), BadSampleFound)
 
     def state(self, of_epoch: BadSampleCounter | None) -> dict[str, Any]:
-        """What a state has of them, and of the epoch's."""
+        """Counts for a saved state: of all, and of the epoch."""
         in_epoch, read = (0, 0) if of_epoch is None else (of_epoch.bad, of_epoch.read)
         return {"in_epoch": in_epoch, "read": read, "total": self.total, "last": list(self._last)}
 

@@ -26,7 +26,7 @@ from fastq_loader.system.interrupts import refuse_interrupt
 
 
 class Outcome:
-    """What a call of `next()` comes to: a batch, an error in the place of one, or the end.
+    """Outcome of a call of `next()`: a batch, an error in the place of one, or the end.
 
     Attributes:
         batch: None where there is an error.

@@ -420,7 +420,7 @@ class EventLoop:
             raise failure
 
     def _drop(self) -> None:
-        """What was not handed out in the epoch never will be."""
+        """Drop the batches that were not handed out in the epoch."""
         if self._epoch is not None:
             self._log.leave(records.DROP, time.monotonic_ns())
 

@@ -1,4 +1,4 @@
-"""What comes from the workers, and whether it can be used.
+"""Receive answers from the workers, and check whether they can be used.
 
 Runs in the consumer, on the thread that calls `next()`. A worker runs the user's own code: it is trusted not
 to lie, and accidents are guarded against. A worker that sends what is not a message, or an answer that is not

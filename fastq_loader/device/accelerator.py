@@ -123,7 +123,7 @@ class ToDevice:
 
 
 def read_device(device: Any) -> ToDevice | None:
-    """What `device=` means; None: batches stay on the host as they are.
+    """Read and check the argument `device=`; None: batches stay on the host as they are.
 
     Raises:
         ValueError, TypeError: it is not a device, or an unknown or absent one.

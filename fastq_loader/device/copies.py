@@ -32,7 +32,7 @@ Memory = Any
 
 
 class Stager(Protocol):
-    """What a device can do. Every call returns at once, except `synchronize`.
+    """Interface of a device. Every call returns at once, except `synchronize`.
 
     Attributes:
         side: the stream that all copies run on, one after the other.
@@ -58,7 +58,7 @@ class Stager(Protocol):
         """An event that is over when everything that is queued on `stream` has run."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What is queued on `stream` from here on runs after the event."""
+        """Let `stream` wait for the event with all that is queued from here on."""
 
     def query(self, event: Event) -> bool:
         """Whether an event is over."""
@@ -71,7 +71,7 @@ class Stager(Protocol):
         allocated again before what is queued on `stream` by then has run."""
 
     def on_side(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns; the device work in it is queued on the side stream."""
+        """Return what `call` does; the device work in it is queued on the side stream."""
 
     def register(self, address: int, nbytes: int) -> None:
         """Page-lock host memory where it lies.

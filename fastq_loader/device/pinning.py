@@ -29,7 +29,7 @@ PIN_MODES = (AUTO, REGISTER, BOUNCE, PAGEABLE)
 
 
 class PinPolicy:
-    """What `pin` comes to on this device. The loader's, so that what failed in one pool is known to the next.
+    """How `pin` is done on this device. The loader's, so that what failed in one pool is known to the next.
 
     Args:
         pin, limit: as the user wants it, and how many bytes may be locked; None: any number.
@@ -156,7 +156,7 @@ class Pinner:
     # ---- where a copy reads from --------------------------------------------------------------
 
     def prepare(self, source: Source) -> Buffer:
-        """What to copy a batch from: its block, or a buffer; then the block is free again already."""
+        """Source of a batch's copy: its block, or a buffer; then the block is free again already."""
         start = self._address(source.offset) + source.start
         block = Buffer(self._stager.view(start, source.nbytes))
         if source.offset in self._registered or (self._statistics.pin == REGISTER and self._register(source)):

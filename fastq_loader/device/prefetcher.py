@@ -148,7 +148,7 @@ class Prefetcher:
         return self.loader.position if shown is None else shown[1]
 
     def statistics(self) -> StagingStatistics | None:
-        """What was copied so far, as an immutable snapshot; None on the host."""
+        """Counts of the copies so far, as an immutable snapshot; None on the host."""
         return None if self._session is None else self._session.statistics.snapshot()
 
     def _leave(self, why: str) -> None:

@@ -76,7 +76,7 @@ class Attempt:
         return deepcopy(self.result)
 
     def take(self) -> Any:
-        """What the call returned, or raised. It is forgotten here."""
+        """Return or raise what the call did. It is forgotten here."""
         (result, self.result), (error, self.error) = (self.result, None), (self.error, None)
         try:
             if error is not None:
@@ -139,7 +139,7 @@ class DeviceSession:
 
 
 class _Stage:
-    """What both kinds have in common.
+    """Base class of both kinds.
 
     Args:
         session: the loader's.

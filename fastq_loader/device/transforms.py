@@ -1,4 +1,4 @@
-"""What users do with a batch once it is on its device: normalise images, fill the inputs of a captured step.
+"""Transforms of a batch on its device: normalise images, fill the inputs of a captured step.
 
 Runs in the consumer, on whatever stream is current.
 """
@@ -142,7 +142,7 @@ def _describe(value: Any) -> str:
 
 
 def _parts(batch: Any) -> dict[Any, Any] | None:
-    """What a container holds, by key or position; None for what is not a container."""
+    """Members of a container, by key or position; None if it is none."""
     if isinstance(batch, Mapping):
         return dict(batch.items())
     return dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else None

@@ -1,4 +1,4 @@
-"""What a loader's counters mean: what is slow, what would help, and how much.
+"""Interpretation of a loader's counters: what is slow, what would help, and how much.
 
 Runs in the consumer, when it is asked, and never while a batch is made.
 """

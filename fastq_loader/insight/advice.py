@@ -1,4 +1,4 @@
-"""What a user should know: what would help, and how much; and what is said without being asked.
+"""Advice: what would help, and how much; and the hints that come unasked.
 
 Pure. Lines of advice have the gain that the model expects. One is left out where that is less than 5 %, or
 where what it proposes has no effect with the loader's other arguments. A hint is made of what was seen, or is
@@ -43,7 +43,7 @@ _LEAST_WINDOW = 64 << 20
 
 
 def advice(evidence: Evidence, limits: Sequence[str]) -> tuple[str, ...]:
-    """What would help, the best first.
+    """Advice, the best first.
 
     Args:
         evidence: what is known of the run.
@@ -270,7 +270,7 @@ def same_order(sampler: str, epoch: int, samples: int) -> str | None:
 
 
 def duplicate_data(dataset: str, first: FirstBatches) -> str | None:
-    """What the workers of an iterable dataset gave first."""
+    """First batches of an iterable dataset's workers."""
     for one, other in combinations(sorted(first), 2):
         batches = first[one]
         different = len({digest for digest, _ in batches})
@@ -288,7 +288,7 @@ def duplicate_data(dataset: str, first: FirstBatches) -> str | None:
 
 
 def idle_workers(dataset: str, first: FirstBatches, workers: int) -> str | None:
-    """What the workers of an iterable dataset gave first in an epoch that is over."""
+    """First batches of an iterable dataset's workers in an epoch that is over."""
     # Beside workers that gave fewer, one without any may be an accident of a small dataset.
     idle = [worker for worker in range(workers) if not first.get(worker)]
     if not 0 < len(idle) < workers or min(map(len, first.values())) < FIRST_BATCHES:

@@ -89,7 +89,7 @@ def _with_transport(seen: Sequence[Seen]) -> Costs:
 
 
 def given(num_workers: Any) -> Any:
-    """What the argument `num_workers` means: for "auto", the workers of the first epoch.
+    """Read the argument `num_workers`: for "auto", the workers of the first epoch.
 
     Raises:
         ValueError: it is another string.
@@ -102,7 +102,7 @@ def given(num_workers: Any) -> Any:
 
 
 class Chooser:
-    """What is remembered of a loader's epochs, to choose how many workers the next one gets.
+    """Memory of a loader's epochs, to choose how many workers the next one gets.
 
     Attributes:
         seen: epochs whose number of workers was chosen.

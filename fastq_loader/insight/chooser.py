@@ -102,7 +102,7 @@ def rank(costs: Costs | None, measured: Mapping[Setting, float], limits: Limits)
 
 
 def price(setting: Setting, own: Setting) -> tuple[int, int, bool, bool]:
-    """What a setting takes, and whether it changes more than the numbers; the least wins."""
+    """Price of a setting: what it takes, and whether it changes more than the numbers; the least wins."""
     changed = setting.dynamic != own.dynamic, setting.start_method != own.start_method
     return setting.num_workers, setting.prefetch_factor, *changed
 

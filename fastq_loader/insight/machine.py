@@ -1,4 +1,4 @@
-"""What this process may use of the machine: CPUs and memory.
+"""CPUs and memory that this process may use.
 
 Runs in the consumer. Nothing is kept: limits change while a job runs, so files are read anew each time. A
 container's limits stand in its cgroup and in those above it, in files of version 1 or 2, or of both, below
@@ -27,7 +27,7 @@ _MEMORY_SHARE = 0.8
 
 
 def limits(own: Setting) -> Limits:
-    """What a loader with this setting may take of the machine."""
+    """Limits of the machine for a loader with this setting."""
     memory = memory_bytes() * _MEMORY_SHARE / ranks()
     return Limits(own, cpus(), memory, machine_bytes=pages.installed())
 

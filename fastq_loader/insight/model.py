@@ -1,4 +1,4 @@
-"""What is known of a run, what its batches cost, and how long one would take with other settings.
+"""Model of a run: what its batches cost, and how long it would take with other settings.
 
 Pure. The model behind every expected gain plays the costs of batches that were observed through the rules by
 which the loader works:
@@ -50,7 +50,7 @@ _LEAST_PACK, _LEAST_OVERHEAD = 50e-6, 100e-6
 
 @dataclass(frozen=True)
 class Costs:
-    """What batches cost, as it was observed; in seconds.
+    """Observed costs of batches, in seconds.
 
     Attributes:
         loads: reading samples and making a batch of them, for each batch in the order of batches.
@@ -87,7 +87,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Setting:
-    """What can be chosen.
+    """A setting that can be chosen.
 
     Attributes:
         num_workers: 0 loads on the consumer's thread.
@@ -150,7 +150,7 @@ def _played(costs: Costs, setting: Setting, window: int) -> float:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a run.
+    """Facts of a run.
 
     Attributes:
         epoch: where its time went.
@@ -220,7 +220,7 @@ def costs_of(
     batch_bytes: float = 0.0,
     contention: float = 0.0,
 ) -> Costs | None:
-    """What a batch of an epoch cost; None before the first.
+    """Costs of a batch of an epoch; None before the first.
 
     Args:
         epoch: its counters.

@@ -1,4 +1,4 @@
-"""What limits a run: one word, the share of the time that it took, and what would help.
+"""The verdict on a run: what limits it in one word, its share of the time, and what would help.
 
 Runs in the consumer, on the thread that asks, and changes nothing. The causes of `EpochStatistics` add up to
 the time of the epoch, and all but the training step are time in which it could not go on: the largest of them
@@ -66,7 +66,7 @@ _IN_ASCII = str.maketrans("×µ▁▂▃▄▅▆▇█▌▋▊▉", "xu_..--==
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What limits a run. `print` and notebooks show a page of text.
+    """The diagnosis of a run. `print` and notebooks show a page of text.
 
     Attributes:
         limit: what most of the time was lost to.
@@ -116,7 +116,7 @@ class Diagnosis:
 def evidence_of(
     known: Evidence, statistics: LoaderStatistics, counters: Counters, epoch: int | str | None
 ) -> Evidence:
-    """What is known of a loader's runs.
+    """Facts of a loader's runs.
 
     Args:
         known: what its arguments say.
@@ -166,7 +166,7 @@ def _asked(statistics: LoaderStatistics, epoch: int | str | None) -> EpochStatis
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """What limits a run."""
+    """The limit of a run, in one word."""
     limits, share = _limits(evidence)
     culprit, found = _culprit(evidence, limits[0]), (*advice(evidence, limits), *_copies(evidence.workers))
     settings = _settings(evidence)
@@ -174,7 +174,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
 
 
 def _limits(evidence: Evidence) -> tuple[list[str], float]:
-    """What the time was lost to, the worst first, and the share of that."""
+    """Causes of lost time, the worst first, and the share of that."""
     shares = evidence.shares
     consumer = shares.pop("consumer")
     worst_first = sorted(shares, key=lambda cause: -shares[cause])
@@ -298,7 +298,7 @@ def _line(values: Sequence[float]) -> str:
 
 
 def _table(diagnosis: Diagnosis) -> list[str]:
-    """What workers did: shares of their time, and times of a batch; and where, if on other machines."""
+    """Activity of the workers: shares of their time, times of a batch, and where, if on other machines."""
     lines = ["  worker     busy  blocked     idle    fetch  collate     pack"]
     for worker in diagnosis.workers[:_WORKERS]:
         whole = worker.work_seconds + worker.idle_seconds + worker.blocked_seconds or 1.0

@@ -1,1 +1,1 @@
-"""What makes frameworks keep our loader, one module for each; it works from when it is imported."""
+"""Adapters that make frameworks keep our loader, one module for each; each works from its import on."""

@@ -1,4 +1,4 @@
-"""What goes between the processes: messages, sockets, and the table of claims.
+"""Communication between the processes: messages, sockets, and the table of claims.
 
 Both sides run it.
 """

@@ -1,4 +1,4 @@
-"""What sockets need of the system: a private folder to meet in, and descriptors and threads for zmq.
+"""System resources of sockets: a private folder to meet in, and descriptors and threads for zmq.
 
 Runs in the consumer and in the workers, before a context of zmq is made: it ends the process that has too few
 descriptors or threads for it.
@@ -56,7 +56,7 @@ def endpoint(folder: str, name: str) -> str:
 
 
 def socket_name(worker: int, generation: int) -> str:
-    """What the socket of a worker is called; `generation` counts those that had its number before."""
+    """Name of a worker's socket; `generation` counts those that had its number before."""
     return f"w{worker}.{generation}"
 
 

@@ -152,7 +152,7 @@ class Handle(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What became of one task.
+    """Answer to one task.
 
     Attributes:
         epoch, seq, attempt: the task's.

@@ -1,4 +1,4 @@
-"""What `iter(loader)` returns: an iterator over a pool of workers, or one that loads by itself.
+"""The iterators of a loader: one over a pool of workers, and one that loads by itself.
 
 Runs in the consumer.
 """

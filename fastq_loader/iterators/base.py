@@ -1,4 +1,4 @@
-"""What both iterators of a loader have in common.
+"""Base class of a loader's iterators.
 
 Runs in the consumer, on the thread that calls `next()`. Owns the order in which torch draws random numbers,
 the warnings about lengths, and pinning.
@@ -186,7 +186,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             self._record.bad_samples = partial(among.state, self._bad_samples)
 
     def _epoch_has_begun(self, loader: Loader) -> None:
-        """What was loaded is used up, unless the epoch could not be begun."""
+        """Forget the loaded state, unless the epoch could not be begun."""
         resources = loader._resources
         self._order.note_drawn()
         if resources.shared and not self._order.drawn[0]:

@@ -37,7 +37,7 @@ _MOMENTS = {MemoryPressure: 4, SameOrder: KEPT, DuplicateData: 1000}
 
 
 class Hints:
-    """What is found in one epoch.
+    """Hints of one epoch.
 
     Args:
         loader: whose.

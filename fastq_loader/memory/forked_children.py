@@ -33,7 +33,7 @@ _NEVER = sys.maxsize
 
 
 class _Child:
-    """What one fork has made, if it has not failed.
+    """Children of one fork, if it has not failed.
 
     Args:
         watched: whether its end is to be noticed.

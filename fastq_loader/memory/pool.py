@@ -293,12 +293,12 @@ class BlockPool:
             self._move(offset, "drop")
 
     def give_back(self, offsets: Iterable[int]) -> None:
-        """What was granted or promised is not used."""
+        """Take back unused grants and promises."""
         for offset in offsets:
             self._move(offset, "give_back")
 
     def hand_over(self, holder: Holder, worker: int, blocks: Extents) -> None:
-        """What was granted or promised to the one who claims a ticket is `worker`'s from here on."""
+        """Hand grants and promises of a ticket's claimant over to `worker`."""
         for offset, _ in blocks:
             block = self._blocks[offset]
             if block.writer != holder or block.state not in (GRANTED, PROMISED):

@@ -75,7 +75,7 @@ class Packer:
         return handle, used
 
     def copy_held(self, handle: Handle, used: Used) -> tuple[Handle, Used]:
-        """What `pack` returned, with copies of the blocks that user code kept. Called when the worker has
+        """Return what `pack` did, with copies of the blocks that user code kept. Called when the worker has
         dropped the batch.
 
         Raises:
@@ -101,7 +101,7 @@ class Packer:
         return self._place("O", data, failed=True)
 
     def pack_text(self, text: str, out_of_memory: bool) -> Handle:
-        """What there is to say about an exception that no block holds: it travels in the message."""
+        """Pack the text of an exception that no block holds: it travels in the message."""
         self._walker.values += [out_of_memory, text]
         try:
             return self._place(("t", ("V", "V")), None)[0]

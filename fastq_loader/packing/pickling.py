@@ -257,7 +257,7 @@ def _culprit(value: Any, path: str, depth: int) -> tuple[str, Any]:
 
 
 def parts_of(value: Any) -> list[tuple[str, Any, Any]]:
-    """What an object is made of: members of a container, and attributes. A form, what stands in it, and the
+    """Parts of an object: members of a container, and attributes. A form, what stands in it, and the
     part: "[{!r}]", "key", …"""
     if isinstance(value, (str, bytes, type, types.FunctionType, types.ModuleType)):
         return []
@@ -325,7 +325,7 @@ def is_interactive() -> bool:
 
 
 def hint() -> str:
-    """What to add to the error of something that pickle refuses."""
+    """Advice to add to the error of something that pickle refuses."""
     return "" if find_spec("cloudpickle") else _HINT
 
 

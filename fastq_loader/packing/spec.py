@@ -80,7 +80,7 @@ def aligned(nbytes: int) -> int:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """What torch gives a new tensor of this shape, in elements."""
+    """Strides of a new tensor of this shape, in elements."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * max(size, 1))

@@ -26,7 +26,7 @@ def cloned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """What `make` makes of a tensor; without workers that may belong to a graph, which goes on there."""
+    """Apply `make` to a tensor; without workers that may belong to a graph, which goes on there."""
     if not tensor.is_leaf:
         return make(tensor)
     return make(tensor.detach()).requires_grad_(tensor.requires_grad)

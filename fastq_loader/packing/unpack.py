@@ -127,7 +127,7 @@ class Unpacker:
         return found, sum(map(len, pieces))
 
     def open(self, handle: Handle) -> tuple[Sequence[int], Sequence[int], bytes]:
-        """What has to be known before a batch is put together. The handle was learnt.
+        """Facts that are needed before a batch is put together. The handle was learnt.
 
         Returns:
             Offsets of the blocks that the batch will have leases on, offsets of those that are copied out,

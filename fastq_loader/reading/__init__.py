@@ -1,4 +1,4 @@
-"""What torch's rules say about reading a dataset: indices, samples, batches and seeds.
+"""Reading a dataset by torch's rules: indices, samples, batches and seeds.
 
 Runs in the workers; without workers, and for the indices, in the consumer.
 """

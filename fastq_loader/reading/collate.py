@@ -32,7 +32,7 @@ torch_tensors = torch_collate.collate_tensor_fn
 
 
 def default(batch: Any) -> Any:
-    """What torch's `default_collate` gives, or raises."""
+    """Collate as torch's `default_collate` does; raises what that raises."""
     table = torch_collate.default_collate_fn_map
     return _collate(batch, table) if type(table) is dict else _torchs(batch, table)
 

@@ -82,7 +82,7 @@ def find(roots: dict[str, Any], but: Iterable[Any] = ()) -> dict[str, Any]:
 
 
 def _members(part: Any) -> list[tuple[Any, Any]]:
-    """What an object is made of, found without any code of its class."""
+    """Parts of an object, found without any code of its class."""
     for base, items in _CONTAINERS.items():
         if issubclass(type(part), base):
             members = list(enumerate(items(part) if base.__len__(part) <= _MOST_MEMBERS else ()))
@@ -244,7 +244,7 @@ def put_back() -> restored:
 
 
 def states(*roots: Any) -> tuple[Any, ...]:
-    """What user code draws from, to be compared: the state of the three generators, and of those that `roots`
+    """States that user code draws from, to be compared: of the three generators, and of those that `roots`
     (a dataset, a collate function) or something in them has as attributes."""
     own = find({str(number): root for number, root in enumerate(roots)})
     return tuple(map(_comparable, [*GLOBAL.values(), *own.values()]))
@@ -271,7 +271,7 @@ def _plain(value: Any) -> Any:
 
 
 def load(text: str) -> Any:
-    """What `dump` wrote; lists have become tuples."""
+    """Load what `dump` wrote; lists have become tuples."""
     return _as_it_was(json.loads(text, object_hook=_dict))
 
 

@@ -78,7 +78,7 @@ def fetcher_at(place: dict[str, Any] | None, dataset: Any, **rules: Any) -> Fetc
 
 
 def begun_at(place: dict[str, Any], part: Any, begin: Callable[[], T], iterator_of: Callable[[T], Any]) -> T:
-    """What `begin` makes, which has an iterator over a dataset or sampler, both put where they stood.
+    """Return what `begin` makes, an iterator over a dataset or sampler, with both put where they stood.
 
     A part that has "ended" is asked once more: it may note in its iterator that it was put somewhere, and
     would begin its next iteration there.

@@ -24,7 +24,7 @@ class HandedOutBefore(Exception):
 
 
 class Reader:
-    """What batches are loaded from.
+    """The user's objects, from which batches are loaded.
 
     Args:
         dataset, collate, errors: the user's; None for `errors`: each is raised.

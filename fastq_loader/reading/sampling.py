@@ -253,7 +253,7 @@ def _shuffled(
 
 
 def _permutations(sampler: RandomSampler) -> Iterator[torch.Tensor]:
-    """What RandomSampler yields from; torch 2.6 to 2.13 draw like this."""
+    """The generator that RandomSampler draws from; torch 2.6 to 2.13 draw like this."""
     count = len(sampler.data_source)
     generator = sampler.generator
     if generator is None:

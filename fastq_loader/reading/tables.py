@@ -37,7 +37,7 @@ class Gatherer:
         self._kinds, self._allows = 0, False  # of the table of collate functions
 
     def gather(self, dataset: Any, index: Any) -> list[torch.Tensor] | None:
-        """What torch's default collate makes of these rows of one of TABLES; None: it has to be asked."""
+        """Rows of one of TABLES as torch's default collate makes them; None: it has to be asked."""
         if not (_is_torchs() and self._is_default()):
             return None
         try:

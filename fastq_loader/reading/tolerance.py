@@ -41,7 +41,7 @@ class LeftOut(Exception):
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What to do with a sample that raises when it is read; for the arguments see `Replace`."""
+    """Base class of policies for a sample that raises when it is read; for the arguments see `Replace`."""
 
     limit: int | float | None = 0.5
     only: type[Exception] | tuple[type[Exception], ...] = (Exception,)
@@ -117,7 +117,7 @@ class Skip(Tolerance):
 
 
 def read_errors(errors: Any, iterable: bool = False) -> Tolerance | None:
-    """What `errors=` means; None: every error is raised.
+    """Read and check the argument `errors=`; None: every error is raised.
 
     Raises:
         ValueError: it is a string without a meaning, or cannot go with an iterable dataset.
@@ -170,7 +170,7 @@ class TolerantFetcher(Fetcher):
         return super().fetch(index)
 
     def _read(self, index: Any) -> Any:
-        """What is collated."""
+        """The samples to be collated."""
         indices = [index]
         if self.auto_collation:
             indices = index if type(index) is list else list(index)
@@ -234,7 +234,7 @@ class TolerantFetcher(Fetcher):
         self.error = error
 
     def _instead(self, indices: list[Any], position: int, read: Callable[[Any], Any]) -> Any:
-        """What takes the place of the sample that was noted last."""
+        """The replacement of the sample that was noted last."""
         first = len(self.bad) - 1
         for attempt in range(_TRIES):
             index = self._other(indices, position, attempt)

@@ -99,7 +99,7 @@ class Frame(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a client wants.
+    """Request of a client.
 
     Attributes:
         number: of a place at this host; names the far worker.
@@ -417,7 +417,7 @@ def connect(
 
 
 def ask(address: Address, token: bytes, request: Request, tls: Tls | None, patience: float) -> Any:
-    """What a host says about one of its workers; see `host`.
+    """Request for a report of a host on one of its workers; see `host`.
 
     Raises:
         Lost, ProtocolError: see `connect`.

@@ -67,7 +67,7 @@ _Packed = tuple[bytes, Sequence[Any], Sequence[int]]
 
 @dataclass(frozen=True)
 class HostSpec:
-    """What a host is told.
+    """Setup of a host.
 
     Attributes:
         setup: of any worker; the payload is pickled.
@@ -183,7 +183,7 @@ class SentBlocks(Allocator):
 
 
 class ProxySocket:
-    """What a worker takes for its socket. A child that user code forked there ends when it uses it.
+    """Socket of a far worker. A child that user code forked there ends when it uses it.
 
     Args:
         connection: to the proxy.

@@ -153,7 +153,7 @@ class Host:
                 self._accept()
 
     def _wait(self) -> set[int]:
-        """What there is to do, by descriptors."""
+        """Actions that are due, by descriptors."""
         poller = select.poll()
         for sock in (self._giver, self._listener, *(place.sock for place in self._places.values())):
             poller.register(sock, select.POLLIN)

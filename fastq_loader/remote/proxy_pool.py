@@ -76,7 +76,7 @@ class Placement(Protocol):
         """
 
     def death(self, place: Place) -> str:
-        """What is known of why a place was lost ("node 10.0.0.2 was removed"); "" for nothing. Is asked, on
+        """Reason why a place was lost ("node 10.0.0.2 was removed"); "" if unknown. Is called on
         any thread, when its host does not know."""
 
     def close(self) -> None:
@@ -264,7 +264,7 @@ class ProxyPool(WorkerPool):
         return f"was lost with its process on {proxy.place.node} (pid {proxy.pid}; {proxy.why}): {how},"
 
     def _report(self, place: Place, patience: float) -> tuple[int, bool, str]:
-        """What a host says about the worker at one of its places: process id, whether it is alive, and its
+        """Report of a host on the worker at one of its places: process id, whether it is alive, and its
         stacks or how it died; process id 0 if it says nothing."""
         with contextlib.suppress(Lost, ProtocolError):
             request = Request(place.number, True)

@@ -445,7 +445,7 @@ def _job(ranks: int) -> str:
 
 
 def _text(error: BaseException) -> str:
-    """What Ray says of an error, without what it says of itself and of errors in general."""
+    """Text of an error of Ray's, without what it says of itself and of errors in general."""
     text = str(error).partition("Some common causes include")[0]
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
     telling = [line for line in lines if line.startswith(("The actor is dead", "The actor died because"))]

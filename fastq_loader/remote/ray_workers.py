@@ -1,4 +1,4 @@
-"""What a user says about workers on other machines: `workers=`.
+"""Workers on other machines, as an argument (`workers=`).
 
 Runs in the consumer. Ray is not imported here: options can be made, compared and stored where it is not
 installed.

@@ -168,8 +168,9 @@ class Order(Iterator[Any]):
         return {name: generators.state_of(generators.GLOBAL[name]) for name in self.traits.shared}
 
     def seen(self) -> Drawn:
-        """What was drawn, and the states of the loader's own generators now, from which others may have drawn
-        as well. In the middle of a draw, on any thread or in a handler of a signal, those before it."""
+        """The draws so far, and the states of the loader's own generators now, from which others may have
+        drawn as well. In the middle of a draw, on any thread or in a handler of a signal, those before
+        it."""
         drawn, states = self.drawn, self._own_states()
         return drawn if self.drawing or self.drawn is not drawn else (*drawn[:2], states)
 
@@ -208,7 +209,7 @@ class Order(Iterator[Any]):
             )
 
     def show(self, progress: Progress | None) -> None:
-        """What was handed out has come that far; None: to the end."""
+        """Record how far the epoch was handed out; None: to the end."""
         if self._read_ahead is not None:
             with self._lock:
                 self.drawing = True
@@ -356,7 +357,7 @@ class Order(Iterator[Any]):
         )
 
     def note_shared(self) -> None:
-        """What is read from here on draws from the shared generators."""
+        """Note that reads from here on draw from the shared generators."""
         if self._resumed is None:
             shared = {name: generators.state_of(each) for name, each in generators.GLOBAL.items()}
             self.beginning.states.update(self._own_states() | shared)

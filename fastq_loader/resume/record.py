@@ -167,7 +167,7 @@ class EpochRecord:
 
     @property
     def pool_seed(self) -> int:
-        """What new workers are seeded from. Not what they were seeded from before, if they do not go through
+        """The base seed of new workers. Not what they were seeded from before, if they do not go through
         the same again: they would draw the same random numbers for other samples. If it is known which of
         them have handed out something, those get a seed of their own."""
         progress = self.progress

@@ -37,7 +37,7 @@ _DEEPEST = 8
 
 
 class Traits:
-    """What the order of an epoch wants to know of a loader's samplers before it begins.
+    """Facts about a loader's samplers that the order of an epoch needs before it begins.
 
     Args:
         index_sampler, generator, dataset: the loader's.
@@ -110,7 +110,7 @@ def own_generators(index_sampler: Any, generator: torch.Generator | None, datase
 
 
 def epochs(index_sampler: Any) -> dict[str, int]:
-    """What `set_epoch` has set: how deep → the epoch."""
+    """Epochs that `set_epoch` has set: how deep → the epoch."""
     found = {str(depth): attribute(part, "epoch") for depth, part in enumerate(chain(index_sampler))}
     return {depth: epoch for depth, epoch in found.items() if type(epoch) is int}
 

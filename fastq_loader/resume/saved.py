@@ -1,4 +1,4 @@
-"""What `load_state_dict()` takes: a state is read, compared with the loader, and only then taken.
+"""Saved states: one is read, compared with the loader, and only then taken by `load_state_dict()`.
 
 Runs in the consumer. Nothing of a loader changes before all of a state was found to fit it.
 """

@@ -1,4 +1,4 @@
-"""What `state_dict()` returns: an epoch as a plain dict.
+"""Layout of `state_dict()`: an epoch as a plain dict.
 
 Runs in the consumer. Two loaders are compared by fields of it, and what users' samplers and datasets say has
 fields of its own, which pass through `json.dumps` where that does. All the rest is one text with a checksum,
@@ -34,7 +34,7 @@ LIBRARY = "fastq_loader"
 
 @dataclass(frozen=True)
 class Began:
-    """What stays the same from batch to batch of an epoch, and no other loader is compared with.
+    """Fields that stay the same from batch to batch of an epoch, and that no loader is compared with.
 
     Attributes:
         epoch, batches: epochs that are over, and batches that were handed out in them.
@@ -58,7 +58,7 @@ class Began:
 
 @dataclass(frozen=True)
 class Now:
-    """What does not, besides the four keys of torchdata's.
+    """Fields that change with each batch, besides the four keys of torchdata's.
 
     Attributes:
         beyond: see `Progress`.
@@ -88,7 +88,7 @@ class Constant:
 
 
 def unpack(text: Any, checksum: Any) -> tuple[Began, Now]:
-    """What lies in a state besides the fields.
+    """The blob that lies in a state besides the fields.
 
     Raises:
         ValueError: it is damaged.
@@ -100,7 +100,7 @@ def unpack(text: Any, checksum: Any) -> tuple[Began, Now]:
 
 
 def describe(loader: Loader) -> dict[str, Any]:
-    """What a loader iterates, which must be the same when a state is loaded; `num_workers` only where it
+    """Description of the data, which must be the same when a state is loaded; `num_workers` only where it
     matters."""
     return {**dict.fromkeys(("dataset_kind", "dataset_length")), **_described(loader), **_length(loader)}
 
@@ -153,7 +153,8 @@ def begun(loader: Loader, begin: Callable[[], T]) -> T:
 
 
 def _hold(loader: Loader) -> Callable[[], dict[str, Any]]:
-    """What gives the state of now while an epoch begins. Few ask then: what cannot change is read later."""
+    """Return the function that gives the current state while an epoch begins. Few ask then: what cannot
+    change is read later."""
     record, loaded = loader._resources.place
     if record and not loaded and record.over and not record.shown and record.order.traits.still:
         seen = record.order.seen()

@@ -82,7 +82,7 @@ class ReorderRing(Generic[T]):
         self.head += 1
 
     def items(self) -> list[T]:
-        """What is in the ring, in no particular order."""
+        """The items in the ring, in no particular order."""
         return [item for item in self._slots if item is not _EMPTY]
 
     def clear(self) -> None:

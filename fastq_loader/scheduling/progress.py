@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class WorkerProgress(NamedTuple):
-    """What was handed out of one worker's batches.
+    """Progress of one worker's batches.
 
     Attributes:
         delivered: how many.

@@ -1,4 +1,4 @@
-"""What a user says about who loads which batch (`schedule=`), and how many batches may be under way.
+"""Schedules (`schedule=`: who loads which batch), and how many batches may be under way.
 
 Pure. The schedules are stored by the loader as they were given; `read_schedule` also takes their short forms.
 
@@ -21,7 +21,7 @@ WIDEST_WINDOW = 14_335
 
 @dataclass(frozen=True)
 class Schedule:
-    """What both schedules have in common: `window`, the batches that may be asked for and not handed out.
+    """Base class of schedules. `window`: the batches that may be asked for and not handed out.
 
     Raises:
         TypeError, ValueError: `window` is no such number.
@@ -96,7 +96,7 @@ _SHORT_FORMS: dict[str, type[Schedule]] = {"round_robin": RoundRobin, "dynamic":
 
 
 def read_schedule(schedule: Any) -> Schedule:
-    """What `schedule=` means.
+    """Read and check the argument `schedule=`.
 
     Raises:
         ValueError: it is a string without a meaning.

@@ -81,7 +81,7 @@ class Batch:
 
     @property
     def blocks(self) -> Extents:
-        """What its task may write to, now or once it is let go."""
+        """Blocks that its task may write to, now or once it is let go."""
         return () if self.task is None else self.task.grants + self.task.promises
 
     def move(self, event: str) -> None:

@@ -1,4 +1,4 @@
-"""What takes the place of lists, tuples and dicts: columns that are read as these were.
+"""Replacements of lists, tuples and dicts: columns that are read as these were.
 
 Runs in every process that reads a dataset. They cannot be changed, so copies are the same object. Pickled,
 their buffers go out of band with protocol 5.
@@ -18,7 +18,7 @@ from fastq_loader.sharing.columns import Column, column_of
 
 
 class Shared:
-    """What the two have in common.
+    """Base class of the two.
 
     Attributes:
         before: bytes of what it replaces, about.
@@ -169,5 +169,5 @@ def release_memory() -> None:
 
 
 def shared(values: Any, before: int) -> SharedSequence | SharedMapping:
-    """What takes the place of a list, tuple or dict of about so many bytes."""
+    """Replacement of a list, tuple or dict of about so many bytes."""
     return SharedMapping(values, before) if type(values) is dict else SharedSequence(values, before)

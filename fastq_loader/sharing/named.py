@@ -33,7 +33,7 @@ class Differs(ValueError):
 
 
 def once(name: str, about: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `make` gives, made by the first process that asks for it by this name.
+    """Return what `make` gives in the first process that asks for it by this name.
 
     Args:
         name: any text.

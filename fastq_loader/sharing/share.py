@@ -135,7 +135,7 @@ def _refused(value: Any) -> str:
 
 
 def sharing_report(dataset: Any) -> str:
-    """What of a dataset is shared, a line for each attribute, and the bytes before and after.
+    """Report the shared attributes of a dataset, a line for each, and the bytes before and after.
 
     >>> dataset = torch.utils.data.TensorDataset(torch.arange(2))
     >>> dataset.names = ["a.png", "b.png"]
@@ -184,7 +184,7 @@ def _nbytes(value: Any, depth: int = 0) -> int:
 
 
 def _about(value: Any) -> list[Any]:
-    """What a container is, to be compared in other processes: its type, its length, a digest of its items."""
+    """Description of a container, to be compared in other processes: type, length, a digest of its items."""
     digest, items = hashlib.blake2b(digest_size=16), iter(value.items() if type(value) is dict else value)
     while chunk := list(islice(items, _CHUNK)):
         try:

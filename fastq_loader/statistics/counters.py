@@ -56,7 +56,7 @@ class StagingCounters(Counting, StagingStatistics):
         self.records.append((COPY, None, int(began * 1e9), int(ended * 1e9), 0, (), nbytes))
 
     def snapshot(self) -> StagingStatistics:
-        """What was counted so far."""
+        """The counts so far."""
         return StagingStatistics(**values_of(self))
 
 
@@ -124,7 +124,7 @@ class EpochLog:
             self._counters.fold()
 
     def counted(self) -> EpochCounters:
-        """What the records have come to so far."""
+        """Fold the records made so far."""
         self._counters.fold()
         return self._found
 
@@ -163,7 +163,7 @@ class Counters(Counting, LoaderStatistics):
 
     @property
     def batch_bytes(self) -> float:
-        """What a batch took of the shared memory, on average."""
+        """Bytes of shared memory of a batch, on average."""
         return self.bytes / max(1, self.batches)
 
     def begin_epoch(self, now: int, cpu: int) -> EpochLog:
@@ -221,7 +221,7 @@ class Counters(Counting, LoaderStatistics):
             self._look_at_memory_from = began + 100 * (monotonic_ns() - began)
 
     def snapshot(self, **now: Any) -> LoaderStatistics:
-        """What was counted so far, and `now`: fields that others know."""
+        """The counts so far, and `now`: fields that others know."""
         history = self.history
         self._look_at_memory()
         wire_bytes = sum((source.count() for source in list(self.sources)), self.wire_bytes)

@@ -44,7 +44,7 @@ _LATE = 10
 
 
 class Cost(NamedTuple):
-    """What one batch cost its worker, in nanoseconds.
+    """Costs of one batch in its worker, in nanoseconds.
 
     Attributes:
         seq: its number.
@@ -58,7 +58,7 @@ class Cost(NamedTuple):
 
 
 class EpochCounters:
-    """What the records of one epoch come to.
+    """Counts of one epoch, folded from its records.
 
     Args:
         epoch: its number, from 0 on.
@@ -275,7 +275,7 @@ class EpochCounters:
         return sum(self.by_cause.values())
 
     def snapshot(self) -> EpochStatistics:
-        """What was counted so far. May be called on any thread, so it looks once at what grows."""
+        """The counts so far. May be called on any thread, so it looks once at what grows."""
         ready = self._ready()
         widths = [self._width] * (len(ready) - 1)
         widths.append(max(1, self.nanoseconds - sum(widths)))
@@ -294,7 +294,7 @@ class EpochCounters:
 
 
 def _lost_to(cause: str, began: int, ended: int, answer: Answer, previous: int) -> dict[str, int]:
-    """What a wait was lost to, in nanoseconds of each; the rest of it is the transport's.
+    """Causes of a wait, in nanoseconds of each; the rest of it is the transport's.
 
     Args:
         cause: what it seemed to be.
@@ -326,7 +326,7 @@ def _overlap(began: int, ended: int, since: int, until: int) -> int:
 
 
 def summed(epochs: list[EpochCounters]) -> EpochCounters:
-    """What was counted in several epochs, as one."""
+    """The counts of several epochs, as one."""
     total = EpochCounters(0, 0)
     for epoch in epochs:
         total.include(epoch)

@@ -1,4 +1,4 @@
-"""What users see of the counters: immutable snapshots.
+"""Snapshots of the counters, immutable, for users.
 
 Pure. The classes are frozen, so that later counting does not change a snapshot. `counters` counts in
 subclasses that are not.
@@ -122,7 +122,7 @@ class EpochStatistics:
 
 @frozen
 class WorkerStatistics:
-    """What one worker did since it started.
+    """Counts of one worker since it started.
 
     Attributes:
         id: its number, 0 … num_workers-1.
@@ -196,7 +196,7 @@ class LateBatch:
 
 @dataclass(frozen=True)
 class CacheStatistics:
-    """What a cache has done, in all processes that hold it together; see `cached`.
+    """Counts of a cache, in all processes that hold it together; see `cached`.
 
     Attributes:
         hits: calls whose value was read.
@@ -242,7 +242,7 @@ class BadSample:
 
 @frozen
 class StagingStatistics:
-    """What was copied to the device, since the loader was made unless said otherwise.
+    """Counts of copies to the device, since the loader was made unless said otherwise.
 
     Attributes:
         device: which.

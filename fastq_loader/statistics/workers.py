@@ -69,6 +69,6 @@ class WorkerCounters(Counting, WorkerStatistics):
             self.shared_bytes, self.private_bytes = seen
 
     def snapshot(self) -> WorkerStatistics:
-        """What was counted so far."""
+        """The counts so far."""
         pid, node = self.far or (self.pid, None)
         return WorkerStatistics(**values_of(self) | {"pid": pid, "node": node})

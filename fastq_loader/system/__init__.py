@@ -1,4 +1,4 @@
-"""What the operating system and the interpreter offer, where not every one of them does.
+"""Services of the operating system and the interpreter that not every one of them has.
 
 Runs in every process; imports nothing of this package.
 """

@@ -25,7 +25,7 @@ def _own(part: Any) -> dict[str, Any]:
 
 
 def held(part: Any) -> dict[str, Any]:
-    """What an object has in its `__dict__`, and in the `__slots__` of its classes."""
+    """Attributes in an object's `__dict__`, and in the `__slots__` of its classes."""
     found = dict(islice(dict.items(_own(part)), _MOST))
     for kind in type(part).__mro__:
         if "__slots__" in vars(kind):

@@ -191,7 +191,7 @@ def seal_length(fd: int, contents: bool = False) -> None:
 
 
 def limit_of(name: str) -> int | None:
-    """What this process may have of a resource, such as "AS" (bytes of address space); None is any number."""
+    """Limit of a resource of this process, such as "AS" (bytes of address space); None is none."""
     limit, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
     return None if limit == resource.RLIM_INFINITY else limit
 

@@ -13,7 +13,7 @@ pid = os.getpid()
 
 
 def current() -> int:
-    """What `os.getpid()` gives."""
+    """Return what `os.getpid()` does."""
     return pid
 
 

@@ -44,7 +44,7 @@ _HEADER = ("", "batches/s", "first batch", "CPU", "memory")
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """What the epochs cost with one of the loaders; 0 is not known.
+    """Costs of the epochs with one of the loaders; 0 is unknown.
 
     Attributes:
         loader: "torch" or "fastq_loader".
@@ -83,7 +83,7 @@ class ComparisonRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found. `print` of it is a page.
+    """Result of `compare`. `print` of it is a page.
 
     Attributes:
         equal: whether all batches are, and the states of the generators after each epoch.
@@ -231,7 +231,7 @@ def _cause(loader: Any, probed: str, reproducible: bool, error: str) -> str:
 
 
 def _notes(loader: Any, error: str, seconds: float, batches: int | None) -> Iterator[str]:
-    """What was left out, or done in another way."""
+    """Parts that were left out, or done in another way."""
     for usual, text in (
         (_VALUES, "values were compared without, as torch has them, and the speed is with."),
         (_HOST, "left out; batches stayed on the host, and workers were processes of this machine."),
@@ -263,7 +263,7 @@ _HOST: dict[str, Any] = {"device": None, "pin_memory": False, "workers": "proces
 
 
 class Seen(NamedTuple):
-    """What a pass saw.
+    """Observations of a pass.
 
     Attributes:
         digests: of each batch, of the generators after each epoch, and of an error.

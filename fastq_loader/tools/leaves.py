@@ -1,4 +1,4 @@
-"""What a batch consists of, part by part: types, dtypes, shapes, strides and values, to be compared.
+"""Parts of a batch, to be compared: types, dtypes, shapes, strides and values.
 
 Runs wherever batches are compared. A part is plain data, so that it passes between processes as it is.
 """
@@ -69,7 +69,7 @@ def leaves(value: Any, path: str = "batch", above: tuple[int, ...] = ()) -> Iter
 
 
 def _reduced(value: Any, above: tuple[int, ...]) -> Any:
-    """What a pickle of an object would be made of; () where it has none."""
+    """Parts that a pickle of an object would be made of; () where it has none."""
     if len(above) > _DEEPEST:
         return ()
     try:

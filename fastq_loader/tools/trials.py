@@ -42,7 +42,7 @@ _PATIENCE = 8.0
 
 @dataclass(frozen=True)
 class Measured:
-    """What one measurement gave.
+    """Result of one measurement.
 
     Attributes:
         batches: that were counted.
@@ -135,13 +135,13 @@ def measure(
 
 
 class Task(Protocol):
-    """What a child does. It reaches a child that is spawned by pickle."""
+    """Work of a child. It reaches a child that is spawned by pickle."""
 
     def run(self) -> None:
         """All of it; may be interrupted."""
 
     def result(self) -> Any:
-        """What it came to so far; None: too little."""
+        """The result so far; None: too little."""
 
     def close(self) -> None:
         """End the workers that it started."""
@@ -307,7 +307,7 @@ class _Trial:
         self._loader.close()
 
     def result(self) -> Measured | None:
-        """What the times come to; None: there are too few."""
+        """Evaluate the times; None: there are too few."""
         self._loader.statistics()  # counts the CPU time so far
         counters = self._loader._resources.counters
         begun = [cost.load + cost.pack for epoch in counters.history for cost in epoch.costs if not cost.seq]

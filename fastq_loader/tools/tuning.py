@@ -69,7 +69,7 @@ class TuningRow:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `tune` found. `print` of it is a table.
+    """Result of `tune`. `print` of it is a table.
 
     Attributes:
         settings: the recommended arguments of `DataLoader`.
@@ -223,7 +223,7 @@ def _result(
 def checked(
     loader: Any, step_seconds: Any, seconds: Any, start_methods: Any, schedules: Any, max_workers: Any
 ) -> Limits:
-    """What may be tried; for arguments and errors see `tune`."""
+    """Settings that may be tried; for arguments and errors see `tune`."""
     trials.check_loader(loader, DataLoader, "tune needs a fastq_loader.DataLoader")
     check_seconds("seconds", seconds, least=1.0)
     if step_seconds is not None:
@@ -251,7 +251,7 @@ def checked(
 
 @dataclass
 class Row:
-    """What is known of a setting.
+    """Measurements of a setting.
 
     Attributes:
         setting: it.

@@ -28,7 +28,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a pool of workers is to do; fixed for its life.
+    """Plan of a pool of workers; fixed for its life.
 
     Attributes:
         payload: the user's objects.
@@ -104,5 +104,5 @@ class Setup:
 
 
 def own_fields(setup: Setup) -> dict[str, Any]:
-    """What differs between the setups of a pool's workers."""
+    """Fields that differ between the setups of a pool's workers."""
     return {name: getattr(setup, name) for name in ("worker", "generation", "folder", "space")}

@@ -222,7 +222,7 @@ class WorkerGroup:
     # ---- what goes to all -----------------------------------------------------------------------
 
     def sealed(self, told: Sequence[Any]) -> bytes:
-        """What each worker is told, by its number, as one sealed pickle; b"" for nothing."""
+        """Values for each worker, by its number, as one sealed pickle; b"" for nothing."""
         return seal(pickle.dumps(list(told)), self.token) if told else b""
 
     def begin_epoch(self, epoch: Epoch) -> None:

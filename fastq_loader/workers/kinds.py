@@ -1,4 +1,4 @@
-"""What a user says about workers: `workers=` is their kind, `num_workers="auto"` their number.
+"""Arguments about workers: `workers=` is their kind, `num_workers="auto"` their number.
 
 Runs in the consumer.
 """
@@ -51,7 +51,7 @@ class WorkerKind(ABC):
         return self.max_restarts
 
     def missing(self) -> str:
-        """What this system lacks for such workers, and what to install; "" if nothing. @private"""
+        """Requirements of such workers that this system lacks, and what to install; "" if none. @private"""
         return ""
 
     @abstractmethod
@@ -115,7 +115,7 @@ class Auto(int):
 
 
 def read_workers(workers: Any, kinds: Sequence[type[WorkerKind]] = (Processes,)) -> WorkerKind:
-    """What `workers=` means.
+    """Read and check the argument `workers=`.
 
     Args:
         workers: what the user said.

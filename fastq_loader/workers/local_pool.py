@@ -57,7 +57,7 @@ class LocalPool(WorkerPool):
         self._moment: zygote.Moment | None = None  # of the start, for workers that an interpreter forks
 
     def _prepare(self) -> None:
-        """What is pickled for the workers is pickled here, so that all see the dataset as it is now."""
+        """Pickle for all workers here, so that they see the dataset as it is now."""
         plan = self._plan
         self._context = multiprocessing.get_context() if plan.context is None else plan.context
         self.forks = self._context.get_start_method() == "fork"

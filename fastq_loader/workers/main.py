@@ -237,7 +237,7 @@ class Worker:
     # ---- one task -----------------------------------------------------------------------------
 
     def _costs(self) -> tuple[Any, ...]:
-        """What the last batch cost, and its bad samples: the fields of an answer from `fetched` on."""
+        """Costs of the last batch, and its bad samples: the fields of an answer from `fetched` on."""
         fetched, collated, *slowest = self._reader.timing
         new_memory, self._mapped = self._allocator.new_memory - self._mapped, self._allocator.new_memory
         cpu = cpu_wait = 0

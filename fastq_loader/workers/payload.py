@@ -35,7 +35,7 @@ from fastq_loader.system import calls
 
 
 class Descriptors(dict[Any, int]):
-    """What a worker needs, by name or number: inherited, or sent along under spawn and forkserver."""
+    """Descriptors of a worker, by name or number: inherited, or sent along under spawn and forkserver."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _received, ({name: reduction.DupFd(fd) for name, fd in self.items()},)
@@ -82,7 +82,7 @@ class Payload:
 
 
 class PickledPayload(Payload):
-    """What arrives in a worker that did not inherit: a pickle, or descriptors of which the last is that of
+    """Payload in a worker that did not inherit it: a pickle, or descriptors of which the last is that of
     memory with one."""
 
     def __init__(self, data: bytes | None, carried: Descriptors) -> None:
@@ -149,7 +149,7 @@ class _Recorder:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """What is pickled in here leaves its descriptors; none if pickling fails."""
+        """Record the descriptors of what is pickled in here; none if pickling fails."""
         starting = get_spawning_popen()
         set_spawning_popen(self)  # type: ignore[arg-type]
         try:

@@ -23,7 +23,7 @@ from fastq_loader.workers.config import Setup
 
 
 class WorkerReader(Reader):
-    """What one worker loads batches from.
+    """Reader of one worker.
 
     Args:
         setup: the worker's.

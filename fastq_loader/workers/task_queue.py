@@ -20,7 +20,7 @@ _GLANCE = 50e-6
 
 
 class TaskQueue:
-    """What could be worked on next.
+    """Queue of the tasks that could be worked on next.
 
     Args:
         claims: the table of claims.

@@ -79,7 +79,7 @@ class Worker:
 
     @property
     def process(self) -> BaseProcess | None:
-        """What multiprocessing knows of it; None until it is started."""
+        """Its process object of multiprocessing's; None until it is started."""
         return self.child.process if self.child is not None and self.child.pid else None
 
     @property

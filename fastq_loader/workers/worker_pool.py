@@ -115,7 +115,7 @@ class WorkerPool(ABC):
                 self._plan.payload.unseal()
 
     def count_in(self, counters: Counters) -> None:
-        """What the workers do is counted there from now on."""
+        """Count what the workers do there from now on."""
         counters.workers = tuple(WorkerCounters(worker.number, worker.pid) for worker in self.workers)
 
     def _with(self, **fields: Any) -> Setup:

@@ -137,7 +137,7 @@ class Zygote:
 
 
 class Forked(popen_fork.Popen):
-    """What multiprocessing has of a child process, for one that is the zygote's child.
+    """multiprocessing's handle of a child process, for one that is the zygote's child.
 
     Args:
         zygote: forks it, now.
@@ -284,7 +284,7 @@ _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith(
 
 
 def _surroundings() -> tuple[Any, ...]:
-    """What a new program inherits, but for its folder."""
+    """Surroundings that a new program inherits, but for its folder."""
     streams = [os.fstat(descriptor) for descriptor in (0, 1, 2)]
     return (
         frozenset(os.environ.items()),
@@ -345,7 +345,7 @@ def _preparation() -> dict[str, Any]:
 
 
 class _Interpreter(popen_fork.Popen):
-    """What multiprocessing has of a child that is a fresh interpreter, for one that does not import
+    """multiprocessing's handle of a child that is a fresh interpreter, for one that does not import
     `__main__`."""
 
     def __init__(self, process: BaseProcess, passed: int) -> None:
