@@ -47,7 +47,7 @@ def source_of(readme: str) -> str | None:
 def _short(results: Results, source: PurePosixPath) -> Iterator[str]:
     """What the project's own README shows: five workloads and a picture."""
     yield in_markdown(short_table(results, SHORT))
-    yield f"{pictures.caption(results)}. What they say: [bench/README.md](bench/README.md)."
+    yield f"{pictures.caption(results)}. How to read these numbers: [bench/README.md](bench/README.md)."
     for each in pictures.pictures(results)[:1]:
         yield f"![{each.title}]({source.with_suffix('') / each.name})"
 
