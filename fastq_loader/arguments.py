@@ -120,7 +120,7 @@ def elsewhere(workers: str | WorkerKind) -> bool:
     Raises:
         TypeError, ValueError: there are none such.
     """
-    return not read_workers(workers, KINDS).here
+    return read_workers(workers, KINDS).is_remote
 
 
 def check_workers(loader: Loader, kind: WorkerKind) -> None:

@@ -42,13 +42,13 @@ class WorkerDied(RuntimeError):
     """
 
 
-class PoisonousBatch(WorkerDied):
+class PoisonBatch(WorkerDied):
     """Several workers, one after the other, died while they loaded the same batch.
 
     >>> kept = Processes(max_restarts=3)
     >>> list(DataLoader(range(4), num_workers=1, collate_fn=lambda samples: os._exit(3), workers=kept))
     Traceback (most recent call last):
-    fastq_loader.errors.PoisonousBatch: batch 0 (indices [0]) was given up: 3 workers died of it, ...
+    fastq_loader.errors.PoisonBatch: batch 0 (indices [0]) was given up: 3 workers died of it, ...
     """
 
 

@@ -21,7 +21,7 @@ def test_whatever_can_be_raised_or_warned_is_exported() -> None:
         if isinstance(kind, type) and issubclass(kind, BaseException)
     }
     assert kinds <= {*fastq_loader.__all__}
-    assert {"WorkerReplaced", "PinFallback", "PoisonousBatch"} < kinds
+    assert {"WorkerReplaced", "PinFallback", "PoisonBatch"} < kinds
     public = {name for name in vars(statistics) if name.endswith("Statistics") or name == "LateBatch"}
     assert public <= {*fastq_loader.__all__}
 
@@ -29,7 +29,7 @@ def test_whatever_can_be_raised_or_warned_is_exported() -> None:
 def test_errors_are_caught_by_clauses_written_for_torch() -> None:
     for kind in (errors.WorkerDied, errors.LoaderTimeout, errors.IteratorInvalid, errors.ProtocolError):
         assert issubclass(kind, RuntimeError)
-    assert issubclass(errors.PoisonousBatch, errors.WorkerDied)
+    assert issubclass(errors.PoisonBatch, errors.WorkerDied)
     for kind in (errors.WorkerReplaced, errors.PinFallback):
         assert issubclass(kind, RuntimeWarning)
 

@@ -58,7 +58,7 @@ class OutcomeSlot(Protocol):
 
     outcome: Outcome | None
 
-    def pass_by(self, progress: Progress) -> None:
+    def record_skipped(self, progress: Progress) -> None:
         """The epoch has come that far, with a batch that was left out."""
 
 

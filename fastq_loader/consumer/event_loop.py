@@ -257,7 +257,7 @@ class EventLoop:
             self._stage_ahead(staging)
             self._log.steps += ((records.DEVICE, began, time.monotonic_ns()),)
         if self._outcome is None:
-            slot.pass_by(self._delivery.progress)
+            slot.record_skipped(self._delivery.progress)
 
     def _draw(self, times: int) -> None:
         """Draw indices, and send their tasks."""

@@ -127,7 +127,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             self._warn_about_length(length, outcome)
         return outcome.batch
 
-    def pass_by(self, progress: Progress) -> None:
+    def record_skipped(self, progress: Progress) -> None:
         """The epoch has come that far, with a batch that was left out. @private"""
         self._order.progress = progress
 

@@ -140,7 +140,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             outcome = Outcome(self._load(*drawn), self._progress_after(drawn[0]))
             self._counters.batches += 1
         except LeftOut:
-            self.pass_by(self._progress_after(drawn[0]))
+            self.record_skipped(self._progress_after(drawn[0]))
         except EndOfStream:
             outcome, said = ENDED, self._reader.said()
             self._record.end({0: said} if said else {})

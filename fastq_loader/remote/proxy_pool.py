@@ -136,7 +136,7 @@ class ProxyPool(WorkerPool):
         self._thread = threading.Thread(target=self._run, name="fastq_loader: places", daemon=True)
 
     def _prepare(self) -> None:
-        setup = self._with()
+        setup = self._setup_for()
         self._token = setup.token
         if calls.has_pidfd():
             self._zygote = copy_of_consumer(_FORK, self._made, setup.folder)
@@ -169,7 +169,7 @@ class ProxyPool(WorkerPool):
 
     def _made(self, fields: dict[str, Any], its: int) -> BaseProcess:
         """A proxy, to be started where this runs. Its end of the pipe is the descriptor `its`."""
-        arguments = self._with(**fields), self._tls, Pipe(its), self._traffic
+        arguments = self._setup_for(**fields), self._tls, Pipe(its), self._traffic
         return _FORK.Process(target=main, args=arguments, daemon=True)
 
     # ---- places -------------------------------------------------------------------------------

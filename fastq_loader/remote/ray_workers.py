@@ -81,7 +81,7 @@ class RayWorkers(WorkerKind):
     """
 
     short_form: ClassVar[str | None] = "ray"
-    here: ClassVar[bool] = False
+    is_remote: ClassVar[bool] = True
     num_cpus: float = 1
     num_gpus: float = 0
     resources: Mapping[str, float] = field(default_factory=dict, hash=False)

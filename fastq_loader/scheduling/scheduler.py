@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fastq_loader.errors import InvalidTransition, PoisonousBatch, ProtocolError
+from fastq_loader.errors import InvalidTransition, PoisonBatch, ProtocolError
 from fastq_loader.ipc.messages import ENDED, SKIPPED, Answer, Task
 from fastq_loader.memory.blocks import Holder
 from fastq_loader.memory.pool import BlockPool
@@ -320,7 +320,7 @@ class Scheduler:
         for batch in lost:
             if self._deaths.get(batch.seq, 0) >= DEADLY:
                 deaths = f"{self._deaths[batch.seq]} workers died of it, and the last {event.cause}"
-                self._fail(batch, PoisonousBatch(f"{batch} was given up: {deaths}"))
+                self._fail(batch, PoisonBatch(f"{batch} was given up: {deaths}"))
                 continue
             batch.move("replay")
             batch.attempt += 1

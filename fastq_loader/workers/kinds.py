@@ -23,13 +23,13 @@ class WorkerKind(ABC):
 
     Attributes:
         short_form: the string that stands for this kind as it is made without arguments, if there is one.
-        here: whether they take CPUs of this machine.
+        is_remote: whether they take CPUs of other machines.
         max_restarts: workers that may die in an iteration and be replaced; None is the kind's own number.
         grace: seconds for which they outlive a SIGTERM that is not their consumer's.
     """
 
     short_form: ClassVar[str | None] = None
-    here: ClassVar[bool] = True
+    is_remote: ClassVar[bool] = False
     max_restarts: int | None
 
     @property

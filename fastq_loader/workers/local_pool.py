@@ -62,7 +62,7 @@ class LocalPool(WorkerPool):
         self._context = multiprocessing.get_context() if plan.context is None else plan.context
         self.forks = self._context.get_start_method() == "fork"
         self._stacks = Stacks()
-        self._setup = self._with(descriptors=Descriptors(stacks=self._stacks.write_end))
+        self._setup = self._setup_for(descriptors=Descriptors(stacks=self._stacks.write_end))
         method = _INTERPRETERS.get(self._context.Process._Popen)
         if not calls.has_pidfd():
             method = None
@@ -83,7 +83,7 @@ class LocalPool(WorkerPool):
 
     def _inherited(self, own: dict[str, Any]) -> BaseProcess:
         """In a copy of the consumer: the process of a worker."""
-        return self._process(self._with(**own))
+        return self._process(self._setup_for(**own))
 
     def _launch(self, setup: Setup) -> Launch | None:
         forks, moment = self._zygote, self._moment

@@ -38,7 +38,7 @@ class _Leaving:
         self.deadline = time.monotonic() + patience
         self._means = [child.process.kill, child.process.terminate]
 
-    def press(self) -> None:
+    def escalate(self) -> None:
         """Its time is over: SIGTERM, and the next time SIGKILL. An interrupt may cut it short."""
         if self._means:
             self._means.pop()()
@@ -87,7 +87,7 @@ class Stopping:
         """The time of the workers is over now."""
         with self._lock:
             for leaving in self._leaving:
-                leaving.press()
+                leaving.escalate()
 
     def _attend(self, until: float = math.inf) -> None:
         """Do what is due until all have ended, or until some time."""
@@ -109,7 +109,7 @@ class Stopping:
                         self._leaving.remove(leaving)
                         leaving.child.release()
                 elif leaving.deadline <= now:
-                    leaving.press()
+                    leaving.escalate()
             if self._leaving:
                 return min(leaving.deadline for leaving in self._leaving)
             try:

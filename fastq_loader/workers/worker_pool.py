@@ -118,7 +118,7 @@ class WorkerPool(ABC):
         """Count what the workers do there from now on."""
         counters.workers = tuple(WorkerCounters(worker.number, worker.pid) for worker in self.workers)
 
-    def _with(self, **fields: Any) -> Setup:
+    def _setup_for(self, **fields: Any) -> Setup:
         """The setup of all workers, with these fields of one."""
         assert self._setup is not None, "the pool was started"
         return replace(self._setup, **fields)
@@ -138,7 +138,7 @@ class WorkerPool(ABC):
         # Signals: between fork and handler.
         with naming_the_limit(_DESCRIPTORS), without_signals(*KEPT_OUT):
             own = {"worker": worker.number, "generation": generation, "folder": folder, "space": space}
-            worker.child = child = self._child(self._with(**own))
+            worker.child = child = self._child(self._setup_for(**own))
             try:
                 self._start(child)
             except BaseException:

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 from fastq_loader import DataLoader, Processes
 from fastq_loader.consumer.receiver import Receiver
-from fastq_loader.errors import PoisonousBatch, ProtocolError, WorkerDied, WorkerReplaced
+from fastq_loader.errors import PoisonBatch, ProtocolError, WorkerDied, WorkerReplaced
 from fastq_loader.ipc import sockets
 from fastq_loader.ipc.decoding import decode_for_consumer
 from fastq_loader.ipc.messages import (
@@ -253,7 +253,7 @@ def test_with_restarts_a_run_gets_over_anything(monkeypatch: pytest.MonkeyPatch)
         for index in range(40):
             try:
                 assert is_item(next(iterator), index)
-            except (ProtocolError, PoisonousBatch):
+            except (ProtocolError, PoisonBatch):
                 refused += 1
         assert next(iterator, None) is None
     assert loader.statistics().rejected_frames >= max(refused, 1)

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, Dynamic, Processes
-from fastq_loader.errors import PoisonousBatch, WorkerReplaced
+from fastq_loader.errors import PoisonBatch, WorkerReplaced
 from tests.conftest import descendants
 from tests.support.datasets import Sized, describe, identity
 from tests.support.loaders import MANY_WORKERS
@@ -110,7 +110,7 @@ class Run:
                     found, said = describe(batch), str([sample["index"] for sample in batch])
                 except StopIteration:
                     break
-                except PoisonousBatch:
+                except PoisonBatch:
                     self.given_up += 1
                     found, said = GIVEN_UP, "given up"
                 self.log.append(f"epoch {epoch}: {said}")

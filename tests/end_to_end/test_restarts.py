@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, IteratorInvalid, Processes
-from fastq_loader.errors import PoisonousBatch, WorkerDied, WorkerReplaced
+from fastq_loader.errors import PoisonBatch, WorkerDied, WorkerReplaced
 from fastq_loader.ipc import claim_table
 from fastq_loader.workers import children, main
 from tests.conftest import descendants, of_kind
@@ -157,7 +157,7 @@ def test_a_batch_that_ends_three_workers_is_given_up_at_its_place(
     iterator = iter(replacing(dataset, 9, **options))
     before: list[Any] = []
     match = r"batch 3 \(indices \[6, 7\]\) .*3 workers died"
-    with pytest.warns(WorkerReplaced) as caught, pytest.raises(PoisonousBatch, match=match):
+    with pytest.warns(WorkerReplaced) as caught, pytest.raises(PoisonBatch, match=match):
         indices_of(iterator, before)
     assert before == PAIRS[:3]
     assert indices_of(iterator, []) == PAIRS[4:]

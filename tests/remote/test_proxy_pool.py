@@ -102,7 +102,7 @@ class Pool:
     def proxy(self, worker: int = 0) -> Connection[Any, Any]:
         """The proxy's end of its pipe, when it waits."""
         process: Any = SimpleNamespace()
-        self.pool._launch(self.pool._with(worker=worker))(process)
+        self.pool._launch(self.pool._setup_for(worker=worker))(process)
         its: Connection[Any, Any] = self.zygote.pipes[-1]
         its.send(Status(waits=True))
         return its

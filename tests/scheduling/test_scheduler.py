@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from fastq_loader.errors import InvalidTransition, PoisonousBatch
+from fastq_loader.errors import InvalidTransition, PoisonBatch
 from fastq_loader.ipc.messages import BATCH, ENDED, ERROR, Answer
 from fastq_loader.memory.blocks import size_class
 from fastq_loader.memory.pool import BlockPool
@@ -268,7 +268,7 @@ def test_a_batch_of_which_three_workers_died_fails_at_its_position(shared: bool)
     arrive(scheduler, *answer(sends[0], worker=0))
     assert delivered(scheduler) == 0
     deliver: Any = scheduler.wanted()
-    assert isinstance(deliver.error, PoisonousBatch)
+    assert isinstance(deliver.error, PoisonBatch)
     said = "batch 1 (indices 1) was given up: 3 workers died of it, and the last died for the 3. time"
     assert (deliver.seq, str(deliver.error)) == (1, said)
 

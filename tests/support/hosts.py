@@ -174,7 +174,7 @@ def _become_host(
 class FarWorkers(WorkerKind):
     """Workers on hosts of this machine; `placement` makes what starts them, for one pool."""
 
-    here: ClassVar[bool] = False
+    is_remote: ClassVar[bool] = True
     placement: Callable[[], Placement]
     max_restarts: int = 0
     tls: Tls | None = None

@@ -14,7 +14,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fastq_loader.errors import PoisonousBatch, ProtocolError
+from fastq_loader.errors import PoisonBatch, ProtocolError
 from fastq_loader.ipc.messages import BATCH, BROKEN, ENDED, ERROR, SKIPPED, Answer, Epoch, Space, Task
 from fastq_loader.memory.blocks import GRANTED, HELD, PROMISED, Extents
 from fastq_loader.memory.pool import BlockPool
@@ -439,7 +439,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_error(self, seq: int, error: BaseException | None) -> None:
         index = self.drawn[seq]
         if self.deaths.get(seq, 0) >= DEADLY:
-            assert isinstance(error, PoisonousBatch)
+            assert isinstance(error, PoisonBatch)
             assert f"batch {seq} (indices {index})" in str(error)
             return
         if seq in self.refused_seqs:
