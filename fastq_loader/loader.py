@@ -200,9 +200,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         kind = arguments.workers(self)
         if self.num_workers == 0:
             return SerialIterator(self)
-        if not kind.is_remote and not isinstance(
-            self.num_workers, Auto
-        ):  # torch's warning is of what a user chose
+        if not (kind.is_remote or isinstance(self.num_workers, Auto)):  # a number that the user chose
             self.check_worker_number_rationality()
         return MultiprocessIterator(self)
 
