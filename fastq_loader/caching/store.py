@@ -94,7 +94,7 @@ class Store:
         self._map: Any = None  # a memoryview
         if not checks:
             with contextlib.suppress(OSError, ValueError):
-                whole = mmap.mmap(fd, self._data + limit, mmap.MAP_SHARED, mmap.PROT_READ)
+                whole = mmap.mmap(fd, self._data + self._limit, mmap.MAP_SHARED, mmap.PROT_READ)
                 self._map = memoryview(whole)
         self._verified: set[int] = set()  # places of values that this process has looked at, or has written
         self._pid = 0
@@ -277,6 +277,7 @@ class Store:
 
     def close(self) -> None:
         """Let go of the file. A fork closes copies of its own."""
+        self._map = None  # which goes with the last array that was not copied
         fd, self.fd, own, self._own = self.fd, -1, self._own, -1
         for descriptor in (fd, own):
             if descriptor >= 0:
@@ -327,6 +328,8 @@ def anonymous(about: dict[str, Any], limit: int) -> int:
     fd = calls.memfd_create("fastq_loader.cache")
     try:
         prepare(fd, about, limit)
+        with contextlib.suppress(OSError):  # under `ulimit -f` it grows, and is read by system calls
+            os.ftruncate(fd, os.fstat(fd).st_size + limit)  # so that it can be mapped; it takes what is written
     except BaseException:
         os.close(fd)
         raise

@@ -26,9 +26,18 @@ ABOUT = {"function": "read", "version": 1}
 LIMIT = 1 << 20
 
 
-@pytest.fixture(params=["memory", "path"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    one = opened(tmp_path / "cache" if request.param == "path" else None)
+@pytest.fixture(params=["memory", "memory that cannot be mapped", "path"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """The second one is for `ulimit -v`."""
+
+    def refuse(*_: Any) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        if request.param == "memory that cannot be mapped":
+            patch.setattr(files.mmap, "mmap", refuse)  # type: ignore[attr-defined]
+        one = opened(tmp_path / "cache" if request.param == "path" else None)
+    assert (one._map is not None) == (request.param == "memory")
     yield one
     one.close()
 
