@@ -24,12 +24,12 @@ from typing import Any
 
 from fastq_loader.caching import store as files
 from fastq_loader.caching.keys import Keys
+from fastq_loader.caching.process import ProcessStore
 from fastq_loader.caching.store import Store, digest_of
 from fastq_loader.caching.values import decode, encode, has_tensors
 from fastq_loader.errors import NotCached, UnpicklableError
 from fastq_loader.insight.machine import memory_bytes
 from fastq_loader.reading import generators
-from fastq_loader.sharing import named
 from fastq_loader.statistics.snapshots import CacheStatistics
 from fastq_loader.system import attributes, calls, process_id
 from fastq_loader.system.calls import WRITE_LOCK, open_anew, set_lock
@@ -139,17 +139,29 @@ class cached:
     def _open(self) -> None:
         about = {"function": _qualified(self._function), "version": self._version}
         self._source: Any = None
-        if self._path is not None:
-            opened = _refusing(f"path={self._path!r}", files.at_path, self._path, about, self._limit)
-        elif self._name is not None:
-            make = partial(files.anonymous, about, self._limit)
-            where = f"name={self._name!r}"
-            held, self._source = _refusing(where, named.descriptor, self._name, about, make)
-            opened = os.dup(held)  # that one is for others to find
-        else:
-            opened = files.anonymous(about, self._limit)
-        self._attach(opened, calls.memfd_create("fastq_loader.cache counters"))
-        os.ftruncate(self._counters.fd, _ROWS * _ROW_WORDS * 8)
+        self._store: Store | ProcessStore
+        if not calls.AVAILABLE:
+            if self._name is not None or self._path is not None:
+                raise RuntimeError(
+                    "cached: name= and path= need Linux; without them each process has its own values"
+                )
+            self._store, self._counters = ProcessStore(self._limit), _Counters(-1)
+            return
+        try:
+            if self._path is not None:
+                opened = files.at_path(self._path, about, self._limit)
+            elif self._name is not None:
+                held, self._source = _by_name(self._name, about, self._limit)
+                opened = os.dup(held)  # that one is for others to find
+            else:
+                opened = files.anonymous(about, self._limit)
+        except files.Differs as error:
+            where = f"name={self._name!r}" if self._path is None else f"path={self._path!r}"
+            text = "Use another one, or cached.clear() for a path"
+            raise ValueError(f"cached: {where} holds something else: {error}. {text}") from None
+        counters = calls.memfd_create("fastq_loader.cache counters")
+        os.ftruncate(counters, _ROWS * _ROW_WORDS * 8)
+        self._attach(opened, counters)
 
     def _attach(self, fd: int, counters: int) -> None:
         self._store = Store(fd, self._limit, checks=self._path is not None)
@@ -220,7 +232,7 @@ class cached:
     def __getstate__(self) -> dict[str, Any]:
         kept = "_name", "_path", "_limit", "_version", "_copy", "_of", "_function", "_bound"
         state = {name: vars(self)[name] for name in kept}
-        if get_spawning_popen() is not None:
+        if get_spawning_popen() is not None and self._store.fd >= 0:
             state["descriptors"] = reduction.DupFd(self._store.fd), reduction.DupFd(self._counters.fd)
         return state
 
@@ -248,7 +260,7 @@ class _Counters:
     """Counts of all processes, each with a row of its own, which goes to another one when it has ended.
 
     Args:
-        fd: of the memory; it is closed with this.
+        fd: of the memory, which is closed with this; -1: there is none.
     """
 
     def __init__(self, fd: int) -> None:
@@ -257,9 +269,12 @@ class _Counters:
         self._held = -1
         self._words: Any = None
         self._row: Any = None
+        if fd < 0:  # no other process has it
+            self._pid = process_id.current()
+            self._words = self._row = memoryview(bytearray(_ROW_WORDS * 8)).cast("Q")
 
     def _own_row(self) -> Any:
-        if self._pid != process_id.current():  # a fork has its parent's row
+        if self._pid != process_id.current() and self.fd >= 0:  # a fork has its parent's row
             self._pid, self._row = process_id.current(), None
             before, (self._held, command) = self._held, open_anew(self.fd)
             if before >= 0:
@@ -307,17 +322,13 @@ def _qualified(function: Callable[..., Any]) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _refusing(where: str, open_it: Callable[..., Any], *arguments: Any) -> Any:
+def _by_name(name: str, about: dict[str, Any], limit: int) -> tuple[int, Any]:
+    from fastq_loader.sharing import named  # another system lacks what it is made of
+
     try:
-        return open_it(*arguments)
-    except files.Differs as error:
-        raise ValueError(
-            f"cached: {where} holds something else: {error}. Use another one, or cached.clear() for a path"
-        ) from None
+        return named.descriptor(name, about, partial(files.anonymous, about, limit))
     except named.Differs as error:
-        raise ValueError(
-            f"cached: {where} holds something else: it is of {error.about}. Use another one"
-        ) from None
+        raise files.Differs(f"it is of {error.about}") from None
 
 
 def _bytes(limit: Any, path: str | None) -> int:

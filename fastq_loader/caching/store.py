@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import mmap
@@ -329,7 +328,9 @@ def anonymous(about: dict[str, Any], limit: int) -> int:
     try:
         prepare(fd, about, limit)
         with contextlib.suppress(OSError):  # under `ulimit -f` it grows, and is read by system calls
-            os.ftruncate(fd, os.fstat(fd).st_size + limit)  # so that it can be mapped; it takes what is written
+            os.ftruncate(
+                fd, os.fstat(fd).st_size + limit
+            )  # so that it can be mapped; it takes what is written
     except BaseException:
         os.close(fd)
         raise
@@ -343,6 +344,8 @@ def at_path(path: str, about: dict[str, Any], limit: int) -> int:
         Differs: it is of something else.
         OSError: it cannot be opened or written to.
     """
+    import fcntl  # Windows has none
+
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

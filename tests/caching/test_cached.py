@@ -17,6 +17,7 @@ import torch
 
 from fastq_loader import DataLoader, NotCached, cached
 from fastq_loader.caching import cached as module
+from fastq_loader.system import calls
 from tests.conftest import open_descriptors
 
 
@@ -243,6 +244,22 @@ def test_on_its_way_to_another_machine_it_is_a_cache_that_begins_empty() -> None
     assert other.decode(1)["label"] == 1
     assert other.decoded == [1, 1]
     assert other.decode.statistics().hits == 0
+
+
+def test_on_another_system_a_process_has_its_own_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "AVAILABLE", False)
+    photos = Photos(limit=400)
+    for index in (3, 3, 4, 5, 6, 7, 8, 9):
+        assert photos.decode(index)["pixels"].eq(index).all()
+    counts: Any = photos.decode.statistics()  # type: ignore[attr-defined]
+    assert (counts.hits, counts.misses) == (1, 7)
+    assert 0 < counts.stored < 7
+    assert counts.full == 7 - counts.stored
+    assert counts.bytes <= 400
+    assert pickle.loads(pickle.dumps(photos)).decode(3)["label"] == 3
+    for place in ({"name": "a"}, {"path": "/nowhere"}):
+        with pytest.raises(RuntimeError, match="name= and path= need Linux"):
+            Photos(**place)
 
 
 def test_nothing_is_left_open() -> None:
