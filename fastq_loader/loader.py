@@ -399,7 +399,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             arena_bytes=nbytes,
             bad_samples=bad.total,
             last_bad_samples=bad.last,
-            caches=tuple(cache.statistics() for cache in caches_of(self.dataset)),
+            caches=tuple(cache.statistics() for cache in caches_of(vars(self).get("dataset"))),
         )
 
     def diagnose(self, epoch: int | Literal["all"] | None = None) -> Diagnosis:

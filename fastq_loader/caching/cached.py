@@ -365,7 +365,8 @@ def caches_of(dataset: Any) -> list[cached]:
             continue
         seen.add(id(part))
         own = attributes.held(part)
-        found += [value for value in own.values() if isinstance(value, cached)]
+        # Not by isinstance, which asks an object of the user's for its class.
+        found += [value for value in own.values() if issubclass(type(value), cached)]
         waiting += [own[name] for name in ("dataset",) if name in own]
         several = own.get("datasets")
         waiting += several if type(several) is list else []

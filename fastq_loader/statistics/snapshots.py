@@ -207,6 +207,13 @@ class CacheStatistics:
         random: values that were not stored, because the function drew from a generator.
         refused: values that were not stored, because they cannot be pickled.
         damaged: values that could not be read, and were computed again.
+
+    >>> square = cached(lambda number: number * number, limit="1MB")
+    >>> square(3), square(3)
+    (9, 9)
+    >>> statistics = square.statistics()
+    >>> statistics.hits, statistics.misses, statistics.stored
+    (1, 1, 1)
     """
 
     hits: int = 0
