@@ -91,10 +91,10 @@ class cached:
         name: processes of this user on this machine that give the same name have one cache, in memory; it
             ends with the last of them.
         path: a file that holds the values and outlives the program. Its folder has to be on a disk of this
-        machine. version: of the data or the function, text or number: a cache of another one is refused.
+            machine.
+        version: of the data or the function, text or number: a cache of another one is refused.
         copy: False: arrays are read-only, and in memory they are not copied. Tensors cannot be read-only: a
-        function
-            that returns them is refused.
+            function that returns them is refused.
 
     Raises:
         ValueError: the limit is none; or the cache of that name or path is of something else, which the
@@ -174,8 +174,7 @@ class cached:
         found = self._store.find(digest)
         if found is not None:
             try:
-                read = self._store.read if self._copy else self._store.view
-                value = decode(self._store.head(found), partial(read, found))
+                value = self._read(found)
             except (ValueError, OSError) as error:
                 self._counters.add("damaged")
                 warnings.warn(f"cached: {self.__qualname__}: {error}; it is computed again", stacklevel=2)
@@ -212,7 +211,12 @@ class cached:
                 raise
             stored = False
         self._counters.add("stored" if stored else "full")
-        return value
+        found = None if self._copy else self._store.find(digest)
+        return value if found is None else self._read(found)  # which nobody can write to
+
+    def _read(self, found: Any) -> Any:
+        read = self._store.read if self._copy else self._store.view
+        return decode(self._store.head(found), partial(read, found))
 
     def _hint(self, does: str, why: str) -> None:
         if self._counters.first_hint():
@@ -274,16 +278,18 @@ class _Counters:
             self._words = self._row = memoryview(bytearray(_ROW_WORDS * 8)).cast("Q")
 
     def _own_row(self) -> Any:
-        if self._pid != process_id.current() and self.fd >= 0:  # a fork has its parent's row
-            self._pid, self._row = process_id.current(), None
-            before, (self._held, command) = self._held, open_anew(self.fd)
-            if before >= 0:
-                os.close(before)
-            for row in range(_ROWS):
-                with contextlib.suppress(OSError):
-                    set_lock(self._held, command, _FLOCK.pack(WRITE_LOCK, 0, row, 1, 0))
-                    self._row = self._all()[row * _ROW_WORDS : (row + 1) * _ROW_WORDS]
-                    break
+        with files.first_use():
+            if self._pid != process_id.current() and self.fd >= 0:  # a fork has its parent's row
+                self._row = None
+                before, (self._held, command) = self._held, open_anew(self.fd)
+                if before >= 0:
+                    os.close(before)
+                for row in range(_ROWS):
+                    with contextlib.suppress(OSError):
+                        set_lock(self._held, command, _FLOCK.pack(WRITE_LOCK, 0, row, 1, 0))
+                        self._row = self._all()[row * _ROW_WORDS : (row + 1) * _ROW_WORDS]
+                        break
+                self._pid = process_id.current()
         return self._row
 
     def _all(self) -> Any:

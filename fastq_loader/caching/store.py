@@ -54,8 +54,25 @@ _BYTES_PER_SLOT = 4096
 _LEAST_SLOTS = 1 << 12
 #: Slots that a key may be away from its place until the table counts as full.
 _FURTHEST = 512
-#: Seconds that a writer waits for another one, and between two looks.
-_PATIENCE, _GLANCE = 0.01, 50e-6
+#: Seconds that a writer waits for another one, which may have lost its CPU to others; and between two looks.
+_PATIENCE, _GLANCE = 0.1, 50e-6
+
+
+_first_use = threading.Lock()
+
+
+def first_use() -> threading.Lock:
+    """Held while a thread opens what its process has not used yet."""
+    return _first_use
+
+
+def _forget() -> None:
+    global _first_use
+    _first_use = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # another thread may hold it then
+    os.register_at_fork(after_in_child=_forget)
 
 
 class Found(NamedTuple):
@@ -245,11 +262,9 @@ class Store:
     def _writing(self) -> Iterator[bool]:
         """Whether this thread may write to table and cursor in here."""
         if self._pid != process_id.current():  # a fork has the parent's open file, and its threads' lock
-            before, (self._own, self._command) = self._own, open_anew(self.fd)
-            if before >= 0:
-                os.close(before)
-            self._lock, self._pid = threading.Lock(), process_id.current()
-        if not self._lock.acquire(timeout=_PATIENCE):
+            self._begin_writing()
+        lock = self._lock
+        if not lock.acquire(timeout=_PATIENCE):
             yield False
             return
         try:
@@ -260,7 +275,17 @@ class Store:
                 if held:
                     set_lock(self._own, self._command, _FLOCK.pack(UNLOCK, 0, _CURSOR, 8, 0))
         finally:
-            self._lock.release()
+            lock.release()
+
+    def _begin_writing(self) -> None:
+        with first_use():
+            if self._pid == process_id.current():  # another thread was faster
+                return
+            before, (self._own, self._command) = self._own, open_anew(self.fd)
+            if before >= 0:
+                os.close(before)
+            self._lock = threading.Lock()
+            self._pid = process_id.current()
 
     def _try_lock(self, until: float) -> bool:
         while True:

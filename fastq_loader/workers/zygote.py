@@ -192,9 +192,9 @@ def copy_of_consumer(context: Any, make: Callable[..., BaseProcess], folder: str
 
     Args:
         context: multiprocessing's, of start method fork.
-        make: in a child, makes its process object, from what `own_fields` says and the descriptors that
-        came with it. folder: of sockets, to be removed when the consumer dies: there may be no worker yet
-        to do it.
+        make: in a child, makes its process object, from what `fork_copy` was given and the descriptors that
+            came with it.
+        folder: of sockets, to be removed when the consumer dies: there may be no worker yet to do it.
 
     Raises:
         OSError: processes or descriptors are used up.
