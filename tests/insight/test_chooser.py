@@ -85,7 +85,7 @@ def test_without_measurements_the_model_says_what_is_expected() -> None:
 
 
 def test_what_was_measured_counts_and_corrects_what_is_expected_of_others() -> None:
-    costs, cpus = decoding(load_cpu=0.0), replace(LIMITS, cpus=1e9)
+    costs, cpus = decoding(load_cpu=0.0), replace(LIMITS, cpus=16.0)
     slow = 3 * cpus.seconds(costs, OWN)
     ranked = rank(costs, {OWN: slow}, cpus)
     assert ranked[OWN] == slow
