@@ -74,7 +74,7 @@ def remote_processes() -> dict[int, str]:
     # An orphan is no descendant any more, and who has renamed itself has overwritten its environment.
     family = {os.getpid(): None, **descendants()} if ours else {}
     return {
-        pid: line.replace("\0", " ")[:120]
+        pid: line.replace("\0", " ")[:200]
         for pid, line in ours.items()
         if pid != os.getpid() and (pid in family or MARK in _read(f"/proc/{pid}/environ"))
     }
