@@ -154,6 +154,7 @@ class Forked(popen_fork.Popen):
     def __init__(self, zygote: Zygote, request: Any, folder: str, passed: Sequence[int] = ()) -> None:
         self._zygote: Zygote | None = zygote
         self._folder = folder
+        self._reaping = threading.RLock()  # a handler of a signal may come in between
         super().__init__((request, passed))  # type: ignore[arg-type]
 
     def _launch(self, launched: Any) -> None:
@@ -164,15 +165,20 @@ class Forked(popen_fork.Popen):
         self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        zygote = self._zygote
         if self.returncode is None and readable([self.sentinel], 0 if flag == os.WNOHANG else None):
-            try:
-                code = None if zygote is None else zygote.ask(_REAP, self.pid)
-            except OSError:
-                code = None
+            with self._reaping:  # any thread that starts a process polls all of them
+                if self.returncode is None:
+                    self._reap()
+        return self.returncode
+
+    def _reap(self) -> None:
+        try:
+            code = None if self._zygote is None else self._zygote.ask(_REAP, self.pid)
+        except OSError:
+            code = None
+        if self.returncode is None:
             self.is_unknown = code is None  # the zygote is gone, and with it the exit code
             self.returncode = UNKNOWN_EXIT if code is None else code
-        return self.returncode
 
     def close(self) -> None:
         super().close()
@@ -453,8 +459,9 @@ def _serve(connection: Connection, others: Connection | None, consumer: int, run
                         os.close(descriptor)
                 elif kind == _REAP:
                     (pid,) = arguments
-                    del children[pid]
+                    # A ChildProcessError where it was reaped and an interrupt lost the answer.
                     answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    children.pop(pid, None)
             except OSError as error:
                 answer = error
             connection.send((number, answer))

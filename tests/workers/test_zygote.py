@@ -69,6 +69,40 @@ def test_its_children_look_like_the_consumers_own() -> None:
         assert not {leaves.process, hangs.process} & set(multiprocessing.active_children())
 
 
+def test_threads_that_look_at_the_same_moment_find_one_exit_code() -> None:
+    with zygote() as one:
+        for code in range(100):
+            child = forked(one, code)
+            assert readable([child.descriptor], 5)
+            together, codes = threading.Barrier(4), list[Any]()
+
+            def look(child: Child = child, together: Any = together, codes: list[Any] = codes) -> None:
+                together.wait()
+                multiprocessing.active_children()  # what each start of a process does
+                codes.append(child.process.exitcode)
+
+            threads = [threading.Thread(target=look) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert codes == [code] * 4
+            child.release()
+
+
+def test_a_child_whose_exit_code_was_lost_on_the_way_ends_no_zygote() -> None:
+    with zygote() as one:
+        child = forked(one, 7)
+        assert readable([child.descriptor], 5)
+        assert one.ask("reap", child.process.pid) == 7  # and an interrupt drops it
+        assert child.process.exitcode == UNKNOWN_EXIT
+        another = forked(one, 3)
+        another.process.join(5)
+        assert another.process.exitcode == 3
+        for each in (child, another):
+            each.release()
+
+
 def test_what_cannot_be_forked_is_an_error_here_and_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = itertools.count()
     fork_one = zygotes._fork
