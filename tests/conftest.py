@@ -19,7 +19,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +47,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTLE_SECONDS = 30.0  # a limit: what is left settles in milliseconds on an idle machine
+SCRIPT_SECONDS = 120.0  # a limit, too: most scripts take a second or two
 
 
 def _read(path: str) -> str:
@@ -150,6 +151,21 @@ def new_shared_memory(before: Iterable[str]) -> set[str]:
         for inode in re.findall(r" (\d+) +/dev/shm/", _read(f"/proc/{pid}/maps")):
             inodes.pop(inode, None)
     return set(inodes.values())
+
+
+@contextmanager
+def torchs_segments_removed() -> Iterator[None]:
+    """Remove the shared memory that torch's workers leave in this block, for no test of ours to answer for.
+
+    A worker of torch's that ends between `shm_open` and `shm_unlink` of a tensor leaves a segment with its
+    number: when it is killed, and when an epoch is broken off, whose end waits for no thread of its queue.
+    """
+    before = set(os.listdir("/dev/shm"))
+    yield
+    for name in set(os.listdir("/dev/shm")) - before:
+        if (made := re.match(r"torch_(\d+)_", name)) and not os.path.exists(f"/proc/{made[1]}"):
+            with suppress(FileNotFoundError):  # another run of the tests was quicker
+                os.unlink(f"/dev/shm/{name}")
 
 
 def belongings() -> dict[str, set[str]]:
@@ -362,12 +378,12 @@ class Script:
         """Who is alive in the script's session, the script included."""
         return [entry for entry in process_table() if entry.session == self.pid and not entry.zombie]
 
-    def wait_for(self, text: str, timeout: float = 30) -> None:
+    def wait_for(self, text: str, timeout: float = SCRIPT_SECONDS) -> None:
         """Wait until the script has printed `text`."""
         wait_until(lambda: text in _read(str(self._stdout)) or self._process.poll() is not None, timeout)
         assert text in _read(str(self._stdout)), f"the script never printed {text!r}\n{self._output()}"
 
-    def finish(self, timeout: float = 20) -> ScriptResult:
+    def finish(self, timeout: float = SCRIPT_SECONDS) -> ScriptResult:
         """Wait for the end; a script that takes longer than `timeout` seconds from here is a failure."""
         try:
             returncode = self._process.wait(timeout)
@@ -392,7 +408,7 @@ class Script:
 running_script = Script
 
 
-def run_script(source: str, *, timeout: float = 20, **arguments: Any) -> ScriptResult:
+def run_script(source: str, *, timeout: float = SCRIPT_SECONDS, **arguments: Any) -> ScriptResult:
     """Run a `Script` to its end."""
     with Script(source, **arguments) as script:
         return script.finish(timeout)

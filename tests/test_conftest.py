@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, process_table, run_script, running_script, wait_until
+from tests.conftest import (
+    ROOT,
+    process_table,
+    run_script,
+    running_script,
+    torchs_segments_removed,
+    wait_until,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -108,6 +115,23 @@ def test_a_script_that_hangs_is_a_failure_and_the_next_one_runs() -> None:
     with running_script("print('ready', flush=True)", warm=True) as script:
         script.wait_for("ready")
         assert script.finish().returncode == 0
+
+
+def test_of_torchs_segments_those_of_ended_workers_are_removed() -> None:
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    names = [f"torch_{number}_test{os.getpid()}_0" for number in (os.getpid(), ended.pid)]
+    kept = [names[0], f"own_{ended.pid}_test{os.getpid()}_0", f"torch_{ended.pid}_test{os.getpid()}_before"]
+    segments = [Path("/dev/shm", name) for name in (*kept, names[1])]
+    try:
+        segments[2].touch()
+        with torchs_segments_removed():
+            for segment in segments:
+                segment.touch()
+        assert [segment.exists() for segment in segments] == [True, True, True, False]
+    finally:
+        for segment in segments:
+            segment.unlink(missing_ok=True)
 
 
 def test_a_run_in_which_all_tests_skip_fails_where_some_must_run(tmp_path: Path) -> None:
