@@ -185,12 +185,9 @@ class cached:
         return self._compute(digest, args, kwargs)
 
     def _compute(self, digest: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before = generators.states()
+        before = generators.Glance()
         value = self._function(self._of, *args, **kwargs) if self._bound else self._function(*args, **kwargs)
-        after = generators.states()
-        if after != before:
-            pairs = zip(generators.GLOBAL, before, after, strict=True)
-            drew = [name for name, then, now in pairs if then != now]
+        if drew := before.drawn():
             self._counters.add("random")
             who, why = f"draws from {', '.join(drew)}", "they would be the same in every epoch"
             self._hint(who, f"{why}. Wrap the part that draws nothing")

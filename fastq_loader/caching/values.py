@@ -68,12 +68,14 @@ def _plain(value: Any) -> Part | None:
     if kind is str:
         return (_TEXT,), memoryview(value.encode("utf-8", "surrogatepass"))
     if kind is torch.Tensor and is_leaf(value):
-        dense = value.detach().clone(memory_format=torch.preserve_format)
+        dense = value.detach()
+        if not dense.is_contiguous():
+            dense = dense.clone(memory_format=torch.preserve_format)
         head = _TENSOR, PLAIN_DTYPES[value.dtype], tuple(value.shape), dense.stride()
         flat = dense.as_strided((dense.numel(),), (1,)) if dense.numel() else dense.reshape(-1)
         return head, _bytes_of(flat.view(torch.uint8).numpy())
     if kind is np.ndarray and is_leaf(value):
-        dense = value.copy("K")
+        dense = value if value.flags.c_contiguous else value.copy("K")
         order = tuple(sorted(range(dense.ndim), key=lambda axis: -dense.strides[axis]))
         flat = dense.transpose(order).reshape(-1)
         return (_ARRAY, value.dtype.str, dense.shape, dense.strides), _bytes_of(flat.view(np.uint8))

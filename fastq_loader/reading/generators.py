@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
 import hashlib
 import json
 import pickle
@@ -47,6 +48,9 @@ _CONTAINERS: dict[Any, Callable[[Any], Iterable[Any]]] = {
     set: set.__iter__,
 }
 _PLAIN = {str, bytes, int, float, bool, type(None)}
+
+#: Of numpy's `mt19937_state`: 624 words and the position among them.
+_MT19937_BYTES = 625 * 4
 
 #: The generators that all code of a process shares, by name.
 GLOBAL: dict[str, Any] = {"torch": torch.default_generator, "random": random, "numpy": numpy_random}
@@ -248,6 +252,47 @@ def states(*roots: Any) -> tuple[Any, ...]:
     (a dataset, a collate function) or something in them has as attributes."""
     own = find({str(number): root for number, root in enumerate(roots)})
     return tuple(map(_comparable, [*GLOBAL.values(), *own.values()]))
+
+
+class Glance:
+    """The states of the three generators, to find which of them a call has drawn from: in a tenth of the time
+    of `states`, because numpy takes 80 us to say its own.
+
+    A glance at numpy's is at its memory, which each draw changes but that of a normal number that waits:
+    such draws come in pairs. So that none waits is found out once for each content of the memory.
+    """
+
+    _none_waits = b""
+
+    def __init__(self) -> None:
+        self._memory = self._of_numpy()
+        self._numpy: Any = None
+        if not self._memory or self._memory != Glance._none_waits:
+            self._numpy = state_of(numpy_random)
+            if self._memory and not self._numpy["has_gauss"]:
+                Glance._none_waits, self._numpy = self._memory, None
+        self._random = random.getstate()
+        self._torch = torch.default_generator.get_state()
+
+    def drawn(self) -> list[str]:
+        """The names of those that were drawn from, seeded or set since."""
+        whole = self._numpy is not None
+        moved = {
+            "torch": not torch.equal(self._torch, torch.default_generator.get_state()),
+            "random": self._random != random.getstate(),
+            "numpy": not same(self._numpy, state_of(numpy_random))
+            if whole
+            else self._memory != self._of_numpy(),
+        }
+        return [name for name in GLOBAL if moved[name]]
+
+    @staticmethod
+    def _of_numpy() -> bytes:
+        """The memory of numpy's generator; empty if it is one of another kind."""
+        bits = numpy_random.get_bit_generator()
+        if type(bits) is not numpy_random.MT19937:
+            return b""
+        return ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES)
 
 
 def _comparable(generator: Any) -> Any:
