@@ -289,7 +289,7 @@ class Glance:
     @staticmethod
     def _of_numpy() -> bytes:
         """The memory of numpy's generator; empty if it is one of another kind."""
-        bits = numpy_random.get_bit_generator()
+        bits = GLOBAL["numpy"].get_bit_generator()
         if type(bits) is not numpy_random.MT19937:
             return b""
         return ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES)

@@ -225,3 +225,46 @@ def test_looking_for_generators_ends_and_passes_over_data() -> None:
     quick = generators.states(None)
     for dataset in (ring, deep, large, Holder(module=np, kind=dict, text="x" * 10**6, ring=ring)):
         assert generators.states(dataset) == quick
+
+
+def seed_all() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+
+
+DRAWS: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "nothing": (lambda: None, []),
+    "torch": (lambda: torch.rand(1), ["torch"]),
+    "torch's normal": (lambda: torch.randn(1), ["torch"]),
+    "random": (random.random, ["random"]),
+    "random's normal": (lambda: random.gauss(0, 1), ["random"]),
+    "numpy": (np.random.rand, ["numpy"]),
+    "numpy's normal": (np.random.randn, ["numpy"]),
+    "all": (lambda: (torch.rand(1), random.random(), np.random.rand()), ["torch", "random", "numpy"]),
+}
+
+
+@pytest.mark.parametrize("first", DRAWS)
+@pytest.mark.parametrize("then", DRAWS)
+def test_a_glance_finds_what_was_drawn(first: str, then: str) -> None:
+    """A second normal number of numpy's, or of random's, waits since the first and moves nothing else."""
+    with generators.put_back():
+        seed_all()
+        for name in (first, then, then):
+            draw, drawn = DRAWS[name]
+            glance = generators.Glance()
+            draw()
+            assert glance.drawn() == drawn
+
+
+def test_a_glance_at_another_kind_of_numpys_generator() -> None:
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(0))
+    try:
+        glance = generators.Glance()
+        assert glance.drawn() == []
+        np.random.rand()
+        assert glance.drawn() == ["numpy"]
+    finally:
+        np.random.set_bit_generator(before)
