@@ -392,13 +392,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             self._device_session()  # which is made when an epoch begins, and counts its copies
         blocks = [(0, 0, 0), *(engine.blocks() for engine in list(resources.engines))]
         in_use, free, nbytes = map(sum, zip(*blocks, strict=True))
-        bad = resources.bad_samples
         return resources.counters.snapshot(
             blocks_in_use=in_use,
             blocks_free=free,
             arena_bytes=nbytes,
-            bad_samples=bad.total,
-            last_bad_samples=bad.last,
+            bad_samples=resources.bad_samples.total,
+            last_bad_samples=resources.bad_samples.last,
             caches=tuple(cache.statistics() for cache in caches_of(vars(self).get("dataset"))),
         )
 
@@ -442,6 +441,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             collate=_name(self.collate_fn),
             transform=_name(to_device and to_device.transform),
             pins=self.pin_memory,
+            batch_size=self.batch_size or 0,
         )
 
     def trace(self, path: str | PathLike[str]) -> AbstractContextManager[None]:

@@ -27,6 +27,12 @@ _LINES = 4
 #: Seconds that a batch of plain tensors takes the consumer.
 _PLAIN = 100e-6
 
+#: Seconds that a hit of a cache takes, and for each byte (`bench/caching.py`: 37 us for 150 kB); and the part
+#: of the memory that is left which it may fill.
+_HIT, _HIT_BYTE, _CACHE = 25e-6, 0.1e-9, 0.5
+#: The least gain that a cache is worth its memory for.
+_LEAST_CACHED = 1.5
+
 # Of hints.
 #: Samples that agree by chance in one of 10^6 runs, even if each is one of two.
 _LEAST_SAMPLES = 20
@@ -240,9 +246,26 @@ def _cheaper_samples(case: _Case) -> Iterator[_Advised]:
     yield gain, f"a batch takes {duration(case.costs.load)} to load: in half of that, {_times(gain)}"
 
 
+def _decoded_once(case: _Case) -> Iterator[_Advised]:
+    """By the sizes of samples in a batch: what is decoded may be larger, before it is cropped."""
+    evidence, costs, size = case.evidence, case.costs, case.evidence.batch_size
+    samples, nbytes = size * evidence.epoch.batches, costs.batch_bytes / max(1, size)
+    if evidence.iterable or evidence.is_cached or evidence.epoch.epoch is None or not (samples and nbytes):
+        return
+    held = min(samples, int(evidence.free_bytes * _CACHE / nbytes))
+    fetch = evidence.fetching * costs.load / size
+    saved = evidence.fetching * held / samples * max(0.0, 1 - (_HIT + nbytes * _HIT_BYTE) / max(fetch, 1e-9))
+    gain = case.gain(loads=case.loads(1 - saved))
+    if gain >= _LEAST_CACHED:
+        read = f"reading samples is {evidence.fetching:.0%} of loading"
+        room = f"would hold {held:,} of {samples:,} in {held * nbytes / 1e9:.2g} GB"
+        part = "fastq_loader.cached, around the part of it that draws nothing"
+        yield gain, f"{read}: {part}, {room}: up to {_times(gain)} from the second epoch on"
+
+
 _Rule = Callable[[_Case], Iterator[_Advised]]
 _RULES: dict[str, tuple[_Rule, ...]] = {
-    "workers": (_other_workers, _other_schedule, _no_workers),
+    "workers": (_other_workers, _other_schedule, _no_workers, _decoded_once),
     "head_of_line": (_other_schedule, _further_ahead, _wider_window),
     "consumer": (_fewer_workers, _other_workers),
     "transport": (_no_workers, _own_memory, _simpler_or_larger_batches),
@@ -250,7 +273,7 @@ _RULES: dict[str, tuple[_Rule, ...]] = {
     "sampler": (_other_sampler,),
     "device_copy": (_on_the_way_to_the_device,),
     "start_up": (_workers_stay, _no_start),
-    "balanced": (_no_workers, _other_workers),
+    "balanced": (_no_workers, _other_workers, _decoded_once),
 }
 #: Where no argument would help: what the user's own code could do.
 _OTHERWISE: dict[str, tuple[_Rule, ...]] = {"workers": (_cheaper_samples,), "head_of_line": (_even_batches,)}

@@ -170,6 +170,9 @@ class Evidence:
         collate: the name of the user's function; "" where it is torch's.
         transform: the name of the user's function for batches here or on the device; "" where there is none.
         pins: batches are copied to page-locked memory.
+        batch_size: samples of a batch; 0 where it is not one number.
+        free_bytes: memory that a cache could have.
+        is_cached: the dataset has a cache.
     """
 
     epoch: EpochStatistics = field(default=EpochStatistics())
@@ -188,6 +191,9 @@ class Evidence:
     collate: str = ""
     transform: str = ""
     pins: bool = False
+    batch_size: int = 0
+    free_bytes: int = 0
+    is_cached: bool = False
 
     @property
     def shares(self) -> dict[str, float]:
@@ -201,6 +207,13 @@ class Evidence:
             return 0.0
         work = (self.costs.load + self.costs.pack) * self.epoch.batches
         return min(1.0, work / (self.setting.num_workers * self.epoch.seconds))
+
+    @property
+    def fetching(self) -> float:
+        """The part of loading in which workers read samples, from 0 to 1; 0.0 without workers."""
+        fetch = sum(worker.fetch_seconds for worker in self.workers)
+        load = fetch + sum(worker.collate_seconds for worker in self.workers)
+        return fetch / load if load else 0.0
 
     @property
     def new_memory(self) -> float:

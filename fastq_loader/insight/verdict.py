@@ -141,6 +141,8 @@ def evidence_of(
         setting=replace(known.setting, num_workers=len(workers)),
         cpus=machine.cpus(),
         machine_bytes=pages.installed(),
+        free_bytes=machine.memory_bytes(),
+        is_cached=bool(statistics.caches),
         workers=statistics.workers if workers else (),
         late=tuple(late for late in statistics.late_batches if asked.epoch in (None, late.epoch)),
         staging=statistics.staging,
@@ -194,11 +196,9 @@ def _culprit(evidence: Evidence, limit: str) -> str | None:
         sample = f", sample {short(late.sample)}" if 2 * late.sample_seconds > late.load_seconds > 0 else ""
         name, seconds = f"batch {late.batch}{sample}", late.seconds
     elif limit == "workers":
-        fetch = sum(worker.fetch_seconds for worker in evidence.workers)
-        collate = sum(worker.collate_seconds for worker in evidence.workers)
-        if collate > fetch:
+        if evidence.workers and evidence.fetching < 0.5:
             name = evidence.collate or "default_collate"
-            seconds = collate / (fetch + collate) * epoch.workers_seconds
+            seconds = (1 - evidence.fetching) * epoch.workers_seconds
     elif limit == "sampler":
         name, seconds = evidence.sampler, epoch.sampler_seconds
     elif limit == "device_copy" and evidence.staging is None:

@@ -63,6 +63,37 @@ def test_where_the_cpus_are_used_up_only_cheaper_samples_help() -> None:
     )
 
 
+DECODED = {
+    "costs": Costs((0.1,), batch_bytes=100e6),
+    "setting": Setting(2),
+    "cpus": 2.0,
+    "epoch": EpochStatistics(1, 100, 10.0, workers_seconds=9.0),
+    "workers": (WorkerStatistics(0, 7, fetch_seconds=9.2, collate_seconds=0.8),),
+    "batch_size": 20,
+    "free_bytes": 20_000_000_000,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({}, "92%.*would hold 2,000 of 2,000 in 10 GB: up to about 5.4 × from the second epoch on"),
+        ({"free_bytes": 14_000_000_000}, "would hold 1,400 of 2,000 in 7 GB: up to about 2.3 ×"),
+        ({"free_bytes": 1_000_000_000}, None),  # too few to be worth it
+        ({"is_cached": True}, None),
+        ({"iterable": True}, None),
+        ({"batch_size": 0}, None),
+        ({"costs": Costs((0.1,))}, None),  # whose sizes nobody knows
+        ({"costs": Costs((2e-3,), batch_bytes=20 * 150e3)}, "would hold"),
+        ({"costs": Costs((0.9e-3,), batch_bytes=20 * 150e3)}, None),  # a hit takes no less
+        ({"workers": (WorkerStatistics(0, 7, fetch_seconds=1, collate_seconds=9),)}, None),
+    ],
+)
+def test_where_a_cache_would_pay(fields: dict[str, Any], line: str | None) -> None:
+    found = [each for each in lines("workers", **{**DECODED, **fields}).splitlines() if "cached" in each]
+    assert (len(found) == 0) if line is None else re.search(line, found[0])
+
+
 def test_what_takes_microseconds_needs_no_workers() -> None:
     costs = Costs((40e-6,), pack=20e-6, overhead=200e-6)
     measured = EpochStatistics(1, 1000, 0.3, start_up_seconds=0.08)
