@@ -235,7 +235,7 @@ class EventLoop:
             if self.scheduler.in_order or not self._receive():
                 self._wait(found)
         elif isinstance(found, Draw):
-            self._draw(found.times)
+            self._draw(1)
         else:
             self._outcome = ENDED if isinstance(found, Finish) else self._deaths.of(found)
         return None

@@ -11,10 +11,7 @@ from fastq_loader.ipc.messages import Task
 
 
 class Draw(NamedTuple):
-    """Ask the sampler for an index so many times, and report each answer; then the next batch may be
-    there."""
-
-    times: int
+    """Ask the sampler for one more index, and report the answer; then the next batch may be there."""
 
 
 class Send(NamedTuple):

@@ -375,7 +375,7 @@ class Scheduler:
             assert arrival.worker is not None, "a part of an iterable dataset is a worker's"
             self._in_flight.leave(arrival, "end")
             self._worker_table.move(arrival.worker, "end")
-            return Draw(1)
+            return Draw()
         if arrival.error is None:
             arrival.move("answer")
         if self.in_order:

@@ -121,7 +121,7 @@ def test_the_end_of_a_workers_part_may_be_processed_after_its_death() -> None:
     arrive(scheduler, *answer(sends[0], ENDED))
     scheduler.died(Died(0))
     invariants.check(scheduler)
-    assert scheduler.wanted() == Draw(1)
+    assert scheduler.wanted() == Draw()
     arrive(scheduler, *answer(sends[1]))
     assert delivered(scheduler) == 1
     assert scheduler.wanted() == Finish()

@@ -383,7 +383,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         while True:
             found = self.scheduler.ready() or self.scheduler.wanted()
             if isinstance(found, Draw):
-                self.draw_for(found.times)
+                self.draw_for(1)
             elif isinstance(found, Batch):
                 self.draw_for(self.scheduler.to_draw)
                 self.deliver(found, keep)
