@@ -12,7 +12,7 @@ has claimed it. A number whose slot is taken is passed over, so a batch may be a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import islice, takewhile
 from typing import Any, Generic, TypeVar
 
@@ -111,28 +111,6 @@ class InFlight:
         self.batches: dict[int, Batch] = {}
         self.ring: ReorderRing[Batch] = ReorderRing(capacity, head)
 
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self.batches.values())
-
-    def __getitem__(self, seq: int) -> Batch:
-        return self.batches[seq]
-
-    def get(self, seq: int) -> Batch | None:
-        return self.batches.get(seq)
-
-    @property
-    def head(self) -> int:
-        """The lowest sequence number that was not delivered."""
-        return self.ring.head
-
-    @property
-    def waiting(self) -> int:
-        """Batches that are ready and not at the head."""
-        return self.ring.filled
-
     def new(self, worker: int | None, index: Any) -> Batch:
         while self.drawn in self._done:
             self.drawn += 1
@@ -145,7 +123,7 @@ class InFlight:
         come: in order those of the first batches in flight, else those in `arrivals`."""
         batches: Iterable[Any] = (batch for batch in arrivals if type(batch) is Batch)
         if in_order:
-            batches = filter(None, map(self.batches.get, range(self.head, self.head + count)))
+            batches = filter(None, map(self.batches.get, range(self.ring.head, self.ring.head + count)))
         answers = takewhile(lambda answer: answer is not None, (batch.answer for batch in batches))
         return list(islice((answer for answer in answers if answer.kind == BATCH), count))
 
@@ -172,7 +150,9 @@ class InFlight:
 
     def lost_by(self, worker: int) -> Batch | None:
         """The lowest batch that a dead worker lost; None if there is none."""
-        return next((batch for batch in self if batch.worker == worker and batch.state == LOST), None)
+        return next(
+            (batch for batch in self.batches.values() if batch.worker == worker and batch.state == LOST), None
+        )
 
     def clear(self) -> None:
         """Forget everything."""

@@ -100,7 +100,7 @@ class Scheduler:
     @property
     def undelivered(self) -> int:
         """Batches of this epoch that were asked for and not handed out."""
-        return len(self._in_flight)
+        return len(self._in_flight.batches)
 
     @property
     def can_replace(self) -> bool:
@@ -109,7 +109,7 @@ class Scheduler:
 
     def index_of(self, seq: int) -> Any:
         """The index of a batch that is not delivered yet, for error texts; None if it is unknown."""
-        batch = self._in_flight.get(seq)
+        batch = self._in_flight.batches.get(seq)
         return None if batch is None else batch.index
 
     def upcoming(self, count: int) -> list[Answer]:
@@ -274,7 +274,7 @@ class Scheduler:
     def _refuse(self, batch: Batch, fault: ProtocolError) -> None:
         """Its blocks stay the worker's until that has ended: it may still write to them."""
         self.refused += 1
-        if self._in_flight.get(batch.seq) is batch:
+        if self._in_flight.batches.get(batch.seq) is batch:
             self._fail(batch, fault)
 
     # ---- deaths -------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class Scheduler:
             if batch.worker is None:
                 self._give_back(batch)
                 batch.worker = event.worker
-            if self._in_flight.get(at) is batch:  # else of an older epoch, or past its worker's end
+            if self._in_flight.batches.get(at) is batch:  # else of an older epoch, or past its worker's end
                 batch.move("die")
                 lost.append(batch)
         return sorted(lost, key=lambda batch: batch.seq)
@@ -353,7 +353,7 @@ class Scheduler:
                     return Break(self._idle_deaths.pop(), None, None)
                 active = self._worker_table.active()
                 blocked = not self.window.closed and self.pending_tasks.leave_idle(active)
-                return Wait(head.worker, head.seq, self._in_flight.waiting, head.attempt, blocked)
+                return Wait(head.worker, head.seq, self.ring.filled, head.attempt, blocked)
             found = self._process(self._arrivals.popleft())
             if found is not None:
                 return found
@@ -361,7 +361,7 @@ class Scheduler:
     def idle(self) -> int:
         """The next batch is late and nothing else has come. Returns how many indices more are to be drawn."""
         unanswered = [epoch for epoch, _ in self.pending_tasks].count(self.epoch)
-        return self.window.room(len(self._in_flight), unanswered, self.pool.batch_bytes)
+        return self.window.room(len(self._in_flight.batches), unanswered, self.pool.batch_bytes)
 
     def _process(self, arrival: Batch | Died) -> Batch | Draw | Break | None:
         """One arrival, as torch takes one item off its result queue. None: take the next."""

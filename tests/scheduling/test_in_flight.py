@@ -59,10 +59,11 @@ def test_the_lowest_batch_that_was_lost_with_a_worker() -> None:
     for worker in (1, 0, 1, 0):
         in_flight.new(worker, None).move("send")
     for seq in (1, 3, 2):
-        in_flight[seq].move("die")
-    assert [in_flight.lost_by(worker) for worker in range(3)] == [in_flight[1], in_flight[2], None]
+        in_flight.batches[seq].move("die")
+    batches = in_flight.batches
+    assert [in_flight.lost_by(worker) for worker in range(3)] == [batches[1], batches[2], None]
     with pytest.raises(InvalidTransition, match="a batch is lost: event 'deliver' is not allowed"):
-        in_flight[1].move("deliver")
+        batches[1].move("deliver")
 
 
 def outstanding(*workers: int | None, slots: int = 100) -> tuple[PendingTasks, list[Batch]]:

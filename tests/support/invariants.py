@@ -30,7 +30,7 @@ def check(scheduler: Scheduler) -> None:
 def _check_batches(scheduler: Scheduler) -> None:
     in_flight, window, workers = scheduler._in_flight, scheduler.window, scheduler._worker_table
     assert window.size <= window.widest
-    assert len(in_flight) <= window.widest + scheduler.workers, "more batches than the window allows"
+    assert len(in_flight.batches) <= window.widest + scheduler.workers, "more batches than the window allows"
     arrived = [each for each in scheduler._arrivals if type(each) is Batch]
     ready = {batch.seq for batch in arrived if batch.error is None}
     # Their end has arrived and is not processed: what they skipped after it is still SENT.
@@ -39,16 +39,16 @@ def _check_batches(scheduler: Scheduler) -> None:
     def to_come(batch: Batch) -> int:
         return (scheduler.pending_tasks.get((scheduler.epoch, batch.seq)) is batch) + (batch.seq in ready)
 
-    for batch in in_flight:
-        assert in_flight.head <= batch.seq < in_flight.drawn, f"batch {batch.seq} is not in flight"
+    for batch in in_flight.batches.values():
+        assert in_flight.ring.head <= batch.seq < in_flight.drawn, f"batch {batch.seq} is not in flight"
         assert batch.state in (SENT, READY, LOST), f"batch {batch.seq} is {batch.state}"
         if batch.state == SENT and (batch.worker is None or not workers.exhausted(batch.worker)):
             assert to_come(batch) == 1 or (to_come(batch) == 0 and batch.worker in ending), (
                 f"batch {batch.seq} will be answered {to_come(batch)} times"
             )
     failed = len(arrived) - len(ready)
-    ready_batches = sum(batch.state == READY for batch in in_flight)
-    assert ready_batches == in_flight.waiting + failed, "a ready batch is not in the ring"
+    ready_batches = sum(batch.state == READY for batch in in_flight.batches.values())
+    assert ready_batches == in_flight.ring.filled + failed, "a ready batch is not in the ring"
 
 
 def _check_blocks(scheduler: Scheduler) -> None:
@@ -63,7 +63,7 @@ def _check_workers(scheduler: Scheduler) -> None:
     workers, pending = scheduler._worker_table, scheduler.pending_tasks
     if not scheduler.shared_tasks:
         for worker in range(scheduler.workers):
-            mine = sum(batch.worker == worker for batch in scheduler._in_flight)
+            mine = sum(batch.worker == worker for batch in scheduler._in_flight.batches.values())
             assert workers.exhausted(worker) or workers.undelivered(worker) == mine
         assert all(batch.worker is not None for batch in pending.values()), "a task was sent to no worker"
     for (epoch, seq), batch in pending.items():
