@@ -28,7 +28,7 @@ _MEMORY_SHARE = 0.8
 
 def limits(own: Setting) -> Limits:
     """Limits of the machine for a loader with this setting."""
-    memory = memory_bytes() * _MEMORY_SHARE / ranks()
+    memory = memory_bytes() * _MEMORY_SHARE / local_ranks()
     return Limits(own, cpus(), memory, machine_bytes=pages.installed())
 
 
@@ -44,7 +44,7 @@ def cpus(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> float:
     """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = (_quota(folder) for folder in _cgroups(root, "cpu"))
-    return min([float(affinity), *(quota for quota in quotas if quota)]) / ranks(environ)
+    return min([float(affinity), *(quota for quota in quotas if quota)]) / local_ranks(environ)
 
 
 def memory_bytes(root: Path = _ROOT) -> int:
@@ -60,7 +60,7 @@ def memory_bytes(root: Path = _ROOT) -> int:
     return max(0, min([available, *(_left(folder) for folder in _cgroups(root, "memory"))]))
 
 
-def ranks(environ: Mapping[str, str] = os.environ) -> int:
+def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
     """The processes of this training that share the machine, each with a loader."""
     told = environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(told)) if told.isdecimal() else 1

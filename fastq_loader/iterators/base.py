@@ -67,7 +67,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._auto_collation = loader._auto_collation
         self._drop_last = loader.drop_last
         self._num_workers = loader.num_workers
-        self._world_size, self._rank = datapipes.ranks()
+        self._world_size, self._rank = datapipes.world_size_and_rank()
         self._session = loader._device_session()
         self._pin_memory, self._pin_memory_device = False, None
         self._on_host: ToDevice | None = None

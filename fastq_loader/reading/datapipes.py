@@ -26,7 +26,7 @@ def draw_shared_seed(dataset: Any, generator: torch.Generator | None) -> int | N
     if not isinstance(dataset, IterDataPipe):
         return None
     seed = torch.empty((), dtype=torch.int64).random_(generator=generator)
-    if ranks()[0] > 1:
+    if world_size_and_rank()[0] > 1:
         dist.broadcast(seed, src=0)
     return int(seed.item())
 
@@ -40,7 +40,7 @@ def apply_seed(dataset: Any, shared_seed: int | None) -> Any:
     return graph_settings.apply_random_seed(dataset, generator)
 
 
-def ranks() -> tuple[int, int]:
+def world_size_and_rank() -> tuple[int, int]:
     """World size and rank; (1, 0) without a process group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
@@ -57,4 +57,4 @@ def sharding_init_fn(dataset: Any, init_fn: InitFn | None) -> InitFn | None:
     """The `worker_init_fn` that shards a graph over ranks and workers before the user's own."""
     if not isinstance(dataset, (IterDataPipe, MapDataPipe)):
         return init_fn
-    return functools.partial(_sharding_worker_init_fn, init_fn, *ranks())
+    return functools.partial(_sharding_worker_init_fn, init_fn, *world_size_and_rank())

@@ -140,7 +140,7 @@ def test_workers_and_their_batches_fit_into_memory(
 ) -> None:
     """In 3.2 GB those of 134 MB, with three batches of 100 MB each; workers that stay have theirs already."""
     monkeypatch.setattr(machine, "memory_bytes", lambda: 4_000_000_000)
-    monkeypatch.setattr(machine, "ranks", lambda *_: 1)
+    monkeypatch.setattr(machine, "local_ranks", lambda *_: 1)
     monkeypatch.setattr(auto, "decide", lambda seen, limits: (seen[-1].costs, limits))
     loader = DataLoader(EIGHT)
     list(loader)

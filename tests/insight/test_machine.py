@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fastq_loader.insight.machine import contention, cpus, memory_bytes, ranks
+from fastq_loader.insight.machine import contention, cpus, local_ranks, memory_bytes
 
 
 def put(root: Path, name: str, text: str) -> None:
@@ -82,9 +82,9 @@ def test_in_a_container_the_own_cgroup_is_at_the_top(tmp_path: Path, member: str
 
 @pytest.mark.parametrize(("text", "number"), [("", 1), ("4", 4), ("0", 1), ("-2", 1), ("many", 1), ("²", 1)])
 def test_the_ranks_of_a_machine_share_its_cpus(tmp_path: Path, text: str, number: int) -> None:
-    assert ranks({"LOCAL_WORLD_SIZE": text}) == number
+    assert local_ranks({"LOCAL_WORLD_SIZE": text}) == number
     assert cpus(tmp_path, {"LOCAL_WORLD_SIZE": text}) == 16 / number
-    assert ranks({}) == 1
+    assert local_ranks({}) == 1
 
 
 def test_available_memory_is_what_the_machine_says(tmp_path: Path) -> None:

@@ -40,12 +40,12 @@ def test_with_a_process_group_rank_0_decides(monkeypatch: pytest.MonkeyPatch) ->
     def broadcast(seed: torch.Tensor, src: int) -> None:
         seed.fill_(40 + src)
 
-    assert datapipes.ranks() == (1, 0)
+    assert datapipes.world_size_and_rank() == (1, 0)
     for name, value in (("is_initialized", True), ("get_world_size", 4), ("get_rank", 2)):
         monkeypatch.setattr(dist, name, lambda value=value: value)
     monkeypatch.setattr(dist, "broadcast", broadcast)
     assert datapipes.draw_shared_seed(graph(), None) == 40
-    assert datapipes.ranks() == (4, 2)
+    assert datapipes.world_size_and_rank() == (4, 2)
 
 
 def test_a_graph_is_cut_over_ranks_and_workers_before_the_users_own_init_function(
@@ -54,7 +54,7 @@ def test_a_graph_is_cut_over_ranks_and_workers_before_the_users_own_init_functio
     parts: list[list[int]] = []
     for rank, worker in itertools.product(range(2), range(2)):
         pipe = IterableWrapper(range(8), deepcopy=False).sharding_filter()
-        monkeypatch.setattr(datapipes, "ranks", lambda rank=rank: (2, rank))
+        monkeypatch.setattr(datapipes, "world_size_and_rank", lambda rank=rank: (2, rank))
         init: Any = datapipes.sharding_init_fn(pipe, lambda worker, pipe=pipe: parts.append([worker, *pipe]))
         info = torch_worker.WorkerInfo(id=worker, num_workers=2, seed=0, dataset=pipe)
         monkeypatch.setattr(torch_worker, "_worker_info", info)

@@ -314,7 +314,7 @@ def test_a_chosen_number_is_a_number_from_here_on(played: Machine) -> None:
 
 def test_what_may_be_tried(played: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "memory_bytes", lambda: 1000)
-    monkeypatch.setattr(machine, "ranks", lambda: 2)
+    monkeypatch.setattr(machine, "local_ranks", lambda: 2)
     found = tuning.checked(loader_of(schedule=Dynamic(window=5)), None, 30, None, None, None)
     both = {"schedules": (False, True), "prefetch": (2, 4, 8), "machine_bytes": found.machine_bytes}
     assert found == Limits(Setting(0, 2, True), 4.0, 400.0, **both)
