@@ -1,16 +1,18 @@
 """Records that pass between the scheduler, which decides, and the event loop, which carries out.
 
-Pure, immutable, and without behaviour.
+Pure, immutable, and without behaviour. Those without fields are no tuples: empty ones would all be equal.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fastq_loader.ipc.messages import Task
 
 
-class Draw(NamedTuple):
+@dataclass(frozen=True)
+class Draw:
     """Ask the sampler for one more index, and report the answer; then the next batch may be there."""
 
 
@@ -46,7 +48,8 @@ class Break(NamedTuple):
     index: Any
 
 
-class Finish(NamedTuple):
+@dataclass(frozen=True)
+class Finish:
     """The epoch is over."""
 
 
