@@ -15,11 +15,13 @@ import io
 import json
 import os
 import pdb
+import platform
 import select
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from operator import attrgetter
 from typing import Any
 
@@ -35,7 +37,8 @@ from fastq_loader.tools.tuning import checked, tune
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit code."""
     parser = argparse.ArgumentParser(prog="python -m fastq_loader", description=__doc__.partition("\n\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser.add_argument("--version", action="version", version=_versions())
+    commands = parser.add_subparsers(dest="command")
     for name, about, add in (
         ("tune", "find the fastest setting of a loader by trying", _add_tune),
         ("compare", "compare torch's loader with this one, batch by batch and in speed", _add_compare),
@@ -49,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             add(command)
     options = parser.parse_args(argv)
+    if options.command is None:
+        parser.print_help()
+        return 0
     command = commands.choices[options.command]
     try:
         if options.command == "doctor":
@@ -60,6 +66,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return status
+
+
+def _versions() -> str:
+    try:
+        version = metadata.version("fastq_loader")
+    except metadata.PackageNotFoundError:
+        version = "in a folder, not installed"
+    return f"fastq_loader {version}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 def _add_tune(command: argparse.ArgumentParser) -> None:
@@ -199,7 +213,7 @@ def run() -> int:
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        if not _reader_has_left():
+        if not (hasattr(select, "poll") and _reader_has_left()):  # Windows has neither, nor the signal
             raise  # of user code
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its exit
         return 128 + signal.SIGPIPE

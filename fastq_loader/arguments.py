@@ -15,15 +15,14 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 from torch.utils.data.dataloader import _DatasetKind
 
 from fastq_loader.device.accelerator import read_device
-from fastq_loader.errors import warn_user
+from fastq_loader.errors import TorchWorkers, warn_user
 from fastq_loader.ipc.claim_table import WORKERS
-from fastq_loader.memory import arena
 from fastq_loader.reading import datapipes
 from fastq_loader.reading.sampling import PermutationSampler
 from fastq_loader.reading.tolerance import Tolerance, read_errors
 from fastq_loader.remote.ray_workers import RayWorkers
 from fastq_loader.scheduling.schedules import Dynamic, RoundRobin, Schedule, Window, read_schedule
-from fastq_loader.system import pages
+from fastq_loader.system import calls, pages
 from fastq_loader.workers.config import Plan, Rules
 from fastq_loader.workers.kinds import Auto, Processes, WorkerKind, read_workers
 from fastq_loader.workers.payload import Payload
@@ -127,7 +126,7 @@ def check_workers(loader: Loader, kind: WorkerKind) -> None:
     """Raise unless workers of this kind can be started here, and kept with the loader's dataset.
 
     Raises:
-        RuntimeError: the system has no memfd, or Ray is wanted and not installed.
+        RuntimeError: Ray is wanted and not installed; or torch's own workers are to do what they cannot.
         TypeError: the context's workers would be no processes.
         ValueError: there are too many, or the dataset cannot be given to a new worker.
     """
@@ -135,11 +134,9 @@ def check_workers(loader: Loader, kind: WorkerKind) -> None:
     number = getattr(loader, "num_workers", 0)
     if not number:
         return
-    if not arena.AVAILABLE:
-        raise RuntimeError(
-            f"num_workers={number} needs memfd_create, which this system does not have (Linux has it): use "
-            "num_workers=0"
-        )
+    if lacking := calls.missing():
+        _check_torchs(loader, kind, lacking)
+        return
     context = getattr(loader, "multiprocessing_context", None)
     process = getattr(context, "Process", None)
     if isinstance(process, type) and not issubclass(process, BaseProcess):
@@ -178,6 +175,58 @@ def check_auto(loader: Loader, schedule: Schedule) -> None:
             "num_workers='auto' cannot go with an IterableDataset: each worker reads a part of it, so that "
             "the batches depend on how many there are. Use a number; tune() finds one"
         )
+
+
+_told: set[str] = set()  # that torch's own workers run in this process
+
+
+def torchs_own(loader: Loader, asked: str = "") -> str:
+    """Whether torch's own workers load for a loader: the call that ours would need; "" if ours do, or none.
+
+    Args:
+        loader: whose.
+        asked: of it, with an answer in which they do not occur; a hint says so.
+    """
+    lacking = calls.missing() if getattr(loader, "num_workers", 0) else ""
+    if lacking and asked:
+        text = f"{asked}: torch's own workers run here, for want of {lacking}, and nothing is known of them"
+        warn_user(f"{text}. With num_workers=0 all is", TorchWorkers)
+    return lacking
+
+
+def tell_of_torchs(lacking: str) -> None:
+    """Say once in a process that torch's own workers run."""
+    if not _told:
+        _told.add(lacking)
+        text = f"With num_workers > 0 torch's own workers run: this system or sandbox lacks {lacking}"
+        warn_user(f"{text}. Batches and errors are torch's, and so is the speed", TorchWorkers)
+
+
+def cannot(loader: Loader, what: str, lacking: str, remedy: str = "") -> RuntimeError:
+    """The error of what torch's own workers cannot do."""
+    return RuntimeError(
+        f"{what} cannot go with num_workers={loader.num_workers} here: this system or sandbox lacks {lacking}, "
+        f"so torch's own workers run. Use num_workers=0{remedy}"
+    )
+
+
+def _check_torchs(loader: Loader, kind: WorkerKind, lacking: str) -> None:
+    """Raise unless torch's own workers can do what is asked of ours.
+
+    Raises:
+        RuntimeError: they cannot.
+    """
+    device, same = read_device(loader.device), "" if is_iterable(loader) else ", whose batches are the same"
+    resources = vars(loader).get("_resources")  # which are not made for this
+    for asked, argument, remedy in (
+        (is_dynamic(loader), f"schedule={loader.schedule!r}", same),
+        (kind.is_remote or kind.max_restarts, f"workers={kind}", ", or workers='processes'"),
+        (device and (device.target or device.transform), f"device={loader.device!r}", ", or a Prefetcher"),
+        (read_errors(loader.errors), f"errors={loader.errors!r}", ", or errors='raise'"),
+        (resources and resources.saved, "load_state_dict()", ""),
+    ):
+        if asked:
+            raise cannot(loader, argument, lacking, remedy)
 
 
 #: What is checked when an argument is set.

@@ -189,6 +189,16 @@ class MemoryPressure(LoaderHint):
     """
 
 
+class TorchWorkers(LoaderHint):
+    """torch's own workers run with `num_workers > 0`: this system or sandbox lacks what ours need.
+
+    Batches, order, random numbers and errors are torch's, and so is the speed. Given once in a process. Also
+    where `state_dict`, `diagnose` or `trace` is asked of such a loader, which has nothing to say of them.
+
+    >>> warnings.simplefilter("ignore", TorchWorkers)  # it is known
+    """
+
+
 class UnpicklableError(pickle.PicklingError):
     """Something that has to travel to or from a worker cannot be pickled; the text names where it lies.
 

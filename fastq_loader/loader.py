@@ -88,7 +88,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     Raises:
         ValueError, TypeError: an argument, with torch's texts; an unknown or absent device.
-        RuntimeError: `num_workers > 0` on a system without memfd (Linux has it).
+        RuntimeError: more than torch's own workers can do, which run where ours lack memfd (Linux has it).
 
     >>> for batch in DataLoader(range(10), batch_size=4):
     ...     print(batch)
@@ -140,10 +140,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 "prefetch_factor=0 with num_workers > 0 would never load a batch: use 1 or more, or None, "
                 "which is 2"
             )
-        self.schedule = schedule
-        self.workers = workers
-        self.device = device
-        self.errors = errors
+        self.schedule, self.device, self.errors = schedule, device, errors
+        self.workers = workers  # which may not go with the others
 
     # Of instances that this constructor did not make.
     schedule: str | Schedule = "round_robin"
@@ -200,6 +198,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         kind = arguments.workers(self)
         if self.num_workers == 0:
             return SerialIterator(self)
+        if lacking := arguments.torchs_own(self):
+            arguments.tell_of_torchs(lacking)
+            return self._resources.add_torchs(super()._get_iterator())
         if not (kind.is_remote or isinstance(self.num_workers, Auto)):  # a number that the user chose
             self.check_worker_number_rationality()
         return MultiprocessIterator(self)
@@ -265,10 +266,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         ...     print(sum(loader))
         tensor([28])
         """
-        resources = self._resources
-        resources.close_engines("its loader was closed")
-        while resources.idle:
-            resources.idle.pop().close()
+        self._resources.close("its loader was closed")
         object.__setattr__(self, "_iterator", None)
 
     def __enter__(self) -> DataLoader[T_co]:
@@ -300,7 +298,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         >>> sorted(torch.cat(batches + list(loader)).tolist())
         [0, 1, 2, 3, 4, 5, 6, 7]
         """
-        return state.now(self)
+        return {} if arguments.torchs_own(self, "state_dict() is empty") else state.now(self)
 
     def load_state_dict(self, state_dict: dict[str, Any], *, ignore: Iterable[str] = ()) -> None:
         """Go on from where another loader, or this one, stood: the next epoch is the rest of the one that was
@@ -419,6 +417,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         >>> print(DataLoader(range(8)).diagnose())
         Nothing can be said yet: ...
         """
+        arguments.torchs_own(self, "diagnose()")
         statistics = self.statistics()
         # A subclass may have no attributes before its first epoch.
         known = self._evidence() if statistics.epochs else Evidence()
@@ -463,6 +462,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             ValueError: another trace, of any process, is writing to it.
             RuntimeError: this loader is being traced.
         """
+        arguments.torchs_own(self, "trace()")
         return traced(path, self._resources.counters)
 
     def __repr__(self) -> str:
@@ -474,10 +474,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _describe(self) -> str:
         resources = self._resources
-        pools = sum(engine.closed is None for engine in list(resources.engines))
         running = "loads on the calling thread"
         if self.num_workers:
-            running = f"{self.num_workers * pools or 'no'} workers running"
+            running = f"{self.num_workers * resources.pools() or 'no'} workers running"
         return (
             f"dataset={type(self.dataset).__name__} batch_size={self.batch_size} "
             f"num_workers={self.num_workers} persistent_workers={self.persistent_workers}: {running}, "

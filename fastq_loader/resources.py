@@ -9,12 +9,13 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from fastq_loader.consumer.bad_samples import BadSamples
 from fastq_loader.consumer.engine import Engine
 from fastq_loader.device.staging import DeviceSession, SerialStaging
-from fastq_loader.errors import LoaderHint
+from fastq_loader.errors import IteratorInvalid, LoaderHint
 from fastq_loader.insight.auto import Chooser
 from fastq_loader.resume.record import EpochRecord, Saved
 from fastq_loader.statistics.counters import Counters
@@ -34,6 +35,7 @@ class Resources:
     Attributes:
         counters: of everything that it did.
         engines: the pools of workers that its iterators use.
+        torchs: torch's own iterators, where ours cannot run.
         session: its way to a device, once an iteration has begun, or None.
         idle: the staging of iterations without workers that are over, to be used again.
         place: of the newest epoch the record, or None, and what the next one goes on from, or None; as one
@@ -51,6 +53,7 @@ class Resources:
         self.owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
         self.counters = Counters()
         self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self.torchs: weakref.WeakSet[Any] = weakref.WeakSet()
         self.session: DeviceSession | None = None
         self.idle: list[SerialStaging] = []
         self.place: tuple[EpochRecord | None, Saved | None] = None, saved
@@ -73,8 +76,34 @@ class Resources:
     def __reduce__(self) -> tuple[Any, ...]:
         return Resources, (None, self.saved)  # no loader's: a subclass copied all attributes
 
+    def add_torchs(self, iterator: Any) -> Any:
+        """Take note of torch's own iterator, of whose epochs there are no records."""
+        self.place = None, None
+        self.torchs.add(iterator)
+        return iterator
+
+    def pools(self) -> int:
+        """How many iterators have workers."""
+        ours = sum(engine.closed is None for engine in list(self.engines))
+        return ours + sum(not iterator._shutdown for iterator in list(self.torchs))
+
     def close_engines(self, reason: str) -> None:
         """End all workers of the loader; wait for those that are in the middle of a sample."""
         for engine in list(self.engines):
             engine.close(reason)
+        while self.torchs:
+            iterator = self.torchs.pop()
+            if not iterator._shutdown:  # else it is over, and goes on to say so
+                iterator._next_data = partial(_refuse, reason)  # torch would end the epoch
+                iterator._shutdown_workers()
         stopping.wait(self.counters)
+
+    def close(self, reason: str) -> None:
+        """The same, and let go of what iterations without workers have kept."""
+        self.close_engines(reason)
+        while self.idle:
+            self.idle.pop().close()
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise IteratorInvalid(f"this iterator cannot go on: {reason}")

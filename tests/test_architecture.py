@@ -31,7 +31,7 @@ class Room(NamedTuple):
 #: Top down: a room stands above everything that it imports.
 ROOMS = {
     "__main__": Room("tools loader errors"),
-    "tools": Room("loader insight arguments workers packing reading memory ipc system errors"),
+    "tools": Room("loader insight arguments workers packing reading ipc system errors"),
     "integrations": Room("loader device"),
     "preemption": Room(""),
     "loader": Room(
@@ -43,9 +43,9 @@ ROOMS = {
     ),
     "resources": Room("insight resume consumer workers device statistics errors"),
     "caching": Room("insight sharing reading packing system errors statistics", pure="keys"),
-    "insight": Room("workers scheduling memory system statistics", pure="model chooser advice"),
+    "insight": Room("workers scheduling system statistics", pure="model chooser advice"),
     "resume": Room("arguments workers scheduling reading system errors"),
-    "arguments": Room("reading remote workers device scheduling memory ipc system errors"),
+    "arguments": Room("reading remote workers device scheduling ipc system errors"),
     "remote": Room("workers reading memory ipc system errors statistics", pure="ranks"),
     "consumer": Room("reading workers device scheduling packing memory ipc system errors statistics"),
     "workers": Room("scheduling packing reading memory ipc system errors statistics"),
@@ -53,7 +53,7 @@ ROOMS = {
     "scheduling": Room("memory ipc errors", pure="*"),
     "packing": Room("memory ipc system errors"),
     "reading": Room("memory ipc system errors", pure="first_indices"),
-    "sharing": Room("memory"),
+    "sharing": Room("memory system"),
     "memory": Room("system errors", pure="pool blocks"),
     "tracing": Room("ipc system statistics errors"),
     "statistics": Room("ipc system", pure="epoch records snapshots"),

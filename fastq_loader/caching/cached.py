@@ -140,10 +140,11 @@ class cached:
         about = {"function": _qualified(self._function), "version": self._version}
         self._source: Any = None
         self._store: Store | ProcessStore
-        if not calls.AVAILABLE:
+        if lacking := calls.missing():
             if self._name is not None or self._path is not None:
                 raise RuntimeError(
-                    "cached: name= and path= need Linux; without them each process has its own values"
+                    f"cached: name= and path= need {lacking}, which this system or sandbox lacks; without "
+                    "them each process has its own values"
                 )
             self._store, self._counters = ProcessStore(self._limit), _Counters(-1)
             return

@@ -108,8 +108,8 @@ class Prefetcher:
         batches = iter(self.loader)  # starts workers, which inherit nothing of a device that is not in use
         if self._session is not None and self._staging is None:
             self._staging = SerialStaging(self._session)
-        record = self.loader._resources.record if hasattr(self.loader, "_state_of") else self._record
-        self._epoch = _Pass(batches, self._options, self._staging, self.loader, record)
+        own = self.loader._resources.record if hasattr(self.loader, "_state_of") else None
+        self._epoch = _Pass(batches, self._options, self._staging, self.loader, own or self._record)
         return self._epoch
 
     def next(self) -> Any:
@@ -237,9 +237,9 @@ class _Pass(Iterator[Any]):
         """Where the loader stands now; None if it cannot say. What its `state_dict` raises is raised when
         it is asked for."""
         loader, record = self._loader, self._record
-        if hasattr(loader, "_state_of"):
+        if hasattr(record, "position"):
             return Attempt(loader._state_of, record).again, record.position
-        if not hasattr(loader, "state_dict"):
+        if hasattr(loader, "_state_of") or not hasattr(loader, "state_dict"):  # it has no record of its own
             return None
         return Attempt(loader.state_dict).again, getattr(loader, "position", None)
 

@@ -18,8 +18,8 @@ from typing import Any
 from fastq_loader.insight import machine
 from fastq_loader.insight.chooser import NOISE, Limits, rank
 from fastq_loader.insight.model import Costs, Setting, costs_of
-from fastq_loader.memory import arena
 from fastq_loader.statistics.counters import Counters
+from fastq_loader.system import calls
 from fastq_loader.workers.kinds import Auto
 
 #: The gain that more workers must promise.
@@ -98,7 +98,7 @@ def given(num_workers: Any) -> Any:
         return num_workers
     if num_workers != "auto":
         raise ValueError(f"num_workers={num_workers!r} is unknown: use a number of workers, or 'auto'")
-    return Auto(min(math.ceil(machine.cpus()), _MOST_AT_FIRST) if arena.AVAILABLE else 0)
+    return Auto(0 if calls.missing() else min(math.ceil(machine.cpus()), _MOST_AT_FIRST))
 
 
 class Chooser:
@@ -121,8 +121,10 @@ class Chooser:
             prefetch: batches that each works ahead.
             persistent: they stay from one epoch to the next.
         """
+        if calls.missing():
+            return 0
         epoch = next(reversed(counters.history), None)
-        if epoch is None or not (epoch.over or epoch.batches >= _ENOUGH) or not arena.AVAILABLE:
+        if epoch is None or not (epoch.over or epoch.batches >= _ENOUGH):
             return number
         costs = costs_of(epoch, counters.workers if number else (), counters.batch_bytes)
         if costs is None:

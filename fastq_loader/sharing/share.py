@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
+from fastq_loader.system import calls
+
 T = TypeVar("T")
 
 #: Bytes from which on a container is worth it, where the user names none, and items that are looked at.
@@ -51,12 +53,18 @@ def share(dataset: T, *attributes: str, name: str | None = None) -> T:
         AttributeError: the dataset has no such attribute.
         TypeError: it is no list, tuple or dict, or a key is of a type that cannot be shared.
         ValueError: what others share under this name is something else.
+        RuntimeError: there is no memory that could have a name (Linux has it).
         ImportError: pyarrow is missing. Whatever is raised, nothing was replaced.
     """
     try:
         from fastq_loader.sharing import containers
     except ImportError as error:
         raise ImportError(f"share() needs pyarrow ({error}): pip install '.[share]' in a clone") from error
+    if name is not None and (lacking := calls.missing()):
+        raise RuntimeError(
+            f"share(name={name!r}) needs {lacking}, which this system or sandbox lacks; without a name each "
+            "process that is not forked has its own"
+        )
     chosen = _chosen(dataset, attributes)
     values = {id(value): value for _, _, value in chosen}  # one object may have several names
     # Datasets in a ConcatDataset have attributes of the same names.

@@ -2,7 +2,7 @@
 
 Runs in every process. Linux has all that workers need. But a Python that was built with old headers, as
 conda's is, lacks the names of newer calls. So these go through the C library, or straight to the kernel. On
-another system this module is imported, and nothing in it but `AVAILABLE` is used.
+another system this module is imported, and nothing in it but `AVAILABLE` and `missing` is used.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
 _MADV_REMOVE, _MADV_DONTDUMP, _MADV_POPULATE_WRITE = 9, 16, 23
 _FAILED = ctypes.c_void_p(-1).value
 _PYBUF_WRITE = 0x200
+#: Errors of a call that this kernel does not have, or a sandbox refuses.
+_REFUSED = errno.EPERM, errno.EACCES, errno.ENOSYS
 
 #: Types of a lock in a `struct flock`.
 WRITE_LOCK, UNLOCK = 1, 2
@@ -82,7 +84,7 @@ def _needed(name: str, *arguments: int | bytes) -> int:
     try:
         return _call(name, *arguments)
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+        if error.errno not in _REFUSED:
             raise
         advice = "workers need this call: allow it in this sandbox, or use num_workers=0"
         raise OSError(error.errno, f"{error.strerror}; {advice}") from error
@@ -91,6 +93,22 @@ def _needed(name: str, *arguments: int | bytes) -> int:
 #: Whether there can be shared memory for workers. Other systems that have memfds lack what else these need:
 #: holes, /proc.
 AVAILABLE = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "memfd_create")
+
+
+def missing() -> str:
+    """The call that workers need and that this system or sandbox does not have; "" if all are there.
+
+    It is tried each time, which takes some 10 us: a program may confine itself at any moment.
+    """
+    if not AVAILABLE:
+        return "memfd_create"
+    for name, call in (("memfd_create", functools.partial(memfd_create, "fastq_loader")), ("eventfd", wake_up)):
+        try:
+            os.close(call())
+        except OSError as error:  # any other is of those who need it, with their text
+            if error.errno in _REFUSED:
+                return name
+    return ""
 
 
 # ---- memory -----------------------------------------------------------------------------------------

@@ -17,6 +17,9 @@ from collections.abc import Iterator
 from typing import Any
 
 
+_ALARM = getattr(signal, "SIGALRM", None)  # Windows has none
+
+
 def refuse_interrupt(error: Exception, own_alarm: bool = False) -> None:
     """Raise an exception that came out of user code if the handler of a signal raised it.
 
@@ -35,7 +38,7 @@ def raised_by_handler(error: BaseException, own_alarm: bool = False) -> bool:
         return False
     numbers = signal.valid_signals()
     codes = _codes_of(numbers)
-    alarms = codes - _codes_of(numbers - {signal.SIGALRM}) if own_alarm else set()
+    alarms = codes - _codes_of(numbers - {_ALARM}) if own_alarm else set()
     inside = False  # of code that is not ours: else it is a call of the loader that was interrupted
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code in codes:
@@ -46,7 +49,7 @@ def raised_by_handler(error: BaseException, own_alarm: bool = False) -> bool:
 
 def alarm_is_set() -> bool:
     """Whether SIGALRM will come."""
-    return signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    return _ALARM is not None and signal.getitimer(signal.ITIMER_REAL)[0] > 0
 
 
 def _codes_of(numbers: set[Any]) -> set[Any]:

@@ -1,4 +1,4 @@
-"""`python -m fastq_loader doctor`: what of this machine is fine for workers, and what to change.
+"""`python -m fastq_loader doctor`: whose workers run on this machine, what is fine for them, and what to change.
 
 Runs in a process of its own on the shell. Each check looks at what workers need, tries it where that takes no
 time, and says a line; the last but one moves batches through two workers. Nothing is changed.
@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import platform
 import re
-import resource
 import socket
 import sys
 import warnings
@@ -55,7 +54,7 @@ class Finding(NamedTuple):
 def report() -> int:
     """Look, and print; the exit code: 1 if there is something to change."""
     changes = 0
-    for check in CHECKS:
+    for check in CHECKS if calls.AVAILABLE else ANYWHERE:
         for level, what, text in _tried(check):
             print(f"{level:<6}  {what}: {text}", flush=True)
             changes += level == CHANGE
@@ -87,6 +86,14 @@ def _versions() -> Iterator[Finding]:
 
 def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
+
+
+def _workers() -> Iterator[Finding]:
+    if lacking := calls.missing():
+        seen = f"with num_workers > 0 torch's own run, because {lacking} is missing: the same batches, as fast"
+        yield Finding(NOTE, "workers", f"{seen} as torch's; what torch does not have needs num_workers=0")
+    else:
+        yield Finding(OK, "workers", "those of this package run")
 
 
 def _system_calls() -> Iterator[Finding]:
@@ -139,6 +146,8 @@ def _size(nbytes: float) -> str:
 
 
 def _descriptors_and_threads() -> Iterator[Finding]:
+    import resource  # not every system has it
+
     workers = max(2, math.ceil(machine.cpus()))
     needed = len(os.listdir("/proc/self/fd")) + _DESCRIPTORS[0] + _DESCRIPTORS[1] * workers
     soft, hard = (sys.maxsize if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -220,6 +229,8 @@ def _accelerator() -> Iterator[Finding]:
 
 #: In this order; what initialises a device comes last.
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    *(_versions, _system_calls, _memory, _descriptors_and_threads, _sockets, _cpus, _start_method),
-    *(_batches, _accelerator),
+    *(_versions, _workers, _system_calls, _memory, _descriptors_and_threads, _sockets, _cpus),
+    *(_start_method, _batches, _accelerator),
 )
+#: Where torch's own workers run whatever is changed.
+ANYWHERE = (_versions, _workers, _cpus, _start_method, _batches, _accelerator)

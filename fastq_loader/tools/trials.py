@@ -30,7 +30,6 @@ import torch
 from fastq_loader import arguments
 from fastq_loader.insight.model import Costs, Setting, costs_of
 from fastq_loader.loader import DataLoader
-from fastq_loader.memory import arena
 from fastq_loader.packing.pickling import dump_exception, load_exception
 from fastq_loader.system import calls
 from fastq_loader.system.interrupts import without_signals
@@ -96,8 +95,11 @@ def check_loader(loader: Any, kind: type, needed: str) -> None:
     if not isinstance(loader, kind):
         given = f"{type(loader).__module__}.{type(loader).__qualname__}"
         raise TypeError(f"loader is a {given}: {needed}, not a class or a function")
-    if not arena.AVAILABLE:
-        raise RuntimeError("this system has no memfd_create, so that there are no workers to try")
+    if lacking := calls.missing():
+        raise RuntimeError(
+            f"this system or sandbox lacks {lacking}, so that there are no workers of ours to try; with "
+            "num_workers > 0 torch's own run. On the shell `python -m fastq_loader doctor` says what to change"
+        )
 
 
 def start_method(loader: Any) -> str:

@@ -258,7 +258,7 @@ def test_on_another_system_a_process_has_its_own_values(monkeypatch: pytest.Monk
     assert counts.bytes <= 400
     assert pickle.loads(pickle.dumps(photos)).decode(3)["label"] == 3
     for place in ({"name": "a"}, {"path": "/nowhere"}):
-        with pytest.raises(RuntimeError, match="name= and path= need Linux"):
+        with pytest.raises(RuntimeError, match="name= and path= need memfd_create"):
             Photos(**place)
 
 
