@@ -202,11 +202,21 @@ def tell_of_torchs(lacking: str) -> None:
         warn_user(f"{text}. Batches and errors are torch's, and so is the speed", TorchWorkers)
 
 
-def cannot(loader: Loader, what: str, lacking: str, remedy: str = "") -> RuntimeError:
+def check_ours(loader: Loader, what: str) -> None:
+    """Raise if torch's own workers load for a loader, which cannot do something.
+
+    Raises:
+        RuntimeError: they do.
+    """
+    if lacking := torchs_own(loader):
+        raise _cannot(loader, what, lacking)
+
+
+def _cannot(loader: Loader, what: str, lacking: str, remedy: str = "") -> RuntimeError:
     """The error of what torch's own workers cannot do."""
     return RuntimeError(
-        f"{what} cannot go with num_workers={loader.num_workers} here: this system or sandbox lacks {lacking}, "
-        f"so torch's own workers run. Use num_workers=0{remedy}"
+        f"{what} cannot go with num_workers={loader.num_workers} here: this system or sandbox lacks "
+        f"{lacking}, so torch's own workers run. Use num_workers=0{remedy}"
     )
 
 
@@ -226,7 +236,7 @@ def _check_torchs(loader: Loader, kind: WorkerKind, lacking: str) -> None:
         (resources and resources.saved, "load_state_dict()", ""),
     ):
         if asked:
-            raise cannot(loader, argument, lacking, remedy)
+            raise _cannot(loader, argument, lacking, remedy)
 
 
 #: What is checked when an argument is set.

@@ -298,7 +298,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         >>> sorted(torch.cat(batches + list(loader)).tolist())
         [0, 1, 2, 3, 4, 5, 6, 7]
         """
-        return {} if arguments.torchs_own(self, "state_dict() is empty") else state.now(self)
+        unknown = self._resources.record is None and arguments.torchs_own(self, "state_dict() is empty")
+        return {} if unknown else state.now(self)
 
     def load_state_dict(self, state_dict: dict[str, Any], *, ignore: Iterable[str] = ()) -> None:
         """Go on from where another loader, or this one, stood: the next epoch is the rest of the one that was

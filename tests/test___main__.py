@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fastq_loader import DataLoader
 from fastq_loader import __main__ as command
@@ -129,9 +131,18 @@ def test_an_interrupt_has_the_shells_exit_code(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_a_command_it_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([])
-    assert "tune" in capsys.readouterr().err
+    assert main([]) == 0
+    out, err = capsys.readouterr()
+    assert all(name in out for name in ("tune", "compare", "doctor", "--version"))
+    assert err == ""
+
+
+def test_it_says_its_version_and_those_that_matter(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    out = capsys.readouterr().out
+    assert re.fullmatch(r"fastq_loader .+, torch \S+, Python 3\.\d+\.\S+\n", out)
+    assert torch.__version__ in out
 
 
 @pytest.mark.processes

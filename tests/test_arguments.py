@@ -10,10 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from fastq_loader import DataLoader, Dynamic, Processes, RayWorkers, RoundRobin, ToDevice, arguments
+from fastq_loader import (
+    DataLoader,
+    Dynamic,
+    Processes,
+    RayWorkers,
+    Replace,
+    RoundRobin,
+    Skip,
+    ToDevice,
+    TorchWorkers,
+    arguments,
+)
 from fastq_loader.ipc.claim_table import WORKERS
-from fastq_loader.memory import arena
 from fastq_loader.scheduling.schedules import Window
+from fastq_loader.system import calls
 from tests.support.datasets import Stream
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -92,11 +103,60 @@ def test_workers_that_cannot_be_started_or_kept_are_refused(
     arguments.workers(made)
 
 
-def test_a_system_without_memfd_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "AVAILABLE", False)
-    with pytest.raises(RuntimeError, match="num_workers=2 needs memfd_create"):
-        loader(num_workers=2)
-    assert len(list(loader())) == 4
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("schedule", "dynamic", ", whose batches are the same"),
+        ("schedule", Dynamic(window=3), ", whose batches are the same"),
+        ("workers", Processes(max_restarts=2), ", or workers='processes'"),
+        ("workers", "ray", ", or workers='processes'"),
+        ("device", ToDevice("cpu", transform=abs), ", or a Prefetcher"),
+        ("errors", Skip(), ", or errors='raise'"),
+        ("errors", Replace(), ", or errors='raise'"),
+    ],
+)
+def test_without_memfd_what_torchs_workers_lack_is_refused_with_the_way_around(
+    name: str, value: Any, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "AVAILABLE", False)
+    text = (
+        rf"^{name}=.* cannot go with num_workers=2 here: .* lacks memfd_create.* Use num_workers=0{remedy}$"
+    )
+    with pytest.raises(RuntimeError, match=text):
+        loader(num_workers=2, **{name: value})
+    made = loader(num_workers=2)
+    with pytest.raises(RuntimeError, match=text):  # noqa: PT012
+        setattr(made, name, value)
+        iter(made)
+    assert len(list(loader(**{name: value} if name != "device" else {}))) == 4
+
+
+def test_without_memfd_a_stream_is_not_said_to_have_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "AVAILABLE", False)
+    with pytest.raises(RuntimeError, match=r"Use num_workers=0$"):
+        loader(dataset=STREAM, num_workers=2, schedule="dynamic")
+
+
+def test_without_memfd_epochs_are_resumed_without_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun = loader()
+    next(iter(begun))
+    state = begun.state_dict()
+    monkeypatch.setattr(calls, "AVAILABLE", False)
+    made = loader(num_workers=2)
+    for asked in (lambda: made.load_state_dict(state), lambda: made.replay(1)):
+        with pytest.raises(RuntimeError, match=r"cannot go with num_workers=2 here: .* Use num_workers=0$"):
+            asked()
+    with pytest.warns(TorchWorkers, match=r"state_dict\(\) is empty: .* With num_workers=0 all is"):
+        assert made.state_dict() == {}
+    alone = loader()
+    alone.load_state_dict(state)
+    alone.num_workers = 2
+    with pytest.raises(RuntimeError, match=r"load_state_dict\(\) cannot go with num_workers=2 here"):
+        iter(alone)
+    alone.num_workers = 0
+    assert [batch.tolist() for batch in alone] == [[1], [2], [3]]
 
 
 def test_what_arguments_come_to() -> None:

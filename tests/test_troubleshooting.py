@@ -63,4 +63,4 @@ def test_a_program_prints_what_the_page_says(heading: str) -> None:
 
 def test_the_table_of_symptoms_leads_to_all_of_them() -> None:
     table = PAGE.partition("\n## ")[0]
-    assert len(set(re.findall(r"\]\((#[^)]*)\)", table))) == len([*PARTS, "Hints"])
+    assert len(set(re.findall(r"\]\((#[^)]*)\)", table))) == len([*PARTS, "Hints", "Limits"])

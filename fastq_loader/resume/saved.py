@@ -44,11 +44,9 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
     Raises:
         ValueError: it is damaged or foreign, of another version, or of a loader that iterates something else:
             names the field, what was saved and what is there. Or a name to ignore is unknown.
-        TypeError: `ignore` is no collection of names.
-        RuntimeError: torch's own workers run, which begin every epoch at its beginning.
+        TypeError, RuntimeError: `ignore` is no collection of names; torch's own workers run, which cannot.
     """
-    if lacking := arguments.torchs_own(loader):
-        raise arguments.cannot(loader, "load_state_dict()", lacking)
+    arguments.check_ours(loader, "load_state_dict()")
     described = describe(loader)
     ignored = checked_names("ignore", ignore, [*described, "order"])
     fields = _ours(state)

@@ -60,11 +60,6 @@ def share(dataset: T, *attributes: str, name: str | None = None) -> T:
         from fastq_loader.sharing import containers
     except ImportError as error:
         raise ImportError(f"share() needs pyarrow ({error}): pip install '.[share]' in a clone") from error
-    if name is not None and (lacking := calls.missing()):
-        raise RuntimeError(
-            f"share(name={name!r}) needs {lacking}, which this system or sandbox lacks; without a name each "
-            "process that is not forked has its own"
-        )
     chosen = _chosen(dataset, attributes)
     values = {id(value): value for _, _, value in chosen}  # one object may have several names
     # Datasets in a ConcatDataset have attributes of the same names.
@@ -87,7 +82,12 @@ def share(dataset: T, *attributes: str, name: str | None = None) -> T:
 
 
 def _once(name: str, of: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    from fastq_loader.sharing import named
+    if lacking := calls.missing():
+        raise RuntimeError(
+            f"share(name={name!r}) needs {lacking}, which this system or sandbox lacks; without a name each "
+            "process that is not forked has its own"
+        )
+    from fastq_loader.sharing import named  # which not every system can import
 
     try:
         return named.once(name, of, make)

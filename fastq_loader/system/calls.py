@@ -98,11 +98,14 @@ AVAILABLE = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "memfd_create
 def missing() -> str:
     """The call that workers need and that this system or sandbox does not have; "" if all are there.
 
-    It is tried each time, which takes some 10 us: a program may confine itself at any moment.
+    It is tried each time, which takes some 20 us: a program may confine itself at any moment.
     """
     if not AVAILABLE:
         return "memfd_create"
-    for name, call in (("memfd_create", functools.partial(memfd_create, "fastq_loader")), ("eventfd", wake_up)):
+    for name, call in (
+        ("memfd_create", functools.partial(memfd_create, "fastq_loader")),
+        ("eventfd", wake_up),
+    ):
         try:
             os.close(call())
         except OSError as error:  # any other is of those who need it, with their text

@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-
 _ALARM = getattr(signal, "SIGALRM", None)  # Windows has none
 
 

@@ -1,4 +1,4 @@
-"""`python -m fastq_loader doctor`: whose workers run on this machine, what is fine for them, and what to change.
+"""`python -m fastq_loader doctor`: whose workers run on this machine, what they need, and what to change.
 
 Runs in a process of its own on the shell. Each check looks at what workers need, tries it where that takes no
 time, and says a line; the last but one moves batches through two workers. Nothing is changed.
@@ -90,7 +90,9 @@ def _numbers(version: str) -> list[int]:
 
 def _workers() -> Iterator[Finding]:
     if lacking := calls.missing():
-        seen = f"with num_workers > 0 torch's own run, because {lacking} is missing: the same batches, as fast"
+        seen = (
+            f"with num_workers > 0 torch's own run, because {lacking} is missing: the same batches, as fast"
+        )
         yield Finding(NOTE, "workers", f"{seen} as torch's; what torch does not have needs num_workers=0")
     else:
         yield Finding(OK, "workers", "those of this package run")

@@ -97,8 +97,8 @@ def check_loader(loader: Any, kind: type, needed: str) -> None:
         raise TypeError(f"loader is a {given}: {needed}, not a class or a function")
     if lacking := calls.missing():
         raise RuntimeError(
-            f"this system or sandbox lacks {lacking}, so that there are no workers of ours to try; with "
-            "num_workers > 0 torch's own run. On the shell `python -m fastq_loader doctor` says what to change"
+            f"this system or sandbox lacks {lacking}, so that there are no workers of ours to try; torch's "
+            "own run. On the shell `python -m fastq_loader doctor` says what to change"
         )
 
 

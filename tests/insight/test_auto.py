@@ -19,7 +19,7 @@ from fastq_loader.insight.auto import decide as decide_within
 from fastq_loader.insight.auto import given as number_given
 from fastq_loader.insight.chooser import Limits, most_workers, numbers
 from fastq_loader.insight.model import Costs, Setting, seconds_per_batch
-from fastq_loader.memory import arena
+from fastq_loader.system import calls
 from fastq_loader.workers.kinds import Auto
 from tests.support.datasets import Made, Stream
 
@@ -161,7 +161,7 @@ def test_the_first_epoch_goes_by_the_cpus(monkeypatch: pytest.MonkeyPatch, cpus:
 
 
 def test_a_system_without_workers_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "AVAILABLE", False)
+    monkeypatch.setattr(calls, "AVAILABLE", False)
     loader = loader_of()
     assert loader.num_workers == 0
     assert len(list(loader)) == 8

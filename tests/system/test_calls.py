@@ -132,7 +132,9 @@ def test_a_lock_keeps_other_processes_out(memfd: int, proc: bool, monkeypatch: p
 def test_a_call_that_a_sandbox_refuses_is_named_or_done_without(memfd: int) -> None:
     def confined() -> None:
         piece = calls.Piece(memfd, 0, mmap.PAGESIZE)
+        assert calls.missing() == ""
         sandbox.refuse(*sandbox.CALLS)
+        assert calls.missing() == "memfd_create"
         with pytest.raises(PermissionError, match=r"memfd_create: .* sandbox, or use num_workers=0"):
             calls.memfd_create("refused")
         with pytest.raises(PermissionError, match=r"eventfd: .* sandbox, or use num_workers=0"):

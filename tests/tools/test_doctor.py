@@ -97,6 +97,23 @@ def test_a_fault_of_the_process_is_found_on_the_shell(fault: str, line: str) -> 
 
 
 @pytest.mark.processes
+def test_where_torchs_own_workers_run_it_says_so_and_finds_nothing_to_change() -> None:
+    source = """
+        from fastq_loader.__main__ import main
+        from fastq_loader.system import calls
+        calls.AVAILABLE = False
+        raise SystemExit(main(["doctor"]))
+    """
+    result = run_script(source, warm=True)
+    assert result.returncode == 0, result
+    assert re.search(
+        "^note    workers: .*torch's own run, because memfd_create is missing", result.stdout, re.MULTILINE
+    )
+    assert "\nok      batches: 16 of two workers are equal to those of none\n" in result.stdout
+    assert "eventfd" not in result.stdout
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("samples", [(1, 2), (0, None)])
 def test_batches_that_come_out_wrong_or_not_at_all_are_found(
     samples: tuple[int, Any], monkeypatch: pytest.MonkeyPatch

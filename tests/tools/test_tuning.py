@@ -18,7 +18,7 @@ from fastq_loader import DataLoader, Dynamic, Tuning, tune
 from fastq_loader.insight import machine
 from fastq_loader.insight.chooser import NOISE, Limits, most_workers, numbers
 from fastq_loader.insight.model import Costs, Setting, seconds_per_batch
-from fastq_loader.memory import arena
+from fastq_loader.system import calls
 from fastq_loader.tools import trials, tuning
 from fastq_loader.tools.trials import Measured
 from fastq_loader.tools.tuning import Search, promising
@@ -365,8 +365,8 @@ def test_bad_arguments_are_named(played: Machine, arguments: dict[str, Any], tex
 
 
 def test_a_system_without_workers_has_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "AVAILABLE", False)
-    with pytest.raises(RuntimeError, match="no memfd_create, so that there are no workers to try"):
+    monkeypatch.setattr(calls, "AVAILABLE", False)
+    with pytest.raises(RuntimeError, match="lacks memfd_create, so that there are no workers of ours to try"):
         tune(loader_of())
 
 
