@@ -102,10 +102,8 @@ def missing() -> str:
     """
     if not AVAILABLE:
         return "memfd_create"
-    for name, call in (
-        ("memfd_create", functools.partial(memfd_create, "fastq_loader")),
-        ("eventfd", wake_up),
-    ):
+    memfd = functools.partial(memfd_create, "fastq_loader")
+    for name, call in (("memfd_create", memfd), ("eventfd", wake_up)):
         try:
             os.close(call())
         except OSError as error:  # any other is of those who need it, with their text

@@ -90,10 +90,8 @@ def _numbers(version: str) -> list[int]:
 
 def _workers() -> Iterator[Finding]:
     if lacking := calls.missing():
-        seen = (
-            f"with num_workers > 0 torch's own run, because {lacking} is missing: the same batches, as fast"
-        )
-        yield Finding(NOTE, "workers", f"{seen} as torch's; what torch does not have needs num_workers=0")
+        seen = f"with num_workers > 0 torch's own run, because {lacking} is missing: the same batches"
+        yield Finding(NOTE, "workers", f"{seen}, as fast as torch's; what torch lacks needs num_workers=0")
     else:
         yield Finding(OK, "workers", "those of this package run")
 

@@ -190,7 +190,7 @@ def test_another_system_loads_without_workers_and_imports_all_that_is_there(name
 {ELSEWHERE}
 {lacks}
 sys.platform = "{name}"
-import fastq_loader.__main__
+import warnings, fastq_loader.__main__
 data = torch.utils.data.TensorDataset(torch.arange(40).view(20, 2))
 seen = []
 for loader in (torch.utils.data.DataLoader, fastq_loader.DataLoader):
@@ -200,6 +200,12 @@ assert fastq_loader.empty((300, 300)).shape == (300, 300)
 loader = fastq_loader.DataLoader(data, batch_size=3, schedule="dynamic", persistent_workers=False)
 assert len(list(loader)) == 7
 loader.statistics(), loader.close(), repr(loader)
+class Broken(list):
+    def __getitem__(self, index):
+        return [7, 8, 9][index] if index != 1 else [][index]
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    assert len(list(fastq_loader.DataLoader(Broken(range(3)), errors=fastq_loader.Skip(limit=1.0)))) == 2
 fastq_loader.DataLoader(data, num_workers=2)
 try:
     fastq_loader.DataLoader(data, num_workers=2, schedule="dynamic")

@@ -81,9 +81,14 @@ except IteratorInvalid as error:
     assert "its loader was closed" in str(error)
 else:
     raise AssertionError("it goes on")
-assert len(list(Prefetcher(loader, "cpu"))) == 2
+ahead = Prefetcher(loader, "cpu")
+assert len(list(ahead)) == 2 and ahead.state_dict() == {}
 loader.close()
 assert not multiprocessing.active_children()
+loader = DataLoader(range(8), 4)
+assert len(list(loader)) == 2 and loader.state_dict() != {}
+loader.num_workers, loader.prefetch_factor = 2, 2
+assert len(list(loader)) == 2 and loader.state_dict() == {}
 """,
         "another system",
     )

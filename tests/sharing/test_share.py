@@ -20,6 +20,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fastq_loader import DataLoader, share, sharing_report
 from fastq_loader.sharing.share import _about, _nbytes
+from fastq_loader.system import calls
 from tests.conftest import open_descriptors
 
 N = 30_000
@@ -94,6 +95,15 @@ def test_what_is_refused_replaces_nothing(names: tuple[str, ...], error: type[Ex
     with pytest.raises(error, match=text):
         share(dataset, *names)
     assert type(dataset.samples) is list
+
+
+def test_without_memfd_only_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "AVAILABLE", False)
+    dataset = Files()
+    with pytest.raises(RuntimeError, match=r"share\(name='a'\) needs memfd_create, .*; without a name each"):
+        share(dataset, name="a")
+    assert type(dataset.samples) is list
+    assert type(share(dataset).samples) is not list
 
 
 WITHOUT_PYARROW = """
