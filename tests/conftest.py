@@ -90,8 +90,8 @@ def process_table() -> list[ProcessEntry]:
 
 def _is_helper(entry: ProcessEntry) -> bool:
     """Whether this lives as long as the program: multiprocessing's resource tracker and fork server, the
-    server of scripts, and what forks hosts."""
-    if entry.pid in (SERVER.pid, *_forks_hosts):
+    server of scripts, and what forks far workers."""
+    if entry.pid in (SERVER.pid, *_forks_far_workers):
         return True
     own, parents = (_read(f"/proc/{pid}/cmdline") for pid in (entry.pid, entry.parent))
     # A worker forked by the fork server has the fork server's command line, and the fork server for a parent.
@@ -213,18 +213,18 @@ def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield
 
 
-_forks_hosts: list[int] = []
+_forks_far_workers: list[int] = []
 
 
 @pytest.fixture(scope="module")
-def warm_hosts() -> Iterator[None]:
-    """Hosts of remote workers are started in a tenth of the time, by a fork."""
-    from tests.support import hosts
+def warm_far_workers() -> Iterator[None]:
+    """Far workers are started in a tenth of the time, by a fork."""
+    from tests.support import far_workers
 
-    with hosts.warm_hosts() as pid:
-        _forks_hosts.append(pid)
+    with far_workers.warm_far_workers() as pid:
+        _forks_far_workers.append(pid)
         yield
-    _forks_hosts.clear()
+    _forks_far_workers.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ has the token, which is never sent:
     client  MAGIC, a nonce of its own
     server  MAGIC, a nonce of its own, HMAC(token, "server", both nonces)
     client  HMAC(token, "client", both nonces, request), the request
-    server  a frame: WELCOME or REFUSED
+    server  a frame: WELCOME or REPORT
 
 Until then a side keeps no more than the bytes of these lines, whose number is known. A frame is a header
 (kind, bytes of the payload, bytes of the body), the payload, and the body. A body is a batch, which is
@@ -14,7 +14,7 @@ received where the receiver wants it.
 
 A side that falls silent is noticed: where nothing comes back for four seconds, the kernel ends the
 connection. With TLS each side shows a certificate, and accepts any that the authority has signed. The name in
-it does not matter: hosts are known by addresses, which change from run to run.
+it does not matter: machines are known by addresses, which change from run to run.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
-
-import msgpack
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.system.calls import readable
@@ -39,22 +37,20 @@ from fastq_loader.system.calls import readable
 T = TypeVar("T")
 
 #: The first bytes of both sides; the last one is the version of the handshake and of the frames.
-MAGIC = b"FQLr2"
+MAGIC = b"FQLr3"
 NONCE_BYTES = 32
 _MAC_BYTES = 32
-_REQUEST = struct.Struct("<Q?I")
+_REQUEST = struct.Struct("<?I")
 
 _HEADER = struct.Struct("<BIQ")
-#: Kinds of frames: the connection may be used; it may not, and why; a message of `ipc.messages`; an answer
-#: to a question.
-WELCOME, REFUSED, MESSAGE, REPORT = range(1, 5)
+#: Kinds of frames: the connection may be used; a message of `ipc.messages`; the stacks of a far worker.
+WELCOME, MESSAGE, REPORT = range(1, 4)
 #: Bytes of a payload, by kind. A message holds those values of a batch that are no arrays.
-LONGEST = {WELCOME: 1024, REFUSED: 1024, MESSAGE: 1 << 30, REPORT: 1 << 20}
+LONGEST = {WELCOME: 1024, MESSAGE: 1 << 30, REPORT: 1 << 20}
 #: Bytes of a body, which only a message has. No machine has an arena as large as that.
 LARGEST_BODY = 1 << 46
 
-#: Seconds until a connection is there, and until the other side has said all that it says at first. A host
-#: that is busy forks a worker within that time.
+#: Seconds until a connection is there, and until the other side has sent what it sends at first.
 PATIENCE = 10.0
 #: The kernel asks a side that has said nothing for a second whether it is there, once a second.
 _ASK_AFTER, _ASK_EVERY, _ASKS = 1, 1, 4
@@ -69,11 +65,11 @@ class Lost(ConnectionError):
 
 
 class Refused(ProtocolError):
-    """The other side does not belong to this pool, or does not let this one in; the text says why."""
+    """The other side does not belong to this pool; the text says why."""
 
 
 class Address(NamedTuple):
-    """Where a host listens."""
+    """Where a far worker listens."""
 
     host: str
     port: int
@@ -102,13 +98,10 @@ class Request(NamedTuple):
     """Request of a client.
 
     Attributes:
-        number: of a place at this host; names the far worker.
-        asks: the client asks what became of that worker; else it is its proxy, and the worker is to be
-            started.
-        worker: the worker's number in the pool.
+        asks: the client asks for the far worker's stacks; else it is its proxy.
+        worker: number in the pool that the far worker gets.
     """
 
-    number: int
     asks: bool
     worker: int = 0
 
@@ -130,26 +123,23 @@ def _check_mac(mac: bytes, token: bytes, *parts: bytes) -> None:
         raise Refused("wrong token")
 
 
-def accepting(token: bytes, nonce: bytes) -> Generator[tuple[bytes, int], bytes, Request]:
-    """The server's side of a handshake. Pure, because a host has many at once: it yields the bytes to send,
-    and how many to receive then, which it is sent.
+def admit(connection: Connection, token: bytes, nonce: bytes) -> Request:
+    """The server's side of a handshake; returns the request of the client.
 
     Args:
+        connection: to the client.
         token: the pool's.
         nonce: random bytes that were never used before.
 
-    Returns:
-        What the client wants.
-
     Raises:
+        Lost: the connection has ended.
         Refused: the other side does not belong to this pool.
     """
-    received = yield b"", len(MAGIC) + NONCE_BYTES
-    _check_magic(received[: len(MAGIC)])
-    nonces = received[len(MAGIC) :] + nonce
-    received = yield MAGIC + nonce + _mac(token, b"server", nonces), _MAC_BYTES + _REQUEST.size
-    request = received[_MAC_BYTES:]
-    _check_mac(received[:_MAC_BYTES], token, b"client", nonces, request)
+    _check_magic(connection.receive_exactly(len(MAGIC)))
+    nonces = connection.receive_exactly(NONCE_BYTES) + nonce
+    connection.send_all(MAGIC + nonce + _mac(token, b"server", nonces))
+    mac, request = connection.receive_exactly(_MAC_BYTES), connection.receive_exactly(_REQUEST.size)
+    _check_mac(mac, token, b"client", nonces, request)
     return Request(*_REQUEST.unpack(request))
 
 
@@ -365,7 +355,7 @@ def header(kind: int, payload: int, body: int = 0) -> bytes:
     return _HEADER.pack(kind, payload, body)
 
 
-# ---- to a host --------------------------------------------------------------------------------------
+# ---- to a far worker --------------------------------------------------------------------------------
 
 
 def connect(
@@ -376,7 +366,7 @@ def connect(
     tls: Tls | None = None,
     patience: float = PATIENCE,
 ) -> tuple[Connection, Frame]:
-    """Connect to a host with a request.
+    """Connect to a far worker with a request.
 
     Args:
         address: where it listens.
@@ -390,8 +380,8 @@ def connect(
         The connection, and the first frame: it may be used.
 
     Raises:
-        Lost: no host answers there in time.
-        ProtocolError: the other side does not belong to this pool, or does not let this one in.
+        Lost: none answers there in time.
+        ProtocolError: the other side does not belong to this pool.
     """
     try:
         sock = socket.create_connection(address, timeout=patience)
@@ -401,12 +391,10 @@ def connect(
         configure(sock, NOTICED_HERE)
         if tls is not None:
             sock = tls.context(server=False).wrap_socket(sock)
-        connection = Connection(sock, REFUSED, *kinds)
+        connection = Connection(sock, *kinds)
         _introduce(connection, token, request)
         frame = connection.receive()
         assert frame is not None, "it was waited for"
-        if frame.kind == REFUSED:
-            raise Refused(frame.payload.decode(errors="replace"))
         connection.settimeout(None)
         return connection, frame
     except BaseException as error:
@@ -416,15 +404,8 @@ def connect(
         raise
 
 
-def ask(address: Address, token: bytes, request: Request, tls: Tls | None, patience: float) -> Any:
-    """Request for a report of a host on one of its workers; see `host`.
-
-    Raises:
-        Lost, ProtocolError: see `connect`.
-    """
-    connection, frame = connect(address, token, request, REPORT, tls=tls, patience=patience)
+def ask_for_stacks(address: Address, token: bytes, tls: Tls | None, patience: float) -> str:
+    """The Python stacks of a far worker as they are now; see `connect`."""
+    connection, frame = connect(address, token, Request(True), REPORT, tls=tls, patience=patience)
     connection.close()
-    try:
-        return msgpack.unpackb(frame.payload)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"not a msgpack frame: {error}") from error
+    return frame.payload.decode(errors="replace")

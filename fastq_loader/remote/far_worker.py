@@ -1,24 +1,33 @@
 """A worker on another machine: `workers.main.Worker`, with a connection in place of its socket.
 
-Runs in a process that a host has forked: the worker on its main thread, and a thread that sends batches, so
-that the wire is busy while the next batch is loaded. Batches are written to blocks of an arena of its own.
-When their bytes have been sent, the blocks serve the next tasks; a pool like the consumer's says which.
+Runs in a process that is nothing else: an actor of Ray, or one that a test starts. It opens the user's
+objects and works on the main thread. A thread sends batches, so that the wire is busy while the next batch is
+loaded. Another one listens, and each connection has one of its own: it belongs to the proxy, or to whoever
+asks for stacks. Batches are written to blocks of an arena of its own. When their bytes have been sent, the
+blocks serve the next tasks; a pool like the consumer's says which.
 
-The proxy gives tasks out one by one, and the host ends this process when the connection is gone.
+The proxy gives tasks out one by one. When it is gone there is nothing left to do: the main thread returns
+after its batch, and whoever has started the process ends it. If neither happens in time, it ends itself.
 
-A `HostSpec` is made in the consumer. It is pickled by cloudpickle, which includes what was defined in a
+A `FarSetup` is made in the consumer. It is pickled by cloudpickle, which includes what was defined in a
 notebook or a script, and excludes what cannot leave the machine.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
+import multiprocessing
 import os
 import pickle
 import platform
 import queue
+import select
+import socket
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastq_loader.errors import UnpicklableError
+from fastq_loader.errors import ProtocolError, UnpicklableError
 from fastq_loader.ipc.claim_table import ClaimTable
 from fastq_loader.ipc.decoding import decode_for_worker
 from fastq_loader.ipc.messages import (
@@ -49,30 +58,37 @@ from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents, Holder
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.reading import collate
-from fastq_loader.remote.connection import LONGEST, MESSAGE, WELCOME, Connection, Lost, Request, Tls
-from fastq_loader.system import process_id
-from fastq_loader.workers import children
+from fastq_loader.remote import connection
+from fastq_loader.remote.connection import LONGEST, MESSAGE, REPORT, WELCOME, Connection, Lost, Tls
+from fastq_loader.system import calls, process_id
 from fastq_loader.workers.config import Setup
 from fastq_loader.workers.main import Worker, prepare_signals
-from fastq_loader.workers.payload import Descriptors, PickledPayload
+from fastq_loader.workers.payload import Descriptors, Payload, PickledPayload
 
 #: Answers that may wait to be sent. One is on its way then, and one is loaded.
 _WAITING = 1
 #: Batches that blocks are kept for: one on its way, one that waits, and the one that is loaded.
 _BATCHES = 3
+#: Connections that have not shown the token yet. Each takes two round trips; more come from a scan of ports.
+_STRANGERS = 64
+#: Seconds for which this process outlives its proxy in the middle of a batch. Ray ends it sooner, and would
+#: print a warning if it ended by itself.
+_OUTLIVES = 3.0
+#: Seconds between two tries where descriptors or threads are used up.
+_PAUSE = 0.1
 
 #: Payload and body of an answer, and the offsets of the blocks that the body lies in.
 _Packed = tuple[bytes, Sequence[Any], Sequence[int]]
 
 
 @dataclass(frozen=True)
-class HostSpec:
-    """Setup of a host.
+class FarSetup:
+    """Setup of all far workers of a pool.
 
     Attributes:
         setup: of any worker; the payload is pickled.
         tls: encrypts connections, or None.
-        path: the consumer's `sys.path`. Entries that the host lacks come at the end of its own.
+        path: the consumer's `sys.path`. Entries that the other machine lacks come at the end of its own.
         versions: the consumer's, of all that has to be the same where workers run.
     """
 
@@ -82,7 +98,7 @@ class HostSpec:
     versions: dict[str, str]
 
     @classmethod
-    def of(cls, setup: Setup, tls: Tls | None) -> HostSpec:
+    def of(cls, setup: Setup, tls: Tls | None) -> FarSetup:
         """
         Raises:
             UnpicklableError: the dataset, or one of its functions, cannot be pickled.
@@ -122,28 +138,115 @@ def _pickled(parts: dict[str, Any]) -> bytes:
         raise
 
 
-def main(connection: Connection, spec: HostSpec, request: Request, stacks: int) -> None:
-    """Entry point of a far worker.
+class FarWorker:
+    """The far worker of this process. Made, which opens the user's objects, and run on the main thread.
 
     Args:
-        connection: to its proxy.
-        spec: of its pool.
-        request: the proxy's.
-        stacks: where it writes its Python stacks.
+        pickled: a `FarSetup`.
+        address: of this machine, where it listens.
+        ports: those that it may listen at; 0 is any.
+
+    Attributes:
+        port: where it listens.
+
+    Raises:
+        ProtocolError: a version is another one here.
+        OSError: no port is free, or a certificate is not there.
     """
-    gc.freeze()  # see `workers.main`
-    prepare_signals()
-    children.write_stacks(stacks)
-    arena = Arena(1)
-    blocks = SentBlocks(arena, spec.setup.plan.for_device)
-    allocator.install(blocks)
-    collate.install()
-    setup = replace(spec.setup, worker=request.worker)
-    proxy = ProxySocket(connection, blocks)
-    connection.send(WELCOME, b"%d" % os.getpid())
-    # The claim table is its own, and of no importance.
-    Worker(setup, blocks, proxy, ClaimTable(arena.fd, arena.mapping.claims)).run()
-    proxy.finish()
+
+    def __init__(self, pickled: bytes, address: str, ports: Sequence[int]) -> None:
+        sent: FarSetup = pickle.loads(pickled)
+        if sent.versions != (here := versions()):
+            raise ProtocolError(f"this machine has {here}, and the consumer {sent.versions}")
+        prepare_signals()
+        multiprocessing.current_process().daemon = True  # as workers are in torch
+        sys.path += [folder for folder in sent.path if folder not in sys.path]
+        self._setup = sent.setup
+        self._tls = None if sent.tls is None else sent.tls.context(server=True)
+        with contextlib.suppress(Exception):  # the worker finds the same failure, and reports it
+            plan = self._setup.plan
+            opened = replace(plan, payload=Payload(*plan.payload.open().values()))
+            self._setup = replace(self._setup, plan=opened)
+        self._listener = connection.listen(address, ports)
+        self.port: int = self._listener.getsockname()[1]
+        self._strangers: deque[socket.socket] = deque()
+        self._has_proxy = threading.Lock()
+        self._proxies: queue.Queue[tuple[socket.socket, Connection, int]] = queue.Queue()
+        self._over = False
+        threading.Thread(target=self._accept, name="fastq_loader: listening", daemon=True).start()
+
+    def run(self) -> None:
+        """Wait for the proxy, and work until it stops this worker, or is gone."""
+        sock, client, number = self._proxies.get()
+        for held in (sock, self._listener):  # a child of user code would keep the connection open
+            os.register_at_fork(after_in_child=held.close)
+        gc.freeze()  # see `workers.main`
+        arena = Arena(1)
+        blocks = SentBlocks(arena, self._setup.plan.for_device)
+        allocator.install(blocks)
+        collate.install()
+        setup = replace(self._setup, worker=number)
+        proxy = ProxySocket(client, blocks)
+        try:
+            # The claim table is its own, and of no importance.
+            Worker(setup, blocks, proxy, ClaimTable(arena.fd, arena.mapping.claims)).run()
+            proxy.finish()
+        except Lost:
+            pass
+        finally:
+            self._over = True
+            with contextlib.suppress(OSError):  # it is gone
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+    # ---- connections, in threads --------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+                sock.settimeout(connection.PATIENCE)
+                connection.configure(sock, connection.NOTICED_THERE)
+                if self._tls is not None:  # its handshake is a part of the first read
+                    sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                if len(self._strangers) == _STRANGERS:
+                    socket.socket.shutdown(self._strangers.popleft(), socket.SHUT_RDWR)
+                self._strangers.append(sock)
+                threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+            except (OSError, RuntimeError, IndexError):  # the other side has left, or something is used up
+                time.sleep(_PAUSE)
+
+    def _serve(self, sock: socket.socket) -> None:
+        client = Connection(sock, MESSAGE)
+        with sock, contextlib.suppress(Lost, ProtocolError):
+            try:
+                request = connection.admit(client, self._setup.token, os.urandom(connection.NONCE_BYTES))
+            finally:
+                with contextlib.suppress(ValueError):  # it has waited for longest, and was ended
+                    self._strangers.remove(sock)
+            if request.asks:
+                client.send(REPORT, _stacks())
+            elif self._has_proxy.acquire(blocking=False):
+                client.settimeout(None)
+                client.send(WELCOME, b"")
+                self._proxies.put((sock, client, request.worker))
+                self._end_with(sock)
+
+    def _end_with(self, sock: socket.socket) -> None:
+        """End this process if it outlives its proxy, whatever the main thread is doing."""
+        poller = select.poll()
+        poller.register(sock, select.POLLRDHUP)
+        poller.poll()
+        time.sleep(_OUTLIVES)
+        if not self._over:
+            os._exit(1)
+
+
+def _stacks() -> bytes:
+    """The Python stacks of all threads of this process."""
+    with open(calls.memfd_create("fastq_loader stacks"), "w+b") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read(LONGEST[REPORT])
 
 
 class SentBlocks(Allocator):
@@ -205,7 +308,7 @@ class ProxySocket:
         """The next message; without `block` None if there is none now.
 
         Raises:
-            SystemExit: the connection has ended.
+            Lost: the connection has ended.
         """
         process_id.stay_in(self._pid)
         payload = self._frames.popleft() if self._frames else self._payload(block)
@@ -216,10 +319,7 @@ class ProxySocket:
         return message
 
     def _payload(self, block: bool) -> bytes | None:
-        try:
-            frame = self._connection.receive(block)
-        except Lost as error:
-            raise SystemExit(1) from error
+        frame = self._connection.receive(block)
         return None if frame is None else frame.payload
 
     def told_to_stop(self) -> bool:
@@ -268,10 +368,8 @@ class ProxySocket:
     def _send_all(self) -> None:
         while (answer := self._sending.get()) is not None:
             payload, body, offsets = answer
-            try:
+            with contextlib.suppress(Lost):  # the main thread finds that, too
                 self._connection.send(MESSAGE, payload, body)
-            except Lost:
-                os._exit(1)  # whatever the main thread is doing, its batch cannot be delivered
             self._blocks.sent.extend(offsets)
 
     def finish(self) -> None:

@@ -43,13 +43,13 @@ class Place(NamedTuple):
     """Where a worker may run: to a proxy that waits for one.
 
     Attributes:
-        address: of the host there.
-        number: no other place of that host has it.
+        address: of the far worker there.
+        pid: its process id.
         node: what that machine is called.
     """
 
     address: Address
-    number: int
+    pid: int
     node: str
 
 
@@ -283,7 +283,7 @@ class Proxy:
     # ---- places -------------------------------------------------------------------------------
 
     def _take_place(self) -> None:
-        """The consumer has found a place: start a far worker there."""
+        """The consumer has found a place: connect to the far worker there."""
         try:
             place: Place | NoPlace = self._pipe.recv()
         except EOFError:  # the consumer is gone, or about to end this process
@@ -292,16 +292,16 @@ class Proxy:
         if isinstance(place, NoPlace):
             self._die(place.why)
         setup = self._setup
-        request = Request(place.number, False, setup.worker)
+        request = Request(False, setup.worker)
         try:
-            far, frame = connect(place.address, setup.token, request, WELCOME, MESSAGE, tls=self._tls)
+            far, _ = connect(place.address, setup.token, request, WELCOME, MESSAGE, tls=self._tls)
         except (Lost, ProtocolError) as error:
             self._failures += 1
             self._lose(str(error), final=self._failures == _ATTEMPTS)
             return
         self._failures = 0
         self._far = far
-        self._report(Status(pid=int(frame.payload)))
+        self._report(Status(pid=place.pid))
         if not self._greeted:
             self._greeted = True
             self._socket.say_hello()

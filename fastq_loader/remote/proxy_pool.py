@@ -1,8 +1,8 @@
 """A pool whose workers run on other machines, as the consumer's group of workers sees it.
 
 Runs in the consumer. Behind each number is a proxy (see there), so the group deals with processes of this
-machine. The other machines show in words and numbers alone: how a far worker died, and the stacks of one that
-hangs, which its host says when it is asked; and in statistics.
+machine. The other machines show in words and numbers alone: how a far worker died, the stacks of one that
+hangs, which it sends when it is asked, and statistics.
 
 A `Placement` finds places where workers run. A thread hands them to the proxies that wait for one, because
 places come and proxies lose them while the consumer is in a training step. It has the consumer's end of each
@@ -31,8 +31,8 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastq_loader.errors import ProtocolError
-from fastq_loader.remote.connection import Lost, Request, Tls, ask
-from fastq_loader.remote.far_worker import HostSpec
+from fastq_loader.remote.connection import Lost, Tls, ask_for_stacks
+from fastq_loader.remote.far_worker import FarSetup
 from fastq_loader.remote.proxy import NoPlace, Place, Status, main
 from fastq_loader.system import calls, process_id
 from fastq_loader.system.interrupts import without_signals
@@ -45,13 +45,13 @@ from fastq_loader.workers.zygote import Zygote, copy_of_consumer, fork_copy
 if TYPE_CHECKING:
     from fastq_loader.statistics.counters import Counters
 
-#: Seconds that a host has to write a worker's stacks, and to say how one died.
-_STACKS, _DEATH = 2.0, 0.5
+#: Seconds that a far worker has to send its stacks.
+_STACKS = 2.0
 _FORK = multiprocessing.get_context("fork")
 
 
 class Placement(Protocol):
-    """Starts hosts on other machines, and finds places for workers there (see `host_process`), for one pool.
+    """Starts far workers on other machines (see there), for one pool. Each is a place, to one proxy.
 
     Attributes:
         pause: seconds after which `find` is to be called again, if nothing happens before; None: never.
@@ -59,15 +59,15 @@ class Placement(Protocol):
 
     pause: float | None
 
-    def start(self, spec: bytes, places: int) -> None:
-        """A pool starts: look for so many places, on hosts that are told this."""
+    def start(self, setup: bytes, places: int) -> None:
+        """A pool starts: look for so many places, with far workers that get this setup."""
 
     def find(self, lost: Sequence[Place], wanted: int) -> Sequence[Place | NoPlace]:
-        """Called on one thread, again and again. It may start hosts and wait for them.
+        """Called on one thread, again and again. It may start far workers and wait for them.
 
         Args:
-            lost: places that are of no use any more: others are to be found for them. A machine may be gone
-                with them.
+            lost: places that are of no use any more: what runs there is to be ended, and others are to be
+                found. A machine may be gone with them.
             wanted: how many proxies wait.
 
         Returns:
@@ -76,12 +76,12 @@ class Placement(Protocol):
         """
 
     def death(self, place: Place) -> str:
-        """Reason why a place was lost ("node 10.0.0.2 was removed"); "" if unknown. Is called on
-        any thread, when its host does not know."""
+        """How the far worker of a lost place died ("it exited with code 7"); "" if it did not, or
+        if that is unknown. Is called on any thread."""
 
     def close(self) -> None:
-        """No more places are needed: end the hosts. May be called after a `start` that failed, or without
-        one."""
+        """No more places are needed: end the far workers. May be called after a `start` that failed, or
+        without one."""
 
 
 @dataclass(eq=False)
@@ -140,9 +140,9 @@ class ProxyPool(WorkerPool):
         self._token = setup.token
         if calls.has_pidfd():
             self._zygote = copy_of_consumer(_FORK, self._made, setup.folder)
-        spec = pickle.dumps(HostSpec.of(setup, self._tls))
+        sent = pickle.dumps(FarSetup.of(setup, self._tls))
         self._wake = calls.wake_up()
-        self._placement.start(spec, self._plan.workers)
+        self._placement.start(sent, self._plan.workers)
         with without_signals():  # they are for the main thread, which may keep them out of a start
             self._thread.start()
 
@@ -241,8 +241,11 @@ class ProxyPool(WorkerPool):
         proxy = self._proxies.get(worker.number)
         if proxy is None or proxy.place is None:
             return "  (it has found no room on another machine yet)"
-        pid, _, text = self._report(proxy.place, _STACKS)
-        return f"  (pid {pid} on {proxy.place.node})\n{text}" if pid else "  (its host does not answer)"
+        try:
+            stacks = ask_for_stacks(proxy.place.address, self._token, self._tls, _STACKS)
+        except (Lost, ProtocolError) as error:
+            stacks = f"  (it does not send them: {error})"
+        return f"  (pid {proxy.place.pid} on {proxy.place.node})\n{stacks}"
 
     def death(self, worker: Worker) -> tuple[str, str]:
         cause, torch_text = super().death(worker)
@@ -256,21 +259,8 @@ class ProxyPool(WorkerPool):
         """How a proxy lost its far worker."""
         if proxy.place is None or not proxy.pid:
             return f"found no place on another machine: {proxy.why};"
-        pid, alive, how = self._report(proxy.place, _DEATH)
-        if not pid:
-            how = self._placement.death(proxy.place) or "its host does not answer"
-        else:
-            how = "its connection broke" if alive else f"it {how}"
+        how = self._placement.death(proxy.place) or "its connection broke"
         return f"was lost with its process on {proxy.place.node} (pid {proxy.pid}; {proxy.why}): {how},"
-
-    def _report(self, place: Place, patience: float) -> tuple[int, bool, str]:
-        """Report of a host on the worker at one of its places: process id, whether it is alive, and its
-        stacks or how it died; process id 0 if it says nothing."""
-        with contextlib.suppress(Lost, ProtocolError):
-            request = Request(place.number, True)
-            report: tuple[int, bool, str] = ask(place.address, self._token, request, self._tls, patience)
-            return report
-        return 0, False, ""
 
     # ---- what users see -----------------------------------------------------------------------
 

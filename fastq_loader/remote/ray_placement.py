@@ -1,13 +1,13 @@
-"""Ray finds the machines: an actor for each worker, which holds what the worker takes.
+"""Ray finds the machines: an actor for each worker, which holds what the worker takes, and is the worker.
 
-Runs in the consumer; `find` on the thread of the pool. `host_process.actor_class` is what runs in an actor.
-Ray is imported only here, and only when a pool starts.
+Runs in the consumer; `find` on the thread of the pool. `_actor_class` is what runs in an actor. Ray is
+imported only here, and only when a pool starts.
 
-An actor has a place at its machine's host, and its end is the end of the place. Ray does not start it again
-(`max_restarts=0`): it would not be noticed here. An actor that waits for room is what an autoscaler
-sees. When the place of an actor is lost, the actor is asked for another one, on a host that is started anew
-if need be. One that has died, or does not answer in time, makes way for a new actor. User code does not run
-beside Ray's threads: it runs in the host, and in the workers that the host forks.
+An actor that has opened the dataset is a place. It serves one proxy, and when that is gone it is ended,
+whatever it is doing, and makes way for a new one. Ray does not start it again (`max_restarts=0`): it would
+not be noticed here. An actor that waits for room is what an autoscaler sees. All that it does runs on the
+main thread of its process, as user code expects it. Ray moves the setup with the pickled dataset, once to
+each machine: bytes, because arrays that Ray itself moves are read-only.
 
 Each rank of a job asks for its share of the cluster, and leaves room to those that have none (see `ranks`).
 A pool that cannot go on waits for `start_timeout`; then those that wait for a place are sent the reason.
@@ -36,7 +36,6 @@ from typing import Any
 from torch import distributed
 
 from fastq_loader.remote.connection import Address
-from fastq_loader.remote.host_process import actor_class
 from fastq_loader.remote.proxy import NoPlace, Place
 from fastq_loader.remote.proxy_pool import Placement
 from fastq_loader.remote.ranks import Board, Holding, gifts, share, used, waits_for
@@ -44,9 +43,8 @@ from fastq_loader.remote.ranks import Board, Holding, gifts, share, used, waits_
 #: Seconds between two questions for answers, while any are due: an actor takes a second to start. And seconds
 #: to wait for Ray's lock.
 _PAUSE, _SOON = 0.1, 0.01
-#: Seconds that an actor which had a place has to answer.
-_SILENT = 5.0
-#: Seconds in which Ray finds out why an actor has died, if its process has.
+#: Seconds in which Ray finds out why an actor has died, if its process has. Then one that has lost its proxy
+#: is ended.
 _TOMBSTONE = 1.0
 #: Actors, made one after the other, that may fail, before any has a place again, until no more are made.
 _TRIES = 3
@@ -66,25 +64,27 @@ class _Actor:
 
     Attributes:
         handle: Ray's.
-        stay: a reference that says why the actor has died.
         where: the reference that its machine comes with, or None.
+        opened: the reference that its place comes with, or None.
+        end: the reference that its end comes with, and why it has died.
         tries: failures that had been counted when it was made.
         machine: where it has room; None while it waits for that.
-        place: that it has, or had last.
-        asked: the reference that its next place comes with, or None.
-        deadline: until when it has to come.
+        place: that it is, or None.
         given: the place was given to a proxy.
+        lost: the proxy is gone.
+        deadline: when it is ended, unless it is a place that is not lost.
     """
 
     handle: Any
-    stay: Any
     where: Any
+    opened: Any
+    end: Any
     tries: int
     machine: str | None = None
     place: Place | None = None
-    asked: Any = None
-    deadline: float = math.inf
     given: bool = False
+    lost: bool = False
+    deadline: float = math.inf
 
 
 class RayPlacement(Placement):
@@ -100,8 +100,8 @@ class RayPlacement(Placement):
         self._options = options
         self._flexible = flexible
         self._ray: Any = None
-        self._reservation: Any = None  # makes actors
-        self._spec: Any = None  # a reference to what hosts are told
+        self._far_worker: Any = None  # makes actors
+        self._setup: Any = None  # a reference to what they get
         self._takes: dict[str, float] = {}  # each worker, of the cluster
         self._most = 0  # actors that this pool may have
         self._board: Board | None = None  # in a job of several ranks, unless all workers are needed
@@ -117,7 +117,7 @@ class RayPlacement(Placement):
         self._driver = ""  # Ray's name for this process, until Ray is shut down
         self._stopped = False
 
-    def start(self, spec: bytes, places: int) -> None:
+    def start(self, setup: bytes, places: int) -> None:
         """
         Raises:
             Exception: Ray cannot be joined or started, or does not accept an option.
@@ -128,20 +128,20 @@ class RayPlacement(Placement):
         if not ray.is_initialized():
             ray.init(address=self._options.address)
         with self._lock:
-            self._prepare(ray, spec, places)
+            self._prepare(ray, setup, places)
         # At its exit Ray is shut down before the loaders close, because it was imported after them.
         atexit.register(self._stop)
         atexit.unregister(_disarm)  # it is there once, and stays when this ends
         atexit.register(_disarm)
 
-    def _prepare(self, ray: Any, spec: bytes, places: int) -> None:
+    def _prepare(self, ray: Any, setup: bytes, places: int) -> None:
         options = self._options
         self._went_on = self._had_room = time.monotonic()
         all_kinds = {"CPU": options.num_cpus, "GPU": options.num_gpus, **options.resources}
         self._takes = takes = {name: amount for name, amount in all_kinds.items() if amount}
         _look_for_room(ray, options, takes)
         self._driver = ray.get_runtime_context().get_worker_id()
-        self._reservation = ray.remote(actor_class()).options(
+        self._far_worker = ray.remote(_actor_class()).options(
             num_cpus=options.num_cpus,
             num_gpus=options.num_gpus,
             resources=dict(options.resources),
@@ -149,9 +149,8 @@ class RayPlacement(Placement):
             runtime_env=None if options.runtime_env is None else dict(options.runtime_env),
             max_restarts=0,
             max_task_retries=0,
-            max_concurrency=2,  # it stays, and looks for a place
         )
-        self._spec = ray.put(spec)
+        self._setup = ray.put(setup)
         self._most = places
         if self._flexible and (ranks := _ranks()) > 1:
             total = ray.cluster_resources()
@@ -184,18 +183,18 @@ class RayPlacement(Placement):
             self._failures, self._why = _TRIES, "Ray was shut down"
             return
         self._hear()
-        for actor in [actor for actor in self._actors if actor.place in self._lost]:
-            actor.deadline = time.monotonic() + _SILENT
-            self._ask(actor)
+        for actor in self._actors:
+            if actor.place in self._lost:
+                actor.lost, actor.deadline = True, time.monotonic() + _TOMBSTONE
         self._lost.clear()
         self._check_wait(wanted)
         for actor in [actor for actor in self._actors if actor.deadline < time.monotonic()]:
             if actor.place is None:
                 self._count_failure(actor, self._overdue([actor.machine]))
-            self._end(actor, "its machine does not answer")
+            self._end(actor, "")
         self._look_at_ranks()
         self._make_actors()
-        if not any(actor.asked for actor in self._actors):
+        if all(actor.place is not None and not actor.lost for actor in self._actors):
             self.pause = None if self._board is None else _LOOK
 
     def _check_wait(self, wanted: int) -> None:
@@ -251,44 +250,31 @@ class RayPlacement(Placement):
 
     def _make_actors(self) -> None:
         while len(self._actors) < self._most and self._failures < _TRIES and not self._others_starve:
+            first, last = self._options.ports or (0, 0)
             try:
-                handle = self._reservation.remote()
-                actor = _Actor(handle, handle.stay.remote(), handle.where.remote(), self._failures)
+                handle = self._far_worker.remote()
+                where, ports = handle.where.remote(), list(range(first, last + 1))
+                opened, end = handle.open.remote(self._setup, ports), handle.run.remote()
             except Exception as error:
                 self._failures, self._why = self._failures + 1, _text(error)
             else:
-                self._actors.append(actor)
-                self._ask(actor)
-
-    def _ask(self, actor: _Actor) -> None:
-        """Let an actor look for a place."""
-        first, last = self._options.ports or (0, 0)
-        try:
-            actor.asked = actor.handle.attach.remote(self._spec, list(range(first, last + 1)))
-        except Exception as error:
-            self._failed(actor, error)
+                self._actors.append(_Actor(handle, where, opened, end, self._failures))
 
     def _hear(self) -> None:
         """Read what actors, or Ray in their place, have answered."""
         rooms = {actor.where: actor for actor in self._actors if actor.where is not None}
-        pending = {actor.asked: actor for actor in self._actors if actor.asked is not None}
-        if not pending and not rooms:
+        pending = {actor.opened: actor for actor in self._actors if actor.opened is not None}
+        ends = {actor.end: actor for actor in self._actors if actor.lost}
+        references = [*rooms, *pending, *ends]
+        if not references:
             return
-        references = [*rooms, *pending]
         for reference in self._ray.wait(references, num_returns=len(references), timeout=0)[0]:
             if reference in rooms:
                 self._has_room(rooms[reference])
-                continue
-            actor = pending[reference]
-            try:
-                node, address, port, number = self._ray.get(reference)
-            except Exception as error:
-                self._failed(actor, error)
+            elif reference in pending:
+                self._has_opened(pending[reference])
             else:
-                name = f"{address} (Ray's node {node[:12]})"
-                actor.place = Place(Address(address, port), number, name)
-                actor.asked, actor.deadline, actor.given = None, math.inf, False
-                self._failures = 0
+                self._end(ends[reference], self._death(reference, 0))
 
     def _has_room(self, actor: _Actor) -> None:
         reference, actor.where = actor.where, None
@@ -297,12 +283,23 @@ class RayPlacement(Placement):
             if actor.place is None and self._options.start_timeout:
                 actor.deadline = time.monotonic() + self._options.start_timeout
 
+    def _has_opened(self, actor: _Actor) -> None:
+        try:
+            node, address, port, pid = self._ray.get(actor.opened)
+        except Exception as error:
+            self._failed(actor, error)
+            return
+        actor.place = Place(Address(address, port), pid, f"{address} (Ray's node {node[:12]})")
+        actor.opened, actor.deadline = None, math.inf
+        self._failures = 0
+
     def _failed(self, actor: _Actor, error: Exception) -> None:
-        """An actor has died, or could not be made, or has found no place. A death is no failure: Ray places
-        actors on a machine that is gone, until it knows. Nor is an actor that cannot be reached for now."""
+        """An actor has died, or could not be made, or cannot open the dataset. The death of one that had no
+        room is no failure: Ray places actors on a machine that is gone, until it knows. Nor is an actor that
+        cannot be reached for now."""
         exceptions = self._ray.exceptions
         died = isinstance(error, exceptions.ActorDiedError) and not error.actor_init_failed
-        if not died and not isinstance(error, exceptions.ActorUnavailableError):
+        if not (died and actor.machine is None) and not isinstance(error, exceptions.ActorUnavailableError):
             self._count_failure(actor, _text(error))
         self._end(actor, _text(error))
 
@@ -321,7 +318,7 @@ class RayPlacement(Placement):
 
     def _give(self, wanted: int) -> list[Place | NoPlace]:
         up = [actor for actor in self._actors if actor.place is not None]
-        free = [actor for actor in up if actor.asked is None and not actor.given][:wanted]
+        free = [actor for actor in up if not actor.given][:wanted]
         for actor in free:
             actor.given = True
         found: list[Place | NoPlace] = [actor.place for actor in free if actor.place is not None]
@@ -335,13 +332,18 @@ class RayPlacement(Placement):
                 return "Ray was shut down"
             for actor in self._actors:
                 if actor.place == place:
-                    try:
-                        self._ray.get(actor.stay, timeout=_TOMBSTONE)
-                    except self._ray.exceptions.GetTimeoutError:
-                        return ""
-                    except Exception as error:
-                        return _text(error)
+                    return self._death(actor.end, _TOMBSTONE)
             return self._deaths.get(place, "")
+
+    def _death(self, end: Any, patience: float) -> str:
+        """How an actor has died, as far as Ray knows; "" if it has not."""
+        try:
+            self._ray.get(end, timeout=patience)
+        except self._ray.exceptions.GetTimeoutError:
+            return ""
+        except Exception as error:
+            return _text(error)
+        return ""
 
     def _stop(self) -> None:
         """Call Ray no more from the thread."""
@@ -378,7 +380,29 @@ class RayPlacement(Placement):
         self._driver = ""
         self._board = None
         self._actors.clear()
-        self._spec = self._reservation = None
+        self._setup = self._far_worker = None
+
+
+def _actor_class() -> type:
+    """The class of the actors. Made in here, it is pickled as it stands: where this package is missing, an
+    actor has room, and says what is missing."""
+
+    class FarWorker:
+        def where(self) -> str:
+            ray: Any = importlib.import_module("ray")
+            return str(ray.util.get_node_ip_address())
+
+        def open(self, setup: bytes, ports: list[int]) -> tuple[str, str, int, int]:
+            ray: Any = importlib.import_module("ray")
+            far_worker: Any = importlib.import_module("fastq_loader.remote.far_worker")
+            node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+            self.worker = far_worker.FarWorker(setup, address, ports)
+            return node, address, self.worker.port, os.getpid()
+
+        def run(self) -> None:
+            self.worker.run()
+
+    return FarWorker
 
 
 def _disarm() -> None:

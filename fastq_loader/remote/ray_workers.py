@@ -32,8 +32,8 @@ _RESTARTS = 100
 class RayWorkers(WorkerKind):
     """Workers on the machines of a Ray cluster; `workers="ray"` is short for `RayWorkers()`.
 
-    `num_workers` is the most that will be used. Each is placed by an actor that takes what is said here from
-    the cluster. One that finds no room waits for it, also for a machine that joins in the middle of an epoch.
+    `num_workers` is the most that will be used. Each is an actor that takes what is said here from the
+    cluster. One that finds no room waits for it, also for a machine that joins in the middle of an epoch.
     With a "dynamic" schedule the others do its work meanwhile. With "round_robin", and with an iterable
     dataset, the epoch waits for it, because no other worker may. An epoch that cannot go on ends after
     `start_timeout`. Batches, their order and their bits are those of workers on this machine with the same

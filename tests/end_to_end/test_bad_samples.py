@@ -41,7 +41,7 @@ from fastq_loader.device.prefetcher import Prefetcher
 from tests.conftest import of_kind
 from tests.support import traces
 from tests.support.datasets import UnevenBatches
-from tests.support.hosts import far
+from tests.support.far_workers import far
 from tests.support.late_device import late_device
 
 pytestmark = [

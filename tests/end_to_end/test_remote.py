@@ -1,6 +1,6 @@
 """Workers on other machines give what local ones give, to the bit. Those machines are programs on this one.
 
-Hosts, connections, handshakes and frames are the real ones, over loopback; only who starts hosts is played.
+Far workers, connections, handshakes and frames are the real ones, over loopback; only their start is played.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tests.conftest import wait_until
 from tests.support import certificates
 from tests.support.crimes import CrimeAt, FailsToUnpickle, raise_os_error
 from tests.support.datasets import SAMPLES, Made, MapDataset, Record, Stream, assert_same, identity
-from tests.support.hosts import LocalHosts, far, far_pids
+from tests.support.far_workers import LocalPlacement, far, far_pids
 from tests.support.late_device import late_device
 from tests.support.loaders import MANY_WORKERS, seed_all
 from tests.support.traces import check as check_trace
 from tests.support.traces import read, tracks
 
-pytestmark = [pytest.mark.processes, MANY_WORKERS, pytest.mark.usefixtures("warm_hosts")]
+pytestmark = [pytest.mark.processes, MANY_WORKERS, pytest.mark.usefixtures("warm_far_workers")]
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["dynamic", "round_robin"])
 
@@ -204,7 +204,7 @@ def test_more_workers_than_places_wait_until_a_machine_joins(tmp_path: Path) -> 
         seen.update(batch.tolist())
         if number == 250:
             assert [worker.batches > 0 for worker in loader.statistics().workers].count(True) == 1
-            LocalHosts.made[-1].add_node()
+            LocalPlacement.made[-1].add_node()
     assert seen == set(range(660))
     assert [worker.batches > 0 for worker in loader.statistics().workers].count(True) >= 2
 
@@ -242,7 +242,7 @@ def test_statistics_and_a_trace_say_where_each_worker_is_and_what_came_from_ther
         list(data)
         before = data.statistics()
         pids = {worker.pid: worker.node for worker in before.workers}
-        assert sorted(pids) == sorted(far_pids(LocalHosts.made[-1]))
+        assert sorted(pids) == sorted(far_pids(LocalPlacement.made[-1]))
         assert set(pids.values()) == {"node-0", "node-1"}
         assert before.wire_bytes == sum(worker.wire_bytes for worker in before.workers) > before.bytes > 0
         for pid in pids:

@@ -23,10 +23,10 @@ from fastq_loader.system import calls
 from tests.conftest import descendants, process_table, running_script, wait_until
 from tests.support.crimes import CrimeAt, dawdle, die_beside_a_child, exit_with_7, segfault, system_exit
 from tests.support.datasets import Made, assert_same
-from tests.support.hosts import LocalHosts, far, far_pids
+from tests.support.far_workers import LocalPlacement, far, far_pids
 from tests.support.loaders import MANY_WORKERS
 
-pytestmark = [pytest.mark.processes, MANY_WORKERS, pytest.mark.usefixtures("warm_hosts")]
+pytestmark = [pytest.mark.processes, MANY_WORKERS, pytest.mark.usefixtures("warm_far_workers")]
 
 
 def slowly(index: int) -> Any:
@@ -35,8 +35,8 @@ def slowly(index: int) -> Any:
     return index, torch.rand(30_000), torch.rand(2)
 
 
-def newest() -> LocalHosts:
-    return LocalHosts.made[-1]
+def newest() -> LocalPlacement:
+    return LocalPlacement.made[-1]
 
 
 def loader(dataset: Any = None, **options: Any) -> DataLoader[Any]:
@@ -61,11 +61,8 @@ def kill_proxy(draw: random.Random, data: DataLoader[Any]) -> None:
 
 
 def kill_node(draw: random.Random, data: DataLoader[Any]) -> None:
-    def alive() -> list[str]:
-        return [node for node in newest().nodes if node in newest().hosts]
-
-    assert wait_until(alive, 60), "a busy machine takes its time to start a host"
-    newest().kill_node(draw.choice(alive()))
+    assert wait_until(lambda: bool(newest().running), 60)
+    newest().kill_node(draw.choice(sorted({place.node for place in list(newest().running)})))
 
 
 @pytest.mark.parametrize("kill", [kill_far_worker, kill_proxy, kill_node])
@@ -185,7 +182,7 @@ def test_a_far_worker_that_was_stopped_is_replaced_after_the_timeout() -> None:
     os.kill(stopped, signal.SIGSTOP)
     with pytest.warns(WorkerReplaced, match="did not answer within"):
         assert sum(1 for _ in iterator) == 39
-    assert wait_until(lambda: stopped not in far_pids(newest()), 60), "its host has ended it"
+    assert wait_until(lambda: stopped not in far_pids(newest()), 60), "it was ended"
 
 
 #: What the scripts begin with.
@@ -193,7 +190,7 @@ RUNNING = """
     import os, signal, subprocess, sys
     from fastq_loader import WorkerDied
     from tests.end_to_end.test_remote_faults import loader
-    from tests.support.hosts import far
+    from tests.support.far_workers import far
     data = loader(workers=far(nodes=2))
     iterator = iter(data)
     next(iterator)
@@ -239,16 +236,16 @@ def test_whoever_is_interrupted_at_the_start_leaves_nothing(number: signal.Signa
         import os, signal
         from tests.conftest import descendants, wait_until
         from tests.end_to_end.test_remote_faults import loader, is_python
-        from tests.support.hosts import LocalHosts, far
+        from tests.support.far_workers import LocalPlacement, far
 
-        class Interrupting(LocalHosts):
+        class Interrupting(LocalPlacement):
             def start(self, spec, places):
                 assert wait_until(lambda: all(map(is_python, descendants())), 60)
                 (os.killpg if {number:d} == signal.SIGINT else os.kill)(os.getpid(), {number:d})
 
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        import tests.support.hosts
-        tests.support.hosts.LocalHosts = Interrupting
+        import tests.support.far_workers
+        tests.support.far_workers.LocalPlacement = Interrupting
         next(iter(loader(workers=far())))
         """
     with running_script(source) as script:
@@ -278,7 +275,7 @@ def test_a_cable_that_is_pulled_is_noticed() -> None:
     with running_script(RUNNING + PULLED, prefix=own_network) as script:
         result = script.finish(100)
     assert "Connection timed out" in result.stdout
-    assert "its node was switched off" in result.stdout
+    assert "its connection broke" in result.stdout
     assert (result.stderr, result.left) == ("", ())
 
 
@@ -286,14 +283,14 @@ def test_whoever_has_no_token_is_refused_while_the_run_goes_on() -> None:
     data = loader(workers=far())
     iterator = iter(data)
     next(iterator)
-    place = next(iter(newest().places))
+    place = next(iter(newest().running))
     strangers = []
     for said in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100), *(os.urandom(50) for _ in range(100))):
         strangers.append(socket.create_connection(place.address, timeout=5))
         strangers[-1].sendall(said)
     strangers[0].close()
     with pytest.raises((Refused, Lost)):
-        connect(place.address, bytes(16), Request(99, False), 1)
+        connect(place.address, bytes(16), Request(False), 1)
     assert sum(1 for _ in iterator) == 39
     data.close()
     for stranger in strangers:

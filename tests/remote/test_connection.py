@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +23,6 @@ from fastq_loader.remote.connection import (
     MAGIC,
     MESSAGE,
     NONCE_BYTES,
-    REFUSED,
     REPORT,
     WELCOME,
     Address,
@@ -33,17 +31,17 @@ from fastq_loader.remote.connection import (
     Refused,
     Request,
     Tls,
-    accepting,
+    admit,
+    ask_for_stacks,
     connect,
     header,
     listen,
 )
-from fastq_loader.remote.host import _Handshake
 from tests.support import certificates
 
 TOKEN, OTHER = bytes(range(16)), bytes(16)
 NONCES = b"c" * NONCE_BYTES, b"s" * NONCE_BYTES
-REQUEST = Request(3, False, 5)
+REQUEST = Request(False, 5)
 cuts = st.lists(st.integers(1, 40), max_size=60)
 
 
@@ -56,20 +54,23 @@ def said_by_a_client(token: bytes = TOKEN, nonces: Any = NONCES) -> bytes:
 
 
 def heard(said: bytes, sizes: Sequence[int] = ()) -> Request:
-    """What a server makes of these bytes, which come in pieces."""
+    """What a server makes of these bytes, which come in pieces; then the client leaves."""
     mine, its = socket.socketpair()
-    with mine, its:
-        mine.setblocking(False)
-        server = _Handshake(mine, TOKEN)
-        server._side = accepting(TOKEN, NONCES[1])
-        next(server._side)
+
+    def speak() -> None:
+        left = said
         for size in (*sizes, len(said)):
-            its.sendall(said[:size])
-            said = said[size:]
-            with suppress(BlockingIOError):
-                return server.hear()
-        its.close()
-        return server.hear()
+            its.sendall(left[:size])
+            left = left[size:]
+        its.shutdown(socket.SHUT_WR)
+
+    with mine, its:
+        client = threading.Thread(target=speak)
+        client.start()
+        try:
+            return admit(Connection(mine), TOKEN, NONCES[1])
+        finally:
+            client.join()
 
 
 @given(cuts)
@@ -93,15 +94,13 @@ def test_a_client_that_does_not_speak_the_protocol_is_refused(said: bytes, reaso
         heard(said)
 
 
-def test_before_the_token_is_shown_no_more_is_wanted_than_a_line() -> None:
-    server = accepting(TOKEN, NONCES[1])
-    said, first = next(server)
-    assert (said, first) == (b"", len(MAGIC) + NONCE_BYTES)
-    said, second = server.send(MAGIC + NONCES[0])
-    assert said.startswith(MAGIC + NONCES[1])
-    assert max(first, second) <= 50
-    with pytest.raises(Refused):
-        server.send(bytes(second))
+def test_before_the_token_is_shown_no_more_is_received_than_the_lines_have() -> None:
+    mine, its = socket.socketpair()
+    with mine, its:
+        its.sendall(said_by_a_client(OTHER) + b"more")
+        with pytest.raises(Refused, match="wrong token"):
+            admit(Connection(mine), TOKEN, NONCES[1])
+        assert mine.recv(100) == b"more"
 
 
 @given(st.binary(max_size=3000), cuts)
@@ -117,17 +116,18 @@ Served = Callable[..., Address]
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    """A host that lets one client in, and then does something with the connection."""
+    """A far worker that lets one client in, and then does something with the connection."""
     ends: list[Callable[[], None]] = []
 
-    def serve(token: bytes, then: Callable[[Connection], Any]) -> Address:
+    def serve(token: bytes, then: Callable[[Connection], Any], worker: int = REQUEST.worker) -> Address:
         listener = listen("127.0.0.1")
 
         def run() -> None:
             sock, _ = listener.accept()
-            with sock, suppress(Lost):
-                assert _Handshake(sock, token).hear() == REQUEST
-                then(Connection(sock, MESSAGE))
+            with sock, suppress(Lost, Refused):
+                client = Connection(sock, MESSAGE)
+                assert admit(client, token, os.urandom(NONCE_BYTES)).worker == worker
+                then(client)
 
         thread = threading.Thread(target=run)
         thread.start()
@@ -174,7 +174,6 @@ def test_frames_and_bodies_of_many_buffers_come_as_they_were_sent(served: Served
 @pytest.mark.parametrize(
     ("token", "then", "kinds", "error", "reason"),
     [
-        (TOKEN, lambda its: its.send(REFUSED, b"torch 1 here"), [WELCOME], Refused, "torch 1 here"),
         (TOKEN, welcome, [REPORT], ProtocolError, "must not send"),
         (OTHER, welcome, [WELCOME], Refused, "wrong token"),
     ],
@@ -186,7 +185,7 @@ def test_a_connection_that_is_of_no_use_says_why(
         connect(served(token, then), TOKEN, REQUEST, *kinds)
 
 
-def test_a_server_that_is_no_host_is_given_up() -> None:
+def test_a_server_that_is_no_far_worker_is_given_up() -> None:
     with listen("127.0.0.1") as listener:
         address = Address(*listener.getsockname())
         with pytest.raises(Lost, match="does not answer: timed out"):
@@ -195,12 +194,9 @@ def test_a_server_that_is_no_host_is_given_up() -> None:
         connect(address, TOKEN, REQUEST)
 
 
-def test_a_host_says_what_it_is_asked(served: Served) -> None:
-    address = served(TOKEN, lambda its: its.send(REPORT, msgpack.packb({"pid": 7})))
-    assert module.ask(address, TOKEN, REQUEST, None, 5) == {"pid": 7}
-    address = served(TOKEN, lambda its: its.send(REPORT, b"\xc1"))
-    with pytest.raises(ProtocolError, match="not a msgpack frame"):
-        module.ask(address, TOKEN, REQUEST, None, 5)
+def test_stacks_are_text(served: Served) -> None:
+    address = served(TOKEN, lambda its: its.send(REPORT, b"in \xff()"), 0)
+    assert ask_for_stacks(address, TOKEN, None, 5) == "in \ufffd()"
 
 
 def test_it_listens_at_the_first_port_that_is_free() -> None:

@@ -266,9 +266,10 @@ def test_a_ping_from_before_the_first_place_is_sent_back_after_the_greeting(
     scene.proxy._greeted, scene.socket.greetings = False, 0
     scene.tell(EPOCH, task(0), Ping())
     assert scene.socket.sent == []
-    monkeypatch.setattr(module, "connect", lambda *_, **__: (far, Frame(WELCOME, b"7", 0)))
+    monkeypatch.setattr(module, "connect", lambda *_, **__: (far, Frame(WELCOME, b"", 0)))
     scene.pipe.send(PLACE)
     scene.proxy._take_place()
+    assert scene.said() == [Status(pid=PLACE.pid)]
     assert scene.socket.greetings == 1
     assert scene.socket.sent == [Ping()]
 

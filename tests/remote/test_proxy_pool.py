@@ -24,13 +24,13 @@ from fastq_loader.remote.proxy_pool import ProxyPool
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import calls
 from tests.conftest import process_table, wait_until
+from tests.support.far_workers import far
 from tests.support.forking import end_of, fork
-from tests.support.hosts import far
 from tests.support.worker_setup import make_plan
 
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.usefixtures("warm_hosts"),
+    pytest.mark.usefixtures("warm_far_workers"),
     pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd"),
 ]
 
@@ -51,7 +51,7 @@ class Played:
         self.fails = self.closed = False
         self.asked = 0
 
-    def start(self, spec: bytes, places: int) -> None:
+    def start(self, setup: bytes, places: int) -> None:
         self.started = places
 
     def find(self, lost: Sequence[Place], wanted: int) -> Sequence[Place | NoPlace]:
@@ -63,14 +63,14 @@ class Played:
         return found
 
     def death(self, place: Place) -> str:
-        return f"place {place.number} burned down" if place.number == 4 else ""
+        return "it burned down" if place.pid == 4 else ""
 
     def close(self) -> None:
         self.closed = True
 
 
-def place(number: int) -> Place:
-    return Place(Address("10.0.0.2", 80), number, f"node-{number}")
+def place(pid: int) -> Place:
+    return Place(Address("10.0.0.2", 80), pid, f"node-{pid}")
 
 
 class PlayedZygote:
@@ -107,12 +107,12 @@ class Pool:
         its.send(Status(waits=True))
         return its
 
-    def placed(self, number: int = 1, worker: int = 0) -> Connection[Any, Any]:
+    def placed(self, pid: int = 1, worker: int = 0) -> Connection[Any, Any]:
         """The same when it has a place, and a far worker there."""
         its = self.proxy(worker)
-        self.played.ready.append(place(number))
-        assert received(its) == place(number)
-        its.send(Status(pid=812))
+        self.played.ready.append(place(pid))
+        assert received(its) == place(pid)
+        its.send(Status(pid=pid))
         return its
 
     def shown(self) -> list[tuple[int, str | None, int]]:
@@ -132,7 +132,6 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
     monkeypatch.setattr(module, "copy_of_consumer", PlayedZygote)
     monkeypatch.setattr(module, "fork_copy", PlayedZygote.fork)
     monkeypatch.setattr(ProxyPool, "launch", lambda *_: None)
-    monkeypatch.setattr(module, "ask", lambda *_: (9, False, "exited with code 7"))
     pool = Pool()
     yield pool
     pool.close()
@@ -181,33 +180,32 @@ def test_one_that_was_never_started_can_be_stopped() -> None:
 # ---- what is said of far workers ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("says", "number", "how"),
-    [
-        ((9, False, "was killed by SIGKILL"), 4, "it was killed by SIGKILL"),
-        ((9, True, "stacks"), 4, "its connection broke"),
-        ((0, False, ""), 4, "place 4 burned down"),
-        (None, 4, "place 4 burned down"),
-        (None, 5, "its host does not answer"),
-    ],
-)
-def test_how_a_far_worker_was_lost_is_said_with_its_machine(
-    says: Any, number: int, how: str, pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ask(*_: Any) -> Any:
-        if says is None:
-            raise Lost("silence")
-        return says
-
-    monkeypatch.setattr(module, "ask", ask)
+@pytest.mark.parametrize(("pid", "how"), [(4, "it burned down"), (5, "its connection broke")])
+def test_how_a_far_worker_was_lost_is_said_with_its_machine(pid: int, how: str, pool: Pool) -> None:
     worker = pool.pool.workers[0]
     worker.child = SimpleNamespace(pid=0, death=lambda: ("exited", "torch's"))  # type: ignore[assignment]
-    its = pool.placed(number)
+    its = pool.placed(pid)
     its.send(Status(why="reset by peer"))
-    expected = f"was lost with its process on node-{number} (pid 812; reset by peer): {how},"
+    expected = f"was lost with its process on node-{pid} (pid {pid}; reset by peer): {how},"
     for _ in range(2):
         assert pool.pool.death(worker) == (expected, "torch's")
     worker.child = None
+
+
+def test_stacks_are_those_of_the_far_worker_or_say_why_there_are_none(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = pool.pool.workers[0]
+    assert pool.pool.stacks(worker) == "  (it has found no room on another machine yet)"
+    pool.placed(7)
+    monkeypatch.setattr(module, "ask_for_stacks", lambda address, *_: f"in load, {address.port}")
+    assert pool.pool.stacks(worker) == "  (pid 7 on node-7)\nin load, 80"
+
+    def silent(*_: Any) -> str:
+        raise Lost("timed out")
+
+    monkeypatch.setattr(module, "ask_for_stacks", silent)
+    assert pool.pool.stacks(worker) == "  (pid 7 on node-7)\n  (it does not send them: timed out)"
 
 
 def test_one_that_found_no_place_says_why(pool: Pool) -> None:
@@ -220,7 +218,7 @@ def test_one_that_found_no_place_says_why(pool: Pool) -> None:
 
 def test_a_forked_copy_does_not_wait_for_a_thread_that_it_lacks(pool: Pool) -> None:
     its = pool.placed()
-    assert wait_until(lambda: pool.shown()[0][0] == 812, SECONDS)
+    assert wait_until(lambda: pool.shown()[0][0] == 1, SECONDS)
     held, let_go = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -230,7 +228,7 @@ def test_a_forked_copy_does_not_wait_for_a_thread_that_it_lacks(pool: Pool) -> N
 
     threading.Thread(target=hold).start()
     assert held.wait(SECONDS)
-    its.send(Status(pid=813))
+    its.send(Status(pid=2))
     copy = fork(lambda: signal.alarm(SECONDS) or pool.shown())
     assert end_of(copy) == 0
     let_go.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from fastq_loader.remote import ray_placement
 from fastq_loader.remote.connection import Address
 from fastq_loader.remote.proxy import NoPlace, Place
 from fastq_loader.remote.ray_placement import RayPlacement
+from tests.conftest import run_script
 from tests.support.ray_store import Store
 
 NODE = "f" * 56
@@ -51,16 +53,12 @@ class Method:
 
 class Actor:
     def __init__(self) -> None:
-        self.attach, self.stay, self.where = Method(), Method(), Method()
-
-    @property
-    def asked(self) -> bool:
-        return not self.attach.calls[-1].done()
+        self.where, self.open, self.run = Method(), Method(), Method()
 
     def place(self, number: int, port: int = 4711) -> Place:
         if not self.where.calls[0].done():
             self.where.answer("10.0.0.7")
-        self.attach.answer((NODE, "10.0.0.7", port, number))
+        self.open.answer((NODE, "10.0.0.7", port, number))
         return Place(Address("10.0.0.7", port), number, "10.0.0.7 (Ray's node ffffffffffff)")
 
 
@@ -177,7 +175,7 @@ def ray(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Ray:
 
 def started(workers: RayWorkers, places: int = 1, flexible: bool = True) -> RayPlacement:
     placement = RayPlacement(workers, flexible)
-    placement.start(b"spec", places)
+    placement.start(b"setup", places)
     return placement
 
 
@@ -206,7 +204,7 @@ def test_a_place_is_found_once_an_actor_has_one(ray: Ray, placement: RayPlacemen
     assert placement.find([], 1) == []
     assert placement.pause is not None
     (actor,) = ray.actors
-    assert actor.attach.given == [(b"spec", [5, 6])]
+    assert actor.open.given == [(b"setup", [5, 6])]
     expected = actor.place(3)
     assert placement.find([], 0) == []
     assert placement.find([], 2) == [expected]
@@ -223,26 +221,25 @@ def test_a_dead_actor_makes_way(error: Any, ray: Ray, placement: RayPlacement, c
     place = actor.place(3)
     placement.find([], 1)
     lose(placement, place)
+    assert placement.pause is not None, "Ray is asked again"
     text = "The actor died.\n\tclass_name: x\nThe actor is dead because x. Some common causes include: (1)"
     if error is None:
-        clock.now += 4.9
+        clock.now += 0.9
         placement.find([], 1)
-        assert len(ray.actors) == 1
+        assert not ray.killed
         clock.now += 0.2
     else:
-        actor.attach.answer(error(text))
+        actor.run.answer(error(text))
     placement.find([], 1)
-    assert ray.killed == [actor]
+    assert ray.killed == [actor], "whatever it is doing"
     assert len(ray.actors) == 2
-    assert placement.death(place) == (
-        "The actor is dead because x" if error else "its machine does not answer"
-    )
+    assert placement.death(place) == ("The actor is dead because x" if error else "")
 
 
 def test_ray_is_asked_at_once_of_a_place_lost_with_its_actor(ray: Ray, placement: RayPlacement) -> None:
     place = ray.actors[0].place(3)
     placement.find([], 1)
-    ray.actors[0].stay.answer(ActorDiedError("The actor died because it was killed by the memory monitor."))
+    ray.actors[0].run.answer(ActorDiedError("The actor died because it was killed by the memory monitor."))
     assert placement.death(place) == "The actor died because it was killed by the memory monitor"
 
 
@@ -253,7 +250,7 @@ def test_actors_wait_for_room_and_are_made_again(ray: Ray, clock: Clock) -> None
     assert placement.find([], 1) == []
     assert len(ray.actors) == 1
     for number in range(10):
-        ray.actors[number].attach.answer(ActorDiedError("its node has died"))
+        ray.actors[number].open.answer(ActorDiedError("its node has died"))
         assert placement.find([], 1) == []
     assert len(ray.actors) == 11
     placement.close()
@@ -309,10 +306,9 @@ def test_time_in_which_a_pool_could_go_on_does_not_count(ray: Ray, clock: Clock)
     placement.find([], 1)
     clock.now += 100
     placement.find([], 0)
-    ray.actors[0].attach.calls.append(Future())
     lose(placement, place)
-    ray.actors[0].attach.answer(ActorDiedError("it was killed"))
-    ray.actors[0].attach.answer(ActorDiedError("it was killed"))
+    ray.actors[0].run.answer(ActorDiedError("it was killed"))
+    placement.find([], 1)
     clock.now += 60
     assert placement.find([], 1) == []
     clock.now += 1
@@ -320,7 +316,7 @@ def test_time_in_which_a_pool_could_go_on_does_not_count(ray: Ray, clock: Clock)
     placement.close()
 
 
-def test_an_actor_that_never_attaches_makes_way_beside_others_that_work(ray: Ray, clock: Clock) -> None:
+def test_an_actor_that_never_opens_the_dataset_makes_way_beside_others(ray: Ray, clock: Clock) -> None:
     placement = started(RayWorkers(start_timeout=60), 2)
     ray.actors[0].place(1)
     for made in (3, 4, 4):  # three that fail are enough
@@ -333,23 +329,23 @@ def test_an_actor_that_never_attaches_makes_way_beside_others_that_work(ray: Ray
     placement.close()
 
 
-def test_all_that_wait_hear_why_no_host_starts_if_each_is_needed(ray: Ray) -> None:
+def test_all_that_wait_hear_why_no_worker_starts_if_each_is_needed(ray: Ray) -> None:
     placement = started(RayWorkers(), 2, flexible=False)
     ray.actors[0].place(1)
     placement.find([], 2)
     for _ in range(3):
-        ray.actors[-1].attach.answer(OSError("no torch there"))
+        ray.actors[-1].open.answer(OSError("no torch there"))
         found = placement.find([], 1)
     assert found == [NoPlace("no torch there")]
     placement.close()
 
 
-def test_where_no_host_starts_those_that_wait_hear_why_and_no_more_is_tried(ray: Ray) -> None:
+def test_where_no_worker_starts_those_that_wait_hear_why_and_no_more_is_tried(ray: Ray) -> None:
     placement = started(RayWorkers(), places=2)
     for made in (2, 4, 6):  # those that were made together fail together, once
         assert len(ray.actors) == made
         for actor in ray.actors[-2:]:
-            actor.attach.answer(OSError("Traceback\nOSError: no torch there"))
+            actor.open.answer(OSError("Traceback\nOSError: no torch there"))
         found = placement.find([], 2)
     assert found == [NoPlace("OSError: no torch there")] * 2
     assert placement.find([], 1) == found[:1]
@@ -357,11 +353,21 @@ def test_where_no_host_starts_those_that_wait_hear_why_and_no_more_is_tried(ray:
     placement.close()
 
 
+def test_a_worker_that_dies_while_it_opens_the_dataset_is_a_failure(ray: Ray) -> None:
+    placement = started(RayWorkers())
+    for number in range(3):
+        ray.actors[number].where.answer("10.0.0.7")
+        ray.actors[number].open.answer(ActorDiedError("The actor died because it was killed"))
+        found = placement.find([], 1)
+    assert found == [NoPlace("The actor died because it was killed")]
+    placement.close()
+
+
 def test_an_actor_that_cannot_be_made_is_a_failure(ray: Ray, placement: RayPlacement) -> None:
     error = ActorDiedError("The actor died because of an error raised in its creation task, so there")
     error.actor_init_failed = True
     for number in range(3):
-        ray.actors[number].attach.answer(error)
+        ray.actors[number].open.answer(error)
         found = placement.find([], 1)
     assert found == [NoPlace(str(error))]
 
@@ -379,16 +385,19 @@ def test_ray_that_was_shut_down_is_not_touched(ray: Ray, placement: RayPlacement
     assert not ray.killed
 
 
-def test_while_ray_starts_or_ends_it_is_not_touched(ray: Ray, placement: RayPlacement) -> None:
+def test_while_ray_starts_or_ends_it_is_not_touched(ray: Ray, placement: RayPlacement, clock: Clock) -> None:
     place = ray.actors[0].place(3)
+    placement.find([], 1)
     found: list[Any] = []
     with ray.lock:
         thread = threading.Thread(target=lambda: found.append(placement.find([place], 1)))
         thread.start()
         thread.join()
     assert found == [[]]
-    assert placement.find([], 1) == []
-    assert len(ray.actors[0].attach.calls) == 2, "what was lost meanwhile is not forgotten"
+    for _ in range(2):
+        assert placement.find([], 1) == []
+        clock.now += 2
+    assert ray.killed == ray.actors[:1], "what was lost meanwhile is not forgotten"
 
 
 def test_at_the_exit_of_the_process_ray_is_called_no_more(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,7 +510,7 @@ class Ranks:
         for actor in list(pool._actors):
             if actor.place is not None:
                 pool.find([actor.place], 0)
-                actor.handle.attach.answer(ActorDiedError("it was killed"))
+                actor.handle.run.answer(ActorDiedError("it was killed"))
         pool.find([], 0)
 
     def close(self) -> None:
@@ -605,11 +614,11 @@ def test_a_rank_publishes_how_long_it_has_had_no_room(
     assert published() == [["1", "0"]]
     assert placement.pause == 2, "it looks at the others though nothing is asked of Ray"
     lose(placement, place)
-    actor.attach.answer(ActorDiedError("it was killed"))
+    actor.run.answer(ActorDiedError("it was killed"))
     clock.now += 3
     assert published() == [["0", "3"]]
     for _ in range(3):
-        ray.actors[-1].attach.answer(OSError("no torch there"))
+        ray.actors[-1].open.answer(OSError("no torch there"))
         clock.now += 3
         left = published()
     assert left == [], "room would be of no use"
@@ -677,7 +686,7 @@ def test_ranks_are_those_of_torch_distributed(ray: Ray, monkeypatch: pytest.Monk
 def test_what_no_machine_has_is_an_error_at_the_start(ray: Ray, given: dict[str, Any], lacks: str) -> None:
     placement = RayPlacement(RayWorkers(**given))
     with pytest.raises(ValueError, match=lacks):
-        placement.start(b"spec", 1)
+        placement.start(b"setup", 1)
     placement.close()
     assert not ray.actors
 
@@ -695,7 +704,7 @@ def test_what_an_autoscaler_may_add_counts(
     )
     placement = RayPlacement(RayWorkers(resources={"decoder": 1}))
     with pytest.raises(ValueError, match="decoder") if raises else nullcontext():
-        placement.start(b"spec", 1)
+        placement.start(b"setup", 1)
     placement.close()
     assert not caplog.records
 
@@ -704,7 +713,21 @@ def test_what_an_autoscaler_may_add_counts(
 def test_an_unknown_autoscaler_is_a_warning(ray: Ray, status: str, caplog: pytest.LogCaptureFixture) -> None:
     ray.store.keys[b"__autoscaling_status"] = status.encode()
     placement = RayPlacement(RayWorkers(resources={"decoder": 1}))
-    placement.start(b"spec", 1)
+    placement.start(b"setup", 1)
     placement.close()
     [record] = caplog.records
     assert "no machine of the Ray cluster has 1 decoder (the most is 0)" in record.getMessage()
+
+
+@pytest.mark.processes
+def test_an_actor_needs_neither_this_package_nor_torch_before_it_opens_the_dataset() -> None:
+    cloudpickle = pytest.importorskip("cloudpickle")
+    sent = base64.b64encode(cloudpickle.dumps(ray_placement._actor_class()))
+    result = run_script(
+        f"""
+        import base64, pickle, sys
+        pickle.loads(base64.b64decode({sent!r}))()
+        print(sorted({{"fastq_loader", "torch", "ray"}} & set(sys.modules)))
+        """
+    )
+    assert result[:3] == (0, "[]\n", "")

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 import fastq_loader
 from fastq_loader import Processes
-from tests.support.hosts import far
+from tests.support.far_workers import far
 
 LOADERS: dict[str, dict[str, Any]] = {
     "torch": {},

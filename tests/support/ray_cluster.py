@@ -11,8 +11,8 @@ from typing import Any
 
 from tests.conftest import _read, descendants, open_descriptors, process_table, wait_until
 
-#: Parts of the command lines of processes that are the loader's, and not Ray's own.
-OURS = ("ray::Reservation", "fastq_loader.remote")
+#: The beginning of the command lines of processes that are the loader's, and not Ray's own.
+OURS = "ray::FarWorker"
 #: In the environment of all that this test run starts.
 MARK = f"FASTQ_LOADER_TESTS={os.getpid()}"
 
@@ -68,9 +68,9 @@ class Nodes:
 
 
 def remote_processes() -> dict[int, str]:
-    """What runs of the loader in clusters of this test run: actors, hosts, far workers, and proxies."""
+    """The loader's actors in clusters of this test run, and what their workers have forked, by process id."""
     lines = {entry.pid: _read(f"/proc/{entry.pid}/cmdline") for entry in process_table() if not entry.zombie}
-    ours = {pid: line for pid, line in lines.items() if any(part in line for part in OURS)}
+    ours = {pid: line for pid, line in lines.items() if line.startswith(OURS)}
     # An orphan is no descendant any more, and who has renamed itself has overwritten its environment.
     family = {os.getpid(): None, **descendants()} if ours else {}
     return {
@@ -80,17 +80,9 @@ def remote_processes() -> dict[int, str]:
     }
 
 
-def hosts_and_workers() -> tuple[list[int], list[int]]:
-    """Process ids of hosts, and of the far workers that they have forked."""
-    parents = {entry.pid: entry.parent for entry in process_table()}
-    both = {pid for pid, line in remote_processes().items() if "fastq_loader.remote.host" in line}
-    workers = {pid for pid in both if parents.get(pid) in both}
-    return sorted(both - workers), sorted(workers)
-
-
-def actors() -> list[int]:
-    """Process ids of the actors that hold resources for workers."""
-    return sorted(pid for pid, line in remote_processes().items() if line.startswith("ray::Reservation"))
+def far_workers() -> list[int]:
+    """Process ids of the far workers that have opened their dataset."""
+    return sorted(pid for pid, line in remote_processes().items() if line.startswith(f"{OURS}.run"))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from fastq_loader.memory.arena import Arena
-from fastq_loader.remote.far_worker import HostSpec
+from fastq_loader.remote.far_worker import FarSetup
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.workers.config import Plan, Rules, Setup
 from fastq_loader.workers.local_pool import LocalPool
@@ -54,12 +54,12 @@ def make_setup(arena: Arena, dataset: Any, *, worker: int = 0, base_seed: int = 
     )
 
 
-def host_spec(dataset: Any, **fields: Any) -> HostSpec:
-    """What a host is told that has workers for this."""
+def far_setup(dataset: Any, **fields: Any) -> FarSetup:
+    """What a far worker of this is sent."""
     arena = Arena(1)
     setup = make_setup(arena, dataset, **fields)
     arena.retire([])
-    return HostSpec.of(setup, None)
+    return FarSetup.of(setup, None)
 
 
 def as_it_is(data: Any) -> Any:
