@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import runpy
 import shutil
 import site
 import subprocess
@@ -21,21 +23,13 @@ from tests.conftest import ROOT
 
 pytest.importorskip("build")
 
-FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
-ABI = f"cp{sys.version_info.major}{sys.version_info.minor}t" if FREE_THREADED else "abi3"
+PYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"
+TAGS = f"{PYTHON}-{PYTHON}t-" if sysconfig.get_config_var("Py_GIL_DISABLED") else "cp310-abi3-"
 NO_COMPILER = (
     platform.machine() != "x86_64"
     or shutil.which(sysconfig.get_config_var("CC").split()[0]) is None
     or not Path(sysconfig.get_path("include"), "Python.h").exists()
 )
-PROGRAM = """
-import fastq_loader
-from fastq_loader.memory import nontemporal
-
-if __name__ == "__main__":
-    loader = fastq_loader.DataLoader(range(8), 4, num_workers=2)
-    print(fastq_loader.__path__[0], nontemporal.AVAILABLE, [batch.tolist() for batch in loader])
-"""
 
 
 def run(python: Path | str, *arguments: Path | str, **environment: str) -> str:
@@ -60,17 +54,49 @@ def files_of_the_package(names: Iterable[str]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source distribution, unpacked."""
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a clean clone would have."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not in a clone")
     checkout = tmp_path_factory.mktemp("checkout")
-    for name in (".build", "fastq_loader"):
-        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("*.so"))
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, checkout)
+    git = ("git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard")
+    for name in subprocess.run(git, check=True, capture_output=True, text=True).stdout.splitlines():
+        if (ROOT / name).exists():
+            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, checkout / name)
+    return checkout
+
+
+@pytest.fixture(scope="module")
+def source(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, unpacked."""
     with tarfile.open(build("sdist", checkout, tmp_path_factory.mktemp("sdist"))) as archive:
-        archive.extractall(checkout / "sdist", filter="data")
-    (unpacked,) = (checkout / "sdist").iterdir()
-    return unpacked
+        unpacked = tmp_path_factory.mktemp("unpacked")
+        archive.extractall(unpacked, filter="data")
+    return next(unpacked.iterdir())
+
+
+@pytest.mark.processes
+def test_a_source_distribution_has_every_file_and_a_page_without_dead_links(
+    checkout: Path, source: Path
+) -> None:
+    def files(folder: Path) -> set[str]:
+        found = (path for path in folder.rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix() for path in found if ".egg-info" not in str(path)}
+
+    assert files(source) == files(checkout) | {"PKG-INFO", "setup.cfg"}
+    page = (source / "PKG-INFO").read_text()
+    assert "License-File: LICENSE" in page
+    assert "the rules and the map of the code." in page
+    assert not re.findall(r"\]\((?!https:)", page)
+
+
+def test_the_page_on_pypi_links_to_the_files_of_its_version() -> None:
+    backend = runpy.run_path(str(ROOT / ".build" / "backend.py"))
+    text = "[a](b/c.md#d) ![e](f.png) [g](https://h) [i](#j)"
+    linked = "[a](https://x/v1/b/c.md#d) ![e](https://x/v1/f.png?raw=true) [g](https://h) [i](#j)"
+    assert backend["readme"](text, "https://x/v1") == linked
+    assert backend["readme"](text, None) == "a  [g](https://h) [i](#j)"
 
 
 @pytest.mark.processes
@@ -82,7 +108,8 @@ def test_a_wheel_made_of_the_source_distribution_works(compiler: bool, source: P
     with zipfile.ZipFile(wheel) as archive:
         ours = (path.relative_to(ROOT).as_posix() for path in (ROOT / "fastq_loader").rglob("*"))
         assert files_of_the_package(archive.namelist()) == files_of_the_package(ours)
-    assert ABI in wheel.name.split("-")
+    tags = wheel.stem.split("-", 2)[2]
+    assert tags.startswith(TAGS) if compiler else tags == "py3-none-any"
 
     # Empty but for what the package needs, which is found where this test found it.
     venv.create(tmp_path / "venv", symlinks=True)
@@ -90,6 +117,5 @@ def test_a_wheel_made_of_the_source_distribution_works(compiler: bool, source: P
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (packages / "needed.pth").write_text("\n".join(site.getsitepackages()))
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    assert run(python, program) == f"{packages}/fastq_loader {compiler} [[0, 1, 2, 3], [4, 5, 6, 7]]\n"
+    program = ROOT / "tests" / "support" / "two_workers.py"
+    assert run(python, program) == f"{packages}/fastq_loader {compiler}\n"

@@ -60,7 +60,7 @@ def cases(options: Namespace, folder: Path) -> list[Case]:
     here, unwanted = folder / "here", shutil.ignore_patterns("__pycache__", "*.so")
     for folder_of_source in ("fastq_loader", ".build"):
         shutil.copytree(ROOT / folder_of_source, here / folder_of_source, ignore=unwanted)
-    for file in ("pyproject.toml", "README.md"):
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, here)
     _install(here, folder / NEW)
     several = [(name, workers) for name in options.workloads[AGAINST] for workers in options.workers[AGAINST]]

@@ -26,7 +26,7 @@ from tests.support.late_device import late_device
 PAGES = [
     *("README.md", "fastq_loader/README.md", "fastq_loader/TROUBLESHOOTING.md"),
     *("fastq_loader/remote/README.md", "fastq_loader/resume/README.md", "bench/README.md", "tests/README.md"),
-    *(".github/CHANGELOG.md", ".github/CONTRIBUTING.md", ".github/SECURITY.md"),
+    *("CHANGELOG.md", ".github/CONTRIBUTING.md", ".github/SECURITY.md"),
 ]
 
 
