@@ -89,7 +89,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     backend = root / ".build" / "backend.py"
     for folder in (package.parent, backend.parent):
         folder.mkdir(parents=True)
-    for file in (package, backend, root / "pyproject.toml", root / "README.md", "LICENSE"):
+    for file in (package, backend, root / "pyproject.toml", root / "README.md", root / "LICENSE"):
         file.write_text("committed")
     git(root, "init", "--quiet")
     git(root, "add", ".")
@@ -123,7 +123,7 @@ def test_an_interrupt_leaves_no_worktree(lost: bool, repository: Path, tmp_path:
 
     def interrupted() -> None:
         with against.worktree("HEAD", folder) as tree:
-            assert (tree / "README.md", "LICENSE").read_text() == "committed"
+            assert (tree / "README.md").read_text() == "committed"
             if lost:
                 tree.rename(tmp_path / "elsewhere")
             raise KeyboardInterrupt
