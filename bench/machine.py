@@ -1,10 +1,11 @@
-"""Where and when a run took place, and how much of the machine the consumer may use."""
+"""Where, when and of which package a run was, and how much of the machine the consumer may use."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
+import subprocess
 from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
@@ -14,7 +15,9 @@ from typing import Any
 import psutil
 import torch
 
-DISTRIBUTIONS = ("torch", "numpy", "fastq-loader", "pyzmq", "torchdata", "spdl-core", "grain", "ray")
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "fastq_loader"
+DISTRIBUTIONS = ("torch", "numpy", "pyzmq", "torchdata", "spdl-core", "spdl-io", "grain")
 
 
 def describe() -> dict[str, Any]:
@@ -30,6 +33,25 @@ def describe() -> dict[str, Any]:
         "versions": {"python": platform.python_version()} | _versions(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def revision() -> dict[str, str]:
+    """The commit, and git's name for the tree of the package in it.
+
+    That name is the same in every commit with the same package. It is "" where the package has changes that
+    are not committed, or where this is no clone.
+    """
+    return {
+        "commit": _git("rev-parse", "--short=10", "HEAD"),
+        "package": ""
+        if _git("status", "--porcelain", "--", PACKAGE)
+        else _git("rev-parse", f"HEAD:{PACKAGE}"),
+    }
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    return "" if done.returncode else done.stdout.strip()
 
 
 def use_one_thread() -> None:

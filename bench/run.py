@@ -1,62 +1,79 @@
-"""The cases of a run, in their order, as the command line asks for them."""
+"""A run: its cases are measured, shown and kept."""
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Iterator
+import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from bench.peers import LoaderSettings
-from bench.peers.device import START_METHOD
-from bench.timing import alone, cluster, device, resume, schedule, steady, tuning, turns
-from bench.timing.device_clock import CudaDevice
-from bench.timing.rounds import Case
+from bench import machine
+from bench.output import rows
+from bench.output.layout import Table, in_markdown, size
+from bench.output.rows import Results
+from bench.output.tables import case_tables, summary_tables
+from bench.programs import report
+from bench.timing.rounds import Case, measure
 
-MOST_STARTS = 3  # repetitions in fresh processes, each of which takes seconds
-START_METHODS = ("fork", "spawn", "forkserver")
-DROP_INS = ("torch", "fastq_loader")
-"""Peers that take torch's arguments, and end an epoch when the next one begins."""
-
-
-def cases(options: Namespace, folder: Path) -> Iterator[Case]:
-    """All cases of a run on the host; workloads keep their files in `folder`."""
-    for axis in options.axes:
-        if axis == "schedule":
-            for each in schedule.schedule_cases():
-                if any(schedule.CONTENDERS[name].peer in options.peers for name in each.contenders):
-                    yield schedule.case(each, options.peers, options.start_method, options.blocks)
-        elif axis == resume.AXIS:
-            for workers in filter(None, options.workers[axis] if "fastq_loader" in options.peers else ()):
-                yield from resume.cases(options, workers, folder)
-        elif axis == tuning.AXIS:
-            yield from tuning.cases(options, folder) if "fastq_loader" in options.peers else ()
-        elif axis == cluster.AXIS:
-            yield from cluster.cases(options, folder) if "fastq_loader" in options.peers else ()
-        else:
-            for name in options.workloads[axis]:
-                for workers in options.workers[axis]:
-                    yield from _of_workload(options, folder, axis, name, workers)
+INTERRUPTED = 130  # the shell's 128 + SIGINT
 
 
-def _of_workload(options: Namespace, folder: Path, axis: str, name: str, workers: int) -> Iterator[Case]:
-    settings, blocks = LoaderSettings(workers, options.start_method), options.blocks
-    drop_ins = [peer for peer in options.peers if peer in DROP_INS]
-    if axis == "memory":
-        yield alone.case(axis, name, options.peers, settings, 1, folder)
-    elif axis not in ("start", "turns"):
-        yield steady.case(axis, name, workers, options, folder)
-    elif drop_ins and workers and axis == "turns":
-        yield turns.case(name, drop_ins, settings, blocks, folder)
-    elif drop_ins and workers:
-        for method in START_METHODS:
-            settings, blocks = LoaderSettings(workers, method), min(blocks, MOST_STARTS)
-            yield alone.case(axis, name, drop_ins, settings, blocks, folder)
+def perform(options: argparse.Namespace, here: dict[str, Any], cases: Sequence[Case]) -> int:
+    """Measure the cases that the file has not, and show each when it is there.
+
+    Args:
+        options: `json` is the file; with `resume` it is kept, and gone on with.
+        here: `machine.describe()`.
+
+    Returns:
+        The status of the command: 1 where programs did not come to the same.
+    """
+    file = options.json
+    results = rows.read(file) if file and options.resume and file.exists() else Results()
+    if file and not results.runs:
+        file.write_text("")
+
+    def keep(found: list[rows.Row]) -> None:
+        results.add(found)
+        if file:
+            rows.append(file, found)
+
+    if todo := [case for case in cases if tuple(case.key.values()) not in results]:
+        keep([run_row(options, here)])
+    print(_machine_lines(here), end="\n\n")
+    told: list[Table] = []
+    status = 0
+    try:
+        for number, case in enumerate(todo, 1):
+            if sys.stderr.isatty():
+                title = f"{case.kind}, {case.name}, {case.workers} workers, {case.start_method}"
+                print(f"[{number} of {len(todo)}] {title}", file=sys.stderr)
+            keep(measure(case))
+            told += _shown(case_tables(results.cases()[-1]))
+    except KeyboardInterrupt:
+        print("interrupted: what follows is what was measured until then", file=sys.stderr)
+        status = INTERRUPTED
+    told += _shown(summary_tables(results))
+    for about in dict.fromkeys(table.about for table in told if table.about):
+        print(" ".join(about.split()))
+    return status or int(not all(map(report.agree, results.cases("program"))))
 
 
-def device_cases(
-    options: Namespace, machine: CudaDevice, cores: int, start_method: str = START_METHOD
-) -> list[Case]:
-    """All cases of a run onto a device. There are as many workers as the machine has cores, but for the
-    consumer's and that of torch's pin thread."""
-    workers = next(filter(None, options.workers["device"]), max(1, cores - 2))
-    return device.cases(options, machine, workers, start_method)
+def run_row(options: argparse.Namespace, here: dict[str, Any]) -> rows.Row:
+    """The line that a run begins with."""
+    given = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
+    return rows.run_row(here, machine.revision(), given)
+
+
+def _shown(tables: list[Table]) -> list[Table]:
+    for table in tables:
+        print(in_markdown(table._replace(about="")), end="\n\n", flush=True)
+    return tables
+
+
+def _machine_lines(here: dict[str, Any]) -> str:
+    device = f"{here['device']}, driver {here['driver']}, CUDA {here['cuda']}\n" if "device" in here else ""
+    versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
+    where = f"{here['cpu']}, {here['cores']} cores, {size(here['memory'], 1024)}, load {here['load_average']}"
+    return f"{device}{where}, {here['system']}\n{versions}, {here['date']}"

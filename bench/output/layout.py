@@ -113,12 +113,10 @@ def title_of(case: CaseRows) -> str:
 
 def remarks(case: CaseRows) -> list[str]:
     """Who was not measured and why, and what has to be known of those who were."""
-    found = list(case.facts.get("notes", ()))
+    found: list[str] = list(case.facts.get("notes", ()))
     for peer in case.peers.values():
         found += [f"{peer.label}: {note}" for note in peer.about["notes"]]
         found += [f"{peer.label}: not measured: {peer.failure}"] if peer.failure else []
-    if left_out := case.facts.get("left_out"):
-        found.append(f"no time was left for {len(left_out)} blocks, the first of them {left_out[0]}")
     return [" ".join(text.split()) for text in found]
 
 

@@ -49,7 +49,7 @@ def pictures(results: Results) -> list[Picture]:
     title = "Batches per second, in multiples of torch's DataLoader"
     return [
         Picture(f"ratio-{workers}-workers.png", f"{title} ({worker_count(workers)}, {method})", cases)
-        for (workers, method), cases in results.by_workers("steady").items()
+        for (workers, method), cases in results.by_workers().items()
     ]
 
 
@@ -61,16 +61,10 @@ def write(results: Results, folder: Path) -> list[Path]:
         with rc_context({"font.size": TEXT, "axes.titlesize": TEXT, "axes.labelsize": SMALL}):
             figure = Figure(layout="constrained")
             _draw(picture.cases, figure)
-            figure.suptitle(f"{picture.title}\n{caption(results)}", fontsize=TEXT + 1)
+            figure.suptitle(f"{picture.title}\n{results.caption}", fontsize=TEXT + 1)
             # Without the version of matplotlib in it, the same figures give the same file.
             figure.savefig(folder / picture.name, dpi=DOTS_PER_INCH, metadata={"Software": None})
     return [folder / picture.name for picture in several]
-
-
-def caption(results: Results) -> str:
-    """The machine and the date in a line."""
-    machine = results.machine
-    return f"{machine['cpu']}, {machine['cores']} cores, torch {machine['versions']['torch']}, {results.days}"
 
 
 def _draw(cases: Sequence[CaseRows], picture: Figure) -> None:

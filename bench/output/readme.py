@@ -1,38 +1,86 @@
-"""The figures of the READMEs, and the file of all tables, written from a file of results.
+"""The figures of the project's own README, and the file of all tables: measured, and written from their file.
 
-`results/NAME.md` has every table of `results/NAME.jsonl`, and a folder beside it the pictures. In the
-project's own README and in `bench/README.md` it rewrites what stands between two markers: what was reached,
-and which goals were missed. The first marker names the file, so that a test can see that nobody typed there.
+In README.md what stands between two markers is rewritten. The first of them names the file of results, so
+that a test can see that nobody typed there. `results/NAME.md` has every table of `results/NAME.jsonl`, and a
+folder beside it the picture.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Callable, Iterator
-from itertools import groupby
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from bench.arguments import SHORT
+from bench.machine import revision
 from bench.output import pictures, rows
 from bench.output.figures import BASELINE, OURS
 from bench.output.layout import in_markdown
 from bench.output.rows import Results, Row
-from bench.output.tables import case_tables, missed_table, short_table, summary_tables
+from bench.output.tables import case_tables, program_table, short_table, summary_tables
+from bench.programs import PROGRAMS, command
+from bench.programs import case as programs
+from bench.run import perform, run_row
+from bench.timing import steady
 
 BEGIN = "<!-- bench:begin: written by `python -m bench --readme {source}` -->"
 END = "<!-- bench:end -->"
 _BEGINS = r"<!-- bench:begin(?:: written by `python -m bench --readme (\S+)`)? -->\n"
 _SECTION = re.compile(f"{_BEGINS}.*?{END}", re.S)
-HEADINGS = {
-    "steady": "Every loader on every workload",
-    "bytes": "Every loader, by the bytes of a batch",
-    "workers": "Every loader, by the number of workers",
-    "schedule": "Order without the stall",
-    "resume": "Exact resume",
-    "insight": "What is slow, and what would help",
-    "cluster": "Workers on other machines",
-    "device": "Onto a device",
-}
+HEADINGS = {"steady": "Every loader on every workload", "program": "Programs with torch's loader and ours"}
+PROGRAM_ROUNDS = 3  # a round of all of them takes two minutes
+
+
+def measure_and_write(options: argparse.Namespace, here: Row, folder: Path) -> int:
+    """Measure what the README shows and the file has not, then write it. The status of the command.
+
+    Raises:
+        SystemExit: the file has rows of another package or machine, or what was measured cannot be shown.
+    """
+    file = options.json = options.readme
+    options.resume, options.rounds = True, min(options.blocks, PROGRAM_ROUNDS)
+    of_programs = command.parse(["all", "--rounds", str(options.rounds)])
+    cases = [*steady.cases(options, folder), *programs.cases(tuple(PROGRAMS), of_programs, folder)]
+    try:
+        found = rows.read(file) if file.exists() else Results()
+        source = file.resolve().relative_to(Path.cwd()).as_posix()
+        to_measure = any(tuple(case.key.values()) not in found for case in cases)
+        new = [run_row(options, here)] if to_measure else []
+        if why := refusal([*found.runs, *new], revision()):
+            command_line = f"rm -f {source} && python -m bench --readme {source}"
+            raise ValueError(f"{why}. To measure all of it again, in 12 minutes: {command_line}")
+        status = perform(options, here, cases)
+        if not status:
+            print(*write(file, source), sep="\n")
+    except (OSError, ValueError) as error:
+        sys.exit(f"python -m bench --readme: {error}")
+    return status
+
+
+def refusal(runs: Sequence[Row], now: dict[str, str]) -> str:
+    """Why the README cannot have the figures of these runs; "" where it can.
+
+    Args:
+        now: `machine.revision()`.
+    """
+    if not now["package"]:
+        return "fastq_loader/ has changes that are not committed, and figures are those of a commit"
+    for run in runs:
+        if run["revision"]["package"] != now["package"]:
+            commits = f"{run['revision']['commit']}, whose fastq_loader/ is not that of {now['commit']}"
+            return f"there are rows of commit {commits}"
+    for name, first in _place(runs[0]).items():
+        for other in (_place(run)[name] for run in runs):
+            if other != first:
+                return f"there are rows of two machines: {name} is {first!r}, and {other!r}"
+    return ""
+
+
+def _place(run: Row) -> Row:
+    """What has to be the same in all runs whose figures stand side by side."""
+    varying = ("date", "load_average")
+    return {name: value for name, value in run["machine"].items() if name not in varying}
 
 
 def source_of(readme: str) -> str | None:
@@ -45,78 +93,61 @@ def source_of(readme: str) -> str | None:
 
 
 def _short(results: Results, source: PurePosixPath) -> Iterator[str]:
-    """What the project's own README shows: five workloads and a picture."""
-    yield in_markdown(short_table(results, SHORT))
-    yield f"{pictures.caption(results)}. How to read these numbers: [bench/README.md](bench/README.md)."
+    """What the README shows: a few workloads, the programs, and a picture."""
+    for table in (short_table(results), program_table(results)):
+        if table.rows:
+            yield in_markdown(table)
+    yield (
+        f"{results.caption}. How to read these numbers: [bench/README.md](bench/README.md); every loader: "
+        f"[all tables]({source.with_suffix('.md')})."
+    )
     for each in pictures.pictures(results)[:1]:
         yield f"![{each.title}]({source.with_suffix('') / each.name})"
-
-
-def _missed(results: Results, source: PurePosixPath) -> Iterator[str]:
-    """What `bench/README.md` shows: the goals that were not reached."""
-    yield in_markdown(missed_table(results))
-    file = source.relative_to("bench").with_suffix(".md")
-    yield f"{pictures.caption(results)}. All goals and tables: [{file}]({file})."
 
 
 def _everything(results: Results, source: PurePosixPath) -> Iterator[str]:
     """All tables."""
     machine, file = results.machine, source.name
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    rounds = max((len(case.part(BASELINE)) for case in results.cases("steady")), default=0)
     yield f"# All tables of {file}\n\nWritten by `python -m bench --readme {source}`."
-    yield f"""{_place(machine)}, {machine["system"]}, {results.days}; {versions}. Loaders in turn in one run,
-medians of {rounds} blocks; in brackets the range over the rounds. Each block is a row of [{file}]({file})."""
+    yield f"""{results.caption}; {machine["system"]}, {versions}. Loaders in turn, medians of their blocks; in
+brackets the range over the rounds. Each block is a row of [{file}]({file})."""
     for table in summary_tables(results):
         yield in_markdown(table, "## ")
-    for axis, of_axis in groupby(results.cases(), key=lambda case: str(case.key[0])):
-        cases, told = list(of_axis), set[str]()
-        for table in (tables := [table for case in cases for table in case_tables(case)]):
-            if table is tables[0]:
-                yield f"## {HEADINGS[axis]}"
-                if places := sorted({_place(case.machine) for case in cases} - {_place(machine)}):
-                    yield f"Measured on {' and '.join(places)}."
-            if table.about not in told:  # what the columns are stands before the first one of its kind
-                yield table.about
-            told.add(table.about)
-            yield in_markdown(table._replace(about=""), "### ")
+    for kind, heading in HEADINGS.items():
+        tables = [table for case in results.cases(kind) for table in case_tables(case)]
+        if tables:
+            yield f"## {heading}\n\n{tables[0].about}"
+        yield from (in_markdown(table._replace(about=""), "### ") for table in tables)
     yield "## Pictures"
     for each in pictures.pictures(results):
         yield f"![{each.title}]({source.stem}/{each.name})"
 
 
-def _place(machine: Row) -> str:
-    return f"{machine['cpu']}, {machine['cores']} cores"
-
-
-Section = Callable[[Results, PurePosixPath], Iterator[str]]
-SECTIONS: dict[str, Section] = {"README.md": _short, "bench/README.md": _missed}
-
-
 def texts(results: Results, source: str, root: Path = Path()) -> dict[Path, str]:
-    """The READMEs below `root` with the figures of these results, and the file of all tables; `source` is the
+    """The README below `root` with the figures of these results, and the file of all tables; `source` is the
     results' file, seen from there.
 
     Raises:
-        ValueError: a README has not exactly one section, or torch's loader or ours was not measured.
+        ValueError: the README has not exactly one section, or torch's loader or ours was not measured.
     """
-    for case in results.cases("steady", "start", "turns"):
+    for case in results.cases("steady"):
         for name in {BASELINE, OURS} - case.peers.keys():
             raise ValueError(f"{case.name!r} was measured without {name}, and it is compared")
-    file = PurePosixPath(source)
-    found = {root / file.with_suffix(".md"): "\n\n".join(_everything(results, file)) + "\n"}
-    for name, section in SECTIONS.items():
-        readme = (root / name).read_text()
-        source_of(readme)
-        text = "\n\n".join([BEGIN.format(source=source), *section(results, file), END])
-        found[root / name] = _SECTION.sub(lambda _, text=text: text, readme)  # type: ignore[misc]
-    return found
+    file, readme = PurePosixPath(source), root / "README.md"
+    before = readme.read_text()
+    source_of(before)
+    text = "\n\n".join([BEGIN.format(source=source), *_short(results, file), END])
+    return {
+        root / file.with_suffix(".md"): "\n\n".join(_everything(results, file)) + "\n",
+        readme: _SECTION.sub(lambda _: text, before),
+    }
 
 
-def write(file: Path) -> list[Path]:
-    """Write both READMEs below the current folder and the tables of a file of results; draw the pictures."""
+def write(file: Path, source: str) -> list[Path]:
+    """Write the README below the current folder and the tables of a file of results; draw the picture."""
     results = rows.read(file)
-    written = texts(results, file.resolve().relative_to(Path.cwd()).as_posix())
+    written = texts(results, source)
     for path, text in written.items():
         path.write_text(text)
     return [*written, *pictures.write(results, file.with_suffix(""))]

@@ -1,23 +1,21 @@
 """Results as rows: a file of JSON lines, each of which says in `row` what it is.
 
 `run`: the first line, and one more for each time that a run was gone on with: `version` of the layout, the
-`machine` with its versions and the date, the command line's `arguments`.
+`machine` with its versions and the date, the `revision` that was measured, the command line's `arguments`.
+What follows, up to the next such line, was measured so.
 
-All others name the case: `axis`, `case` (a workload, a case of the schedule, a shape), `workers`,
-`start_method`.
+All others name the case: `kind` ("steady", "program", "against", "device"), `case` (the name of the workload,
+program or shape of batches), `workers`, `start_method`.
 
-`case`: what is known of it before any block (`description`, `batch_bytes`, bounds and goals).
+`case`: what is known of it before any block (`description`, `batch_bytes`, ...).
 
 `peer`: what is known of a contender beside its blocks: `label`, `notes`, and in `failure` why it has no
 blocks. In the steady state percentiles of `next()` in seconds (`p50` ...).
 
 `block`: one timed block: `peer`, `block` (of every peer block k ran in round k), `part` where a round has
 several, `batches`, `seconds` of wall clock. `consumer_cpu` and `worker_cpu` are seconds of CPU, user and
-system, of all threads; `switches` are context switches of both. In the schedule `waited` are seconds within
-`next()`, `worked` those that workers spent on samples, `head_of_line` those in which later batches were
-ready, `window` the batches that could be under way at the end. States have `calls` of `state_dict()` and the
-`bytes` of the last one. Epochs beside `tune` have the `num_workers` that they had. `timing.device_clock` says
-what blocks on a device have.
+system, of all threads; `switches` are context switches of both. `timing.device` and `programs.case` say what
+blocks of theirs have.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ from typing import Any
 
 import pandas as pd
 
-VERSION = 3
-KEY = ("axis", "case", "workers", "start_method")
+VERSION = 4
+KEY = ("kind", "case", "workers", "start_method")
 DIGITS = 9  # after the point: nanoseconds
 
 Row = dict[str, Any]
@@ -60,14 +58,9 @@ class PeerRows:
 
 @dataclass
 class CaseRows:
-    """What the rows say of one case; of every peer in the order of the report.
-
-    Attributes:
-        machine: where it was measured; a file may be gone on with on another one.
-    """
+    """What the rows say of one case; of every peer in the order of the report."""
 
     facts: Row
-    machine: Row = field(default_factory=dict)
     peers: dict[str, PeerRows] = field(default_factory=dict)
 
     @property
@@ -84,7 +77,7 @@ class CaseRows:
 
 
 class Results:
-    """The cases that rows are about, and the machine that they come from."""
+    """The runs that rows come from, and their cases."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self.runs: list[Row] = []
@@ -98,7 +91,7 @@ class Results:
                 continue
             key = tuple(row[name] for name in KEY)
             if row["row"] == "case":
-                self._cases[key] = CaseRows(row, self.runs[-1]["machine"] if self.runs else {})
+                self._cases[key] = CaseRows(row)
             elif row["row"] == "peer":
                 self._cases[key].peers[row["peer"]] = PeerRows(row)
             else:
@@ -107,20 +100,16 @@ class Results:
     def __contains__(self, key: object) -> bool:
         return key in self._cases
 
-    def cases(self, *axes: str) -> list[CaseRows]:
-        """In the order in which they were measured; all of them where no axis is named."""
-        return [case for case in self._cases.values() if not axes or case.key[0] in axes]
+    def cases(self, kind: str = "") -> list[CaseRows]:
+        """In the order in which they were measured; all of them where no kind is named."""
+        return [case for case in self._cases.values() if not kind or case.key[0] == kind]
 
-    def by_workers(self, axis: str) -> dict[tuple[int, str], list[CaseRows]]:
-        """The cases of an axis by their number of workers and how these are started."""
+    def by_workers(self) -> dict[tuple[int, str], list[CaseRows]]:
+        """The cases of the steady state by their number of workers and how these are started."""
         found: dict[tuple[int, str], list[CaseRows]] = {}
-        for case in self.cases(axis):
+        for case in self.cases("steady"):
             found.setdefault(case.key[2:], []).append(case)
         return found
-
-    def case(self, axis: str, like: CaseRows) -> CaseRows | None:
-        """The same case on another axis."""
-        return self._cases.get((axis, *like.key[1:]))
 
     @property
     def machine(self) -> Row:
@@ -128,15 +117,26 @@ class Results:
         return dict(self.runs[0]["machine"])
 
     @property
-    def days(self) -> str:
-        """When: the day, or the first and the last of a run that was gone on with."""
+    def caption(self) -> str:
+        """The commit, the machine, the options and the days, in a line."""
+        machine, given = self.machine, self.runs[0]["arguments"]
         first, last = (str(run["machine"]["date"])[:10] for run in (self.runs[0], self.runs[-1]))
-        return first if first == last else f"{first} to {last}"
+        return (
+            f"Commit {self.runs[0]['revision']['commit']}, {machine['cpu']}, {machine['cores']} cores, "
+            f"torch {machine['versions']['torch']}, {given['blocks']} blocks of {given['seconds']:g} s each, "
+            f"{first if first == last else f'{first} to {last}'}"
+        )
 
 
-def run_row(machine: Row, arguments: Row) -> Row:
+def run_row(machine: Row, revision: Row, arguments: Row) -> Row:
     """The line that a run begins with."""
-    return {"row": "run", "version": VERSION, "machine": machine, "arguments": arguments}
+    return {
+        "row": "run",
+        "version": VERSION,
+        "machine": machine,
+        "revision": revision,
+        "arguments": arguments,
+    }
 
 
 def append(path: Path, rows: Iterable[Row]) -> None:

@@ -2,7 +2,7 @@
 
 `files_by_id`, `image_table`, `prefetch` and `csv_table` import nothing from the bench. `data` writes what
 they read, `run` runs one of them in a fresh process, `track` says what that costs, `limits` takes memory away
-from it, `command` runs loaders in turn, and `report` compares them.
+from it, `case` has loaders take turns, `command` is the command line, and `report` has the tables.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-LOADERS = MappingProxyType({"torch": "torch.utils.data:DataLoader", "fastq": "fastq_loader:DataLoader"})
+LOADERS = MappingProxyType(
+    {"torch": "torch.utils.data:DataLoader", "fastq_loader": "fastq_loader:DataLoader"}
+)
 
 
 class Program(NamedTuple):
@@ -20,7 +22,7 @@ class Program(NamedTuple):
     Attributes:
         data: the function of `data` that writes its files. `few`: its arguments where few files will do.
         workers: the numbers of workers that it is run with.
-        loaders: name on the command line → where to find the second argument of its `train`.
+        loaders: name in rows and on the command line → where to find the second argument of its `train`.
         part: for a program that runs with little memory, the function of `data` that makes a folder of a few
             of its rows: what it needs without the others is measured.
     """
@@ -50,11 +52,11 @@ PROGRAMS = {
         {"images": 256, "side": 32},
         loaders={
             "torch": "bench.programs.prefetch:HandWritten",
-            "fastq": "bench.programs.prefetch:on_device",
+            "fastq_loader": "bench.programs.prefetch:on_device",
             "prefetcher": "bench.programs.prefetch:with_prefetcher",
         },
     ),
     "csv_table": Program(
-        "a small table and a small model", "small_table", {"rows": 200}, workers=(0, 1, 2, 4), epochs=10
+        "a small table and a small model", "small_table", {"rows": 200}, workers=(0, 2), epochs=10
     ),
 }

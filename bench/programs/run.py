@@ -1,4 +1,4 @@
-"""One run of a program in a fresh process: `python -m bench.programs.run`, which `command` starts.
+"""One run of a program in a fresh process: `python -m bench.programs.run`, which `case` starts.
 
 It trains from seed 0 with a progress bar, and writes what it found as JSON.
 """
@@ -11,19 +11,20 @@ import json
 import pkgutil
 import sys
 import warnings
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from bench.machine import use_one_thread
 from bench.programs import PROGRAMS
-from bench.programs.track import Track
+from bench.programs.track import Pass, Track
 
 
 def run(name: str, loader: str, workers: int, epochs: int, folder: Path, track: Track) -> dict[str, Any]:
-    """What a run came to: its passes, the loss, and a digest of the predictions."""
+    """What a run came to: a block of `case`."""
     train = importlib.import_module(f"bench.programs.{name}").train
     torch.manual_seed(0)
     with track.running():
@@ -31,8 +32,22 @@ def run(name: str, loader: str, workers: int, epochs: int, folder: Path, track: 
             folder, pkgutil.resolve_name(PROGRAMS[name].loaders[loader]), workers, epochs, track
         )
     digest = hashlib.sha256(predictions.contiguous().numpy().tobytes()).hexdigest()[:12]
-    found = {"loader": loader, "workers": workers, "epochs": epochs, "loss": loss, "predictions": digest}
-    return found | {"passes": [asdict(each) for each in track.passes]}
+    return summary(track.passes, epochs) | {"end": f"loss {loss!r}, predictions {digest}"}
+
+
+def summary(passes: Sequence[Pass], epochs: int) -> dict[str, Any]:
+    """What the passes of so many epochs come to, each of which has as many."""
+    several = len(passes) // epochs
+    of_epochs = [passes[first : first + several] for first in range(0, len(passes), several)]
+    seconds = [sum(each.seconds for each in epoch) for epoch in of_epochs]
+    return {
+        "batches": sum(each.batches for each in passes),
+        "seconds": sum(seconds),
+        "waited": sum(each.waited for each in passes),
+        "epoch": fmean(seconds[1:] or seconds),
+        "memory": [max(each.memory for each in epoch) for epoch in of_epochs],
+        "idle": sum(each.idle_cpu for each in passes),
+    }
 
 
 def main() -> None:

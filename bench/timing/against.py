@@ -27,20 +27,20 @@ from time import perf_counter
 from typing import Any
 
 import fastq_loader
+from bench.machine import ROOT
 from bench.peers import LoaderSettings, Unsupported
 from bench.peers.fastq import FastqLoader
 from bench.timing.ceiling import CEILING, CeilingLane
 from bench.timing.processes import Owners, named, usage
 from bench.timing.rounds import Case, Lane, Plan, Row, reason
 from bench.timing.steady import PeerLane
-from bench.timing.turns import EPOCH
 from bench.workloads import Load, Workload, find_workload
 
 AGAINST = "against"
 OLD, NEW = "old", "new"
 NEW_WORKERS = "new_workers"
 """The name of `rows` with new workers in each epoch."""
-ROOT = Path(__file__).resolve().parents[2]
+EPOCH = 64  # batches of it
 STOPPING_S = 10.0
 PIP = "-m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target"
 
@@ -63,7 +63,7 @@ def cases(options: Namespace, folder: Path) -> list[Case]:
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, here)
     _install(here, folder / NEW)
-    several = [(name, workers) for name in options.workloads[AGAINST] for workers in options.workers[AGAINST]]
+    several = [(name, workers) for name in options.workloads for workers in options.workers]
     plans = [partial(_plan, *each, options, commit, folder) for each in several]
     method, rounds = options.start_method, options.blocks
     return [Case(AGAINST, *each, method, rounds, plan) for each, plan in zip(several, plans, strict=True)]

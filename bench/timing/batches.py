@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
-PAGE = 4096
-
 
 def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (torch.Tensor, np.ndarray))
@@ -21,15 +19,6 @@ def nbytes(batch: Any) -> int:
         leaf.nbytes if is_array(leaf) else len(leaf) if isinstance(leaf, (str, bytes)) else 0
         for leaf in tree_leaves(batch)
     )
-
-
-def touch(batch: Any) -> None:
-    """Read one byte of every page of the tensors and arrays in a batch, as a training step would."""
-    for leaf in tree_leaves(batch):
-        if is_array(leaf):
-            flat = torch.as_tensor(leaf).reshape(-1)
-            if flat.numel():
-                flat.view(torch.uint8)[::PAGE].max()
 
 
 def compare(batch: Any, expected: Any, *, values: bool = True) -> tuple[list[str], list[str]]:

@@ -1,45 +1,161 @@
-"""`--device cuda`: batches onto a GPU, by the arms of `peers.device`, for every shape of batches.
+"""`--device cuda`: batches onto a GPU, in several ways, here called arms. Not yet run on one.
 
-A round times, of every arm in turn: a full drain, steps of several lengths, `next()` when the batch is ready,
-and the arm's kind of copies without a loader. Beside them runs a large copy, which is the link's peak.
+A round times each arm's full drain, and its loop with steps of several lengths. Beside them runs a large copy
+from pinned memory, the link's peak. Workers come from a fork server, which never sees the device. Nothing of
+CUDA is touched at import, nor before a `CudaDevice` is made.
+
+Blocks have `steps`, seconds in which the device was within steps, and `gaps`, those between the end of a
+step and the start of the next; `p50` and `p99` are of `next()`, and with torch's loader of every `.to()`.
 """
 
 from __future__ import annotations
 
+import itertools
 import resource
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Callable
-from contextlib import closing
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils import collect_env
 from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader as TorchDataLoader
 
-from bench.peers.device import ARMS, BOUNCE, HOST, OURS, RESIDENT, Arm, make
 from bench.timing.batches import compare
-from bench.timing.device_clock import PAUSE_S, CudaDevice, Pace, timed_block
-from bench.timing.rounds import Case, Lane, Plan, Row, time_limit
+from bench.timing.rounds import Case, Lane, Plan, Row
+from bench.timing.steady import latency
 from bench.workloads.ready_made import SHAPES, ReadyMade, Shape
+from fastq_loader import DataLoader, Prefetcher, ToDevice
 
-AXIS = "device"
-LINK = "link"
+KIND = "device"
+LINK, RESIDENT, TORCH = "link", "resident", "torch"
+OURS = ("pageable", "bounce", "register")
+ARMS = {
+    RESIDENT: "batches that are there",
+    TORCH: "torch, pin_memory=True and .to()",
+    "torch_side_stream": "the same loader in a Prefetcher",
+    **{pin: f"fastq_loader, {pin}" for pin in OURS},
+}
+DRAIN, COPY = "drain", "copy"
 LENGTHS = ("0.5", "1", "2", "4")
-"""Lengths of steps, in units of the shape."""
-DRAIN, READY, COPY = "drain", "ready", "copy"
-PARTS = (DRAIN, *LENGTHS, READY, COPY)
+"""Lengths of steps, in units of a batch's copy."""
 
+START_METHOD = "forkserver"
+PREFETCH_FACTOR = 2  # torch's default
 PEAK_BYTES = 256 << 20  # long enough that neither the launch nor the first pages count
-SUPPLY = 1.2
-"""So many times what the steps need is enough of a supply for the goal of the stall to hold."""
-SUPPLY_BLOCKS = 3
-STARTING_S = 60.0
-WARM_UP_S = 6.0  # at most, to use every block and buffer once: the system makes a gigabyte of pages in 2 s
-LIMIT_S = 540.0  # no block starts after it: what is left to do then fits into the rest of ten minutes
+COPIES = 20  # one after the other
+STEPS_AHEAD = 2  # queued before the loop waits for one: as one that reads each loss a step late
+LEAD_IN = 0.5  # of a block's length, for what was made ready while others were timed
+WARM_UP = 4  # blocks' lengths, to use every block and buffer once
+CALIBRATION_CYCLES = 20_000_000  # some 10 ms
 DESCRIPTORS = 65_536  # torch sends each field through one of its own
+
+Mark = Any
+
+
+class CudaDevice:
+    """The first GPU; making this initialises it.
+
+    A step is a kernel that counts clock cycles (`torch.cuda._sleep`): it takes one multiprocessor and no
+    memory, so that a copy beside it runs at full speed, and it always takes the same time, so that what is
+    between two steps is the loader's doing. A matrix product would compete with copies for the memory.
+    """
+
+    def __init__(self) -> None:
+        self.torch = torch.device("cuda", torch.cuda.current_device())
+        rates = []
+        for _ in range(5):  # the first ones find the clock low
+            start = self.mark()
+            torch.cuda._sleep(CALIBRATION_CYCLES)  # type: ignore[no-untyped-call]
+            end = self.mark()
+            self.wait(end)
+            rates.append(CALIBRATION_CYCLES / self.between(start, end))
+        self._cycles_per_second = statistics.median_high(rates[1:])
+
+    def mark(self) -> Mark:
+        """An event on the current stream, which knows when it took place."""
+        # Waiting for an event that is not "blocking" spins, and would be counted as the consumer's CPU time.
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.torch))
+        return event
+
+    def wait(self, mark: Mark) -> None:
+        mark.synchronize()
+
+    def between(self, first: Mark, second: Mark) -> float:
+        """Seconds on the device between two events that have taken place."""
+        return float(first.elapsed_time(second)) / 1e3
+
+    def step(self, seconds: float) -> None:
+        """Keep the current stream busy for so long."""
+        torch.cuda._sleep(int(seconds * self._cycles_per_second))  # type: ignore[no-untyped-call]
+
+    def copy_seconds(self, nbytes: int) -> float:
+        """Seconds on the device for a copy from pinned memory."""
+        there = torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
+        here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).fill_(1)
+        for count in (2, COPIES):  # once to warm up
+            start = self.mark()
+            for _ in range(count):
+                there.copy_(here, non_blocking=True)
+            end = self.mark()
+            self.wait(end)
+        return self.between(start, end) / COPIES
+
+    def describe(self) -> dict[str, str]:
+        return {
+            "device": torch.cuda.get_device_name(self.torch),
+            "driver": str(collect_env.get_nvidia_driver_version(collect_env.run)),  # type: ignore[no-untyped-call]
+            "cuda": str(torch.version.cuda or torch.version.hip),
+        }
+
+
+class Batches(Iterable[list[int]]):
+    """A batch sampler of the same batch over and over."""
+
+    def __init__(self, samples: int) -> None:
+        self._indices = list(range(samples))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.repeat(self._indices)
+
+
+def arm(
+    name: str, shape: Shape, device: torch.device, workers: int, start_method: str, closing: ExitStack
+) -> Iterator[Any]:
+    """Batches without an end, on the device for what is queued on the current stream from then on.
+
+    `closing` ends a loader of ours; torch's ends with the last reference.
+    """
+    if name == RESIDENT:
+        return itertools.cycle([to_device(ReadyMade(shape).batch(), device) for _ in range(2)])
+    common: dict[str, Any] = {
+        "dataset": ReadyMade(shape),
+        "batch_sampler": Batches(shape.samples),
+        "num_workers": workers,
+        "prefetch_factor": PREFETCH_FACTOR,
+        "persistent_workers": True,
+        "multiprocessing_context": start_method,
+    }
+    if name in OURS:
+        ours = DataLoader(**common, device=ToDevice(device, pin=name))
+        closing.callback(ours.close)
+        return iter(ours)
+    loader: Any = TorchDataLoader(**common, pin_memory=True)
+    if name == TORCH:
+        return (to_device(batch, device) for batch in loader)
+    return iter(Prefetcher(loader, device))
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Each leaf by itself, on the current stream: what most training loops do."""
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True), batch)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -49,97 +165,93 @@ class LinkLane(Lane):
     device: CudaDevice
 
     def block(self, part: str) -> list[Row]:
-        return [{"bytes": PEAK_BYTES, "seconds": self.device.copy_seconds(BOUNCE, PEAK_BYTES, 1)}]
+        return [{"bytes": PEAK_BYTES, "seconds": self.device.copy_seconds(PEAK_BYTES)}]
 
 
 @dataclass(eq=False, kw_only=True)
 class ArmLane(Lane):
-    """One arm with one shape of batches.
+    """One arm with one shape of batches. `make`: makes it; `unit`: a step of length 1, in seconds."""
 
-    Attributes:
-        make: makes the arm of that name, as late as the lane starts.
-        unit: a step of length 1, in seconds.
-    """
-
-    make: Callable[[str], Arm]
+    make: Callable[[ExitStack], Iterator[Any]]
     shape: Shape
     device: CudaDevice
     unit: float
 
     def start(self) -> None:
-        arm = self._arm = self.make(self.peer)
-        self.closing.callback(arm.close)
-        batch = arm.next()
+        self._batches = self.make(self.closing)
+        batch = next(self._batches)
         self.device.wait(self.device.mark())
         if compare(tree_map(torch.Tensor.cpu, batch), ReadyMade(self.shape).batch())[0]:
             raise RuntimeError("wrong batches")
-        until = time.monotonic() + WARM_UP_S
-        for _ in range(3 * arm.ahead):
-            self.device.wait(self.device.mark())
-            arm.next()
-            if time.monotonic() > until:
-                break
+        self._loop(0.0, WARM_UP * self.seconds)
 
     def block(self, part: str) -> list[Row]:
-        if part != COPY:
-            paces = {DRAIN: Pace(), READY: Pace(pause=PAUSE_S)}
-            pace = paces.get(part) or Pace(float(part) * self.unit)
-            return [timed_block(self._arm, self.device, pace, self.seconds)]
-        # torch copies each leaf, ours the whole batch.
-        memory, pieces = (self.peer, 1) if self.peer in OURS else (BOUNCE, self.shape.fields)
-        seconds = self.device.copy_seconds(memory, self.shape.nbytes, pieces)
-        return [{"bytes": self.shape.nbytes, "seconds": seconds}]
+        step = 0.0 if part == DRAIN else float(part) * self.unit
+        self._loop(step, LEAD_IN * self.seconds)
+        cpu, began = time.process_time(), time.perf_counter()
+        waits, spans = self._loop(step, self.seconds)
+        found: Row = {"batches": len(waits), "seconds": time.perf_counter() - began}
+        found |= {"consumer_cpu": time.process_time() - cpu}
+        if step:
+            found["steps"] = sum(self.device.between(start, end) for start, end in spans)
+            pairs = itertools.pairwise(spans)
+            found["gaps"] = sum(self.device.between(before[1], after[0]) for before, after in pairs)
+        percentiles = latency(waits)
+        return [found | {name: percentiles[name] for name in ("p50", "p99")}]
 
     def close(self) -> None:
         super().close()
-        vars(self).pop("_arm", None)  # torch's workers end with the last reference
+        self._batches = iter(())  # torch's workers end with the last reference
+
+    def _loop(self, step: float, seconds: float) -> tuple[list[float], list[tuple[Mark, Mark]]]:
+        """Take batches, at least three, until time is up and the device is done with them; the host's seconds
+        within `next()`, and each step between its events."""
+        waits: list[float] = []
+        spans: list[tuple[Mark, Mark]] = []
+        under_way: deque[Mark] = deque()
+        until = time.perf_counter() + seconds
+        while len(waits) < 3 or time.perf_counter() < until:
+            if len(under_way) == STEPS_AHEAD:
+                self.device.wait(under_way.popleft())
+            asked = time.perf_counter()
+            batch = next(self._batches)
+            waits.append(time.perf_counter() - asked)
+            start = end = self.device.mark()
+            if step:
+                self.device.step(step)
+                end = self.device.mark()
+            spans.append((start, end))
+            under_way.append(end)
+            del batch  # its memory may be used again after the step
+        self.device.wait(under_way[-1])
+        return waits, spans
 
 
-def step_unit(copy_seconds: float, supply: float) -> float:
-    """Seconds of a step of length 1: what the copy of a batch takes. Where the workers make `supply` batches
-    per second, and that is less than `SUPPLY` times what such steps need, it is as long as makes it so:
-    against shorter steps one would only measure that workers are slow."""
-    return max(copy_seconds, SUPPLY / supply)
-
-
-def cases(options: Namespace, device: CudaDevice, workers: int, start_method: str) -> list[Case]:
-    """All arms with each of these shapes."""
-    allow_descriptors()
-    began, names = time.monotonic(), options.workloads["device"]
+def cases(
+    options: Namespace, device: CudaDevice, cores: int, start_method: str = START_METHOD
+) -> Iterator[Case]:
+    """All arms with each of these shapes. There are as many workers as the machine has cores, but for the
+    consumer's and that of torch's pin thread."""
+    _allow_descriptors()
+    workers = options.workers[0] or max(1, cores - 2)
 
     def plan(name: str) -> Plan:
         shape = SHAPES[name]
-        # Each shape has its share of the time, and what those before it have left of theirs.
-        until = began + LIMIT_S * (names.index(name) + 1) / len(names)
-        maker = partial(make, shape=shape, device=device.torch, workers=workers, start_method=start_method)
-        copy_seconds = device.copy_seconds(BOUNCE, shape.nbytes, 1)
-        supply = _supply(maker(HOST), device, options.seconds)
-        unit = step_unit(copy_seconds, supply)
-        facts = {"description": shape.description, "batch_bytes": shape.nbytes, "fields": shape.fields}
-        facts |= {"copy_seconds": copy_seconds, "supply": supply, "unit": unit}
-        common: dict[str, Any] = {"shape": shape, "device": device, "unit": unit}
-        common |= {"make": maker, "seconds": options.seconds}
+        facts = {"description": shape.description, "batch_bytes": shape.nbytes}
+        unit = facts["unit"] = device.copy_seconds(shape.nbytes)
+        common: dict[str, Any] = {"shape": shape, "device": device, "unit": unit, "seconds": options.seconds}
         lanes: list[Lane] = [LinkLane(LINK, "peak of a pinned copy", parts=(COPY,), device=device)]
-        lanes += [
-            ArmLane(arm, ARMS[arm], parts=LENGTHS if arm == RESIDENT else PARTS, **common)
-            for arm in options.peers
-        ]
-        return Plan(facts, lanes, PARTS, until)
+        for peer in options.peers:
+            make = partial(arm, peer, shape, device.torch, workers, start_method)
+            parts = LENGTHS if peer == RESIDENT else (DRAIN, *LENGTHS)
+            lanes.append(ArmLane(peer, ARMS[peer], parts=parts, make=make, **common))
+        return Plan(facts, lanes, (COPY, DRAIN, *LENGTHS))
 
-    blocks = options.blocks
-    return [Case(AXIS, name, workers, start_method, blocks, partial(plan, name)) for name in names]
-
-
-def _supply(host: Arm, device: CudaDevice, seconds: float) -> float:
-    """Batches per second that the workers make and a consumer takes, on the host."""
-    with closing(host), time_limit(STARTING_S):
-        for _ in range(3 * host.ahead):
-            host.next()
-        blocks = [timed_block(host, device, Pace(), seconds) for _ in range(SUPPLY_BLOCKS)]
-    return float(statistics.median(block["batches"] / block["seconds"] for block in blocks))
+    for name in options.workloads:
+        yield Case(KIND, name, workers, start_method, options.blocks, partial(plan, name))
 
 
-def allow_descriptors() -> None:
+def _allow_descriptors() -> None:
     """Before the fork server starts, whose children have the same limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)

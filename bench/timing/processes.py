@@ -88,10 +88,3 @@ def wait_until_quiet() -> None:
         time.sleep(_WINDOW_S)
         if sum(map(cpu_seconds, pids)) - before <= _QUIET_S:
             return
-
-
-def descriptors(pid: int) -> int:
-    """How many descriptors the process has open."""
-    with suppress(psutil.Error):
-        return int(psutil.Process(pid).num_fds())
-    return 0

@@ -11,7 +11,6 @@ figures, and the run goes on without it.
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -71,15 +70,12 @@ class Lane:
 class Plan(NamedTuple):
     """A case that is about to be measured: what is known of it, and its lanes in the order of the report.
 
-    All lanes take a part of a round before the next one begins. No block starts after the moment `until` of
-    `time.monotonic`. `around`: what lanes share, and what is closed after all of them.
+    All lanes take a part of a round before the next one begins.
     """
 
     facts: Row
     lanes: Sequence[Lane]
     parts: Sequence[str] = ("",)
-    until: float = float("inf")
-    around: ExitStack | None = None
 
 
 class Case(NamedTuple):
@@ -88,7 +84,7 @@ class Case(NamedTuple):
     The plan is made when the case's turn comes, because it may build a large dataset.
     """
 
-    axis: str
+    kind: str
     name: str
     workers: int
     start_method: str
@@ -97,18 +93,15 @@ class Case(NamedTuple):
 
     @property
     def key(self) -> Row:
-        return dict(zip(("axis", "case", "workers", "start_method"), self, strict=False))
+        return dict(zip(("kind", "case", "workers", "start_method"), self, strict=False))
 
 
 def measure(case: Case) -> list[Row]:
     """The rows of a case: one for the case, one for each peer, one for each block and part."""
     plan = case.plan()
-    left_out = []
     try:
         for lane in plan.lanes:
             with _watched(lane, STARTING_S):
-                if time.monotonic() >= plan.until:
-                    raise Unsupported("no time was left to start it")
                 wait_until_quiet()
                 lane.start()
         for number in range(case.blocks):
@@ -116,9 +109,6 @@ def measure(case: Case) -> list[Row]:
                 # To and fro, so that no lane always runs after the same other one.
                 for lane in plan.lanes[:: 1 if number % 2 == 0 else -1]:
                     if lane.failure is not None or part not in (lane.parts or plan.parts):
-                        continue
-                    if time.monotonic() >= plan.until:
-                        left_out.append(f"round {number + 1}: {lane.label} {part}".strip())
                         continue
                     with _watched(lane, lane.seconds + HANGING_S):
                         wait_until_quiet()
@@ -128,10 +118,7 @@ def measure(case: Case) -> list[Row]:
     finally:
         for lane in plan.lanes:
             _close(lane)
-        if plan.around is not None:
-            plan.around.close()
-    facts = plan.facts | ({"left_out": left_out} if left_out else {})
-    kinds = {"case": [facts], "peer": peers, "block": [row for lane in plan.lanes for row in lane.rows]}
+    kinds = {"case": [plan.facts], "peer": peers, "block": [row for lane in plan.lanes for row in lane.rows]}
     return [{"row": kind} | case.key | row for kind, found in kinds.items() for row in found]
 
 

@@ -1,13 +1,10 @@
-"""The steady state: batches per second once a loader runs, with what they cost.
-
-Also the axes of bytes (one dataset, batches of growing size) and of workers (a growing number of them).
-"""
+"""The steady state: batches per second once a loader runs, with what they cost."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -136,21 +133,20 @@ class PeerLane(Lane):
             self.notes.append("an order of its own: values not compared")
 
 
-def peer_lanes(
-    makers: Mapping[str, Callable[[], Peer]], kind: type[PeerLane] = PeerLane, **fields: Any
-) -> list[Lane]:
-    """A lane for each of these loaders; `fields`: what they have in common."""
-    common = {"owners": Owners()} | fields
-    return [kind(name, PEERS[name].label, make=make, **common) for name, make in makers.items()]
-
-
 def latency(waits: Sequence[float]) -> Row:
     """Percentiles of these waits in seconds, at least one: each is one that occurred (nearest rank)."""
     found = np.percentile(waits, (50, 95, 99, 100), method="inverted_cdf").tolist()
     return {"calls": len(waits), **dict(zip(("p50", "p95", "p99", "longest"), found, strict=True))}
 
 
-def case(axis: str, name: str, workers: int, options: Namespace, folder: Path) -> Case:
+def cases(options: Namespace, folder: Path) -> Iterator[Case]:
+    """Each of these workloads with each of these numbers of workers."""
+    for name in options.workloads:
+        for workers in options.workers:
+            yield case(name, workers, options, folder)
+
+
+def case(name: str, workers: int, options: Namespace, folder: Path) -> Case:
     """One workload with one number of workers, and the peers whose batches fit into half of the memory."""
     workload, peers = find_workload(name), options.peers
     settings = LoaderSettings(workers, options.start_method)
@@ -166,13 +162,21 @@ def case(axis: str, name: str, workers: int, options: Namespace, folder: Path) -
         fitting = int(psutil.virtual_memory().total / 2 / max(1, max(sizes) * BATCHES_ALIVE))
         if left := [PEERS[peer].label for peer in peers[fitting:]]:
             facts["notes"] = [f"not measured, for want of memory for all at once: {'; '.join(left)}"]
-        makers = {peer: partial(make_peer, peer, load, settings) for peer in peers[:fitting]}
         common: dict[str, Any] = {"load": load, "owners": Owners(), "seconds": options.seconds}
-        lanes = peer_lanes(makers, workload=workload, burst=max(1, workers), **common)
+        lanes = [
+            PeerLane(
+                *(peer, PEERS[peer].label),
+                make=partial(make_peer, peer, load, settings),
+                workload=workload,
+                burst=max(1, workers),
+                **common,
+            )
+            for peer in peers[:fitting]
+        ]
         # The ceiling comes first, so that it is forked from a process without threads.
         return Plan(facts, [CeilingLane(CEILING, "the ceiling", workers=workers, **common), *lanes])
 
-    return Case(axis, name, workers, options.start_method, options.blocks, plan)
+    return Case("steady", name, workers, options.start_method, options.blocks, plan)
 
 
 def _listed(texts: list[str]) -> str:

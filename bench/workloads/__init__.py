@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler, default_collate
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, default_collate
 
 Step = Callable[[Any], None]
 Collate = Callable[[Any], Any]
@@ -98,19 +98,6 @@ def whole_batches(items: Iterable[Any], batch_size: int) -> Iterator[list[Any]]:
     return (list(piece) for piece in zip(*pieces, strict=False))
 
 
-class Order(Sampler[int]):
-    """The samples of a dataset in turn, again and again: so many in an epoch, which may change."""
-
-    def __init__(self, population: int = ENDLESS, samples: int = 0) -> None:
-        self.population, self.samples = population, samples
-
-    def __iter__(self) -> Iterator[int]:
-        return map(self.population.__rmod__, range(self.samples))
-
-    def __len__(self) -> int:
-        return self.samples
-
-
 class Endless(Dataset[Any]):
     """A dataset whose epoch is longer than any run; its samples come again and again."""
 
@@ -139,7 +126,6 @@ class Workload:
         build: makes the dataset, of what `prepare` wrote into the folder.
         random: samples depend on random generators, so that two loaders' batches have equal shapes only.
         new_step: makes a function to call with every batch; each peer trains a model of its own.
-        settles: batches until its memory is what it will be, besides that of the loader's own buffers.
     """
 
     name: str
@@ -148,7 +134,6 @@ class Workload:
     prepare: Callable[[Path], None] = lambda folder: None
     random: bool = False
     new_step: Callable[[], Step] = lambda: lambda batch: None
-    settles: int = 0
 
     def files(self, folder: Path) -> Path:
         """Where its files are, below the run's folder; they are written once."""
@@ -165,12 +150,11 @@ class Workload:
 def all_workloads() -> dict[str, Workload]:
     """Every workload by name, in the order of the report."""
     # Imported here because the modules themselves import the protocol above.
-    from bench.workloads import files, jpeg, ready_made, slow, tables, text
+    from bench.workloads import files, jpeg, ready_made, tables, text
 
     workloads = [jpeg.BYTES, jpeg.FLOATS, files.TENSORS, tables.CSV, *ready_made.LARGE_BATCHES, tables.ROWS]
     workloads += [text.TOKENS, tables.FIELDS, text.OBJECTS, tables.VECTORISED, text.RAGGED, files.STREAM]
-    workloads += [tables.TABLE, tables.WIDE_TABLE, text.PATHS, text.SHARED_PATHS]
-    workloads.append(slow.HEAVY_TAIL)
+    workloads += [tables.TABLE, tables.WIDE_TABLE]
     return {workload.name: workload for workload in workloads}
 
 

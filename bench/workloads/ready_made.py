@@ -1,6 +1,6 @@
 """Samples that are there already: what is timed is how a batch gets to the consumer, or onto a device.
 
-`large_u8` and `large_f32`: images as bytes and as floats. `bytes_<n>`: batches of a given size, the axis on
+`large_u8` and `large_f32`: images as bytes and as floats. `bytes_<n>`: batches of a given size, in
 which transports differ. `Shape`: batches for the way onto a device.
 """
 
@@ -19,8 +19,6 @@ IMAGES = 256  # as float32 154 MB: past any cache, so that samples come from mem
 SIZED_BATCH = 16  # samples; few, so that asking for them costs little beside their bytes
 LARGEST_SET = 256 << 20  # bytes: past any cache, and small enough for any machine
 MOST_SAMPLES = 4096
-LARGE = "large"
-"""The shape that speed and CPU time are judged by; `next()` is by those with several fields."""
 
 
 def _images(dtype: torch.dtype) -> Load:
@@ -35,7 +33,7 @@ LARGE_BATCHES = (
 
 
 def sized(batch_bytes: int) -> Workload:
-    """The workload of the bytes axis: batches of that many bytes."""
+    """The workload whose batches have that many bytes."""
 
     def build(folder: Path) -> Load:
         length = batch_bytes // SIZED_BATCH
@@ -66,7 +64,7 @@ class Shape(NamedTuple):
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape(LARGE, "one uint8 tensor, 256 images of 3x224x224", 1, 256, (3, 224, 224), torch.uint8),
+        Shape("large", "one uint8 tensor, 256 images of 3x224x224", 1, 256, (3, 224, 224), torch.uint8),
         Shape("fields_32", "32 fields of 64 KiB, float32", 32, 2, (8192,), torch.float32),
         Shape("fields_500", "500 fields of 256 bytes, float32", 500, 2, (32,), torch.float32),
     )

@@ -2,7 +2,6 @@
 
 `ragged` is padded by a collate of the user's, so that no two batches have one shape; lengths are
 log-normal, as those of documents are. `objects` can only be pickled: it shows what a loader adds to that.
-`paths` and `shared_paths`, a list of tuples as it is and after `share`, are for the axis of memory.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset
 
-import fastq_loader
 from bench.workloads import Cycled, Endless, Load, Workload
 
 SEQUENCES, DOCUMENTS, ANNOTATIONS = 256, 4096, 1024
@@ -27,7 +24,6 @@ VOCABULARY = 50_257  # GPT-2's
 MEDIAN, SIGMA = 128, 0.7  # tokens of a document; a tenth of them is longer than 314
 SHORTEST, LONGEST = 8, 1024
 MOST_BOXES = 12
-FILES, CLASSES, FILES_IN_BATCH = 2_000_000, 1000, 512
 WORDS = (
     "a the two small large red blue old man woman dog horse bus tree street table on under near with".split()  # noqa: SIM905
 )
@@ -124,35 +120,4 @@ OBJECTS = Workload(
     "objects",
     "32 annotations: strings, lists of boxes, nested dicts with None; a collate of the user's",
     _annotations,
-)
-
-
-class Paths(Dataset[int]):
-    """`dataset[i]` is the label of a path, as an image folder has it without its images."""
-
-    def __init__(self) -> None:
-        numbers = range(FILES)
-        self.samples = [
-            (f"train/n{each % CLASSES:08d}/image_{each:08d}.jpg", each % CLASSES) for each in numbers
-        ]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> int:
-        _, label = self.samples[index]
-        return label
-
-
-PATHS, SHARED_PATHS = (
-    Workload(
-        name,
-        f"{FILES_IN_BATCH} shuffled labels of a list of {FILES:,} tuples (path, label){after}",
-        lambda folder, share=share: Load(share(Paths()), FILES_IN_BATCH, shuffle=True),  # type: ignore[misc]
-        settles=FILES // FILES_IN_BATCH,
-    )
-    for name, share, after in (
-        ("paths", lambda it: it, ""),
-        ("shared_paths", fastq_loader.share, ", after share()"),
-    )
 )

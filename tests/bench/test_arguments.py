@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.peers.device import ARMS
 
 from bench import run
 from bench.__main__ import NO_GPU, main
 from bench.arguments import AXES, parse
 from bench.output.rows import Results
 from bench.peers import PEERS, LoaderSettings
-from bench.peers.device import ARMS
 from bench.programs import command
 from bench.timing import against
 from bench.timing.against import AGAINST, NEW, NEW_WORKERS, OLD, RevisionLane, answers

@@ -10,24 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from bench.peers.device import OURS as STAGED
+from bench.peers.device import PAGEABLE, REGISTER, RESIDENT, TORCH
+from bench.timing.cluster import REMOTE
+from bench.timing.device_clock import CudaDevice
+from bench.timing.resume import FRESH, INLINE, OURS, PERMUTED, RESUMED, SHUFFLE, THEIRS, WITH, WITHOUT
+from bench.timing.tuning import AUTO, TUNED, Setting, Tuned
+from bench.workloads.slow import Naps
 
 from bench import __main__ as command
 from bench import run
 from bench.arguments import parse
 from bench.output import rows
 from bench.output.rows import CaseRows, Results
-from bench.peers.device import OURS as STAGED
-from bench.peers.device import PAGEABLE, REGISTER, RESIDENT, TORCH
 from bench.timing import cluster, device, resume, tuning
-from bench.timing.cluster import REMOTE
 from bench.timing.device import COPY, LENGTHS, LINK, PARTS
-from bench.timing.device_clock import CudaDevice
-from bench.timing.resume import FRESH, INLINE, OURS, PERMUTED, RESUMED, SHUFFLE, THEIRS, WITH, WITHOUT
 from bench.timing.rounds import Case, measure
-from bench.timing.tuning import AUTO, TUNED, Setting, Tuned
 from bench.workloads import Load
 from bench.workloads.ready_made import LARGE, Shape
-from bench.workloads.slow import Naps
 from fastq_loader import DataLoader, RayWorkers
 from tests.support.bench_example import MACHINE
 from tests.support.late_device import late_device

@@ -8,12 +8,12 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from bench.output.goals import Goal
 
 from bench.__main__ import main, perform
 from bench.arguments import parse
 from bench.output import pictures, readme, rows
 from bench.output.figures import Spread, ratio
-from bench.output.goals import Goal
 from bench.output.layout import Table
 from bench.output.rows import Results
 from bench.output.tables import case_tables, summary_tables

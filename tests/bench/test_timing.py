@@ -17,6 +17,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from bench.timing.schedule import BOUND, Goal, ScheduleCase
+from bench.workloads.slow import Step, TracedSamples
 from torch.utils.data import default_collate
 from torch.utils.data._utils import collate
 
@@ -27,8 +29,6 @@ from bench.timing import alone, rounds, schedule, steady, turns
 from bench.timing.batches import compare
 from bench.timing.ceiling import SMALLEST_BUFFER, WarmBuffers
 from bench.timing.rounds import Case, Lane, Plan, measure
-from bench.timing.schedule import BOUND, Goal, ScheduleCase
-from bench.workloads.slow import Step, TracedSamples
 
 SETTINGS = LoaderSettings(1, "fork")
 

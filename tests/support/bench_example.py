@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.output.rows import Results, run_row
 from bench.timing.cluster import ACTORS, BARE, LOCAL, LOOPBACK, REMOTE, TURN, WORK
 from bench.timing.resume import FRESH, PERMUTED, RESUMED, SHUFFLE, STATE, STEPS, WITH, WITHOUT
+
+from bench.output.rows import Results, run_row
 
 Row = dict[str, Any]
 MACHINE = {
