@@ -3,11 +3,11 @@
 Its parts:
 
     arguments.py   the command line, with every default filled in
-    run.py         the cases of a run, as the command line asks for them
+    run.py         a run: its cases are measured, shown and kept
     machine.py     where and when
     workloads/     what is loaded: a dataset, a batch size, sometimes a training step
-    peers/         who loads it: one loader each, all behind the same three calls; `device`: loops onto a GPU
-    timing/        what is timed: a module for each axis makes cases, and `rounds` measures every case
-    output/        what is written: rows, one for each block; figures, goals, tables and the picture of them
+    peers/         who loads it: one loader each, all behind the same three calls
+    timing/        what is timed: a module for each kind makes cases, and `rounds` measures every case
+    output/        what is written: rows, one for each block; figures, tables and the picture of them
     results/       rows of runs, with their tables and pictures
 """

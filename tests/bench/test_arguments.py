@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.peers.device import ARMS
 
-from bench import run
 from bench.__main__ import NO_GPU, main
-from bench.arguments import AXES, parse
+from bench.arguments import parse
 from bench.output.rows import Results
 from bench.peers import PEERS, LoaderSettings
 from bench.programs import command
-from bench.timing import against
+from bench.timing import against, steady
 from bench.timing.against import AGAINST, NEW, NEW_WORKERS, OLD, RevisionLane, answers
+from bench.timing.device import ARMS
 from bench.timing.rounds import Case, Plan, measure
 from bench.workloads import all_workloads
 from bench.workloads.ready_made import SHAPES
@@ -26,12 +25,11 @@ from tests.conftest import ROOT
 
 
 def test_what_is_named_is_what_runs(tmp_path: Path) -> None:
-    line = "rows tokens --axis steady,turns --workers 0,4 --peers fastq_loader,torch --blocks 3 --seconds 0.1"
+    line = "rows tokens --workers 0,4 --peers fastq_loader,torch --blocks 3 --seconds 0.1"
     options = parse(line.split())
     assert (options.peers, options.blocks, options.seconds) == (("fastq_loader", "torch"), 3, 0.1)
-    found = [(case.axis, case.name, case.workers) for case in run.cases(options, tmp_path)]
-    steady = [("steady", name, workers) for name in ("rows", "tokens") for workers in (0, 4)]
-    assert found == [*steady, ("turns", "rows", 4), ("turns", "tokens", 4)]
+    found = [(case.kind, case.name, case.workers) for case in steady.cases(options, tmp_path)]
+    assert found == [("steady", name, workers) for name in ("rows", "tokens") for workers in (0, 4)]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +39,6 @@ def test_what_is_named_is_what_runs(tmp_path: Path) -> None:
         (NEW_WORKERS, "is not a workload"),
         ("rows --device cuda", "is not a workload"),
         ("--peers torch,nosuch", "is not a peer"),
-        ("--axis nosuch", "is not an axis"),
         ("--workers two", "whole numbers"),
         ("--blocks 0", "at least 1"),
         ("--seconds nan", "above 0"),
@@ -74,7 +71,7 @@ def test_without_a_gpu_it_says_so_and_exits_with_0(tmp_path: Path, monkeypatch: 
 def test_the_list_has_all_that_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
     listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
-    assert listed == {*all_workloads(), *PEERS, *AXES, *SHAPES, *ARMS}
+    assert listed == {*all_workloads(), *PEERS, *SHAPES, *ARMS}
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -108,12 +105,12 @@ def test_both_revisions_are_packed(repository: Path, tmp_path: Path, monkeypatch
         found[target.name] = (source / "fastq_loader" / "__init__.py").read_text()
 
     monkeypatch.setattr(against, "_install", install)
-    cases = against.cases(parse(["rows", "--against", "HEAD", "--workers", "0,2"]), tmp_path)
+    cases = list(against.cases(parse(["rows", "--against", "HEAD", "--workers", "0,2"]), tmp_path))
     assert found == {OLD: "committed", NEW: "changed"}
     assert [(case.name, case.workers) for case in cases] == [("rows", 0), ("rows", 2)]
     assert len(git(repository, "worktree", "list").splitlines()) == 1
     with pytest.raises(SystemExit, match="invalid reference: nosuch"):
-        against.cases(parse(["--against", "nosuch"]), tmp_path)
+        list(against.cases(parse(["--against", "nosuch"]), tmp_path))
 
 
 @pytest.mark.processes

@@ -1,4 +1,4 @@
-"""What is written: rows that come back, figures and goals in tables, READMEs that are what their rows say."""
+"""What is written: rows that come back, figures in tables, and the README that is made of them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from bench.output.goals import Goal
 
-from bench.__main__ import main, perform
+from bench.__main__ import main
 from bench.arguments import parse
 from bench.output import pictures, readme, rows
-from bench.output.figures import Spread, ratio
+from bench.output.figures import ratio
 from bench.output.layout import Table
 from bench.output.rows import Results
 from bench.output.tables import case_tables, summary_tables
+from bench.run import perform
 from bench.timing.rounds import Case, Lane, Plan
 from tests.support import bench_example as example
 
@@ -28,12 +28,12 @@ EMPTY = "<!-- bench:begin -->\n<!-- bench:end -->\n"
 def test_rows_come_back_from_their_file(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     rows.append(path, [example.run(), *example.steady()])
-    rows.append(path, example.turns())
+    rows.append(path, example.program())
     found = rows.read(path)
-    written = Results([example.run(), *example.steady(), *example.turns()])
+    written = Results([example.run(), *example.steady(), *example.program()])
     assert [case.facts for case in found.cases()] == [case.facts for case in written.cases()]
     assert found.cases()[0].peers == written.cases()[0].peers
-    assert (found.machine, found.days) == (example.MACHINE, "2026-01-02")
+    assert found.machine == example.MACHINE
 
 
 @pytest.mark.parametrize("content", ["", "{}\n", "[]\n", '{"row":"run","version":2}\n', "no json"])
@@ -46,7 +46,7 @@ def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
 
 class OneBlock(Lane):
     def block(self, part: str) -> list[dict[str, Any]]:
-        return [{"seconds": 1.0}]
+        return [{"batches": 1000, "seconds": 1.0, "consumer_cpu": 0.1, "worker_cpu": 0.1, "switches": 1}]
 
 
 def test_a_resumed_run_measures_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,9 +56,12 @@ def test_a_resumed_run_measures_what_is_left(tmp_path: Path, capsys: pytest.Capt
     def case(workers: int) -> Case:
         def plan() -> Plan:
             planned.append(workers)
-            return Plan({"description": ""}, [OneBlock("torch", "torch"), OneBlock("fastq_loader", "ours")])
+            return Plan(
+                {"description": "", "batch_bytes": 1.0},
+                [OneBlock("torch", "torch"), OneBlock("fastq_loader", "ours")],
+            )
 
-        return Case("turns", "rows", workers, "fork", 1, plan)
+        return Case("steady", "rows", workers, "fork", 1, plan)
 
     options = parse(["--json", str(path)])
     assert perform(options, example.MACHINE, [case(1)]) == 0
@@ -66,32 +69,16 @@ def test_a_resumed_run_measures_what_is_left(tmp_path: Path, capsys: pytest.Capt
     resumed = parse(["--json", str(path), "--resume"])
     assert perform(resumed, later, [case(1), case(2)]) == 0
     assert planned == [1, 2]
-    assert rows.read(path).days == "2026-01-02 to 2026-01-03"
-    assert capsys.readouterr().out.count("1,000 (1,000..1,000)") == 2 + 4
-    assert perform(options, later, []) == 0, "without --resume the file begins anew"
-    assert rows.read(path).days == "2026-01-03"
+    assert rows.read(path).caption.endswith("2026-01-02 to 2026-01-03")
+    assert capsys.readouterr().out.count("1,000 (1,000..1,000)") == 4
+    assert perform(options, later, [case(3)]) == 0, "without --resume the file begins anew"
+    assert rows.read(path).caption.endswith(", 2026-01-03")
 
 
 def test_a_ratio_is_of_medians_and_its_range_is_within_rounds() -> None:
     assert ratio(pd.Series([40, 20, 44]), pd.Series([20, 10, 20])) == pytest.approx((2.0, 2.0, 2.2))
     assert ratio(pd.Series([40, 20]), None) is None
     assert ratio(pd.Series([40], index=[1]), pd.Series([20], index=[0])) is None, "no round in common"
-
-
-@pytest.mark.parametrize(
-    ("figure", "at_most", "said"),
-    [
-        (Spread(1.1, 1.0, 1.2), True, "met"),
-        (Spread(1.1, 1.0, 1.3), True, "met, within noise"),
-        (Spread(1.25, 1.1, 1.3), True, "missed, within noise"),
-        (Spread(1.25, 1.21, 1.3), True, "missed"),
-        (Spread(1.25, 1.2, 1.3), False, "met"),
-        (Spread(1.1, 1.0, 1.19), False, "missed"),
-        (None, True, "not measured"),
-    ],
-)
-def test_verdicts(figure: Spread | None, at_most: bool, said: str) -> None:
-    assert Goal("", 1.2, figure, at_most=at_most).verdict == said
 
 
 def table(results: Results, title: str) -> Table:
@@ -111,25 +98,15 @@ def everything(title: str) -> Table:
 @pytest.mark.parametrize(
     ("title", "first", "begin", "expected"),
     [
-        ("Speed with 2 workers (fork)", "rows: what rows loads; 2.56 kB", 1, ["100", "1,000", "10 (10..10)"]),
-        ("Speed", "rows: what", 4, ["50% (50%..50%)", "grain 200; 5.0 (5.0..5.0)", "2,000 / –"]),  # noqa: RUF001
+        ("Speed with 2 workers (fork)", "rows: what rows loads; 2.56 kB", 1, ["100", "2,000"]),
+        (
+            "Speed",
+            "rows: what",
+            4,
+            ["1,000", "10 (10..10)", "50% (50%..50%)", "grain 200; 5.0 (5.0..5.0)"],
+        ),
         ("Cost with 2 workers (fork)", "rows", 1, ["2.0 / 2.0", "4,000 / 400", "10 / 1.0"]),
-        ("Memory with 2 workers (fork)", "rows", 1, ["200 / 200"]),
-        ("Moments", "epoch turn", 1, ["rows", "2, fork", "40 (36..44)", "10 (9.0..11)", "4.0 (4.0..4.0)"]),
-        ("stalls", "bound: sum of costs / 2", 1, ["1.00"]),
-        ("stalls", "dynamic", 1, ["1.10 (1.00..1.15)", "1.10 (1.00..1.15)"]),
-        ("tune_csv", "tune", 1, ["100 (90..110)", "0.91 (0.91..0.91)", "0.91 (0.91..0.91)"]),
-        ("loopback", "remote", 1, ["200 (180..220)", "2,000 (1,800..2,200)", "", "1.0", "2.0"]),
-        ("turn", "remote", 1, ["8.0 (7.2..8.8)", "2.00 (2.00..2.00)"]),
-        ("state_dict: ", "fastq_loader", 1, ["20 (18..22)", "4 kB"]),
-        ("steps: ", "fastq_loader", 1, ["1,000 (909..1,111)", "800 (727..889)", "0.80 (0.80..0.80)"]),
-        ("resume_8: ", "fastq_loader", 1, ["0.50 (0.45..0.55)", "1.00 (0.90..1.10)", "0.80 (0.72..0.88)"]),
-        ("resume_9: ", "fastq_loader_permuted", 3, ["–", "0.50 (0.45..0.55)", "–"]),  # noqa: RUF001
-        ("Goals", "state_dict(): fastq_loader", 1, ["at most 50 µs", "20 (18..22)", "met"]),
-        ("Goals", "batches per second with", 1, ["at least 0.98 x", "0.80 (0.80..0.80)", "missed"]),
-        ("Goals", "stalls", 1, ["at most 1.2 x", "1.10 (1.00..1.15)", "met"]),
-        ("Goals", "tune_csv: batches per second of what", 1, ["at least 0.9 x", "0.91 (0.91..0.91)", "met"]),
-        ("Goals", "loopback: batches per second", 1, ["at least 4 x", "5.00 (5.00..5.00)", "met"]),
+        ("csv_table: ", "fastq_loader", 1, ["3.0 (2.0..4.0)", "2.0", "0.50", "750 (500..1,000)"]),
     ],
 )
 def test_figures_in_tables(title: str, first: str, begin: int, expected: list[str]) -> None:
@@ -157,22 +134,40 @@ def test_ratios_of_two_revisions_are_of_rounds() -> None:
     assert found.notes == ["failed: 1234567: not measured: no schedule"]
 
 
-def test_the_readmes_and_all_tables_are_what_their_results_say() -> None:
-    sources = {readme.source_of((ROOT / name).read_text()) for name in readme.SECTIONS}
-    (source,) = sources
-    results = rows.read(ROOT / source)
-    for path, text in readme.texts(results, source, ROOT).items():
-        assert path.read_text() == text
-    for picture in pictures.pictures(results):
-        assert (ROOT / source).with_suffix("").joinpath(picture.name).is_file()
+def test_the_readme_names_the_file_of_its_figures() -> None:
+    source = readme.source_of((ROOT / "README.md").read_text())
+    assert source is not None
+    assert (ROOT / source).is_file()
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    (tmp_path / "bench").mkdir()
-    for name in readme.SECTIONS:
-        (tmp_path / name).write_text(f"# A title\n\n{EMPTY}\nProse.\n")
+    (tmp_path / "README.md").write_text(f"# A title\n\n{EMPTY}\nProse.\n")
     return tmp_path
+
+
+def test_the_readme_has_torch_without_workers_the_programs_and_the_commit(project: Path) -> None:
+    found = readme.texts(example.everything(), SOURCE, project)
+    text = found[project / "README.md"]
+    assert text.startswith("# A title\n")
+    assert text.endswith("\nProse.\n")
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    torch_0 = next(cells for cells in lines if "torch" in cells).index("torch, 0 workers")
+    by_name = {cells[0].split(":")[0]: cells for cells in lines if cells}
+    assert by_name["rows"][torch_0] == "2,000"
+    assert by_name["csv_table"][-1] == "2.0"
+    assert "Commit 0123456789, A CPU, 2 cores, torch 2.13.0, 3 blocks of 1 s each, 2026-01-02" in text
+    assert readme.source_of(text) == SOURCE
+
+
+def test_rows_of_another_package_or_machine_are_refused() -> None:
+    run, now = example.run(), example.REVISION
+    assert readme.refusal([run, example.run("2026-01-03")], now) == ""
+    assert readme.refusal([run], now | {"commit": "9876543210"}) == "", "another commit with the same package"
+    assert "not that of" in readme.refusal([run], now | {"package": "other"})
+    assert "not committed" in readme.refusal([run], now | {"package": ""})
+    elsewhere = run | {"machine": example.MACHINE | {"cores": 4}}
+    assert "two machines: cores is 2, and 4" in readme.refusal([run, elsewhere], now)
 
 
 @pytest.mark.parametrize("count", [0, 2])

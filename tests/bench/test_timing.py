@@ -1,4 +1,4 @@
-"""What is timed: rounds with lanes that break, batches, the ceiling; and a short run of each axis."""
+"""What is timed: rounds with lanes that break, batches, the ceiling; and a short run of the steady state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -17,20 +16,16 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from bench.timing.schedule import BOUND, Goal, ScheduleCase
-from bench.workloads.slow import Step, TracedSamples
 from torch.utils.data import default_collate
 from torch.utils.data._utils import collate
 
 from bench.output.rows import CaseRows, Results
-from bench.peers import PEERS, Entry, LoaderSettings
+from bench.peers import PEERS, Entry
 from bench.peers.torch_loader import TorchInline
-from bench.timing import alone, rounds, schedule, steady, turns
+from bench.timing import rounds, steady
 from bench.timing.batches import compare
 from bench.timing.ceiling import SMALLEST_BUFFER, WarmBuffers
 from bench.timing.rounds import Case, Lane, Plan, measure
-
-SETTINGS = LoaderSettings(1, "fork")
 
 
 def measured(case: Case) -> CaseRows:
@@ -94,16 +89,6 @@ def test_a_broken_lane_has_a_reason(breaks: str, failure: str | None, notes: lis
     assert story.count("bad close") == story.count("good close") == 1
 
 
-def test_when_the_time_is_over_what_is_left_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    story: list[str] = []
-    now = iter([0.0, 0.0, 2.0])
-    monkeypatch.setattr(rounds.time, "monotonic", lambda: next(now, 2.0))
-    found = noted([Noting("a", story)], until=1.0)
-    assert (len(found.peers["a"].rows), found.facts["left_out"]) == (1, ["round 2: a"])
-    late = noted([Noting("a", story)], until=1.0)
-    assert late.peers["a"].failure == "no time was left to start it"
-
-
 def test_an_interrupt_closes_every_lane() -> None:
     story: list[str] = []
     lanes: list[Lane] = [Noting("a", story), Noting("b", story)]
@@ -148,18 +133,9 @@ def test_the_ceiling_makes_torchs_batches(length: int, kind: str, monkeypatch: p
         assert kept[0]["x"].data_ptr() == kept[1]["x"].data_ptr()
 
 
-def _instant() -> TracedSamples:
-    return TracedSamples([0.0] * 24)
-
-
-SMALL = ScheduleCase(
-    "small", "", _instant, 12, 2, ("torch", "torch_unordered", "dynamic"), Goal("dynamic", 1, BOUND), 2
-)
-
-
 def steady_case(peers: list[str], folder: Path, name: str = "rows") -> Case:
     options = Namespace(peers=peers, start_method="fork", blocks=2, seconds=0.03)
-    return steady.case("steady", name, 1, options, folder)
+    return steady.case(name, 1, options, folder)
 
 
 @pytest.mark.processes
@@ -206,56 +182,3 @@ def test_a_failing_peer_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest
         "short": "RuntimeError: it gave no batch",
         "torch_0": None,
     }
-
-
-@pytest.mark.processes
-def test_moments_between_epochs(tmp_path: Path) -> None:
-    names = ["torch", "fastq_loader"]
-    found = measured(turns.case("rows", names, SETTINGS, 1, tmp_path))
-    moments = [turns.FIRST_BATCH, turns.FIRST_EPOCH, turns.TURN_PERSISTENT]
-    moments += [turns.TURN_NEW_WORKERS, turns.TURN_AFTER_STEP, turns.RESTART]
-    for name in names:
-        assert found.peers[name].failure is None
-        assert [row["part"] for row in found.peers[name].rows] == moments
-        assert all(0 < row["seconds"] < 30 for row in found.peers[name].rows)
-    stream = measured(turns.case("stream", names[:1], SETTINGS, 1, tmp_path))
-    assert "length of their own" in str(stream.peers["torch"].failure)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("axis", ["start", "memory"])
-def test_a_peer_alone_in_a_fresh_process(axis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alone, "SAMPLING_S", 0.1)
-    found = measured(alone.case(axis, "rows", ["fastq_loader"], SETTINGS, 1, tmp_path))
-    assert found.peers["fastq_loader"].failure is None
-    (row,) = found.peers["fastq_loader"].rows
-    if axis == "start":
-        assert (row["part"], 0 < row["seconds"] < 60) == (alone.FIRST_BATCH, True)
-        settings = LoaderSettings(1, "nosuch")
-        broken = measured(alone.case(axis, "rows", ["torch"], settings, 1, tmp_path))
-        assert "nosuch" in str(broken.peers["torch"].failure)
-    else:
-        assert row["pss"] > 10 << 20
-        assert row["consumer_descriptors"] > 3
-        assert row["worker_descriptors"] > 3
-
-
-@pytest.mark.processes
-def test_contenders_take_turns_over_the_same_batches() -> None:
-    case = replace(SMALL, step=Step(0.001, 4))
-    found = measured(schedule.case(case, ["torch", "fastq_loader"], "fork", 2))
-    assert list(found.peers) == ["torch", "torch_unordered", "dynamic"]
-    for name, peer in found.peers.items():
-        assert (peer.failure, len(peer.rows)) == (None, 2)
-        for row in peer.rows:
-            assert row["seconds"] > max(row["waited"], 3 * 0.001)
-            assert ("window" in row) == (name == "dynamic")
-
-
-@pytest.mark.processes
-def test_wrong_batches_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule.Order, "__iter__", lambda order: iter([*range(2, 24), 0, 1]))
-    case = replace(SMALL, contenders=("dynamic", "torch_unordered"))
-    found = measured(schedule.case(case, ["torch", "fastq_loader"], "fork", 1))
-    assert "another order" in str(found.peers["dynamic"].failure)
-    assert found.peers["torch_unordered"].failure is None
