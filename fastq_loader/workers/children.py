@@ -68,8 +68,9 @@ class Child:
         _started.add(self.process)
         vars(self.process)["_Popen"] = self._launched
         self.process.start()
-        with contextlib.suppress(OSError):  # no pidfd in this kernel or sandbox
-            self._descriptor = calls.pidfd_open(self.pid)
+        if not self._has_pidfd:
+            with contextlib.suppress(OSError):  # no pidfd in this kernel or sandbox
+                self._descriptor = calls.pidfd_open(self.pid)
 
     def disown(self) -> None:
         """It ends by itself: multiprocessing is not to join it when this process exits."""
@@ -90,11 +91,16 @@ class Child:
         return self.process.pid or 0
 
     @property
+    def _has_pidfd(self) -> bool:
+        """Whether its sentinel is one. That of multiprocessing's own children is a pipe."""
+        return getattr(self.process._popen, "sentinel_is_pidfd", False)  # type: ignore[attr-defined]
+
+    @property
     def descriptor(self) -> int:
         """A pidfd. Else there is none, or an interrupt came before it was noted, and a thread waits for the
         child; it starts at the first use, when workers that are forked together have been. A child of a fork
         server is not ours to wait for: it has a pipe of multiprocessing's, which no other process holds."""
-        if self._descriptor < 0:
+        if self._descriptor < 0 and not self._has_pidfd:
             # What a handler raises in the middle of `Thread.start` would come out as another error.
             with without_signals(), contextlib.suppress(OSError, RuntimeError):  # they are used up
                 self._descriptor = _end_of(self.pid)

@@ -147,9 +147,11 @@ class Forked(popen_fork.Popen):
 
     Attributes:
         is_unknown: nobody knows how it ended.
+        sentinel_is_pidfd: see `Child`.
     """
 
     is_unknown = False
+    sentinel_is_pidfd = True
 
     def __init__(self, zygote: Zygote, request: Any, folder: str, passed: Sequence[int] = ()) -> None:
         self._zygote: Zygote | None = zygote

@@ -149,6 +149,7 @@ def test_without_process_descriptors_the_consumer_forks_proxies(monkeypatch: pyt
 
 
 def test_64_workers_of_one_machine_are_cheap_here() -> None:
+    before = len(os.listdir("/proc/self/fd"))
     data = loader(Made(slowly, 1000), num_workers=64, workers=far(room=64), persistent_workers=True)
     while not data.statistics().workers or not all(worker.batches for worker in data.statistics().workers):
         assert sorted(torch.cat([batch[0] for batch in data]).tolist()) == list(range(1000))
@@ -159,7 +160,8 @@ def test_64_workers_of_one_machine_are_cheap_here() -> None:
         memory = Path(f"/proc/{pid}/smaps_rollup").read_text()
         assert int(re.findall(r"Private_Dirty: +(\d+) kB", memory)[0]) < 12_000
         assert len(os.listdir(f"/proc/{pid}/task")) == 4, "as many are expected for it"
-    assert len(os.listdir("/proc/self/fd")) < 64 * 6 + 100, "most systems let a process have 1024"
+    held = len(os.listdir("/proc/self/fd")) - before  # two each are of far workers, here, too
+    assert held < 64 * 6, "most systems let a process have 1024"
     data.close()
 
 
