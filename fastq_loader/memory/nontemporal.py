@@ -4,9 +4,9 @@ Runs in workers. Where the blocks in use are more than a cache holds, what is wr
 cache before anybody reads it. On its way it has pushed out what is of use: the next samples, and the code and
 objects of the consumer and the workers. Non-temporal stores write whole cache lines straight to memory, and
 the processor does not read each line first. Two workers on two cores with 32 MiB of cache deliver batches of
-10 MB 1.1 times as fast so, and of 32 MB 1.5 times (`python -m bench large_u8 --axis steady,bytes --peers
-fastq_loader,fastq_loader_cached`); 1.2 and 1.3 times where the consumer reads every byte afterwards. Batches
-of up to 2 MB would come up to a tenth slower: the consumer finds those in its cache.
+10 MB 1.1 times as fast so, and of 32 MB 1.5 times, beside the same loader without them; 1.2 and 1.3 times
+where the consumer reads every byte afterwards. Batches of up to 2 MB would come up to a tenth slower: the
+consumer finds those in its cache.
 
 No package that is used here has such a copy of many pieces. So it is some lines of C (`_nontemporal.c`),
 built when the package is installed if there is a C compiler and an x86-64 processor. Anywhere else
