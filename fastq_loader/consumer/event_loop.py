@@ -382,7 +382,6 @@ class EventLoop:
     def _replace(self, worker: Worker, report: str) -> bool:
         """Start another process for a dead worker; False: that ends the iteration."""
         assert self._epoch is not None, "batches are loaded in epochs"
-        self._unpacker.forget(worker.number)
         try:
             self._group.replace(worker.number, self._epoch)
         except OSError as error:

@@ -18,6 +18,7 @@ from fastq_loader.statistics.epoch import FIRST_BATCHES
 from fastq_loader.statistics.records import ANSWERED, STALE
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
+from fastq_loader.workers.worker import Worker
 
 #: A batch, the worker that has answered it, its answer, and why that cannot be used.
 Arrived = tuple[Batch, int, Answer, ProtocolError | None]
@@ -30,7 +31,7 @@ class Receiver:
         plan: what they do.
         group: the workers.
         scheduler: knows which answers are due.
-        unpacker: knows the specs that the workers have sent.
+        unpacker: makes the handles ready.
         counters: the loader's.
 
     Attributes:
@@ -73,11 +74,11 @@ class Receiver:
                 self._counters.rejected_frames += 1
                 self._group.evict(worker)
                 continue
-            of_worker, fault = self._group.counters_of[worker], None
+            record, fault = self._group.workers[worker], None
             kind = ANSWERED if answer.epoch == scheduler.epoch else STALE
-            self.log.steps += ((kind, of_worker, of_worker.pid, answer),)
+            self.log.steps += ((kind, record.counters, record.counters.pid, answer),)
             try:
-                answer = self._learn(worker, answer)
+                answer = self._learn(record, answer)
                 if self._iterable:
                     self._keep_first(worker, answer)
             except ProtocolError as error:
@@ -117,7 +118,7 @@ class Receiver:
             of_error = b"error %d" % answer.seq, 0
             kept.append(self._unpacker.digest(answer.handle) if answer.kind == BATCH else of_error)
 
-    def _learn(self, worker: int, answer: Answer) -> Answer:
+    def _learn(self, worker: Worker, answer: Answer) -> Answer:
         """The answer with its handle ready to be unpacked, and the blocks that it uses.
 
         Raises:
@@ -125,7 +126,7 @@ class Receiver:
         """
         kind, handle = answer.kind, answer.handle
         if kind in (ENDED, PASSED) and not self._iterable:
-            raise ProtocolError(f"worker {worker} answers with kind {kind} for a dataset with indices")
+            raise ProtocolError(f"worker {worker.number} answers with kind {kind} for a dataset with indices")
         if handle is None or kind in EMPTY:
             if (handle is None) != (kind in EMPTY):
                 raise ProtocolError(
@@ -135,9 +136,9 @@ class Receiver:
                 state = unseal(answer.state, self._group.token) if answer.state else b""
                 return answer._replace(state=state, bad=unseal(answer.bad, self._group.token))
             if answer.state and answer.epoch == self._scheduler.epoch:
-                self.said[worker] = unseal(answer.state, self._group.token)
+                self.said[worker.number] = unseal(answer.state, self._group.token)
             return answer
-        learned, used = self._unpacker.learn(worker, handle)
+        learned, used = self._unpacker.learn(worker.specs, handle)
         if used:
             fresh = dict(answer.fresh)
             for offset, size, _ in handle.segments:

@@ -114,6 +114,28 @@ def _yielding_threads() -> Iterator[None]:
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
+class _Line:
+    """The consumer's way to one worker, and back.
+
+    Attributes:
+        worker: its number.
+        endpoint, name: where zmq connects to it, and its routing id there.
+        descriptor: of the listener, and of the connection then; -1: nothing is read from it any more.
+        spare: until then, a descriptor that is closed for the connection; -1 after that.
+        is_broken: it has ended, one way or the other.
+    """
+
+    def __init__(self, worker: int, endpoint: str, name: bytes, descriptor: int, spare: int) -> None:
+        self.worker, self.endpoint, self.name = worker, endpoint, name
+        self.descriptor, self.spare, self.is_broken = descriptor, spare, False
+
+    def close(self) -> None:
+        descriptors = {self.descriptor, self.spare} - {-1}
+        self.descriptor = self.spare = -1
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
 class ConsumerSocket:
     """The consumer's end, for all workers of one pool. Expects that THREADS more threads can be started.
 
@@ -143,17 +165,13 @@ class ConsumerSocket:
         with without_signals():  # pyzmq gives the call up when one interrupts it
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._monitor.poll(0)  # its descriptor says only what comes after a look
-        self._names: dict[int, bytes] = {}  # worker → its routing id
-        self._endpoints: dict[int, str] = {}
+        self._lines: dict[int, _Line] = {}  # by worker; none for a dead one
+        self._at: dict[int, _Line] = {}  # by descriptor, so far as they can be read from
         self._epoll = select.epoll()
         for source in (self._wake, self._monitor):
             self._epoll.register(source, select.EPOLLIN)
-        self._listeners: dict[int, int] = {}  # descriptor → the worker that is expected there
-        self._connections: dict[int, int] = {}  # descriptor → worker
-        self._ready: list[int] = []  # descriptors that were found readable
-        self._broken: list[int] = []  # workers whose connection has ended, one way or the other
-        self._named: set[int] = set()  # of these, those that were named
-        self._spare: dict[int, int] = {}  # listener → a descriptor that is closed for its connection
+        self._ready: list[_Line] = []  # those that were found readable
+        self._broken: list[int] = []  # workers whose line has broken, until they are named
         self._buffer = memoryview(bytearray(_LONGEST))
         try:
             _configure(self._socket)
@@ -185,50 +203,51 @@ class ConsumerSocket:
                 )
                 raise FileNotFoundError(error.errno, text, folder) from None
             listener.listen(1)
-            self._spare[listener.fileno()] = os.dup(listener.fileno())
-            self._listeners[listener.fileno()] = worker
-            self._epoll.register(listener.detach(), select.EPOLLIN)
-        self._named.discard(worker)
-        self._endpoints[worker] = endpoint(folder, name)
-        self._names[worker] = name.encode()
-        self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, self._names[worker])
-        self._socket.connect(self._endpoints[worker])
+            spare = os.dup(listener.fileno())
+            line = _Line(worker, endpoint(folder, name), name.encode(), listener.detach(), spare)
+        self._lines[worker] = line
+        self._listen(line)
+        self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, line.name)
+        self._socket.connect(line.endpoint)
 
-    def _accept(self, descriptor: int) -> None:
+    def _listen(self, line: _Line) -> None:
+        self._at[line.descriptor] = line
+        self._epoll.register(line.descriptor, select.EPOLLIN)
+
+    def _accept(self, line: _Line) -> None:
         """A worker has connected.
 
         Raises:
             OSError: descriptors are used up, though one was kept for it: another thread was quicker.
         """
         with without_signals():
-            worker, listener = self._listeners[descriptor], unix.socket(fileno=descriptor)
-            os.close(self._spare.pop(descriptor))
+            listener = unix.socket(fileno=line.descriptor)
+            spare, line.spare = line.spare, -1
+            os.close(spare)
             try:
                 with naming_the_limit(_DESCRIPTORS_PER_WORKER):
                     connection = listener.accept()[0].detach()
             finally:
                 listener.detach()
-                self._drop(self._listeners, descriptor)
+                self._drop(line)
             os.set_blocking(connection, False)
-            self._connections[connection] = worker
-            self._epoll.register(connection, select.EPOLLIN)
-            self._ready.append(connection)
+            line.descriptor = connection
+            self._listen(line)
+            self._ready.append(line)
 
-    def _drop(self, descriptors: dict[int, int], descriptor: int) -> None:
-        del descriptors[descriptor]
-        if descriptor in self._spare:
-            os.close(self._spare.pop(descriptor))
-        self._epoll.unregister(descriptor)  # a forked child may hold it, too
-        os.close(descriptor)
+    def _drop(self, line: _Line) -> None:
+        """Read from it no more."""
+        if line.descriptor >= 0:
+            del self._at[line.descriptor]
+            self._epoll.unregister(line.descriptor)  # a forked child may hold it, too
+            line.close()
 
     def disconnect(self, worker: int) -> None:
         """`worker` is dead: nothing is sent to it any more, and nothing that it sent is received."""
-        del self._names[worker]
+        line = self._lines.pop(worker)
         with contextlib.suppress(zmq.ZMQError):  # zmq has noticed its end already
-            self._socket.disconnect(self._endpoints.pop(worker))
-        for descriptors in (self._listeners, self._connections):
-            for descriptor in [one for one, its in descriptors.items() if its == worker]:
-                self._drop(descriptors, descriptor)
+            self._socket.disconnect(line.endpoint)
+        self._drop(line)
         self._ready, self._broken = [], [other for other in self._broken if other != worker]
 
     def send(self, worker: int, message: Message) -> None:
@@ -241,7 +260,7 @@ class ConsumerSocket:
 
     def send_frame(self, worker: int, frame: bytes) -> None:
         """Queue an encoded message."""
-        self._send(self._names[worker], _NOBLOCK_MORE)
+        self._send(self._lines[worker].name, _NOBLOCK_MORE)
         self._send(frame, _NOBLOCK)
 
     def send_frames(self, worker: int, frames: Sequence[bytes]) -> None:
@@ -252,9 +271,9 @@ class ConsumerSocket:
     def send_all(self, *frames: bytes, but: Container[int] = ()) -> None:
         """Queue the same encoded messages for every worker `but` some, in one go."""
         frame = _together(frames)
-        for worker, name in self._names.items():
+        for worker, line in self._lines.items():
             if worker not in but:
-                self._send(name, _NOBLOCK_MORE)
+                self._send(line.name, _NOBLOCK_MORE)
                 self._send(frame, _NOBLOCK)
 
     def receive(self) -> tuple[int, Hello | Answer | Ping | None] | None:
@@ -265,34 +284,32 @@ class ConsumerSocket:
                 self._find(0)
                 if not self._ready:
                     return None
-            descriptor = self._ready.pop()
-            worker = self._connections[descriptor]
+            line = self._ready.pop()
             try:
-                size = os.readv(descriptor, [self._buffer])
+                size = os.readv(line.descriptor, [self._buffer])
             except BlockingIOError:
                 continue
             except ConnectionError:
                 size = 0
             if not size:
-                self._drop(self._connections, descriptor)
-                self._note_broken(worker)
+                self._drop(line)
+                self._note_broken(line)
                 continue
             try:
-                return worker, decode_for_consumer(self._buffer[:size], self._read)
+                return line.worker, decode_for_consumer(self._buffer[:size], self._read)
             except ProtocolError:
-                self._drop(self._connections, descriptor)
-                return worker, None
+                self._drop(line)
+                return line.worker, None
 
     def _find(self, timeout: float | None) -> tuple[list[int], bool]:
         """Wait until something can be read. Returns what is not ours, and whether anything has happened."""
-        others: list[int] = []
+        others, at = list[int](), self._at
         self._ready = ready = []
         events = self._epoll.poll(timeout)
         for descriptor, _ in events:
-            if descriptor in self._connections:
-                ready.append(descriptor)
-            elif descriptor in self._listeners:
-                self._accept(descriptor)
+            if descriptor in at:
+                line = at[descriptor]
+                ready.append(line) if line.spare < 0 else self._accept(line)
             elif descriptor == self._monitor.fileno():
                 self._read_monitor()
             else:
@@ -302,13 +319,13 @@ class ConsumerSocket:
     def _read_monitor(self) -> None:
         while self._monitor.poll(0):
             its = recv_monitor_message(self._monitor)["endpoint"].decode()
-            for worker in [worker for worker, where in self._endpoints.items() if where == its]:
-                self._note_broken(worker)
+            for line in [line for line in self._lines.values() if line.endpoint == its]:
+                self._note_broken(line)
 
-    def _note_broken(self, worker: int) -> None:
-        if worker not in self._named:
-            self._named.add(worker)
-            self._broken.append(worker)
+    def _note_broken(self, line: _Line) -> None:
+        if not line.is_broken:
+            line.is_broken = True
+            self._broken.append(line.worker)
 
     def broken(self) -> list[int]:
         """The workers whose connection has broken; each is named once."""
@@ -335,7 +352,7 @@ class ConsumerSocket:
 
     def wait_for_message(self, timeout: float) -> bool:
         """Sleep until a message has come, at most `timeout` seconds."""
-        return bool(calls.readable(list(self._connections), timeout))
+        return bool(calls.readable([at for at, line in self._at.items() if line.spare < 0], timeout))
 
     def wake(self) -> None:
         """Let `wait` return now and from now on; may be called on any thread."""
@@ -347,11 +364,8 @@ class ConsumerSocket:
     def close(self) -> None:
         # Not left to the context: it finds its sockets through weak references. These are dead when the
         # garbage collector ends a loader, and the context would wait for the socket for ever.
-        for descriptors in (self._listeners, self._connections):
-            while descriptors:
-                os.close(descriptors.popitem()[0])
-        while self._spare:
-            os.close(self._spare.popitem()[1])
+        while self._at:
+            self._at.popitem()[1].close()
         self._epoll.close()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)

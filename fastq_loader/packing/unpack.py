@@ -35,7 +35,7 @@ class Unpacker:
 
     Args:
         arena: where their blocks lie.
-        workers: number of workers.
+        workers: how many there are.
         token: the pool's; nothing is unpickled that it does not stand before.
         for_device: whether batches go on to a device.
     """
@@ -45,28 +45,30 @@ class Unpacker:
         self._token = token
         self._arena = arena
         _, self._end = arena.mapping.region(workers - 1)  # tables lie behind it
-        self._specs = [SpecCache() for _ in range(workers)]
 
-    def learn(self, worker: int, handle: Handle) -> tuple[Handle, tuple[tuple[int, int], ...]]:
+    def learn(self, specs: SpecCache, handle: Handle) -> tuple[Handle, tuple[tuple[int, int], ...]]:
         """The handle with its spec compiled, whether it brings the spec or only names it, and the blocks that
         it needs: (offset, bytes from its start), in the order of its segments.
 
         Called for every handle in the order of arrival, also for those that will be dropped: the worker
         sends a spec once. From here on the handle stands for itself, however long it waits.
 
+        Args:
+            specs: those that the worker's process has sent.
+            handle: as it came.
+
         Raises:
             ProtocolError: the handle names a spec that the worker has not sent, or one that is none, or does
                 not fit it.
         """
-        specs = self._specs[worker]
         if handle.spec is None:
             spec = specs.get(handle.spec_id)
             if spec is None:
-                raise ProtocolError(f"worker {worker} names spec {handle.spec_id}, which it has not sent")
+                raise ProtocolError(f"a handle names spec {handle.spec_id}, which its worker has not sent")
         else:
             spec = Spec(handle.spec)
             if spec.on_device and not self._for_device:
-                raise ProtocolError(f"worker {worker} has packed a batch for a device, and there is none")
+                raise ProtocolError("a worker has packed a batch for a device, and there is none")
             specs.remember(handle.spec_id, spec, handle.spec)
         # As `_replace` does, and several times as fast.
         learned: Handle = tuple.__new__(Handle, (handle[0], spec, *handle[2:]))
@@ -74,10 +76,6 @@ class Unpacker:
         if in_message and len(handle.packet or b"") >= spec.packet_bytes:
             return learned, ()  # there is nothing else to fit
         return learned, self._used(learned)
-
-    def forget(self, worker: int) -> None:
-        """Another process has this number from here on: it numbers its specs anew."""
-        self._specs[worker] = SpecCache()
 
     def _used(self, handle: Handle) -> tuple[tuple[int, int], ...]:
         """The blocks that a handle needs, see `learn`."""

@@ -105,7 +105,6 @@ class WorkerGroup:
             self._socket.watch(worker.descriptor)
             self._backlog.begin(worker.number)
         self._pool.count_in(self._counters)
-        self.counters_of = self._counters.workers  # a later pool has its own
 
     def _frame_at(self, offset: int, nbytes: int) -> bytes | memoryview:
         mapping = self._blocks.arena.mapping
@@ -215,7 +214,7 @@ class WorkerGroup:
         self.socket.connect(worker.folder, number, worker.generation)
         self.claims.begin(number, None)  # what the dead one had begun
         self._backlog.begin(number)
-        self.counters_of[number].replaced(worker.pid)
+        worker.counters.replaced(worker.pid)
         self._counters.worker_restarts += 1
         self.socket.send(number, epoch)
 

@@ -11,6 +11,8 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
 from fastq_loader.errors import InvalidTransition
+from fastq_loader.packing.spec import SpecCache
+from fastq_loader.statistics.workers import WorkerCounters
 
 if TYPE_CHECKING:
     from fastq_loader.workers.children import Child
@@ -36,6 +38,8 @@ class Worker:
         state: see `TRANSITIONS`.
         child: its process, once there is one.
         folder: where it is to bind its socket.
+        specs: those of batches that this process has sent.
+        counters: what the loader counts of it, once it was started.
         why: why it was ended here; "" if it was not.
         cause, torch_text: how its last process died, in our words and in torch's.
         died_up: whether that one was ready before.
@@ -48,6 +52,8 @@ class Worker:
         self.state = NEW
         self.child: Child | None = None
         self.folder = ""
+        self.specs = SpecCache()
+        self.counters: WorkerCounters
         self.why = self.cause = self.torch_text = ""
         self.died_up = False
         self.failed_starts = 0
@@ -67,6 +73,7 @@ class Worker:
         self.move("start")
         self.generation += 1
         self.folder, self.why = folder, ""
+        self.specs = SpecCache()  # it numbers them anew
 
     def die(self, cause: str, torch_text: str) -> None:
         """Its process has ended."""

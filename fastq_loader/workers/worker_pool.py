@@ -116,7 +116,9 @@ class WorkerPool(ABC):
 
     def count_in(self, counters: Counters) -> None:
         """Count what the workers do there from now on."""
-        counters.workers = tuple(WorkerCounters(worker.number, worker.pid) for worker in self.workers)
+        for worker in self.workers:
+            worker.counters = WorkerCounters(worker.number, worker.pid)
+        counters.workers = tuple(worker.counters for worker in self.workers)
 
     def _setup_for(self, **fields: Any) -> Setup:
         """The setup of all workers, with these fields of one."""

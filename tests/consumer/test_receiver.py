@@ -33,6 +33,7 @@ from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.workers import WorkerCounters
+from fastq_loader.workers.worker import Worker
 from tests.scheduling.test_scheduler import begin, started, states
 from tests.support import invariants
 
@@ -47,7 +48,9 @@ class Group:
         self.answers = answers
         self.holder = claims.get
         self.evicted: list[int] = []
-        self.counters_of = [WorkerCounters(number, 0) for number in range(2)]
+        self.workers = [Worker(number) for number in range(2)]
+        for worker in self.workers:
+            worker.counters = WorkerCounters(worker.number, 0)
 
     def receive(self) -> tuple[int, Answer] | None:
         return self.answers.pop(0) if self.answers else None
@@ -63,7 +66,7 @@ def receiver(
     plan: Any = SimpleNamespace(rules=SimpleNamespace(iterable=iterable), in_order=scheduler.in_order)
     # Handles are as they should be; only the ledger knows the blocks.
     unpacker: Any = SimpleNamespace(
-        learn=lambda worker, handle: (handle, tuple((offset, need) for offset, _, need in handle[4]))
+        learn=lambda specs, handle: (handle, tuple((offset, need) for offset, _, need in handle[4]))
     )
     inbox = Receiver(plan, group, scheduler, unpacker, counters)  # type: ignore[arg-type]
     inbox.log = counters.begin_epoch(1, 0)

@@ -158,6 +158,22 @@ def test_nothing_reaches_the_process_that_replaces_a_worker_but_what_is_its_own(
             assert broken(consumer, 0.05) == [], "the dead one's connection is nobody's"
 
 
+def test_a_connection_that_has_broken_takes_along_no_other_that_has_its_descriptor(folder: str) -> None:
+    with connected(folder) as (consumer, ends), ExitStack() as stack:
+        gone = consumer._lines[0].descriptor
+        ends[0].close()
+        assert broken(consumer, 5) == [0]
+        while (lower := os.dup(1)) != gone:  # so that the next one is that
+            stack.callback(os.close, lower)
+        os.close(gone)
+        consumer.connect(folder, 1, 0)
+        assert consumer._lines[1].descriptor == gone
+        consumer.disconnect(0)
+        with closing(end_of_worker(folder, 1)) as other:
+            other.say_hello()
+            assert received(consumer) == (1, Hello(os.getpid()))
+
+
 def test_one_wait_serves_messages_descriptors_and_a_wake_up(folder: str) -> None:
     with connected(folder) as (consumer, (worker,)):
         assert consumer.wait(0) == ([], False)

@@ -208,7 +208,7 @@ def test_a_spec_is_sent_once(pair: Pair) -> None:
     assert [handle.spec is None for handle in handles] == [False, False, True, True]
     assert handles[0].spec_id == handles[2].spec_id != handles[1].spec_id
     for batch, handle in zip(batches, handles, strict=True):
-        assert_same(batch, pair.deliver(pair.unpacker.learn(0, handle)[0]))
+        assert_same(batch, pair.deliver(pair.learn(handle)))
     assert pair.handle_of({"x": torch.rand(3), "n": 2**40}).spec is None
     for other in ({"x": torch.rand(3).double(), "n": 1}, {"y": torch.rand(3), "n": 1}, (torch.rand(3), 1)):
         assert pair.handle_of(other).spec is not None
@@ -243,7 +243,7 @@ def test_pickled_bytes_never_travel_in_the_message(pair: Pair) -> None:
         assert handle.packet is None
         assert secret.encode() not in pair.frames[-1]
         assert b"tests.support.datasets" not in pair.frames[-1]
-        assert_same(batch, pair.deliver(pair.unpacker.learn(0, handle)[0]))
+        assert_same(batch, pair.deliver(pair.learn(handle)))
 
 
 # ---- tensors that are no plain leaves ---------------------------------------------------------------

@@ -30,7 +30,7 @@ def put_together(unpacker: Unpacker, handle: Handle) -> Any:
 
 
 def receive(pair: Pair, handle: Handle) -> Any:
-    return put_together(pair.unpacker, pair.unpacker.learn(0, handle)[0])
+    return put_together(pair.unpacker, pair.learn(handle))
 
 
 # ---- specs ------------------------------------------------------------------------------------------
@@ -38,31 +38,30 @@ def receive(pair: Pair, handle: Handle) -> Any:
 
 def test_a_spec_is_remembered_until_the_batches_that_name_it_are_put_together(pair: Pair) -> None:
     def arrive(size: int) -> Handle:
-        return pair.unpacker.learn(0, pair.handle_of(torch.zeros(size, dtype=torch.uint8)))[0]
+        return pair.learn(pair.handle_of(torch.zeros(size, dtype=torch.uint8)))
 
     first = arrive(0)
     assert pair.handle_of(torch.zeros(0, dtype=torch.uint8)).spec is None
     sizes = range(1, REMEMBERED // SPEC_BYTES)
     waiting = [arrive(size) for size in sizes]  # while the next ones bring their specs
     assert [put_together(pair.unpacker, handle).numel() for handle in (first, *waiting)] == [0, *sizes]
-    assert len(pair.unpacker._specs[0]) == len(pair.packer._specs) < len(sizes)
+    assert len(pair.specs) == len(pair.packer._specs) < len(sizes)
     assert pair.handle_of(torch.zeros(0, dtype=torch.uint8)).spec is not None
 
 
-def test_the_workers_specs_are_told_apart_and_end_with_the_worker() -> None:
+def test_the_workers_specs_are_told_apart() -> None:
     arena = Arena(2)
     try:
-        unpacker = Unpacker(arena, 2, TOKEN)
+        unpacker, specs = Unpacker(arena, 2, TOKEN), (SpecCache(), SpecCache())
         for number in range(2):
             handle, _ = Packer(Allocator(arena.mapping, number), TOKEN).pack((number,) * (number + 1))
             assert handle.spec_id == 0
-            unpacker.learn(number, handle)
+            unpacker.learn(specs[number], handle)
         for number, values in ((0, (5,)), (1, (5, 6))):
-            named, _ = unpacker.learn(number, Handle(0, None, values, None, ()))
+            named, _ = unpacker.learn(specs[number], Handle(0, None, values, None, ()))
             assert put_together(unpacker, named) == values
-        unpacker.forget(0)
-        with pytest.raises(ProtocolError, match="which it has not sent"):
-            unpacker.learn(0, Handle(0, None, (5,), None, ()))
+        with pytest.raises(ProtocolError, match="which its worker has not sent"):
+            unpacker.learn(SpecCache(), Handle(0, None, (5,), None, ()))
     finally:
         arena.retire([])
 
@@ -162,9 +161,9 @@ def test_where_there_is_no_device_a_batch_for_one_is_refused() -> None:
         ((offset, size, _),) = handle.segments
         for into in (size - 799, size, -1):
             with pytest.raises(ProtocolError):
-                pair.unpacker.learn(0, handle._replace(segments=((offset, size, into),)))
+                pair.learn(handle._replace(segments=((offset, size, into),)))
         with pytest.raises(ProtocolError, match="packed a batch for a device"):
-            Unpacker(pair.arena, 1, TOKEN).learn(0, handle)
+            Unpacker(pair.arena, 1, TOKEN).learn(SpecCache(), handle)
 
 
 def test_a_packed_exception_that_does_not_fit_is_refused(pair: Pair) -> None:
@@ -178,7 +177,7 @@ def test_a_packed_exception_that_does_not_fit_is_refused(pair: Pair) -> None:
         spec_with(handle, ("l", ("O", "V")))._replace(values=(1,)),
     ):
         with pytest.raises(ProtocolError):
-            pair.unpacker.exception(pair.unpacker.learn(0, lie)[0])
+            pair.unpacker.exception(pair.learn(lie))
 
 
 @pytest.mark.parametrize(("out_of_memory", "kind"), [(True, MemoryError), (False, RuntimeError)])
@@ -186,7 +185,7 @@ def test_an_exception_that_no_block_holds_travels_as_text(
     pair: Pair, out_of_memory: bool, kind: type[Exception]
 ) -> None:
     handle = pair.packer.pack_text("what happened", out_of_memory)
-    error = pair.unpacker.exception(pair.unpacker.learn(0, handle)[0])
+    error = pair.unpacker.exception(pair.learn(handle))
     assert (type(error), str(error)) == (kind, "what happened")
 
 

@@ -21,6 +21,7 @@ from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import FREE, SMALLEST, Extents, Holder, device_aligned
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing.pack import Packer
+from fastq_loader.packing.spec import SpecCache
 from fastq_loader.packing.unpack import Unpacker
 from tests.support.invariants import check_pool, states
 
@@ -80,6 +81,7 @@ class Pair:
         self.copied = self.allocator.copied = []
         self.packer = Packer(self.allocator, TOKEN)
         self.unpacker = Unpacker(self.arena, 1, TOKEN, for_device)
+        self.specs = SpecCache()
         self.frames: list[bytes] = []
         self.given: Extents = ()  # blocks of the last task
 
@@ -115,9 +117,13 @@ class Pair:
 
     def arrive(self, answer: Answer) -> Handle:
         """The consumer hears of a batch."""
-        handle, used = self.unpacker.learn(0, self.account(answer))
+        handle, used = self.unpacker.learn(self.specs, self.account(answer))
         assert used == answer.used
         return handle
+
+    def learn(self, handle: Handle) -> Handle:
+        """A handle that is ready to be unpacked."""
+        return self.unpacker.learn(self.specs, handle)[0]
 
     def deliver(self, handle: Handle) -> Any:
         if self.allocator.for_device:

@@ -199,5 +199,6 @@ def test_a_worker_moves_by_the_table_only(up: bool, event: str) -> None:
     with pytest.raises(InvalidTransition, match=r"worker 3 is (ready|starting): 'start' is not allowed"):
         worker.move(event)
     worker.die("", "")
+    worker.specs[0] = "a spec of the one that died"
     worker.begin("")
-    assert (worker.generation, worker.is_up) == (1, False)
+    assert (worker.generation, worker.is_up, len(worker.specs)) == (1, False, 0)
