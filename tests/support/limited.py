@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
-from bench.workloads import Order
 from fastq_loader import DataLoader, RoundRobin, ToDevice
 
 
@@ -78,6 +77,18 @@ class Naps(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         time.sleep(self.nap if self.slow is not None and self.slow(index) else self.seconds)
         return index
+
+
+class Order(Sampler[int]):
+    """The first samples in turn: so many in an epoch, which may change."""
+
+    samples = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.samples))
+
+    def __len__(self) -> int:
+        return self.samples
 
 
 class SlowOrder(Order):
