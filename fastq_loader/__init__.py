@@ -4,7 +4,7 @@
 |---|---|
 | who loads what, and where | `RoundRobin`, `Dynamic`, `Processes`, `RayWorkers` |
 | samples that cannot be read | `Replace`, `Skip` |
-| what users bring | `PermutationSampler`, `share`, `empty`, `normalize` |
+| what users bring | `PermutationSampler`, `WeightedSampler`, `Distributed`, `share`, `empty`, `normalize` |
 | what it did, and what limits it | `LoaderStatistics`, `EpochStatistics`, `WorkerStatistics`, `Diagnosis` |
 | is it worth it, and with which setting? | `compare`, `tune` |
 | the way to a device | `ToDevice`, `copy_into`, and `Prefetcher` for any loader |
@@ -51,7 +51,7 @@ from fastq_loader.loader import DataLoader
 from fastq_loader.memory.allocator import empty
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.preemption import preemption
-from fastq_loader.reading.sampling import PermutationSampler
+from fastq_loader.reading.computed import Distributed, PermutationSampler, WeightedSampler
 from fastq_loader.reading.tolerance import Replace, Skip
 from fastq_loader.remote.ray_workers import RayWorkers
 from fastq_loader.resume.record import Position
@@ -82,6 +82,7 @@ __all__ = [
     "ComparisonRow",
     "DataLoader",
     "Diagnosis",
+    "Distributed",
     "DuplicateData",
     "Dynamic",
     "EpochStatistics",
@@ -114,6 +115,7 @@ __all__ = [
     "Tuning",
     "TuningRow",
     "UnpicklableError",
+    "WeightedSampler",
     "WorkerDied",
     "WorkerReplaced",
     "WorkerStatistics",

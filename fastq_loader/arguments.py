@@ -18,7 +18,7 @@ from fastq_loader.device.accelerator import read_device
 from fastq_loader.errors import TorchWorkers, warn_user
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.reading import datapipes
-from fastq_loader.reading.sampling import PermutationSampler
+from fastq_loader.reading.computed import PermutationSampler
 from fastq_loader.reading.tolerance import Tolerance, read_errors
 from fastq_loader.remote.ray_workers import RayWorkers
 from fastq_loader.scheduling.schedules import Dynamic, RoundRobin, Schedule, Window, read_schedule

@@ -217,13 +217,18 @@ def draw_base_seed(generator: torch.Generator | None) -> int:
 _BATCH, _SEEDS = struct.Struct("<qq"), struct.Struct("<QQI")
 
 
-def seed_batch(base_seed: int, batch: int) -> int:
-    """Seed torch's CPU generator, `random` and numpy's global generator for one batch.
+def seed_batch(base_seed: int, batch: int, own: dict[str, Any] | None = None) -> int:
+    """Seed torch's CPU generator, `random` and numpy's global generator for one batch, and others by name.
 
     The seeds are parts of a BLAKE2b hash of both numbers, so neighbouring batches have nothing in common:
     64 bits for torch and for `random`, and 32 for numpy. More would have to be an array, for which numpy's
     legacy generator needs up to 160 us (6 us for an integer). Generators of devices are left alone: to seed
-    one that is not in use yet costs torch milliseconds.
+    one that is not in use yet costs torch milliseconds. Those of `own` get 64 bits of a hash of both numbers
+    and their name.
+
+    Args:
+        base_seed, batch: from -2^63 to 2^63 - 1.
+        own: name → generator, as `find` returns them.
 
     Returns:
         torch's seed, which is `worker_info.seed` while the batch is loaded.
@@ -233,7 +238,23 @@ def seed_batch(base_seed: int, batch: int) -> int:
     torch.default_generator.manual_seed(for_torch)
     random.seed(for_random)
     numpy_random.seed(for_numpy)
+    for name, generator in (own or {}).items():
+        named = _BATCH.pack(base_seed, batch) + name.encode("utf-8", "surrogatepass")
+        _seed(generator, int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "little"))
     return int(for_torch)
+
+
+def _seed(generator: Any, seed: int) -> None:
+    """Seed one that `find` returned. numpy's take a state of their kind that is made of the seed."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    elif isinstance(generator, numpy_random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    else:
+        fresh = numpy_random.RandomState(type(generator._bit_generator)(seed))
+        generator.set_state(fresh.get_state(legacy=False))
 
 
 def set_shared(states: dict[str, Any]) -> None:

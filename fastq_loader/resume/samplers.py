@@ -20,18 +20,22 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from fastq_loader.reading import generators
+from fastq_loader.reading.computed import ComputedSampler, Distributed, PermutationSampler, WeightedSampler
 from fastq_loader.reading.position import Stateful, is_stateful
-from fastq_loader.reading.sampling import PermutationSampler, is_shuffle
+from fastq_loader.reading.sampling import is_shuffle
 from fastq_loader.system.attributes import attribute
 
 #: Samplers whose order does not depend on any of the generators that a process shares.
-_DEAF = (SequentialSampler, DistributedSampler, PermutationSampler, BatchSampler, _InfiniteConstantSampler)
+_DEAF = (
+    *(SequentialSampler, DistributedSampler, PermutationSampler, WeightedSampler, Distributed),
+    *(BatchSampler, _InfiniteConstantSampler),
+)
 #: And those whose order follows from what `set_epoch` has set.
-_WITH_EPOCHS = (DistributedSampler, PermutationSampler)
+_WITH_EPOCHS = (DistributedSampler, ComputedSampler, Distributed)
 #: And those that draw from torch's, if they have none of their own.
 _TORCHS_OWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 #: What samplers are compared by, where they have it.
-COMPARED = ("seed", "initial_seed", "num_replicas", "replacement")
+COMPARED = ("seed", "initial_seed", "num_replicas", "replacement", "weights_checksum")
 #: Samplers around samplers that are looked into.
 _DEEPEST = 8
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from fastq_loader import DataLoader, PermutationSampler
+from fastq_loader import DataLoader, PermutationSampler, WeightedSampler
 from fastq_loader.reading import generators
 from tests.support.datasets import MapDataset, Stream
 
@@ -102,6 +102,7 @@ def test_samplers_with_another_order_are_refused_and_those_of_another_rank_are_n
     items: Any = range(20)
     kinds: list[tuple[str, Callable[[int], Any], tuple[int, int]]] = [
         ("seed", lambda seed: PermutationSampler(20, seed), (1, 2)),
+        ("weights_checksum", lambda first: WeightedSampler([first, *range(1, 20)], 20), (1, 2)),
         ("num_replicas", lambda count: DistributedSampler(items, count, 0), (2, 4)),
         ("", lambda rank: DistributedSampler(items, 2, rank), (0, 1)),
     ]

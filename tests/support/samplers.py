@@ -17,7 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fastq_loader import PermutationSampler
+from fastq_loader import Distributed, PermutationSampler, WeightedSampler
 
 
 class Users(Sampler[Any]):
@@ -248,6 +248,17 @@ TORCHS: Zoo = {
     "subset": lambda n, g: {"sampler": SubsetRandomSampler(items(n)[::2], generator=g)},
     "distributed": lambda n, g: {"sampler": DistributedSampler(items(n), 2, 1)},
     "computed": lambda n, g: {"sampler": PermutationSampler(n, 3)},
+    "computed by weights": lambda n, g: {"sampler": WeightedSampler(range(1, n + 1), n + 5, seed=3)},
+    "computed, each once": lambda n, g: {"sampler": WeightedSampler(range(1, n + 1), n, False, seed=3)},
+    "dealt out": lambda n, g: {
+        "sampler": Distributed(RandomSampler(items(n), generator=g), 3, num_replicas=2, rank=1)
+    },
+    "the user's, dealt out": lambda n, g: {
+        "sampler": Distributed(Shuffles(n, of_numpy, at_once=False), 3, num_replicas=2, rank=1)
+    },
+    "batches, dealt out": lambda n, g: {
+        "batch_sampler": Distributed(BatchSampler(Own(n, 3), 4, False), num_replicas=2, rank=0)
+    },
 }
 #: Users', that draw from generators alone.
 BEGUN_AGAIN: Zoo = {
