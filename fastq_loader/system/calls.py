@@ -15,6 +15,7 @@ import math
 import mmap
 import os
 import select
+import socket
 import sys
 from collections.abc import Collection, Iterable
 from itertools import pairwise
@@ -336,3 +337,23 @@ def occupy_standard_streams() -> None:
                 os.close(opened)
             else:
                 os.set_inheritable(opened, True)
+
+
+# The two of multiprocessing wait for an answer from Python 3.14 on, and take whatever comes for it.
+def send_descriptor(to: int, descriptor: int) -> None:
+    """Send a descriptor over the Unix socket `to`."""
+    with socket.fromfd(to, socket.AF_UNIX, socket.SOCK_STREAM) as end:
+        socket.send_fds(end, [b"\0"], [descriptor])
+
+
+def receive_descriptor(source: int) -> int:
+    """Receive one.
+
+    Raises:
+        EOFError: the other end is closed.
+    """
+    with socket.fromfd(source, socket.AF_UNIX, socket.SOCK_STREAM) as end:
+        received = socket.recv_fds(end, 1, 1)[1]
+    if not received:
+        raise EOFError
+    return received[0]

@@ -32,7 +32,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing import context as contexts
-from multiprocessing import forkserver, popen_fork, reduction, resource_tracker, spawn, util
+from multiprocessing import forkserver, popen_fork, resource_tracker, spawn, util
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -107,7 +107,7 @@ class Zygote:
         self._requests += 1
         self._connection.send((self._requests, *request))
         for descriptor in passed:
-            reduction.send_handle(self._connection, descriptor, self._child.pid)
+            calls.send_descriptor(self._connection.fileno(), descriptor)
         sources = self._connection.fileno(), self._child.descriptor  # its children hold its end too
         number = 0
         # Where there are other threads, the handler of a signal may have raised in the middle of a request.
@@ -454,7 +454,7 @@ def _serve(connection: Connection, others: Connection | None, consumer: int, run
             try:
                 if kind == _FORK:
                     request, passed, folder = arguments
-                    descriptors = [reduction.recv_handle(connection) for _ in range(passed)]
+                    descriptors = [calls.receive_descriptor(connection.fileno()) for _ in range(passed)]
                     answer = _fork(partial(run, request, descriptors, death), inherited)
                     children[answer] = folder
                     for descriptor in descriptors:

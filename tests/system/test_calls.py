@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import signal
+import socket
 import struct
 import time
 from collections.abc import Iterator
@@ -190,3 +191,17 @@ def test_a_thread_says_how_long_it_waited_for_a_cpu(tmp_path: Path) -> None:
     assert calls.waited_for_cpu(str(file)) == 72123
     file.write_text("off")
     assert calls.waited_for_cpu(str(file)) == 0
+
+
+def test_a_descriptor_is_sent_without_waiting_for_an_answer(memfd: int) -> None:
+    end, other = socket.socketpair()
+    with other:
+        with end:
+            other.send(b"answer to something else")
+            calls.send_descriptor(end.fileno(), memfd)
+            received = calls.receive_descriptor(other.fileno())
+            assert end.recv(24) == b"answer to something else"
+        with open(received, "rb") as file:
+            assert os.path.sameopenfile(file.fileno(), memfd)
+        with pytest.raises(EOFError):
+            calls.receive_descriptor(other.fileno())
