@@ -86,6 +86,12 @@ def saves_generators(loader: Loader) -> bool:
     return isinstance(schedule, RoundRobin) and schedule.save_generators
 
 
+def reseeds(loader: Loader) -> bool:
+    """Whether the generators that dataset and collate function have are seeded for each batch, too."""
+    schedule = read_schedule(loader.schedule)
+    return isinstance(schedule, Dynamic) and schedule.reseed
+
+
 def rules(loader: Loader) -> Rules:
     """How its dataset is read."""
     replaces = read_errors(loader.errors, iterable := is_iterable(loader)) is not None and not iterable
@@ -289,6 +295,7 @@ def plan(loader: Loader) -> Plan:
         context=loader.multiprocessing_context,
         for_device=loader._resources.session is not None,
         save_generators=saves_generators(loader),
+        reseed=reseeds(loader),
         grace=kind.grace,
         kept=loader._resources.kept,
     )

@@ -172,6 +172,28 @@ class TinyBatches(LoaderHint):
     """
 
 
+class PrivateGenerators(LoaderHint):
+    """A dataset or collate function draws from generators that it has as attributes, and `schedule="dynamic"`
+    lets any worker load any batch: what a batch draws from them depends on which worker loads it, and on what
+    that one loaded before.
+
+    The first batch of each worker is looked at, and 32 batches later or at the end of the epoch the hint is
+    given. Of an iterable dataset each worker has a part to itself: there is no hint.
+
+    >>> class Noise(torch.utils.data.Dataset):
+    ...     def __init__(self):
+    ...         self.rng = torch.Generator()
+    ...     def __len__(self):
+    ...         return 8
+    ...     def __getitem__(self, index):
+    ...         return torch.rand(3, generator=self.rng)
+    >>> warnings.simplefilter("error", PrivateGenerators)
+    >>> list(DataLoader(Noise(), num_workers=2, schedule="dynamic"))
+    Traceback (most recent call last):
+    fastq_loader.errors.PrivateGenerators: Batches drew from dataset.rng, ...
+    """
+
+
 class NotCached(LoaderHint):
     """The values of a function that was given to `cached` are not stored. It has drawn from torch's, Python's
     or numpy's generator, and they would be the same in every epoch; or they cannot be pickled.

@@ -8,6 +8,8 @@ and whose handle or blocks do not fit goes on with its fault: its batch fails at
 
 from __future__ import annotations
 
+import pickle
+
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import BATCH, EMPTY, ENDED, LEFT_OUT, PASSED, Answer, unseal
 from fastq_loader.packing.unpack import Unpacker
@@ -134,7 +136,7 @@ class Receiver:
                 )
             if kind == LEFT_OUT:
                 state = unseal(answer.state, self._group.token) if answer.state else b""
-                return answer._replace(state=state, bad=unseal(answer.bad, self._group.token))
+                return answer._replace(state=state, remarks=unseal(answer.remarks, self._group.token))
             if answer.state and answer.epoch == self._scheduler.epoch:
                 self.said[worker.number] = unseal(answer.state, self._group.token)
             return answer
@@ -146,9 +148,11 @@ class Receiver:
                 if size != (fresh.get(offset) if block is None else block.size):
                     raise ProtocolError(f"a handle names a block of {size} bytes at {offset}, where none is")
         state = unseal(answer.state, self._group.token) if answer.state else b""
-        bad = unseal(answer.bad, self._group.token) if answer.bad else b""
+        remarks = unseal(answer.remarks, self._group.token) if answer.remarks else b""
+        if remarks:
+            self.log.drawn_from.update(pickle.loads(remarks)[2])
         # As `_replace` does, and several times as fast.
-        return tuple.__new__(Answer, (*answer[:8], learned, used, state, *answer[11:-1], bad))
+        return tuple.__new__(Answer, (*answer[:8], learned, used, state, *answer[11:-1], remarks))
 
 
 def _finished(arrived: Arrived) -> int:

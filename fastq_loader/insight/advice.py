@@ -7,7 +7,7 @@ None. It would rather miss something than be wrong: it breaks runs in which warn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import combinations
@@ -289,6 +289,18 @@ def same_order(sampler: str, epoch: int, samples: int) -> str | None:
     return (
         f"{sampler} gave the same order in epochs {epoch - 1} and {epoch} (the first {samples} samples were "
         "compared): call its set_epoch(epoch) before each epoch"
+    )
+
+
+def private_generators(names: Collection[str]) -> str | None:
+    """Generators of the user's own that workers drew from."""
+    if not names:
+        return None
+    return (
+        f"Batches drew from {', '.join(sorted(names))}, of which each worker has its own: with "
+        "schedule='dynamic' what a batch draws depends on the worker that loads it. "
+        "schedule=fastq_loader.Dynamic(reseed=True) seeds these for each batch; or draw from torch's, "
+        "Python's or numpy's global generator, which are"
     )
 
 

@@ -146,14 +146,16 @@ def decode_for_consumer(frame: bytes | memoryview, read: Read | None = None) -> 
 
 
 def _answer(fields: list[Any]) -> Answer:
-    *head, fresh, returned, handle, state, fetched, collated, memory, cpu, slowest, at, cpu_wait, bad = fields
+    *head, fresh, returned, handle, state, fetched, collated, memory, cpu, slowest, at, cpu_wait, remarks = (
+        fields
+    )
     _, _, _, answer_kind, _, _ = head
     costs = fetched, collated, memory, cpu, slowest, at, cpu_wait
     numbers = (*head, *costs)
     # As `_check_counts` does, without a step for each.
     if set(map(type, numbers)) != _INT or min(numbers) < 0 or max(numbers) > _LARGEST:
         raise ProtocolError(f"{numbers!r:.80} where the numbers of an answer should be")
-    if answer_kind not in KINDS or not type(state) is type(bad) is bytes:
+    if answer_kind not in KINDS or not type(state) is type(remarks) is bytes:
         raise ProtocolError(f"an answer of unknown kind {answer_kind}, or a malformed state")
     if not fresh == returned == ():
         _blocks(fresh)
@@ -170,7 +172,7 @@ def _answer(fields: list[Any]) -> Answer:
             if not type(offset) is type(size) is type(start) is int:
                 raise ProtocolError(f"{segment!r:.40} where a segment should be")
         handle = tuple.__new__(Handle, handle)
-    return tuple.__new__(Answer, (*head, fresh, returned, handle, (), state, *costs, bad))
+    return tuple.__new__(Answer, (*head, fresh, returned, handle, (), state, *costs, remarks))
 
 
 def _unpack(frame: bytes | memoryview, *, use_list: bool) -> Any:

@@ -170,7 +170,7 @@ class Answer(NamedTuple):
         slowest, slowest_at: nanoseconds of the sample that took longest, and its place in the batch; 0, 0
             where samples were not timed.
         cpu_wait: nanoseconds in which the worker could have run and had no CPU, so far; as `cpu`.
-        bad: the samples that could not be read, as a sealed pickle (see `workers.reader`), or b"".
+        remarks: bad samples and the like, as a sealed pickle (see `WorkerReader`), or b"".
     """
 
     epoch: int
@@ -191,7 +191,7 @@ class Answer(NamedTuple):
     slowest: int = 0
     slowest_at: int = 0
     cpu_wait: int = 0
-    bad: bytes = b""
+    remarks: bytes = b""
 
 
 Message = Task | Epoch | Space | Bundle | Stop | Hello | Answer | Ping | InBlock

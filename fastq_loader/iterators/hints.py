@@ -17,6 +17,7 @@ from fastq_loader.errors import (
     IdleWorker,
     LoaderHint,
     MemoryPressure,
+    PrivateGenerators,
     SameOrder,
     TinyBatches,
     warn_user,
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
     from fastq_loader.statistics.counters import EpochLog
 
 _NEVER = sys.maxsize
-#: Batches of an epoch after which each kind is looked for, in this order, besides the end of the epoch. An
-#: endless stream has no end; in torch's own tests workers repeat each other, and no `next()` may say so.
-_MOMENTS = {MemoryPressure: 4, SameOrder: KEPT, DuplicateData: 1000}
+#: Batches of an epoch after which each kind is looked for, besides the end of the epoch. An endless stream
+#: has no end; in torch's own tests workers repeat each other, and no `next()` may say so.
+_MOMENTS = {MemoryPressure: 4, SameOrder: KEPT, PrivateGenerators: 32, DuplicateData: 1000}
 
 
 class Hints:
@@ -62,11 +63,12 @@ class Hints:
         if enough and record.order.first is not None:
             kinds.add(SameOrder)
         if loader.num_workers and record.saved is None:  # else much of the epoch went by before
-            kinds |= {MemoryPressure, TinyBatches, DuplicateData, IdleWorker}
+            kinds |= {MemoryPressure, TinyBatches, DuplicateData, IdleWorker, PrivateGenerators}
         if isinstance(loader.num_workers, Auto):  # it finds that out by itself
             kinds.discard(TinyBatches)
         self._kinds = kinds - self._resources.hinted
-        self._moments = [(at, kind) for kind, at in _MOMENTS.items() if kind in self._kinds]
+        moments = ((at, kind) for kind, at in _MOMENTS.items() if kind in self._kinds)
+        self._moments = sorted(moments, key=lambda moment: moment[0])
         self.due = self._moments[0][0] if self._moments else _NEVER
 
     def look(self) -> None:
@@ -115,4 +117,5 @@ _JUDGES: dict[type[LoaderHint], Callable[[Hints], str | None]] = {
     DuplicateData: lambda of: advice.duplicate_data(of._dataset, of._log.first_batches),
     IdleWorker: lambda of: advice.idle_workers(of._dataset, of._log.first_batches, of._workers),
     TinyBatches: Hints._tiny_batches,
+    PrivateGenerators: lambda of: advice.private_generators(of._log.drawn_from),
 }

@@ -22,7 +22,7 @@ from fastq_loader.consumer.delivery import ENDED, Outcome
 from fastq_loader.device.staging import SerialStaging
 from fastq_loader.errors import IteratorInvalid, locate
 from fastq_loader.iterators.base import LoaderIterator
-from fastq_loader.reading import datapipes, generators
+from fastq_loader.reading import datapipes
 from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.reading.reader import HandedOutBefore, Reader
 from fastq_loader.reading.tolerance import LeftOut
@@ -54,8 +54,9 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._lock = threading.RLock()  # threads may share the iterator
         self._busy = False  # in the middle of a step that cannot be repeated
         rules = vars(arguments.rules(loader))
-        self._reader = Reader(self._dataset, self._collate_fn, self._errors, rules)
-        with generators.put_back() if self._dynamic else nullcontext():
+        reseeds = arguments.reseeds(loader)
+        self._reader = Reader(self._dataset, self._collate_fn, self._errors, rules, reseeds=reseeds)
+        with self._reader.put_back() if self._dynamic else nullcontext():
             self._begin_reading()
             self._note_place()
         self._epoch_has_begun(loader)
@@ -200,7 +201,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         batch: Any = _NOTHING
         try:
             if self._dynamic:
-                with generators.put_back():  # seeded as in workers
+                with self._reader.put_back():  # seeded as in workers
                     batch = self._reader.load(number, index)
             else:
                 batch = self._reader.load(number, index)

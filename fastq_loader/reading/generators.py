@@ -19,8 +19,8 @@ import json
 import pickle
 import random
 import struct
-from collections.abc import Callable, Iterable
-from types import ModuleType
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -217,7 +217,7 @@ def draw_base_seed(generator: torch.Generator | None) -> int:
 _BATCH, _SEEDS = struct.Struct("<qq"), struct.Struct("<QQI")
 
 
-def seed_batch(base_seed: int, batch: int, own: dict[str, Any] | None = None) -> int:
+def seed_batch(base_seed: int, batch: int, own: Mapping[str, Any] = MappingProxyType({})) -> int:
     """Seed torch's CPU generator, `random` and numpy's global generator for one batch, and others by name.
 
     The seeds are parts of a BLAKE2b hash of both numbers, so neighbouring batches have nothing in common:
@@ -238,7 +238,7 @@ def seed_batch(base_seed: int, batch: int, own: dict[str, Any] | None = None) ->
     torch.default_generator.manual_seed(for_torch)
     random.seed(for_random)
     numpy_random.seed(for_numpy)
-    for name, generator in (own or {}).items():
+    for name, generator in own.items():
         named = _BATCH.pack(base_seed, batch) + name.encode("utf-8", "surrogatepass")
         _seed(generator, int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "little"))
     return int(for_torch)
@@ -247,9 +247,9 @@ def seed_batch(base_seed: int, batch: int, own: dict[str, Any] | None = None) ->
 def _seed(generator: Any, seed: int) -> None:
     """Seed one that `find` returned. numpy's take a state of their kind that is made of the seed."""
     if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
+        torch.Generator.manual_seed(generator, seed)
     elif isinstance(generator, random.Random):
-        generator.seed(seed)
+        random.Random.seed(generator, seed)  # not a class's of the user's
     elif isinstance(generator, numpy_random.Generator):
         generator.bit_generator.state = type(generator.bit_generator)(seed).state
     else:

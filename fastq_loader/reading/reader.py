@@ -31,6 +31,7 @@ class Reader:
         rules: how samples become batches: the arguments of `Fetcher`.
         number, readers: which one it is, of how many.
         saves_generators: whether its state has the generators that user code may draw from.
+        reseeds: whether those of dataset and collate function are seeded for each batch, too.
 
     Attributes:
         dataset: may be set before an epoch begins.
@@ -54,12 +55,13 @@ class Reader:
         number: int = 0,
         readers: int = 1,
         saves_generators: bool = False,
+        reseeds: bool = False,
     ) -> None:
         self.dataset = dataset
         self._collate, self._errors, self._rules = collate, errors, rules
         self._number, self._readers = number, readers
         self._iterable = rules["iterable"]
-        self._saves_generators = saves_generators
+        self._saves_generators, self._reseeds = saves_generators, reseeds
         self._epoch = self._asked = 0  # of the epoch, how many batches were asked for
         self._replays = False  # what is passed over has to be read again
         self._resumed: dict[str, Any] = {}  # the state to go on from
@@ -102,8 +104,15 @@ class Reader:
                 generators.set_state(own[name], state)
 
     def _generators(self) -> dict[str, Any]:
-        own = generators.find({"dataset": self.dataset, "collate_fn": self._collate})
-        return {**generators.GLOBAL, **own}
+        return {**generators.GLOBAL, **self._own_generators()}
+
+    def _own_generators(self) -> dict[str, Any]:
+        return generators.find({"dataset": self.dataset, "collate_fn": self._collate})
+
+    def put_back(self) -> generators.restored:
+        """A context that leaves all generators as they were that are seeded for a batch in it."""
+        own = self._own_generators() if self._reseeds else {}
+        return generators.restored([*generators.GLOBAL.values(), *own.values()])
 
     def load(self, seq: int, index: Any) -> Any:
         """Batch number `seq` of the epoch.
@@ -131,7 +140,8 @@ class Reader:
         """A batch is seeded by its number. Of an iterable dataset it is the number that it has if no reader
         ends before: how many tasks the others still get depends on when they end."""
         number = self._asked * self._readers + self._number if self._iterable else seq
-        return generators.seed_batch(base_seed, number)
+        own = self._own_generators() if self._reseeds else {}
+        return generators.seed_batch(base_seed, number, own)
 
     def _pass_over(self, index: Any) -> NoReturn:
         if self._replays:

@@ -73,10 +73,10 @@ class Dynamic(Schedule):
     seeded from the iteration's base seed and the batch's number. The batches are then the same bits for any
     number of workers (also 0, where the consumer's generators are put back after each batch), any timing and
     start method, with persistent workers or without, and after a worker's death; the epochs differ. What
-    `worker_init_fn` seeds of these three has no effect; generators that it makes for the dataset's own use
-    stay each worker's own. After an epoch that was broken off the order of the next is the same, too; but not
-    where a user's sampler draws for each index from a global generator, or from one that it does not have as
-    an attribute. The base seed is drawn for every iteration, also with persistent workers.
+    `worker_init_fn` seeds of these three has no effect; generators that the dataset has for its own use stay
+    each worker's own without `reseed`. After an epoch that was broken off the order of the next is the same,
+    too; but not where a user's sampler draws for each index from a global generator, or from one that it does
+    not have as an attribute. The base seed is drawn for every iteration, also with persistent workers.
 
     An iterable dataset is read as in torch, because each worker has a part of it to itself: its batches are
     seeded one by one, and depend on the number of workers.
@@ -85,11 +85,23 @@ class Dynamic(Schedule):
         window: as for `RoundRobin`. None is `prefetch_factor + 1` batches for each worker and, while the next
             batch is late and workers would idle, up to 16 times `prefetch_factor` for each, or 1 GiB (or a
             sixteenth of the machine's memory, if that is less); 14,335 at most.
+        reseed: seed before every batch also the generators of torch, `random` and numpy that dataset and
+            collate function have as attributes (or that objects in these have) when the batch begins.
+
+    Raises:
+        TypeError, ValueError: an argument is not such a value.
 
     >>> loader = DataLoader(torch.arange(8), 2, shuffle=True, num_workers=2, schedule=Dynamic())
     >>> sorted(torch.cat(list(loader)).tolist())
     [0, 1, 2, 3, 4, 5, 6, 7]
     """
+
+    reseed: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.reseed, bool):
+            raise TypeError(f"{self}: reseed must be True or False")
 
 
 _SHORT_FORMS: dict[str, type[Schedule]] = {"round_robin": RoundRobin, "dynamic": Dynamic}

@@ -73,12 +73,15 @@ class EpochLog:
         steps: of the call under way; see `records`.
         first_batches: worker → of its first 8 batches, a digest and the bytes that it was made of; only of an
             iterable dataset.
+        drawn_from: names of generators of the user's own that batches drew from in workers, where it makes a
+            difference which of them loads a batch.
     """
 
     def __init__(self, counters: Counters, epoch: EpochCounters, now: int) -> None:
         self.epoch = epoch.epoch
         self.steps: list[Step] = []
         self.first_batches: dict[int, list[tuple[bytes, int]]] = {}
+        self.drawn_from: set[str] = set()
         self._counters, self._found = counters, epoch
         self._record = counters.records.append
         self._entered, self._thread = now, counters.identify()  # the call under way; 0: there is none

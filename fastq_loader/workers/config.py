@@ -45,6 +45,7 @@ class Plan:
         make_pool: makes the pool, a `WorkerPool`; None on another machine, and in proxies.
         for_device: whether batches go on to a device, and are laid out for it.
         save_generators: whether workers send the states of their generators with each batch.
+        reseed: whether the user's own generators are seeded for each batch, too.
         grace: seconds for which a worker outlives a SIGTERM that is not its consumer's.
         kept: of the loader: what its next pools use again, by name.
     """
@@ -63,6 +64,7 @@ class Plan:
     make_pool: Callable[[Plan], Any] | None
     for_device: bool = False
     save_generators: bool = False
+    reseed: bool = False
     grace: float = 0.0
     kept: dict[str, Any] = field(default_factory=dict, repr=False)
 

@@ -237,14 +237,14 @@ class Worker:
     # ---- one task -----------------------------------------------------------------------------
 
     def _costs(self) -> tuple[Any, ...]:
-        """Costs of the last batch, and its bad samples: the fields of an answer from `fetched` on."""
+        """Costs of the last batch, and remarks: the fields of an answer from `fetched` on."""
         fetched, collated, *slowest = self._reader.timing
         new_memory, self._mapped = self._allocator.new_memory - self._mapped, self._allocator.new_memory
         cpu = cpu_wait = 0
         if collated - self._asked_for_cpu > _CPU_EVERY:  # these are system calls
             self._asked_for_cpu, cpu = collated, time.process_time_ns()
             cpu_wait = calls.waited_for_cpu()
-        return fetched, collated, new_memory, cpu, *slowest, cpu_wait, self._reader.bad
+        return fetched, collated, new_memory, cpu, *slowest, cpu_wait, self._reader.remarks
 
     def _skip(self, task: Task, load: bool = False) -> None:
         started = self._begin(task)
@@ -333,4 +333,4 @@ class Worker:
                 self._packer.unsend(handle)
             text = self._as_text(error, error)
             returned += [offset for offset, _ in used]
-            self._socket.send(answer._replace(kind=ERROR, returned=tuple(returned), handle=text, bad=b""))
+            self._socket.send(answer._replace(kind=ERROR, returned=tuple(returned), handle=text, remarks=b""))

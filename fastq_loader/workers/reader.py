@@ -8,6 +8,7 @@ consumer with each batch (see `reading.reader`).
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import time
 from typing import Any
@@ -32,21 +33,25 @@ class WorkerReader(Reader):
         epochs: how many were begun.
         failure: what user code raised when it was to start or to begin an epoch: there is nothing to load.
         state: of the worker after the batch that was loaded last, as a sealed pickle; b"" if there is none.
-        bad: that batch's samples that could not be read, and what the last one raised, as a sealed pickle of
-            `TolerantFetcher.bad` and of what `dump_exception` returns; b"" if there is none.
+        remarks: what else there is to say of that batch, as a sealed pickle; b"" if there is nothing. The
+            samples that could not be read (`TolerantFetcher.bad`), what the last one raised (of
+            `dump_exception`, or None), and the names of generators of the user's own that it drew from,
+            although any worker may load any batch.
         timing: of that batch, as `Answer` has it: fetched, collated, slowest, slowest_at.
     """
 
     def __init__(self, setup: Setup) -> None:
         plan = setup.plan
         rules = vars(plan.rules)
-        super().__init__(None, None, None, rules, setup.worker, plan.workers, plan.save_generators)
+        of_all = plan.workers, plan.save_generators, plan.reseed
+        super().__init__(None, None, None, rules, setup.worker, *of_all)
         self.epochs = 0
         self.failure: Exception | None = None
-        self.state = self.bad = b""
+        self.state = self.remarks = b""
         self.timing = (0, 0, 0, 0)
         self._setup = setup
         self._fetched = False  # anything since the worker was started
+        self._loads_any = plan.shared_tasks and not plan.reseed
         try:
             self._start()
         except Exception as error:
@@ -71,7 +76,7 @@ class WorkerReader(Reader):
     def begin_epoch(self, epoch: Epoch) -> None:
         """Make the fetcher of an epoch, whose batches are seeded from its base seed if there is one."""
         self.ended = False
-        self.state = self.bad = b""
+        self.state = self.remarks = b""
         self.epochs += 1
         if self.failure is not None:
             return
@@ -87,6 +92,7 @@ class WorkerReader(Reader):
 
     def load(self, seq: int, index: Any) -> Any:
         """As any reader's, and keeps what the answer says of the batch."""
+        before = None if self._fetched or not self._loads_any else self._own_states()
         self._fetched = True
         try:
             return super().load(seq, index)
@@ -95,10 +101,26 @@ class WorkerReader(Reader):
             self.timing = fetcher.fetched, time.monotonic_ns(), fetcher.slowest, fetcher.slowest_at
             state = self.said()
             self.state = seal(state, self._setup.token) if state else b""
-            self.bad = b""
-            if fetcher.error is not None:
-                found = fetcher.bad, dump_exception(fetcher.error, self._setup.worker)
-                self.bad, fetcher.error = seal(pickle.dumps(found), self._setup.token), None
+            self.remarks = b""
+            drawn = [] if before is None else self._drawn_since(before)
+            if drawn or fetcher.error is not None:
+                error, fetcher.error = fetcher.error, None
+                last = None if error is None else dump_exception(error, self._setup.worker)
+                self.remarks = seal(pickle.dumps((fetcher.bad, last, drawn)), self._setup.token)
+
+    def _own_states(self) -> dict[str, Any]:
+        """States of the generators that dataset and collate function have, by name."""
+        with contextlib.suppress(Exception):  # of a device that this process cannot use
+            return {name: generators.state_of(own) for name, own in self._own_generators().items()}
+        return {}
+
+    def _drawn_since(self, before: dict[str, Any]) -> list[str]:
+        """The names of those that were drawn from, or made, since."""
+        return [
+            name
+            for name, state in self._own_states().items()
+            if name not in before or not generators.same(before[name], state)
+        ]
 
     def _seed(self, base_seed: int, seq: int) -> int:
         seed = super()._seed(base_seed, seq)

@@ -10,15 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from fastq_loader import DataLoader, Dynamic, RoundRobin
+from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin, WorkerReplaced
+from fastq_loader.reading import generators
 from fastq_loader.scheduling.schedules import Schedule
 from fastq_loader.workers import group
 from tests.conftest import wait_until
-from tests.support.datasets import SAMPLES, Backwards, CountingSampler, Drawing, Made, MapDataset
+from tests.support.crimes import kill_itself
+from tests.support.datasets import SAMPLES, Backwards, CountingSampler, Drawing, Made, MapDataset, Sized
 from tests.support.gates import LIMIT, Gates, at_rest, once
 from tests.support.loaders import MANY_WORKERS, seed_all
 
@@ -71,6 +74,77 @@ def test_bits_do_not_depend_on_workers_options_or_time(workers: int, options: di
     """Nor on what an init function seeds, or on an epoch that was broken off before."""
     asked = {name: options[name] for name in ("sampler", "stop") if name in options}
     assert epochs(2, LATE_DRAWS, workers, **options) == epochs(2, DRAWS, 0, **asked)
+
+
+class Transform:
+    def __init__(self) -> None:
+        self.generator, self.random = torch.Generator().manual_seed(3), random.Random(4)
+
+    def __call__(self, numbers: list[float]) -> torch.Tensor:
+        drawn = torch.rand(1, generator=self.generator).item(), self.random.random()
+        return torch.tensor([*numbers, *drawn], dtype=torch.float64)
+
+
+class OwnGenerators(Sized, Dataset):
+    """Draws from generators of its own, of each kind, and from a global one. The sample `fatal` ends the
+    first worker that comes to it."""
+
+    length = SIZE
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.rng, self.old = np.random.default_rng(0), np.random.RandomState(1)
+        self.transform = Transform()
+        self.folder = folder
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        if self.folder is not None and index == 11 and not any(self.folder.iterdir()):
+            (self.folder / "was here").touch()
+            kill_itself(index)
+        return index, self.transform([self.rng.random(), self.old.rand(), random.random()])
+
+
+RESEED = Dynamic(reseed=True)
+
+
+@pytest.mark.parametrize(
+    ("workers", "options"),
+    [
+        (0, {}),
+        *((workers, {"multiprocessing_context": "fork"}) for workers in (1, 2, 3)),
+        *((2, {"multiprocessing_context": method}) for method in ("spawn", "forkserver")),
+        (2, {"persistent_workers": True}),
+        (2, {"prefetch_factor": 7, "stop": 3}),
+    ],
+    ids=str,
+)
+def test_own_generators_are_seeded_for_each_batch_where_that_is_asked_for(
+    workers: int, options: dict[str, Any]
+) -> None:
+    dataset = OwnGenerators()
+    before = generators.states(dataset)[3:]  # the first are the process's own
+    asked = {"schedule": RESEED, "stop": options.get("stop")}
+    found = epochs(2, dataset, workers, **{**options, **asked})
+    assert found == epochs(2, OwnGenerators(), 0, **asked)
+    assert generators.states(dataset)[3:] == before, "the consumer's are left alone"
+    rows = [tuple(row) for batch in found[-1] for row in batch[1]]
+    for column in zip(*rows, strict=True):
+        assert len(set(column)) == SIZE, "each batch has other numbers, and each sample"
+
+
+def test_own_generators_are_seeded_in_a_successor_in_a_resumed_epoch_and_in_a_replay(tmp_path: Path) -> None:
+    [expected] = epochs(1, OwnGenerators(), 0, schedule=RESEED)
+    options: Any = {"num_workers": 2, "schedule": RESEED, "workers": Processes(max_restarts=1)}
+    one, other, dies = (
+        DataLoader(OwnGenerators(folder), 3, True, **options) for folder in (None, None, tmp_path)
+    )
+    seed_all(11)
+    with pytest.warns(WorkerReplaced):
+        assert [as_lists(batch) for batch in dies] == expected
+    seed_all(11)
+    list(itertools.islice(one, 4))
+    other.load_state_dict(one.state_dict())
+    assert [as_lists(batch) for batch in other] == expected[4:]
+    assert as_lists(one.replay(epoch=0, batch=6)) == expected[6]
 
 
 def test_without_order_the_batches_are_the_same_ones() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import count, islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -21,10 +22,12 @@ from torch.utils.data import (
 from fastq_loader import (
     DataLoader,
     DuplicateData,
+    Dynamic,
     IdleWorker,
     LoaderHint,
     MemoryPressure,
     PermutationSampler,
+    PrivateGenerators,
     SameOrder,
     TinyBatches,
 )
@@ -66,6 +69,27 @@ def large() -> DataLoader[Any]:
     return DataLoader([MIB] * 8, num_workers=2, prefetch_factor=3)  # type: ignore[arg-type]
 
 
+class Draws:
+    """A collate function, or a dataset, that draws from a generator of its own, or does so for no sample."""
+
+    def __init__(self, draws: bool = True) -> None:
+        self.rng, self.draws = np.random.default_rng(0), draws
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> float:
+        return self.rng.random() if self.draws else torch.rand(()).item()
+
+    def __call__(self, samples: list[float]) -> list[float]:
+        return [*samples, self[0]]
+
+
+def noise(draws: bool = True, schedule: Any = "dynamic", workers: int = 2) -> DataLoader[Any]:
+    both: Any = Draws(draws), Draws(draws)
+    return DataLoader(both[0], 4, collate_fn=both[1], num_workers=workers, schedule=schedule)
+
+
 @pytest.fixture
 def easily_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small runs matter, and there is no memory."""
@@ -86,6 +110,7 @@ CASES: dict[type[LoaderHint], tuple[Callable[[], DataLoader[Any]], int, str]] = 
         r"no batch .* \(worker 1\): Stream",
     ),
     TinyBatches: (lambda: DataLoader(range(4), num_workers=2), 1, "4 batches would have taken about 0.0 s"),
+    PrivateGenerators: (lambda: noise(), 1, r"Batches drew from collate_fn\.rng, dataset\.rng, of which"),
     MemoryPressure: (large, 1, "6 batches of 1.0 MB may be loaded ahead: 6 MB"),
 }
 KINDS = pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
@@ -305,6 +330,26 @@ ORDERS: dict[str, tuple[Callable[[int], DataLoader[Any]], Callable[[DataLoader[A
 def test_orders_that_nobody_is_told_of(name: str, workers: int) -> None:
     make, use = ORDERS[name]
     use(make(workers))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(False,), (True, Dynamic(reseed=True)), (True, "round_robin"), (True, "dynamic", 0)],
+    ids=["global generators", "seeded", "torch's order", "no workers"],
+)
+def test_own_generators_that_nobody_is_told_of(arguments: tuple[Any, ...]) -> None:
+    assert not told(twice, noise(*arguments))
+
+
+def test_a_generator_that_a_dataset_makes_for_its_first_sample_is_told_of() -> None:
+    class Late(Draws):
+        def __getitem__(self, index: int) -> float:
+            self.late = vars(self).get("late") or np.random.default_rng(index)
+            return self.late.random()
+
+    dataset: Any = Late()
+    with pytest.warns(PrivateGenerators, match=r"drew from dataset\.late, of which"):
+        iterate(DataLoader(dataset, 4, num_workers=2, schedule="dynamic"))
 
 
 def next_only(loader: DataLoader[Any]) -> None:

@@ -170,6 +170,43 @@ def test_batches_draw_different_numbers_and_the_same_whoever_loads_them(
         assert len({drawn[position] for drawn in draws}) == len(batches)
 
 
+class Counts(random.Random):
+    """Seeded by code of the user's."""
+
+    seeded = 0
+
+    def seed(self, *args: Any) -> None:
+        self.seeded += 1
+        super().seed(*args)
+
+
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (lambda: torch.Generator().manual_seed(1), lambda g: torch.rand(1, generator=g).item()),
+        (lambda: Counts(1), lambda g: g.random()),
+        (lambda: np.random.default_rng(1), lambda g: g.random()),
+        (lambda: np.random.Generator(np.random.MT19937(1)), lambda g: g.random()),
+        (lambda: np.random.RandomState(1), lambda g: g.standard_normal()),  # which it draws in pairs
+        (lambda: np.random.RandomState(np.random.PCG64(1)), lambda g: g.rand()),
+    ],
+)
+def test_own_generators_are_seeded_by_their_names_and_batches(make: Any, draw: Any) -> None:
+    def drawn(base_seed: int, batch: int, name: str, before: int) -> float:
+        own = make()
+        for _ in range(before):
+            draw(own)
+        seeded = getattr(own, "seeded", 0)
+        generators.seed_batch(base_seed, batch, {name: own})
+        assert getattr(own, "seeded", 0) == seeded, "no code of the user's ran"
+        number: float = draw(own)
+        return number
+
+    assert drawn(5, 7, "dataset.rng", 0) == drawn(5, 7, "dataset.rng", 3)
+    others = {drawn(5, 8, "dataset.rng", 0), drawn(6, 7, "dataset.rng", 0), drawn(5, 7, "dataset.other", 0)}
+    assert len(others | {drawn(5, 7, "dataset.rng", 0)}) == 4
+
+
 class Unpicklable(random.Random):
     def __reduce__(self) -> Any:
         raise TypeError("not today")

@@ -42,9 +42,10 @@ def test_a_wrong_window_is_named_when_it_is_made(kind: Any, window: Any, error: 
         dataclasses.replace(kind(window=WIDEST_WINDOW), window=window)
 
 
-def test_save_generators_is_a_bool() -> None:
-    with pytest.raises(TypeError, match="save_generators must be True or False"):
-        RoundRobin(save_generators=1)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("kind", "name"), [(RoundRobin, "save_generators"), (Dynamic, "reseed")])
+def test_what_is_not_true_or_false_is_named(kind: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=rf"{kind.__name__}\(.*{name}=1\): {name} must be True or False"):
+        kind(**{name: 1})
 
 
 @pytest.mark.parametrize(
