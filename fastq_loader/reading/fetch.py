@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import default_collate
 
 from fastq_loader.reading.collate import default
-from fastq_loader.reading.tables import TABLES, Gatherer
+from fastq_loader.reading.tables import Gatherer, is_table
 
 
 class EndOfStream(Exception):
@@ -67,7 +67,8 @@ class Fetcher:
         self.drop_last = drop_last
         self._iterable = iterable
         self._getitems = auto_collation and not iterable and _has_getitems(dataset)
-        self._gatherer = Gatherer() if auto_collation and collate is default_collate else None
+        gathers = auto_collation and collate is default_collate and is_table(dataset)
+        self._gatherer = Gatherer() if gathers else None
         self._times_samples = False
         if iterable:
             self.dataset_iter = iter(dataset)
@@ -82,11 +83,7 @@ class Fetcher:
         self.slowest = self.slowest_at = samples = 0
         dataset = self.dataset
         try:
-            if (
-                type(dataset) in TABLES
-                and self._gatherer is not None
-                and (batch := self._gatherer.gather(dataset, index)) is not None
-            ):
+            if self._gatherer is not None and (batch := self._gatherer.gather(dataset, index)) is not None:
                 self.fetched = monotonic_ns()
                 return batch
             if self._read is not None:

@@ -1,9 +1,10 @@
 """A batch of a table: one gather for each field, in place of a call for each row and a stack.
 
 Runs in workers, and in the consumer with num_workers=0. Only for torch's own `TensorDataset`, and its own
-`Subset` of one, whose rows cannot be anything but slices of plain tensors. Whatever else it finds is left to
-the usual way, which also raises the errors: a subclass, a method that somebody has replaced, an index that is
-no int or out of range, a tensor that is not dense, contiguous, on the CPU and without grad.
+`Subset`, `StackDataset` and `ConcatDataset` of such, whose rows cannot be anything but slices of plain
+tensors. Whatever else it finds is left to the usual way, which also raises the errors: a subclass, a method
+that somebody has replaced, an index that is no int or out of range, a tensor that is not dense, contiguous,
+on the CPU and without grad, parts of a concatenation that are not alike.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 from torch.utils.data._utils import collate as torch_collate
 
 from fastq_loader.memory.allocator import out_tensor
@@ -22,63 +23,114 @@ from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.reading.collate import stack_tensors, torch_tensors
 from fastq_loader.system.interrupts import refuse_interrupt
 
-TABLES = (TensorDataset, Subset)
-
 _STACKS = (torch_tensors, stack_tensors)
 
 
 class Gatherer:
-    """Gathers the batches of a table."""
+    """Gathers the batches of a table, for one epoch."""
 
     def __init__(self) -> None:
-        # What was looked at last, and is not looked at again: 50 fields would take as long as their gather.
-        self._fields: Any = None
-        self._row_bytes: list[int] | None = None  # of each field; None: they are not plain
+        # What was looked at is not looked at again: 50 fields would take as long as their gather. Of each
+        # table its fields, and bytes of a row of each; None: they are not plain.
+        self._looked_at: dict[int, tuple[Any, list[int] | None]] = {}
         self._kinds, self._allows = 0, False  # of the table of collate functions
 
-    def gather(self, dataset: Any, index: Any) -> list[torch.Tensor] | None:
-        """Rows of one of TABLES as torch's default collate makes them; None: it has to be asked."""
-        if not (_is_torchs() and self._is_default()):
+    def gather(self, dataset: Any, index: Any) -> Any:
+        """Rows of a table as torch's default collate makes them; None: that has to be asked."""
+        if not (_is_torchs() and self._is_default() and _ints(index)):
             return None
         try:
-            while type(dataset) is Subset and len(vars(dataset)) == 2 and _ints(index):
-                index, dataset = _through(dataset.indices, index), dataset.dataset
-            if type(dataset) is not TensorDataset or len(vars(dataset)) != 1 or not _ints(index):
-                return None
-            fields = dataset.tensors
-            if fields is not self._fields:
-                self._fields, self._row_bytes = fields, _row_bytes(fields)
-            if self._row_bytes is None:
-                return None
-            rows = torch.from_numpy(np.array(index))
-            if max(self._row_bytes) * len(index) < SMALLEST:
-                return list(map(torch.index_select, fields, repeat(0), repeat(rows)))
-            return list(map(_select, fields, repeat(rows), self._row_bytes))
+            return self._rows(dataset, index, to_be_sent=True)
         except (IndexError, TypeError, RuntimeError, OverflowError) as error:
             refuse_interrupt(error)
             return None  # also for a negative index
 
+    def _rows(self, dataset: Any, index: list[int], to_be_sent: bool) -> Any:
+        """
+        Raises:
+            TypeError, and what numpy and torch raise: the rows have to be read one by one.
+        """
+        while type(dataset) is Subset and len(vars(dataset)) == 2:
+            index, dataset = _through(dataset.indices, index), dataset.dataset
+            if not _ints(index):
+                raise TypeError("indices that are no ints")
+        kind = type(dataset)
+        if kind is TensorDataset and len(vars(dataset)) == 1:
+            return self._select(dataset.tensors, index, to_be_sent)
+        if kind is StackDataset and len(vars(dataset)) == 2:
+            parts = dataset.datasets
+            if type(parts) is dict:
+                return {name: self._rows(part, index, to_be_sent) for name, part in parts.items()}
+            return [self._rows(part, index, to_be_sent) for part in parts]
+        if kind is ConcatDataset and len(vars(dataset)) == 2:
+            return self._concatenated(dataset, np.array(index), to_be_sent)
+        raise TypeError(f"{kind} is no table")
+
+    def _concatenated(self, dataset: Any, rows: Any, to_be_sent: bool) -> Any:
+        ends = np.array(dataset.cumulative_sizes)
+        if rows.min() < 0:
+            raise IndexError("a negative index")
+        of = np.searchsorted(ends, rows, side="right")
+        places = [(part, np.flatnonzero(of == part)) for part in np.unique(of).tolist()]
+        found = [
+            self._rows(dataset.datasets[part], (rows[at] - (ends[part - 1] if part else 0)).tolist(), False)
+            for part, at in places
+        ]
+        order = torch.from_numpy(np.argsort(np.concatenate([at for _, at in places])))
+        return _merge(found, order, to_be_sent)
+
+    def _select(self, fields: Any, index: list[int], to_be_sent: bool) -> list[torch.Tensor]:
+        """Rows of fields, in blocks if they are `to_be_sent` and worth one."""
+        known, row_bytes = self._looked_at.get(id(fields), (None, None))
+        if known is not fields:
+            row_bytes = _row_bytes(fields)
+            self._looked_at[id(fields)] = fields, row_bytes
+        if row_bytes is None:
+            raise TypeError("fields that are not plain")
+        rows = torch.from_numpy(np.array(index))
+        if not to_be_sent or max(row_bytes) * len(index) < SMALLEST:
+            return list(map(torch.index_select, fields, repeat(0), repeat(rows)))
+        return list(map(_select, fields, repeat(rows), row_bytes))
+
     def _is_default(self) -> bool:
-        """Whether nobody has told torch's default collate what to make of tuples or tensors."""
+        """Whether nobody has told torch's default collate what to make of tuples, dicts or tensors."""
         functions = torch_collate.default_collate_fn_map
         if len(functions) != self._kinds:
-            self._kinds, self._allows = len(functions), not issubclass(tuple, tuple(functions))
+            self._kinds = len(functions)
+            self._allows = not any(issubclass(kind, tuple(functions)) for kind in (tuple, dict))
         return self._allows and functions.get(torch.Tensor) in _STACKS
 
 
 def _is_torchs() -> bool:
     """Whether the rows are read by torch's own code."""
-    return (
-        _FOUND_TORCHS
-        and TensorDataset.__getitem__ is _ROW
-        and Subset.__getitem__ is _OF_SUBSET
-        and Subset.__getitems__ is _ALL_OF_SUBSET
-        and not hasattr(TensorDataset, "__getitems__")
-    )
+    return _FOUND_TORCHS and _methods() == _METHODS
 
 
-_ROW, _OF_SUBSET, _ALL_OF_SUBSET = TensorDataset.__getitem__, Subset.__getitem__, Subset.__getitems__
-_FOUND_TORCHS = {each.__module__ for each in (_ROW, _OF_SUBSET, _ALL_OF_SUBSET)} == {Subset.__module__}
+def _methods() -> list[Any]:
+    return [
+        *(TensorDataset.__getitem__, getattr(TensorDataset, "__getitems__", None)),
+        *(Subset.__getitem__, Subset.__getitems__, StackDataset.__getitem__, StackDataset.__getitems__),
+        *(ConcatDataset.__getitem__, getattr(ConcatDataset, "__getitems__", None)),
+    ]
+
+
+_METHODS = _methods()
+_FOUND_TORCHS = {each.__module__ for each in _METHODS if each is not None} == {Subset.__module__}
+
+
+def is_table(dataset: Any) -> bool:
+    """Whether a dataset is made of torch's own tables only; what they hold is looked at with each batch."""
+    todo = [dataset]
+    while todo:
+        part = todo.pop()
+        kind = type(part)
+        if kind is Subset:
+            todo.append(part.dataset)
+        elif kind in (StackDataset, ConcatDataset):
+            todo += part.datasets.values() if type(part.datasets) is dict else part.datasets
+        elif kind is not TensorDataset:
+            return False
+    return True
 
 
 def _ints(index: Any) -> bool:
@@ -116,3 +168,18 @@ def _select(field: torch.Tensor, rows: torch.Tensor, row_bytes: int) -> torch.Te
     worth = row_bytes * len(rows) >= SMALLEST
     out = out_tensor((len(rows), *field.shape[1:]), field.dtype) if worth else None
     return torch.index_select(field, 0, rows, out=out)
+
+
+def _merge(parts: list[Any], order: torch.Tensor, to_be_sent: bool) -> Any:
+    """Batches of the parts of a concatenation as one, whose rows are in this order."""
+    first = parts[0]
+    if type(first) is torch.Tensor:
+        if len({(part.dtype, part.shape[1:]) for part in parts}) > 1:
+            raise TypeError("rows that are not alike")
+        whole = torch.cat(parts)
+        return _select(whole, order, whole[:1].nbytes if to_be_sent else 0)
+    if len({(type(part), tuple(part)) if type(part) is dict else (list, len(part)) for part in parts}) > 1:
+        raise TypeError("parts that are not alike")
+    if type(first) is dict:
+        return {name: _merge([part[name] for part in parts], order, to_be_sent) for name in first}
+    return [_merge(list(fields), order, to_be_sent) for fields in zip(*parts, strict=True)]

@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import fetch as torch_fetch
 
 from fastq_loader.reading.fetch import Fetcher
-from fastq_loader.reading.tables import Gatherer
+from fastq_loader.reading.tables import Gatherer, is_table
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32),
@@ -93,8 +93,83 @@ def test_every_table_and_index_gives_what_torch_gives(case: tuple[Any, list[Any]
     check(*case)
 
 
+@st.composite
+def combined(draw: st.DrawFn) -> tuple[Any, list[Any]]:
+    """Concatenations and stacks, in each other, mostly of parts that are alike."""
+    fields = draw(st.lists(st.tuples(st.just([2]), st.sampled_from(DTYPES)), min_size=1, max_size=2))
+
+    def table(rows: int, depth: int) -> Any:
+        kind = draw(st.sampled_from(["table", "subset", "stack", "names", "concatenation"][: 2 + 3 * depth]))
+        if kind == "table":
+            odd = draw(st.integers(0, 19)) == 0
+            mine = [([3], torch.int64)] if odd else fields
+            return TensorDataset(*(tensor(rows, *field) + draw(st.integers(0, 1)) for field in mine))
+        if kind == "subset":
+            return Subset(table(5, 0), draw(st.lists(st.integers(0, 4), min_size=rows, max_size=rows)))
+        if kind == "stack":
+            return StackDataset(*(table(rows, depth - 1) for _ in range(draw(st.integers(1, 2)))))
+        if kind == "names":
+            return StackDataset(x=table(rows, depth - 1), y=table(rows, depth - 1))
+        first = draw(st.integers(0, rows))
+        return ConcatDataset([table(first, depth - 1), table(rows - first, depth - 1)])
+
+    rows = draw(st.integers(1, 9))
+    several = draw(st.sampled_from([st.integers(0, rows - 1), st.integers(-rows - 1, rows)]))
+    return table(rows, 2), draw(st.lists(several, max_size=9))
+
+
+def flat(batch: Any) -> list[Any]:
+    """The tensors of a batch, with the types of what they lie in."""
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    parts = list(batch.values()) if isinstance(batch, dict) else batch
+    names = tuple(batch) if isinstance(batch, dict) else ()
+    return [(type(batch), len(batch), names), *(leaf for part in parts for leaf in flat(part))]
+
+
+@given(combined())
+def test_concatenations_and_stacks_give_what_torch_gives(case: tuple[Any, list[Any]]) -> None:
+    batch, wanted = fetched(*case), by_rows(*case)
+    if isinstance(wanted, tuple):
+        assert batch == wanted
+        return
+    for leaf, of_torch in zip(flat(batch), flat(wanted), strict=True):
+        assert type(leaf) is type(of_torch)
+        if isinstance(leaf, torch.Tensor):
+            assert (leaf.dtype, leaf.stride()) == (of_torch.dtype, of_torch.stride())
+            assert torch.equal(leaf, of_torch)
+        else:
+            assert leaf == of_torch
+
+
 def rows_of(*fields: torch.Tensor) -> Any:
     return TensorDataset(*fields)
+
+
+def test_concatenations_and_stacks_of_tables_are_gathered() -> None:
+    one, other = rows_of(torch.arange(6.0)), rows_of(torch.arange(6.0, 9))
+    both = ConcatDataset([one, other])
+    assert Gatherer().gather(both, [7, 0, 8, 3])[0].tolist() == [7, 0, 8, 3]
+    stacked = StackDataset(x=both, y=Subset(one, [5, 4, 3, 2, 1, 0, 5, 4, 3]))
+    assert is_table(stacked)
+    batch = Gatherer().gather(stacked, [8, 0])
+    assert (batch["x"][0].tolist(), batch["y"][0].tolist()) == ([8, 0], [3, 5])
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        ConcatDataset([rows_of(torch.arange(3)), list(range(3))]),  # type: ignore[list-item]
+        StackDataset(rows_of(torch.arange(3)), torch.arange(3)),  # type: ignore[arg-type]
+        StackDataset(x=range(3)),  # type: ignore[arg-type]
+        Subset(list(range(3)), [1, 2]),  # type: ignore[arg-type]
+        type("Users", (ConcatDataset,), {})([rows_of(torch.arange(3))]),
+        type("Users", (StackDataset,), {})(rows_of(torch.arange(3))),
+    ],
+)
+def test_what_has_other_parts_is_no_table(dataset: Any) -> None:
+    assert not is_table(dataset)
+    assert Gatherer().gather(dataset, [0, len(dataset) - 1]) is None
 
 
 @pytest.mark.parametrize("kind", ["list", "tuple", "array", "tensor"])
@@ -162,15 +237,18 @@ def test_what_was_replaced_since_the_last_batch_is_looked_at() -> None:
     assert gatherer.gather(table, [0])[0].tolist() == [[1, 2, 3, 4]]  # type: ignore[index]
 
 
+@pytest.mark.parametrize("kind", [TensorDataset, StackDataset, ConcatDataset])
 @pytest.mark.parametrize("method", ["__getitem__", "__getitems__"])
-def test_a_method_that_was_replaced_is_called(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_was_replaced_is_called(
+    kind: type, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gatherer = Gatherer()
     assert gatherer.gather(rows_of(PLAIN), [0]) is not None
-    monkeypatch.setattr(TensorDataset, method, lambda self, index: "own", raising=False)
+    monkeypatch.setattr(kind, method, lambda self, index: "own", raising=False)
     assert gatherer.gather(rows_of(PLAIN), [0]) is None
 
 
-@pytest.mark.parametrize("kind", [torch.Tensor, tuple, object])
+@pytest.mark.parametrize("kind", [torch.Tensor, tuple, dict, object])
 def test_a_collate_function_of_the_users_is_called(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     gatherer = Gatherer()
     assert gatherer.gather(rows_of(PLAIN), [0]) is not None
