@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 import fastq_loader
 from tests.conftest import run_script
@@ -20,6 +21,8 @@ PARTS = {
         r"^## ([^\n]*)\n(?:(?!^## ).)*?```python\n(.*?)```(?:(?!^## ).)*?```text\n(.*?)```", PAGE, re.S | re.M
     )
 }
+
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 #: Both loaders wait five seconds for a worker that is stuck, and that they end then.
 HURRY = """
@@ -51,6 +54,8 @@ def test_a_program_prints_what_the_page_says(heading: str) -> None:
     mounts = private_mounts() if heading == "/dev/shm is full" else []
     if heading == "/dev/shm is full" and not mounts:
         pytest.skip("another /dev/shm cannot be mounted here")
+    if mounts and TORCH < (2, 13):
+        pytest.skip("torch 2.6's worker ends by a bus error there, and the page shows 2.13's words")
     source = "\n".join((HURRY, textwrap.dedent(SURROUNDINGS.get(heading, "")), program))
     result = run_script(source, prefix=mounts, warm=not mounts)
     assert (result.returncode, result.left) == (0, ()), result.stderr
