@@ -24,6 +24,7 @@ from fastq_loader.reading.collate import stack_tensors, torch_tensors
 from fastq_loader.system.interrupts import refuse_interrupt
 
 _STACKS = (torch_tensors, stack_tensors)
+_MOST_PARTS = 1000
 
 
 class Gatherer:
@@ -119,18 +120,24 @@ _FOUND_TORCHS = {each.__module__ for each in _METHODS if each is not None} == {S
 
 
 def is_table(dataset: Any) -> bool:
-    """Whether a dataset is made of torch's own tables only; what they hold is looked at with each batch."""
+    """Whether a dataset is made of torch's own tables only, a thousand at most: one may hold itself. What
+    they hold is looked at with each batch."""
     todo = [dataset]
-    while todo:
+    for _ in range(_MOST_PARTS):
+        if not todo:
+            return True
         part = todo.pop()
         kind = type(part)
         if kind is Subset:
-            todo.append(part.dataset)
+            todo.append(vars(part).get("dataset"))
         elif kind in (StackDataset, ConcatDataset):
-            todo += part.datasets.values() if type(part.datasets) is dict else part.datasets
+            parts = vars(part).get("datasets")
+            if type(parts) not in (tuple, list, dict):
+                return False
+            todo += parts.values() if type(parts) is dict else parts
         elif kind is not TensorDataset:
             return False
-    return True
+    return False
 
 
 def _ints(index: Any) -> bool:

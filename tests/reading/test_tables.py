@@ -156,6 +156,13 @@ def test_concatenations_and_stacks_of_tables_are_gathered() -> None:
     assert (batch["x"][0].tolist(), batch["y"][0].tolist()) == ([8, 0], [3, 5])
 
 
+def test_one_that_holds_itself_or_nothing_is_no_table() -> None:
+    subset, parts = Subset(rows_of(PLAIN), [0]), ConcatDataset([rows_of(PLAIN)])
+    subset.dataset, parts.datasets = subset, [parts, parts]  # type: ignore[assignment]
+    for dataset in (subset, parts, object.__new__(Subset), object.__new__(StackDataset)):
+        assert not is_table(dataset)
+
+
 @pytest.mark.parametrize(
     "dataset",
     [
