@@ -224,7 +224,7 @@ def seed_batch(base_seed: int, batch: int, own: Mapping[str, Any] = MappingProxy
     64 bits for torch and for `random`, and 32 for numpy. More would have to be an array, for which numpy's
     legacy generator needs up to 160 us (6 us for an integer). Generators of devices are left alone: to seed
     one that is not in use yet costs torch milliseconds. Those of `own` get 64 bits of a hash of both numbers
-    and their name.
+    and their name; see `_seed`.
 
     Args:
         base_seed, batch: from -2^63 to 2^63 - 1.
@@ -245,16 +245,22 @@ def seed_batch(base_seed: int, batch: int, own: Mapping[str, Any] = MappingProxy
 
 
 def _seed(generator: Any, seed: int) -> None:
-    """Seed one that `find` returned. numpy's take a state of their kind that is made of the seed."""
+    """Seed one that `find` returned, without code of the user's. numpy's take a state that is made of the
+    seed. One of a device, or of bits that are not numpy's, is left alone."""
     if isinstance(generator, torch.Generator):
-        torch.Generator.manual_seed(generator, seed)
+        if generator.device.type == "cpu":
+            torch.Generator.manual_seed(generator, seed)
     elif isinstance(generator, random.Random):
-        random.Random.seed(generator, seed)  # not a class's of the user's
-    elif isinstance(generator, numpy_random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+        random.Random.seed(generator, seed)
     else:
-        fresh = numpy_random.RandomState(type(generator._bit_generator)(seed))
-        generator.set_state(fresh.get_state(legacy=False))
+        is_new = isinstance(generator, numpy_random.Generator)
+        kind = type(generator.bit_generator if is_new else generator._bit_generator)
+        if kind.__module__.partition(".")[0] == "numpy":
+            bits = kind(seed)
+            if is_new:
+                generator.bit_generator.state = bits.state
+            else:
+                generator.set_state(numpy_random.RandomState(bits).get_state(legacy=False))
 
 
 def set_shared(states: dict[str, Any]) -> None:

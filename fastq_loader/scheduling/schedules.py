@@ -85,8 +85,9 @@ class Dynamic(Schedule):
         window: as for `RoundRobin`. None is `prefetch_factor + 1` batches for each worker and, while the next
             batch is late and workers would idle, up to 16 times `prefetch_factor` for each, or 1 GiB (or a
             sixteenth of the machine's memory, if that is less); 14,335 at most.
-        reseed: seed before every batch also the generators of torch, `random` and numpy that dataset and
-            collate function have as attributes (or that objects in these have) when the batch begins.
+        reseed: seed before every batch also the generators of torch (of the CPU), `random` and numpy that
+            dataset and collate function have as attributes, or that objects in these have, when the batch
+            begins. A thousand objects are looked at.
 
     Raises:
         TypeError, ValueError: an argument is not such a value.

@@ -207,6 +207,21 @@ def test_own_generators_are_seeded_by_their_names_and_batches(make: Any, draw: A
     assert len(others | {drawn(5, 7, "dataset.rng", 0)}) == 4
 
 
+@pytest.mark.parametrize("make", [np.random.Generator, np.random.RandomState])
+def test_a_generator_of_other_bits_than_numpys_is_left_alone(make: Any) -> None:
+    class Bits(np.random.PCG64):
+        made = 0
+
+        def __init__(self, seed: int) -> None:
+            super().__init__(seed)
+            Bits.made += 1
+
+    own, same = (make(Bits(3)) for _ in range(2))
+    generators.seed_batch(1, 2, {"dataset.rng": own})
+    assert own.bytes(8) == same.bytes(8)
+    assert Bits.made == 2, "no code of the user's ran"
+
+
 class Unpicklable(random.Random):
     def __reduce__(self) -> Any:
         raise TypeError("not today")
