@@ -160,6 +160,8 @@ class PermutationSampler(ComputedSampler):
     [0, 1, 2, 3, 4, 5, 6, 7]
     """
 
+    set_epoch = ComputedSampler.set_epoch  # which the reference shows
+
     def __init__(
         self, n: int, seed: int = 0, *, num_replicas: int = 1, rank: int = 0, drop_last: bool = False
     ) -> None:
@@ -210,6 +212,8 @@ class WeightedSampler(ComputedSampler):
     >>> sorted(WeightedSampler([0.2, 0.0, 0.8], 2, replacement=False))
     [0, 2]
     """
+
+    set_epoch = ComputedSampler.set_epoch  # which the reference shows
 
     def __init__(
         self,
