@@ -1,4 +1,4 @@
-"""`--device cuda`: batches onto a GPU, in several ways, here called arms. Not yet run on one.
+"""`--device cuda`: batches onto a GPU, in several ways, here called arms.
 
 A round times each arm's full drain, and its loop with steps of several lengths. Beside them runs a large copy
 from pinned memory, the link's peak. Workers come from a fork server, which never sees the device. Nothing of

@@ -139,6 +139,7 @@ def test_a_transform_beside_reads_memory_of_its_own(guard: Guard, monkeypatch: p
     pair.copies.drain()
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
 @pytest.mark.parametrize("pin", ["register", "bounce", "pageable"])
 def test_a_batch_is_one_copy_from_page_locked_memory(pin: str) -> None:
     """`pageable` is the run without the guard. The profiler keeps descriptors of its own."""
@@ -427,7 +428,9 @@ def test_a_refusal_of_the_driver_leads_to_the_next_mode(
             assert wrong_batches(loader) == []
         assert wrong_batches(loader) == []  # the next pool knows, and nothing is said again
         staging = staging_of(loader)
-    assert len(said) == (2 if workers and pin == "pageable" else 1)
+    # Python 3.12 adds a warning of its own for each worker that is forked beside the driver's threads.
+    told = [one for one in said if issubclass(one.category, PinFallback)]
+    assert len(told) == (2 if workers and pin == "pageable" else 1)
     assert (staging.pin, staging.copies) == (pin, 2 * BATCHES)
     assert pin == "bounce" or staging.pinned_bytes == 0
     assert [code != 0 for code in runtime.codes].count(True) == bool(workers), "the driver was asked again"
