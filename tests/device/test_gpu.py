@@ -142,7 +142,9 @@ def test_a_transform_beside_reads_memory_of_its_own(guard: Guard, monkeypatch: p
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
 @pytest.mark.parametrize("pin", ["register", "bounce", "pageable"])
 def test_a_batch_is_one_copy_from_page_locked_memory(pin: str) -> None:
-    """`pageable` is the run without the guard. The profiler keeps descriptors of its own."""
+    """`pageable` is the run without the guard. The profiler keeps descriptors of its own, and that of
+    torch 2.11 warns that a second cycle clears the events of the first.
+    """
     dataset = ManyFields(BATCH * BATCHES, 32, 1000)
     with DataLoader(
         dataset, BATCH, num_workers=2, device=ToDevice("cuda", pin=pin), persistent_workers=True
