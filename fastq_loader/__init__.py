@@ -2,21 +2,21 @@
 
 | for | there is |
 |---|---|
-| who loads what, and where | `RoundRobin`, `Dynamic`, `Processes`, `RayWorkers` |
-| samples that cannot be read | `Replace`, `Skip` |
-| what users bring | `PermutationSampler`, `WeightedSampler`, `Distributed`, `share`, `empty`, `normalize` |
-| what it did, and what limits it | `LoaderStatistics`, `EpochStatistics`, `WorkerStatistics`, `Diagnosis` |
-| is it worth it, and with which setting? | `compare`, `tune` |
-| the way to a device | `ToDevice`, `copy_into`, and `Prefetcher` for any loader |
-| libraries that make loaders | `install`, `assert_active`, and the modules in `fastq_loader.integrations` |
-| a job that is told to end | `preemption`, `DataLoader.state_dict` |
+| schedules, and kinds of workers | `RoundRobin`, `Dynamic`, `Processes`, `RayWorkers` |
+| unreadable samples | `Replace`, `Skip` |
+| samplers, helpers | `PermutationSampler`, `WeightedSampler`, `Distributed`, `share`, `empty`, `normalize` |
+| statistics and bottlenecks | `LoaderStatistics`, `EpochStatistics`, `WorkerStatistics`, `Diagnosis` |
+| comparison with torch, and tuning | `compare`, `tune` |
+| copies to a device | `ToDevice`, `copy_into`, and `Prefetcher` for any loader |
+| libraries that create loaders | `install`, `assert_active`, and the modules in `fastq_loader.integrations` |
+| preemption and resume | `preemption`, `DataLoader.state_dict` |
 
-The examples take `torch` and the names of this package as imported.
+The examples assume that `torch` and the names of this package are imported.
 
-The way of a batch through the folders: `loader` reads the `arguments` and makes one of the `iterators`. Its
-`consumer` asks `scheduling` what to load next and sends it to `workers`, which read the dataset (`reading`)
-and write the batch to shared memory (`packing`, `memory`). The answer comes back over `ipc`; the consumer
-hands the batch out, or `device` copies it on to an accelerator.
+The path of a batch through the folders: `loader` reads the `arguments` and makes one of the `iterators`. The
+iterator's `consumer` asks `scheduling` what to load next and sends a task to the `workers`, which read the
+dataset (`reading`) and write the batch to shared memory (`packing`, `memory`). The answer comes back over
+`ipc`; the consumer returns the batch, or `device` copies it to an accelerator first.
 """
 
 from fastq_loader.caching.cached import cached
@@ -71,7 +71,7 @@ from fastq_loader.tools.comparing import Comparison, ComparisonRow, compare
 from fastq_loader.tools.tuning import Tuning, TuningRow, tune
 from fastq_loader.workers.kinds import Processes
 
-if AVAILABLE:  # with the rest: a program may give up the right to read files before it iterates
+if AVAILABLE:  # imported now: a program may give up the right to read files before it iterates
     from fastq_loader.workers import local_pool as _local_pool  # noqa: F401
 
 __docformat__ = "google"  # for pdoc

@@ -1,9 +1,9 @@
-"""On the shell: `python -m fastq_loader tune module:make_loader` prints what `tune` finds, `compare` what
-`compare` does; `replay` loads a batch again; `doctor` looks at this machine. What else may be wrong stands in
-TROUBLESHOOTING.md, in the folder of this package.
+"""The command line: `python -m fastq_loader tune module:make_loader` finds the fastest setting, `compare`
+compares with torch's loader; `replay` loads a batch again; `doctor` checks this machine. TROUBLESHOOTING.md,
+in the folder of this package, covers other problems.
 
-Runs in a process of its own, which is the consumer of the loader that is made. The folder that it is started
-in is searched for modules, as `python -m` does.
+Runs in a process of its own, which is the consumer of the loader. As with every `python -m`, modules are
+searched for in the current folder, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fastq_loader.tools.tuning import checked, tune
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit code."""
+    """Run a command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m fastq_loader", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(dest="command")
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("tune", "find the fastest setting of a loader by trying", _add_tune),
         ("compare", "compare torch's loader with this one, batch by batch and in speed", _add_compare),
         ("replay", "load a batch of an epoch again, in this process", _add_replay),
-        ("doctor", "say what of this machine is fine for workers, and what to change", None),
+        ("doctor", "check what workers need from this machine, and print what to change", None),
     ):
         command = commands.add_parser(name, help=about)
         if add is not None:
@@ -111,7 +111,7 @@ def _compare(loader: Any, options: argparse.Namespace) -> int:
 
 
 def _add_replay(command: argparse.ArgumentParser) -> None:
-    command.add_argument("state", metavar="STATE", help="a file with what state_dict() gave in that epoch")
+    command.add_argument("state", metavar="STATE", help="a file with the state_dict() of that epoch")
     command.add_argument("--batch", type=int, required=True, help="its number in the epoch, from 0 on")
     command.add_argument("--pdb", action="store_true", help="stop in __getitem__ of its first sample")
     command.add_argument("--save", metavar="FILE", help="write the batch with torch.save")
@@ -120,10 +120,10 @@ def _add_replay(command: argparse.ArgumentParser) -> None:
 
 def _replay(loader: Any, options: argparse.Namespace) -> int:
     if not isinstance(loader, DataLoader):
-        raise WrongUse(f"{options.loader!r} is a {type(loader).__name__}, and no fastq_loader.DataLoader")
+        raise WrongUse(f"{options.loader!r} is a {type(loader).__name__}, not a fastq_loader.DataLoader")
     state = _read_state(options.state)
     if not state:
-        raise WrongUse(f"STATE {options.state!r} is empty: save what state_dict() gives in mid-epoch")
+        raise WrongUse(f"STATE {options.state!r} is empty: save the result of state_dict() in mid-epoch")
     with _typed(f"STATE {options.state!r}: "):
         copy.copy(loader).load_state_dict(state, ignore=["num_workers"])
     if options.pdb:
@@ -143,13 +143,13 @@ def _read_state(path: str) -> Any:
             data = file.read()
         is_json = data.lstrip()[:1] in (b"{", b"")
         return json.loads(data) if is_json else torch.load(io.BytesIO(data), weights_only=True)
-    except Exception as error:  # torch.load raises what its parts raise: of zip files, and of pickles
+    except Exception as error:  # torch.load also raises the errors of zipfile and pickle
         text = str(error).partition("\n")[0] or type(error).__name__
         raise WrongUse(f"STATE {path!r} cannot be read as JSON or with torch.load: {text}") from error
 
 
 def _stop_in_first_sample(dataset: Any) -> None:
-    """Let the first sample that is read stop in the debugger."""
+    """Stop in the debugger when the first sample is read."""
     name = "__getitems__" if hasattr(dataset, "__getitems__") else "__getitem__"
     kind, method = type(dataset), getattr(type(dataset), name)
 
@@ -172,12 +172,12 @@ def _described(leaf: Any) -> str:
 
 
 class WrongUse(Exception):
-    """A command line that cannot be what was meant."""
+    """Wrong arguments on the command line."""
 
 
 @contextmanager
 def _typed(about: str = "") -> Iterator[None]:
-    """Errors in here are errors of the command line."""
+    """Raise errors of the block as errors of the command line."""
     try:
         yield
     except (OSError, TypeError, ValueError) as error:
@@ -188,8 +188,8 @@ def find(name: str) -> Any:
     """Resolve `module:name`.
 
     Raises:
-        WrongUse: it is no such name; or there is no such module, or no such thing in it.
-        Exception: what the module raised.
+        WrongUse: the name is malformed, or there is no such module, or no such attribute in it.
+        Exception: whatever the import of the module raises.
     """
     module, _, path = name.partition(":")
     if not module or not path:
@@ -199,7 +199,7 @@ def find(name: str) -> Any:
         return attrgetter(path)(found)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there, and imports what is not
+            raise  # the module exists, but imports one that does not
         raise WrongUse(f"module {module!r} of {name!r} was not found: {error}") from error
     except AttributeError as error:
         if module not in sys.modules:
@@ -208,13 +208,13 @@ def find(name: str) -> Any:
 
 
 def run() -> int:
-    """`main`, for a reader that may leave early, such as `head`."""
+    """Run `main`; its output may go to a pipe whose reader leaves early, such as `head`."""
     try:
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        if not (hasattr(select, "poll") and _reader_has_left()):  # Windows has neither, nor the signal
-            raise  # of user code
+        if not (hasattr(select, "poll") and _reader_has_left()):  # Windows has neither poll nor SIGPIPE
+            raise  # it comes from user code
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its exit
         return 128 + signal.SIGPIPE
     return status

@@ -1,7 +1,7 @@
-"""Validate and resolve arguments: those beyond torch's, and those that the system can refuse.
+"""Validate and resolve arguments that torch lacks, or that this system may not support.
 
-Runs in the consumer: at construction, whenever one is set later, and when an iteration begins, because
-attributes can be set past `__setattr__`. torch's own arguments are checked by torch.
+Runs in the consumer: at construction, whenever an argument is set later, and when an iteration begins,
+because attributes can be set past `__setattr__`. torch's own arguments are checked by torch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from fastq_loader.workers.payload import Payload
 
 
 class Loader(Protocol):
-    """Interface of a loader for its parts: its arguments, under torch's names, and what it keeps between
-    epochs. Iterators are made of a loader and reset with one by torch's contract, which wrappers rely on."""
+    """Interface of a loader to the modules below it: its arguments, under torch's names, and its runtime
+    state (`_resources`). By torch's contract, which wrappers rely on, iterators are made from a loader and
+    reset with one."""
 
     dataset: Any
     num_workers: Any
@@ -64,14 +65,14 @@ class Loader(Protocol):
     def check_worker_number_rationality(self) -> None: ...
 
 
-#: What a loader without workers has of the arguments that go with them.
+#: Values of the worker arguments in a loader without workers.
 WITHOUT_WORKERS = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "timeout": 0}
-#: The kinds of workers that have a short form.
+#: The kinds of workers with a short form, such as "processes".
 KINDS = (Processes, RayWorkers)
 
 
 def is_iterable(loader: Loader) -> bool:
-    """Whether its dataset is read in order, and not by index."""
+    """Whether its dataset is an IterableDataset, which is not read by index."""
     return bool(getattr(loader, "_dataset_kind", None) == _DatasetKind.Iterable)
 
 
@@ -87,20 +88,20 @@ def saves_generators(loader: Loader) -> bool:
 
 
 def reseeds(loader: Loader) -> bool:
-    """Whether the generators that dataset and collate function have are seeded for each batch, too."""
+    """Whether generators that are attributes of dataset or collate function are seeded for each batch."""
     schedule = read_schedule(loader.schedule)
     return isinstance(schedule, Dynamic) and schedule.reseed
 
 
 def rules(loader: Loader) -> Rules:
-    """How its dataset is read."""
+    """Rules by which its dataset is read."""
     replaces = read_errors(loader.errors, iterable := is_iterable(loader)) is not None and not iterable
     population = _population(loader._index_sampler) if replaces else None
     return Rules(iterable, loader._auto_collation, loader.drop_last, population)
 
 
 def _population(index_sampler: Any) -> int | None:
-    """How many indices a sampler chooses among, if it may give each of those from 0 on; None: who knows."""
+    """Number of indices that a sampler chooses from, if these are 0, 1, 2, ...; None if unknown."""
     sampler: Any = index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
     if type(sampler) is PermutationSampler:
         return sampler.n
@@ -109,10 +110,10 @@ def _population(index_sampler: Any) -> int | None:
 
 
 def workers(loader: Loader) -> WorkerKind:
-    """Which kind of workers there are.
+    """The kind of workers of a loader.
 
     Raises:
-        TypeError, ValueError, RuntimeError: they cannot be started or kept; see `check_workers`.
+        TypeError, ValueError, RuntimeError: they cannot be started or replaced; see `check_workers`.
     """
     kind = read_workers(loader.workers, KINDS)
     check_workers(loader, kind)
@@ -120,21 +121,22 @@ def workers(loader: Loader) -> WorkerKind:
 
 
 def elsewhere(workers: str | WorkerKind) -> bool:
-    """Whether such workers run on other machines.
+    """Whether workers of this kind run on other machines.
 
     Raises:
-        TypeError, ValueError: there are none such.
+        TypeError, ValueError: there is no such kind.
     """
     return read_workers(workers, KINDS).is_remote
 
 
 def check_workers(loader: Loader, kind: WorkerKind) -> None:
-    """Raise unless workers of this kind can be started here, and kept with the loader's dataset.
+    """Raise unless workers of this kind can be started here, and replaced with the loader's dataset.
 
     Raises:
-        RuntimeError: Ray is wanted and not installed; or torch's own workers are to do what they cannot.
-        TypeError: the context's workers would be no processes.
-        ValueError: there are too many, or the dataset cannot be given to a new worker.
+        RuntimeError: Ray is requested and not installed; or torch's own workers run here, and cannot do what
+            an argument requires.
+        TypeError: the workers of the multiprocessing context are not processes.
+        ValueError: there are too many, or the dataset does not allow workers to be replaced.
     """
     check_auto(loader, read_schedule(loader.schedule))
     number = getattr(loader, "num_workers", 0)
@@ -157,13 +159,13 @@ def check_workers(loader: Loader, kind: WorkerKind) -> None:
         raise ValueError(f"num_workers={number} is too many: use at most {WORKERS}")
     if is_iterable(loader) and kind.restarts(iterable=True):
         raise ValueError(
-            f"{kind} cannot be kept with an IterableDataset: a new worker would read its part from the "
+            f"{kind} cannot be used with an IterableDataset: a new worker would read its part from the "
             "beginning. Use max_restarts=0, or a dataset with __getitem__"
         )
 
 
 def check_auto(loader: Loader, schedule: Schedule) -> None:
-    """Raise if the number of workers is to be chosen, and batches would depend on it.
+    """Raise if the number of workers is chosen automatically, but the batches would depend on it.
 
     Raises:
         ValueError: they would.
@@ -183,25 +185,26 @@ def check_auto(loader: Loader, schedule: Schedule) -> None:
         )
 
 
-_told: set[str] = set()  # that torch's own workers run in this process
+_told: set[str] = set()  # not empty once this process has warned that torch's own workers run
 
 
 def torchs_own(loader: Loader, asked: str = "") -> str:
-    """Whether torch's own workers load for a loader: the call that ours would need; "" if ours do, or none.
+    """Name of the missing system call because of which torch's own workers run in place of ours; "" if ours
+    run, or no workers at all.
 
     Args:
-        loader: whose.
-        asked: of it, with an answer in which they do not occur; a hint says so.
+        loader: the loader.
+        asked: a method whose result does not include torch's workers; if set, a hint says so.
     """
     lacking = calls.missing() if getattr(loader, "num_workers", 0) else ""
     if lacking and asked:
-        text = f"{asked}: torch's own workers run here, for want of {lacking}, and nothing is known of them"
-        warn_user(f"{text}. With num_workers=0 all is", TorchWorkers)
+        text = f"{asked}: torch's own workers run here, for lack of {lacking}, and their work is not recorded"
+        warn_user(f"{text}. With num_workers=0 it is", TorchWorkers)
     return lacking
 
 
 def tell_of_torchs(lacking: str) -> None:
-    """Say once in a process that torch's own workers run."""
+    """Warn, once in a process, that torch's own workers run."""
     if not _told:
         _told.add(lacking)
         text = f"With num_workers > 0 torch's own workers run: this system or sandbox lacks {lacking}"
@@ -209,17 +212,17 @@ def tell_of_torchs(lacking: str) -> None:
 
 
 def check_ours(loader: Loader, what: str) -> None:
-    """Raise if torch's own workers load for a loader, which cannot do something.
+    """Raise if torch's own workers run for a loader; they cannot do `what`.
 
     Raises:
-        RuntimeError: they do.
+        RuntimeError: they run.
     """
     if lacking := torchs_own(loader):
         raise _cannot(loader, what, lacking)
 
 
 def _cannot(loader: Loader, what: str, lacking: str, remedy: str = "") -> RuntimeError:
-    """The error of what torch's own workers cannot do."""
+    """The error for something that torch's own workers cannot do."""
     return RuntimeError(
         f"{what} cannot go with num_workers={loader.num_workers} here: this system or sandbox lacks "
         f"{lacking}, so torch's own workers run. Use num_workers=0{remedy}"
@@ -227,13 +230,13 @@ def _cannot(loader: Loader, what: str, lacking: str, remedy: str = "") -> Runtim
 
 
 def _check_torchs(loader: Loader, kind: WorkerKind, lacking: str) -> None:
-    """Raise unless torch's own workers can do what is asked of ours.
+    """Raise unless torch's own workers support the loader's arguments and its loaded state.
 
     Raises:
-        RuntimeError: they cannot.
+        RuntimeError: they do not.
     """
     device, same = read_device(loader.device), "" if is_iterable(loader) else ", whose batches are the same"
-    resources = vars(loader).get("_resources")  # which are not made for this
+    resources = vars(loader).get("_resources")  # not the property, which would create them
     for asked, argument, remedy in (
         (is_dynamic(loader), f"schedule={loader.schedule!r}", same),
         (kind.is_remote or kind.max_restarts, f"workers={kind}", ", or workers='processes'"),
@@ -245,7 +248,7 @@ def _check_torchs(loader: Loader, kind: WorkerKind, lacking: str) -> None:
             raise _cannot(loader, argument, lacking, remedy)
 
 
-#: What is checked when an argument is set.
+#: Checks that run when an argument is set.
 CHECKS: dict[str, Callable[[Loader, Any], object]] = {
     "num_workers": lambda loader, value: _check_number(value),
     "schedule": lambda loader, value: check_auto(loader, read_schedule(value)),
@@ -257,11 +260,11 @@ CHECKS: dict[str, Callable[[Loader, Any], object]] = {
 
 def _check_number(value: Any) -> None:
     if isinstance(value, str):
-        raise ValueError(f"num_workers={value!r} can be said to the constructor; set a number here")
+        raise ValueError(f"num_workers={value!r} cannot be set: pass it to the constructor, or set a number")
 
 
 def window(loader: Loader) -> Window:
-    """How many batches may be under way."""
+    """The window: how many batches may be in flight."""
     assert loader.prefetch_factor is not None, "torch's constructor sets it for num_workers > 0"
     return Window.of(
         read_schedule(loader.schedule),
@@ -273,7 +276,7 @@ def window(loader: Loader) -> Window:
 
 
 def plan(loader: Loader) -> Plan:
-    """Make the plan of its workers."""
+    """The plan of its pool of workers."""
     kind = workers(loader)
     return Plan(
         make_pool=kind.make_pool,
@@ -302,7 +305,7 @@ def plan(loader: Loader) -> Plan:
 
 
 def pinning(loader: Loader) -> tuple[bool, str | None]:
-    """Whether batches are copied to page-locked memory, and the type of device that it is for; with torch's
+    """Whether batches are copied to page-locked memory, and for which type of device. Issues torch's
     warnings."""
     if not loader.pin_memory:
         return False, None

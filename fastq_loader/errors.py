@@ -1,8 +1,8 @@
-"""The exceptions and warnings of this package, and how their texts show what users handed in.
+"""The exceptions and warnings of this package, and helpers that format values for their texts.
 
-Pure; runs in the consumer and in workers. What a user's own code raises keeps its own type; the classes here
-are for failures of the loader itself. They derive from the type that torch's DataLoader raises in the same
-place, so that existing `except` clauses hold.
+Pure; runs in the consumer and in workers. Exceptions raised by a user's own code keep their type; the classes
+here are for failures of the loader itself. They derive from the type that torch's DataLoader raises in the
+same place, so that existing `except` clauses still work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class InvalidTransition(RuntimeError):
-    """An event met a batch, worker or block in a state whose transition table does not list it.
+    """An event that the transition table does not allow in the current state of a batch, worker or block.
 
     >>> issubclass(InvalidTransition, RuntimeError)  # a fault of this package: please report it
     True
@@ -33,8 +33,8 @@ class ProtocolError(RuntimeError):
 
 
 class WorkerDied(RuntimeError):
-    """A worker process ended before it answered; torch raises a plain RuntimeError here. What may have ended
-    it stands in TROUBLESHOOTING.md.
+    """A worker process ended before it answered; torch raises a plain RuntimeError here. TROUBLESHOOTING.md
+    lists the likely causes.
 
     >>> list(DataLoader(range(4), num_workers=1, collate_fn=lambda samples: os._exit(3)))
     Traceback (most recent call last):
@@ -53,22 +53,22 @@ class PoisonBatch(WorkerDied):
 
 
 class BadSampleFound(RuntimeWarning):
-    """A sample could not be read, and was left out or replaced; see `Replace` and `Skip`.
+    """A sample could not be read, and was skipped or replaced; see `Skip` and `Replace`.
 
     >>> warnings.simplefilter("error", BadSampleFound)  # stop at the first
     """
 
 
 class WorkerReplaced(RuntimeWarning):
-    """A worker died or hung, and another one does its work; see `Processes`.
+    """A worker died or hung, and was replaced by a new one; see `Processes`.
 
     >>> warnings.simplefilter("ignore", WorkerReplaced)  # `LoaderStatistics.worker_restarts` counts them
     """
 
 
 class LoaderTimeout(RuntimeError):
-    """No batch arrived within `timeout` seconds; torch raises a plain RuntimeError here. The text has the
-    stacks of the worker, and TROUBLESHOOTING.md what a worker may wait for.
+    """No batch arrived within `timeout` seconds; torch raises a plain RuntimeError here. The text contains
+    the worker's stacks; TROUBLESHOOTING.md lists what a worker may be waiting for.
 
     >>> list(DataLoader(range(4), num_workers=1, timeout=0.1, collate_fn=lambda samples: time.sleep(0.5)))
     Traceback (most recent call last):
@@ -77,7 +77,7 @@ class LoaderTimeout(RuntimeError):
 
 
 class IteratorInvalid(RuntimeError):
-    """`next()` on an iterator whose workers were closed, or that a newer iterator has replaced.
+    """`next()` was called on an iterator whose workers were closed, or that a newer iterator has replaced.
 
     >>> loader = DataLoader(range(4), num_workers=1)
     >>> batches = iter(loader)
@@ -89,7 +89,7 @@ class IteratorInvalid(RuntimeError):
 
 
 class PinFailed(RuntimeError):
-    """Host memory could not be page-locked for copies to a device, and `pin` does not allow less.
+    """Host memory could not be page-locked for copies to a device, and `pin` allows no fallback.
 
     >>> issubclass(PinFailed, RuntimeError)  # of `ToDevice("cuda", pin="register")`
     True
@@ -97,29 +97,30 @@ class PinFailed(RuntimeError):
 
 
 class PinFallback(RuntimeWarning):
-    """`pin="auto"` goes on with a slower way of copying to the device; `statistics()` says which and why.
+    """`pin="auto"` fell back to a slower way of copying to the device; `statistics()` says which and why.
 
     >>> warnings.simplefilter("error", PinFallback)  # no slower way without an error
     """
 
 
 class LoaderHint(UserWarning):
-    """A loader saw something that costs its user samples, time or memory, and that can be changed.
+    """A loader detected an avoidable loss of samples, time or memory.
 
-    Each kind comes at most once for each loader, at the line that calls `next()`; what was seen and what to
-    change stands in its text. `warnings.simplefilter("ignore", fastq_loader.LoaderHint)` silences all, and a
-    filter for one of the classes below one of them. As an error it costs no batch: the next call goes on.
+    Each kind is issued at most once per loader, at the line that calls `next()`; its text says what was
+    detected and what to change. `warnings.simplefilter("ignore", fastq_loader.LoaderHint)` silences all
+    hints; a filter for one of the classes below silences that kind. If a filter turns a hint into an error,
+    no batch is lost: the next call goes on.
 
     >>> warnings.simplefilter("ignore", LoaderHint)
     """
 
 
 class SameOrder(LoaderHint):
-    """A sampler with `set_epoch` gave the same shuffle in two epochs: it was not told the epoch.
+    """A sampler with `set_epoch` yielded the same shuffle in two epochs: `set_epoch` was not called.
 
-    The first 32 batches are compared. Not given for an order that ascends, with `shuffle=False`, for fewer
-    than 2 batches or 20 samples, where the sampler was told another epoch, or where the first of the two was
-    broken off before that.
+    The first 32 batches are compared. There is no hint for an ascending order, with `shuffle=False`, for
+    fewer than 2 batches or 20 samples, if `set_epoch` has set another epoch, or if the first of the two
+    epochs was broken off before that.
 
     >>> warnings.simplefilter("error", SameOrder)
     >>> sampler = torch.utils.data.DistributedSampler(range(64), num_replicas=1, rank=0)
@@ -131,11 +132,11 @@ class SameOrder(LoaderHint):
 
 
 class DuplicateData(LoaderHint):
-    """Two workers of an iterable dataset yield the same batches: its `__iter__` does not take a part for each
-    worker.
+    """Two workers of an iterable dataset yield the same batches: its `__iter__` does not split the data among
+    the workers.
 
-    The first 8 batches of each worker are compared, at the end of an epoch or after 1,000 batches of it. Not
-    given where these batches are alike among themselves, or hold less than 24 bytes.
+    The first 8 batches of each worker are compared, at the end of an epoch or after 1,000 batches of it.
+    There is no hint if these batches are alike among themselves, or contain less than 24 bytes.
 
     >>> class Stream(torch.utils.data.IterableDataset):
     ...     def __iter__(self):
@@ -148,8 +149,8 @@ class DuplicateData(LoaderHint):
 
 
 class IdleWorker(LoaderHint):
-    """Some workers of an iterable dataset yielded nothing in a whole epoch, while each of the others gave 8
-    batches or more: it has fewer parts than there are workers.
+    """Some workers of an iterable dataset yielded nothing in a whole epoch, while each of the others yielded
+    8 batches or more: the dataset has fewer parts than there are workers.
 
     >>> class Stream(torch.utils.data.IterableDataset):
     ...     def __iter__(self):
@@ -162,11 +163,11 @@ class IdleWorker(LoaderHint):
 
 
 class TinyBatches(LoaderHint):
-    """Batches are so small that their way from the workers takes longer than to load them: with
+    """Batches are so small that their transport from the workers takes longer than loading them: with
     `num_workers=0` the epoch would have taken half the time or less.
 
-    Said at the end of an epoch of at least 1,000 batches, if it took at least five seconds longer than it had
-    to. The start of the workers does not count.
+    Issued at the end of an epoch of at least 1,000 batches that took at least five seconds longer than
+    necessary. The start of the workers does not count.
 
     >>> warnings.simplefilter("ignore", TinyBatches)
     """
@@ -174,11 +175,11 @@ class TinyBatches(LoaderHint):
 
 class PrivateGenerators(LoaderHint):
     """A dataset or collate function draws from generators that it has as attributes, and `schedule="dynamic"`
-    lets any worker load any batch: what a batch draws from them depends on which worker loads it, and on what
-    that one loaded before.
+    lets any worker load any batch: the random numbers of a batch then depend on which worker loads it, and on
+    what that worker loaded before.
 
-    The first batch of each worker is looked at, and 32 batches later or at the end of the epoch the hint is
-    given. Of an iterable dataset each worker has a part to itself: there is no hint.
+    The first batch of each worker is checked, and the hint is issued after 32 batches or at the end of the
+    epoch. There is no hint for an iterable dataset, because each worker reads a part of its own.
 
     >>> class Noise(torch.utils.data.Dataset):
     ...     def __init__(self):
@@ -195,34 +196,34 @@ class PrivateGenerators(LoaderHint):
 
 
 class NotCached(LoaderHint):
-    """The values of a function that was given to `cached` are not stored. It has drawn from torch's, Python's
-    or numpy's generator, and they would be the same in every epoch; or they cannot be pickled.
+    """The values of a function passed to `cached` are not stored: it drew from torch's, Python's or numpy's
+    generator, so that cached values would repeat in every epoch; or its values cannot be pickled.
 
     >>> warnings.simplefilter("ignore", NotCached)
     """
 
 
 class MemoryPressure(LoaderHint):
-    """The batches that may be loaded ahead take more than half of the memory that this process can have.
+    """The batches that may be loaded ahead take more than half of the memory available to this process.
 
-    Looked at once, when 4 batches have shown how large they are; less than 64 MiB are no pressure.
+    Checked once, after 4 batches, whose size is then known; less than 64 MiB is never reported.
 
     >>> warnings.simplefilter("error", MemoryPressure)  # stop before the system ends a worker
     """
 
 
 class TorchWorkers(LoaderHint):
-    """torch's own workers run with `num_workers > 0`: this system or sandbox lacks what ours need.
+    """torch's own workers run with `num_workers > 0`: this system or sandbox lacks a call that ours need.
 
-    Batches, order, random numbers and errors are torch's, and so is the speed. Given once in a process. Also
-    where `state_dict`, `diagnose` or `trace` is asked of such a loader, which has nothing to say of them.
+    Batches, order, random numbers, errors and speed are torch's. Issued once in a process, and whenever
+    `state_dict`, `diagnose` or `trace` of such a loader is called: these have no record of torch's workers.
 
     >>> warnings.simplefilter("ignore", TorchWorkers)  # it is known
     """
 
 
 class UnpicklableError(pickle.PicklingError):
-    """Something that has to travel to or from a worker cannot be pickled; the text names where it lies.
+    """An object that has to be sent to or from a worker cannot be pickled; the text says where it is.
 
     >>> list(DataLoader(range(4), num_workers=1, collate_fn=lambda samples: open(os.devnull)))
     Traceback (most recent call last):
@@ -231,7 +232,7 @@ class UnpicklableError(pickle.PicklingError):
 
 
 class WorkerTraceback(Exception):
-    """The traceback of a failure inside a worker, as text: the `__cause__` of what `next()` raises.
+    """The traceback of a failure inside a worker, as text: the `__cause__` of the error that `next()` raises.
 
     >>> try:
     ...     list(DataLoader(range(4), num_workers=1, collate_fn=lambda samples: 1 / 0))
@@ -251,7 +252,7 @@ class WorkerTraceback(Exception):
 def warn_user(text: str, category: type[Warning]) -> None:
     """Warn at the line of the user's code from which this package was called, however deep that is.
 
-    `warnings.warn` fails where stderr is closed, and not where it is None or its pipe is gone; this does not.
+    `warnings.warn` fails if stderr is closed (but not if it is None, or its pipe is broken); this does not.
     """
     depth, frame = 1, sys._getframe()
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(f"{__package__}."):
@@ -264,20 +265,21 @@ def warn_user(text: str, category: type[Warning]) -> None:
 
 
 def add_note(error: BaseException | None, text: str) -> None:
-    """Add to an error's text, where Python (from 3.11 on) and its class let one."""
+    """Append a note to an error, if Python (3.11 or later) and the error's class allow it."""
     with contextlib.suppress(Exception):
         error.add_note(text)  # type: ignore[union-attr]
 
 
 def is_int(value: Any) -> bool:
-    """Whether an argument is a whole number; True is none."""
+    """Whether the value is an int; a bool is not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_seconds(argument: str, value: Any, least: float = 0.0) -> None:
-    """
+    """Check that an argument is a finite number of seconds, at least `least`.
+
     Raises:
-        TypeError, ValueError: it is not so many seconds at least.
+        TypeError, ValueError: it is not.
     """
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{argument}={value!r} must be a number of seconds")
@@ -286,7 +288,8 @@ def check_seconds(argument: str, value: Any, least: float = 0.0) -> None:
 
 
 def checked_names(argument: str, names: Any, known: Collection[str], least: int = 0) -> list[str]:
-    """The names that an argument gives, each once: at least so many of the `known` ones."""
+    """The names in an argument, without duplicates. Raises unless there are at least `least` of them, and all
+    of them are `known`."""
     if isinstance(names, str):
         raise TypeError(f"{argument}={names!r} must be a collection of names: {argument}=({names!r},)")
     chosen = list(dict.fromkeys(names))
@@ -296,7 +299,7 @@ def checked_names(argument: str, names: Any, known: Collection[str], least: int 
 
 
 def shorten(value: Any, limit: int = 80) -> str:
-    """`repr(value)` in at most `limit` characters; where that fails, what it raised."""
+    """`repr(value)` in at most `limit` characters; if `repr` fails, the type of the error."""
     try:
         text = repr(value)
     except Exception as error:  # a user's repr may do anything
@@ -305,15 +308,15 @@ def shorten(value: Any, limit: int = 80) -> str:
 
 
 def locate(error: BaseException, **where: Any) -> None:
-    """Give an exception attributes that say where it was raised, but none that it has already."""
+    """Set attributes on an exception that say where it was raised; existing ones are not overwritten."""
     for name, value in where.items():
-        with contextlib.suppress(Exception):  # its class refuses them
+        with contextlib.suppress(Exception):  # its class may refuse attributes
             if not hasattr(error, name):
                 setattr(error, name, value)
 
 
 def describe_index(index: Any) -> str:
-    """The index of a batch, short enough for an error's text: a run of integers by its ends."""
+    """The index of a batch, shortened for an error's text: a run of integers by its first and last."""
     if type(index) is list and len(index) > 4 and all(type(i) is int for i in index):
         if index[-1] - index[0] + 1 == len(index) and index == list(range(index[0], index[-1] + 1)):
             return f"{index[0]}..{index[-1]}"

@@ -1,8 +1,7 @@
-"""`DataLoader`: torch's arguments and attributes, and what it offers beyond.
+"""`DataLoader`: torch's arguments, attributes and hooks, and the methods beyond torch's.
 
-Runs in the consumer. Owns the attributes that frameworks rely on, and says which iterator an epoch gets and
-what its pool of workers is to do. What the arguments come to is in `arguments`, what an iteration does in
-`iterators`.
+Runs in the consumer. Owns the attributes that frameworks rely on; chooses the iterator of each epoch, and
+starts its pool of workers. `arguments` validates and resolves the arguments; `iterators` has the iterations.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from fastq_loader.workers.kinds import Auto, WorkerKind
 
 T_co = TypeVar("T_co", covariant=True)
 
-#: What has a name of its own, which is found without running code of the user's.
+#: Types whose instances have a `__qualname__` that can be read without running user code.
 _FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType)
 
 
@@ -54,41 +53,41 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     valid for as long as anything refers to them, also after the loader is gone: tensors and arrays of 64 KiB
     or more are views on shared memory, smaller ones are copies.
 
-    It differs from torch on purpose where torch loses something: an exception in a worker arrives with its
-    own type and attributes, with `index`, `batch` and `worker`, and the traceback as `__cause__`; one of the
-    sampler raises at its place; what cannot be pickled raises, and so does StopIteration in a dataset; a
-    second iteration of a persistent loader ends the first with a RuntimeError.
+    It differs from torch on purpose where torch loses information: an exception in a worker keeps its type
+    and attributes, gets the attributes `index`, `batch` and `worker`, and has the traceback as `__cause__`;
+    an exception in the sampler is raised at its position; objects that cannot be pickled raise, and so does
+    StopIteration in a dataset; a second iteration of a persistent loader ends the first with a RuntimeError.
 
     Args:
         dataset: map-style or iterable.
         batch_size: samples in a batch; None turns batching off.
         shuffle: draw indices at random, anew in every epoch.
-        sampler, batch_sampler: where indices, or lists of them, come from.
-        num_workers: worker processes; 0 loads on the calling thread; "auto", with `schedule="dynamic"`, is
-            chosen when an epoch begins, by what those before it cost.
-        collate_fn: makes a batch of a list of samples.
+        sampler, batch_sampler: iterables of indices, or of lists of indices.
+        num_workers: worker processes; 0 loads on the calling thread; "auto", with `schedule="dynamic"`,
+            chooses a number when an epoch begins, from the costs of earlier epochs.
+        collate_fn: makes a batch from a list of samples.
         pin_memory: copy batches into page-locked memory if there is an accelerator.
         drop_last: leave out the last batch if it is not full.
         timeout: seconds to wait for a batch; 0 waits for ever.
         worker_init_fn: called with the worker's number in each worker, after its generators are seeded.
         multiprocessing_context: "fork", "spawn", "forkserver" or a context; None is Python's default when
             an iteration starts.
-        generator: where seeds come from; None is torch's global generator.
-        prefetch_factor: batches that each worker works ahead, at least 1; None is 2.
+        generator: source of seeds; None is torch's global generator.
+        prefetch_factor: batches that each worker loads ahead, at least 1; None is 2.
         persistent_workers: keep the workers from one epoch to the next.
         pin_memory_device: deprecated by torch.
-        in_order: False hands batches out as they come.
+        in_order: False returns batches in the order in which they arrive.
         schedule: which worker loads which batch: "round_robin", as in torch, or "dynamic", whichever is free;
-            or `RoundRobin(...)` or `Dynamic(...)`, which say more.
+            `RoundRobin(...)` and `Dynamic(...)` have further options.
         workers: "processes" or `Processes(...)`, here; "ray" or `RayWorkers(...)`, on other machines.
-        device: where batches go: torch's accelerator ("cuda", "cuda:1", "xpu", a torch.device), or
-            `ToDevice(...)`, which says how. None leaves them on the host.
-        errors: what becomes of samples that cannot be read: "raise", as in torch, `Replace(...)`: another
-            one takes its place, or `Skip(...)`: its batch is shorter.
+        device: destination of the batches: torch's accelerator ("cuda", "cuda:1", "xpu", a torch.device), or
+            `ToDevice(...)`, which has further options. None leaves them on the host.
+        errors: handling of samples that cannot be read: "raise", as in torch; `Replace(...)` reads another
+            sample in place of each; `Skip(...)` makes the batch shorter.
 
     Raises:
-        ValueError, TypeError: an argument, with torch's texts; an unknown or absent device.
-        RuntimeError: more than torch's own workers can do, which run where ours lack memfd (Linux has it).
+        ValueError, TypeError: an argument is invalid (with torch's texts), or the device unknown or absent.
+        RuntimeError: without memfd (Linux has it) torch's own workers run, which do not support an argument.
 
     >>> for batch in DataLoader(range(10), batch_size=4):
     ...     print(batch)
@@ -123,7 +122,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         errors: str | Tolerance = "raise",
     ) -> None:
         number = auto.given(num_workers)
-        # torch allows what goes with workers if there is one, and warns of more than CPUs; auto may be none.
+        # torch would reject worker arguments where auto is 0, and warn of more remote workers than CPUs.
         some = 1 if isinstance(number, Auto) or (number > 0 and arguments.elsewhere(workers)) else number
         super().__init__(
             *(dataset, batch_size, shuffle, sampler, batch_sampler, some, collate_fn, pin_memory),
@@ -141,14 +140,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 "which is 2"
             )
         self.schedule, self.device, self.errors = schedule, device, errors
-        self.workers = workers  # which may not go with the others
+        self.workers = workers  # last, because its check reads the others
 
-    # Of instances that this constructor did not make.
+    # Defaults for instances that this constructor did not initialise.
     schedule: str | Schedule = "round_robin"
     workers: str | WorkerKind = "processes"
     device: str | int | torch.device | ToDevice | None = None
     errors: str | Tolerance = "raise"
-    _state_of = state.state_of  # for a Prefetcher: with what that has asked for ahead
+    _state_of = state.state_of  # for `Prefetcher`, which reads ahead of the user
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in arguments.CHECKS:
@@ -158,10 +157,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     # ---- iterating ----------------------------------------------------------------------------
 
     def __iter__(self) -> Any:
-        """A new epoch, by an iterator of `_get_iterator`.
+        """Begin a new epoch, with an iterator from `_get_iterator`.
 
-        With `persistent_workers` that is called once, and every further epoch begins by a `_reset` of what it
-        returned. An older iterator of ours ends then.
+        With `persistent_workers` that is called once, and every further epoch calls `_reset` on the iterator
+        that it returned. An older iterator ends then.
         """
         return state.begun(self, self._begin)
 
@@ -181,20 +180,20 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return iterator
 
     def _choose_workers(self) -> None:
-        """`num_workers="auto"`: as many as the epoch that begins is to have. Those of another number end."""
+        """Set the number of workers for the next epoch (`num_workers="auto"`). If it changes, workers end."""
         resources, number = self._resources, int(self.num_workers)
-        if resources.saved is not None:  # the rest of an epoch whose workers may have said where they stand
+        if resources.saved is not None:  # the rest of an epoch; it may have a state per worker
             chosen = len(resources.saved.progress.workers) or number
         else:
             prefetch = self.prefetch_factor or 2
             counters, stay = resources.counters, self.persistent_workers
             chosen = resources.chooser.next_number(number, counters, prefetch, stay)
         if chosen != number and self.persistent_workers:
-            resources.close_engines(f"num_workers='auto' has come to {chosen}")
+            resources.close_engines(f"num_workers='auto' has changed to {chosen}")
         self.num_workers = Auto(chosen)
 
     def _get_iterator(self) -> Any:
-        """The only maker of iterators; subclasses wrap what it returns (torch_geometric, litdata)."""
+        """Create an iterator; subclasses wrap its return value (torch_geometric, litdata)."""
         kind = arguments.workers(self)
         if self.num_workers == 0:
             return SerialIterator(self)
@@ -206,15 +205,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return MultiprocessIterator(self)
 
     def _start_engine(self, base_seed: int, shared_seed: int | None) -> Engine:
-        """A pool of workers, for an iterator."""
+        """Start a pool of workers for an iterator."""
         resources = self._resources
         engine = Engine(arguments.plan(self), base_seed, shared_seed, resources.counters, resources.session)
         resources.engines.add(engine)
         return engine
 
     def _device_session(self) -> DeviceSession | None:
-        """The session with the device, kept from epoch to epoch: a stream for each epoch would strand memory.
-        Another device, or other options of it, need a new session and new workers."""
+        """The device session, reused from epoch to epoch: a stream for each epoch would strand memory. A
+        change of the device, or of its options, needs a new session and new workers."""
         resources, options = self._resources, read_device(self.device)
         if options is not None and options.target is None:
             options = None
@@ -225,12 +224,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             resources.counters.stage(None if resources.session is None else resources.session.statistics)
         return resources.session
 
-    # ---- what frameworks reach for -----------------------------------------------------------
+    # ---- attributes that frameworks use -------------------------------------------------------
 
     @property
     def _resources(self) -> Resources:
-        """Runtime state of this loader. Made when it is first used: torchdata's subclass never
-        calls the constructor, and what was copied with another loader's attributes is that loader's."""
+        """Runtime state of this loader, created at first use: torchdata's subclass never calls the
+        constructor. State copied with another loader's attributes is replaced, except for `saved`."""
         resources: Resources | None = vars(self).get("_resources")
         if resources is None or resources.owner() is not self:
             saved = None if resources is None else resources.saved
@@ -239,7 +238,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     @property
     def _iterator(self) -> Any:
-        """The last return value of `_get_iterator`, of a persistent loader; frameworks set it to None to
+        """The last return value of `_get_iterator` of a persistent loader; frameworks set it to None to
         end the workers."""
         return vars(self).get("_iterator")
 
@@ -256,11 +255,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     # ---- beyond torch -------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the workers of every iteration of this loader, and give their memory back.
+        """Stop the workers of every iteration of this loader, and release their memory.
 
-        Workers finish the sample that they are at, and what user code has for their exit, within 5 seconds.
-        Batches stay valid; iterators that were cut off raise RuntimeError in `next()`. The loader can be
-        iterated again. Closing twice does nothing.
+        Workers have 5 seconds to finish their current sample and the exit handlers of user code. Batches stay
+        valid; iterators that were cut off raise RuntimeError in `next()`. The loader can be iterated again.
+        Closing twice does nothing.
 
         >>> with DataLoader(range(8), num_workers=2, persistent_workers=True) as loader:  # closes it
         ...     print(sum(loader))
@@ -276,20 +275,20 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this loader stands: what `load_state_dict` goes on from.
+        """The state of this loader, from which `load_state_dict` resumes.
 
-        Counts the batches that were handed out, and none that was only prefetched, also by a `Prefetcher`.
-        May be called at any time: before the first batch, after any, and at the end of an epoch.
+        Counts the batches that were handed out, not those only prefetched by workers or by a `Prefetcher`.
+        May be called at any time: before the first batch, after any batch, and at the end of an epoch.
 
         Returns:
-            A new plain dict, of some 15 kB unless the user's own states in it are larger, and up to 300 bytes
-            for each of the last thousand bad samples. It passes through `json.dumps` where those do. It has
-            no state of torch's, Python's and numpy's global generators as they are now: save these with the
-            model, as frameworks do, or give the loader `generator=`.
+            A new plain dict of some 15 kB, unless the user's own states in it are larger, plus up to 300
+            bytes for each of the last thousand bad samples. `json.dumps` accepts it if it accepts the user's
+            states. It does not contain the current states of torch's, Python's and numpy's global generators:
+            save these with the model, as frameworks do, or pass `generator=` to the loader.
 
         Raises:
             Exception: whatever `state_dict` of a sampler raises.
-            RuntimeError: that of the dataset, or of its iterator, raised; or it cannot be pickled.
+            RuntimeError: `state_dict` of the dataset or its iterator raised, or its result cannot be pickled.
 
         >>> loader = DataLoader(range(8), 2, shuffle=True)
         >>> batches = [next(iter(loader))]
@@ -302,25 +301,25 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return {} if unknown else state.now(self)
 
     def load_state_dict(self, state_dict: dict[str, Any], *, ignore: Iterable[str] = ()) -> None:
-        """Go on from where another loader, or this one, stood: the next epoch is the rest of the one that was
-        saved.
+        """Resume from the state of another loader, or of this one: the next epoch is the rest of the epoch
+        that was saved.
 
-        No sample of a batch that was handed out is loaded again, except of an iterable dataset that cannot
-        say where it stands. That epoch draws nothing from the global generators, because it did before it was
-        saved. A state that was saved after the last batch gives an epoch without batches, and one that was
-        saved when the epoch was over gives the next.
+        Samples of batches that were handed out are not loaded again, except for an iterable dataset without
+        `state_dict`. The resumed epoch draws nothing from the global generators: its draws were made before
+        it was saved. A state saved after the last batch gives an epoch without batches; a state saved when
+        the epoch was over gives the next epoch.
 
         Args:
-            state_dict: what `state_dict()` returned, also after a way through JSON; `{}` before the first.
-            ignore: names of fields that may differ from this loader's, where you know better: "dataset_kind",
+            state_dict: the result of `state_dict()`, also after a round trip through JSON; `{}` starts anew.
+            ignore: names of fields in which this loader may differ from the saved one: "dataset_kind",
                 "dataset_length", "batch_size", "sampler", "seed", "initial_seed", "num_replicas",
-                "replacement", "generator", "schedule", "num_workers", "order" (what the sampler yields).
+                "replacement", "generator", "schedule", "num_workers", "order" (the indices of the sampler).
 
         Raises:
-            ValueError: the state is damaged, foreign or of a later version, or the loader iterates something
-                else. It names the field, what was saved and what is there; nothing has changed. A sampler
-                that yields others than before raises it in `iter()`.
-            TypeError: `ignore` is no collection of names.
+            ValueError: the state is damaged, foreign or of a later version, or does not fit the loader. The
+                text has the field, the saved value and the loader's; the loader is unchanged. If the sampler
+                yields other indices than before, `iter()` raises it.
+            TypeError: `ignore` is not a collection of names.
 
         >>> DataLoader(range(8), 4).load_state_dict(DataLoader(range(8), 2).state_dict())
         Traceback (most recent call last):
@@ -334,26 +333,26 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         saved.take(loaded, self)
         resources.place, resources.shared = (resources.record, loaded), loaded.shared
         resources.bad_samples = BadSamples(loaded.bad_samples)
-        vars(self)["_iterator"] = None  # what its workers have drawn is not what those that were saved have
+        vars(self)["_iterator"] = None  # its workers have drawn other random numbers than the saved ones
 
     def replay(self, batch: int, epoch: int | None = None, state: Mapping[str, Any] | None = None) -> Any:
-        """A batch again, loaded in this process: to look at what made a loss jump.
+        """Load a batch again, in this process, for example to inspect a batch that made the loss jump.
 
-        With `schedule="dynamic"` it is the same to the bit. With "round_robin" the samples are the same, and
-        random numbers that are drawn while they are read are others, which a warning says. Nothing of the
-        loader, its sampler or its generators changes. No `worker_init_fn=` is called.
+        With `schedule="dynamic"` it is the same to the bit. With "round_robin" the samples are the same, but
+        random numbers drawn while they are read differ, and a warning says so. The loader, its sampler and
+        its generators are unchanged. `worker_init_fn` is not called.
 
         Args:
             batch: its number in the epoch, from 0 on.
             epoch: the number of the epoch, from 0 on; None is the newest, or that of the state.
-            state: what `state_dict()` returned in the middle of that epoch, of a loader made like this one;
-                None: the loader remembers how its last 16 epochs began.
+            state: a result of `state_dict()` from the middle of that epoch, of a loader with the same
+                arguments; None uses the loader's own record of its last 16 epochs.
 
         Raises:
-            ValueError: the epoch is not remembered, or the state is not of the middle of it.
+            ValueError: the epoch is not recorded, or the state is not from the middle of it.
             IndexError: the epoch had fewer batches.
             TypeError: the dataset is iterable, or the sampler cannot be copied.
-            Exception: what the dataset raises.
+            Exception: whatever the dataset raises.
 
         >>> loader = DataLoader(range(8), 2, schedule="dynamic")
         >>> _, second, *_ = loader
@@ -364,8 +363,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     @property
     def position(self) -> Position:
-        """How far this loader has come, for progress bars: epochs that are over, batches of the next one, and
-        batches in all; those that raised count, too.
+        """Progress of this loader, for progress bars: completed epochs, batches of the current epoch, and
+        batches in all; batches that raised count, too.
 
         >>> loader = DataLoader(range(8), 2)
         >>> batch = next(iter(loader))
@@ -388,7 +387,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if history := resources.counters.history:
             history[-1].used_cpu(time.process_time_ns())
         if not resources.counters.epochs:
-            self._device_session()  # which is made when an epoch begins, and counts its copies
+            self._device_session()  # usually created when an epoch begins; it counts the copies
         blocks = [(0, 0, 0), *(engine.blocks() for engine in list(resources.engines))]
         in_use, free, nbytes = map(sum, zip(*blocks, strict=True))
         return resources.counters.snapshot(
@@ -401,16 +400,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         )
 
     def diagnose(self, epoch: int | Literal["all"] | None = None) -> Diagnosis:
-        """Diagnose what limits this loader and what would help: `print(loader.diagnose())` is a page.
+        """Diagnose what limits this loader and what would help: `print(loader.diagnose())` prints a page.
 
         May be called at any time, also in the middle of an epoch; an epoch should have some ten batches, or
-        the start of the workers is most of it. The advice comes with gains that a model expects, which plays
-        the costs of the batches through the rules of the schedule, and knows nothing of the limits of a disk,
-        a network or caches.
+        the start of the workers dominates it. Each line of advice has the gain that a model expects. The
+        model simulates the schedule with the measured costs of the batches, without the limits of a disk, a
+        network or caches.
 
         Args:
-            epoch: the number of an epoch, from 0 on, of the last hundred; "all": all together; None: the
-                newest one that is long enough to say something.
+            epoch: the number of an epoch, from 0 on, of the last hundred; "all" takes all together; None is
+                the newest one that is long enough for a diagnosis.
 
         Raises:
             ValueError: there is no such epoch.
@@ -425,7 +424,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return verdict.diagnose(verdict.evidence_of(known, statistics, self._resources.counters, epoch))
 
     def _evidence(self) -> Evidence:
-        """Facts of a run that the arguments give, for `diagnose`."""
+        """The facts about a run that follow from the arguments, for `diagnose`."""
         to_device, sampler = read_device(self.device), self._index_sampler
         if type(sampler) is BatchSampler:
             sampler = sampler.sampler
@@ -445,23 +444,23 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         )
 
     def trace(self, path: str | PathLike[str]) -> AbstractContextManager[None]:
-        """Write what happens to a file, for as long as the context lasts.
+        """Write a trace of this loader to a file while the context lasts.
 
         >>> loader = DataLoader(range(8), 2)
         >>> with loader.trace("epoch.json"):
         ...     batches = list(loader)
 
-        Open the file with https://ui.perfetto.dev or chrome://tracing: tracks for the consumer, for each
-        worker, for the batches that are under way and for copies to the device. It is written as it goes, so
-        what a crash leaves can be opened, too. A batch takes about 1 kB.
+        Open the file with https://ui.perfetto.dev or chrome://tracing: it has tracks for the consumer, each
+        worker, the batches in flight and copies to the device. It is written continuously, so that it can be
+        opened after a crash, too. A batch takes about 1 kB.
 
         Args:
-            path: of the file, which is overwritten.
+            path: path of the file, which is overwritten.
 
         Raises:
-            OSError: the file cannot be written; where the context begins or ends, as the others.
+            OSError: the file cannot be written; raised, as the others, when the context begins or ends.
             ValueError: another trace, of any process, is writing to it.
-            RuntimeError: this loader is being traced.
+            RuntimeError: this loader is already being traced.
         """
         arguments.torchs_own(self, "trace()")
         return traced(path, self._resources.counters)
@@ -470,7 +469,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         name = f"{type(self).__module__}.{type(self).__qualname__}"
         try:
             return f"<{name} {self._describe()}>"
-        except Exception as error:  # an attribute is not there yet, or a subclass's property raises
+        except Exception as error:  # an attribute does not exist yet, or a subclass's property raises
             return f"<{name} object at {id(self):#x}, not initialised ({type(error).__name__}: {error})>"
 
     def _describe(self) -> str:
@@ -487,13 +486,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     # ---- copies -------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """The arguments, and what was loaded for the next epoch; workers and counters stay behind, so a copy
-        starts idle."""
+        """The arguments, and the loaded state of the next epoch. Workers and counters are not copied, so a
+        copy starts idle."""
         return {**vars(self), "_iterator": None}
 
 
 def _name(function: Any) -> str:
-    """The name of a user's function; "" of torch's."""
+    """The name of a user's function; "" for torch's own functions."""
     if any(function is each for each in (None, default_collate, default_convert)):
         return ""
     kind = type(function)

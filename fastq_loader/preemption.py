@@ -1,7 +1,7 @@
-"""`preemption`: a job that is told to end saves where it stands first.
+"""`preemption`: let a job save a checkpoint before the cluster terminates it.
 
-Runs in the consumer, on the main thread: the handlers of its signals only note what has come, and stop the
-dispatch of new batches.
+Runs in the consumer, on the main thread. Its signal handlers only record the signal and stop the dispatch of
+new batches.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import Any
 
-#: What clusters send; not every system has both.
+#: The signals that clusters send; not every system has both.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
 class preemption:
-    """Notes that the job is to end, for a loop that then saves a checkpoint and leaves:
+    """Detects that the job will be terminated, so that the training loop can save a checkpoint and leave:
 
         with fastq_loader.preemption(loader) as preempted:
             for batch in loader:
@@ -25,22 +25,22 @@ class preemption:
                     torch.save({"model": model.state_dict(), "loader": loader.state_dict()}, path)
                     break
 
-    Clusters send SIGTERM to all processes of a job, SLURM also SIGUSR1 (`--signal=USR1@60`). Workers go on
-    for `Processes.grace_seconds`, so that the training step can end and its state be saved. From the signal
-    on, workers get no new batches but the one that is next. Handlers that were set before are called as well,
-    and are back when the context ends.
+    Clusters send SIGTERM to all processes of a job, SLURM also SIGUSR1 (`--signal=USR1@60`). Workers
+    survive the signal for `Processes.grace_seconds`, so that the training step can finish and its state be
+    saved. After the signal, workers are sent no new batches but the next one. Handlers that were installed
+    before are called as well, and are restored when the context ends.
 
     Args:
-        loaders: whose workers need load nothing more; a `Prefetcher` stands for its loader.
-        signals: that announce the end.
+        loaders: the loaders whose workers stop loading ahead; a `Prefetcher` stands for its loader.
+        signals: the signals that announce the termination.
 
     Attributes:
-        signal: the first one that came; None: none has.
+        signal: the first signal that was received, or None.
 
     Raises:
-        TypeError: something is no loader of this package.
-        ValueError: a signal cannot be handled, or this is not the main thread, whose handlers they would be;
-            where the context begins.
+        TypeError: an argument is not a loader of this package.
+        ValueError: a signal cannot be handled, or this is not the main thread, on which handlers run; raised
+            when the context begins.
 
     >>> loader = DataLoader(range(8), 2)
     >>> with preemption(loader) as preempted:
@@ -60,7 +60,7 @@ class preemption:
             if not hasattr(loader, "_resources"):
                 raise TypeError(f"preemption({loader!r:.80}): it is no fastq_loader.DataLoader or Prefetcher")
         self._signals = tuple(dict.fromkeys(signals))
-        self._entered = 0  # contexts that are open: its own handler is none that was set before
+        self._entered = 0  # depth: only the outermost context installs handlers
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> preemption:

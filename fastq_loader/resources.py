@@ -1,7 +1,7 @@
-"""Per-loader runtime state besides the arguments: counters, pools of workers, and its way to a device.
+"""Per-loader runtime state besides the arguments: counters, pools of workers, and the device session.
 
-Runs in the consumer. Made when a loader first needs it, because frameworks make loaders without running the
-constructor.
+Runs in the consumer. Created when a loader first needs it, because frameworks create loaders without running
+the constructor.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from fastq_loader.resume.record import EpochRecord, Saved
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.workers import stopping
 
-#: Epochs whose batches can be loaded again.
+#: Epochs whose batches `replay` can load again.
 _REMEMBERED = 16
 
 
 class Resources:
-    """Runtime state of one loader; of it only `saved` is copied or pickled with the arguments.
+    """Runtime state of one loader. Only `saved` is copied or pickled with the arguments.
 
     Args:
-        owner: the loader; None until it asks for them.
-        saved: see below.
+        owner: the loader; None in a copy that no loader has used yet.
+        saved: the state that the next epoch resumes from, or None.
 
     Attributes:
-        counters: of everything that it did.
+        counters: the loader's counters.
         engines: the pools of workers that its iterators use.
-        torchs: torch's own iterators, where ours cannot run.
-        session: its way to a device, once an iteration has begun, or None.
-        idle: the staging of iterations without workers that are over, to be used again.
-        place: of the newest epoch the record, or None, and what the next one goes on from, or None; as one
-            immutable record, which other threads can read.
-        held: gives the state of before, while an epoch is being begun; else None.
-        shared: states of shared generators that the first epoch begins from, because a state says so.
-        hinted: what the user was told of, and is not told again.
-        chooser: of `num_workers="auto"`: how many workers the next epoch gets.
-        bad_samples: that could not be read.
+        torchs: torch's own iterators, on systems where our workers cannot run.
+        session: the device session, once an iteration has begun, or None.
+        idle: stagings of finished iterations without workers, for reuse.
+        place: `record` and `saved`, each or None, as one immutable tuple, so that other threads can read both
+            at once.
+        held: returns the previous state while an epoch is beginning; else None.
+        shared: states of the global generators from which the first epoch begins, if a state fixes them.
+        hinted: kinds of hints that were issued, and are not issued again.
+        chooser: chooses the number of workers of the next epoch, for `num_workers="auto"`.
+        bad_samples: samples that could not be read.
         begun: the records of the last epochs, the newest last.
-        kept: what its pools use again, see `Plan`.
+        kept: objects that its next pools reuse, see `Plan`.
     """
 
     def __init__(self, owner: object | None = None, saved: Saved | None = None) -> None:
@@ -67,39 +67,41 @@ class Resources:
 
     @property
     def record(self) -> EpochRecord | None:
+        """The newest epoch."""
         return self.place[0]
 
     @property
     def saved(self) -> Saved | None:
+        """The state that the next epoch resumes from."""
         return self.place[1]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Resources, (None, self.saved)  # no loader's: a subclass copied all attributes
+        return Resources, (None, self.saved)  # without an owner: a subclass may copy all attributes
 
     def add_torchs(self, iterator: Any) -> Any:
-        """Take note of torch's own iterator, of whose epochs there are no records."""
+        """Register an iterator of torch's own, whose epochs are not recorded."""
         self.place = None, None
         self.torchs.add(iterator)
         return iterator
 
     def pools(self) -> int:
-        """How many iterators have workers."""
+        """Number of iterators with running workers."""
         ours = sum(engine.closed is None for engine in list(self.engines))
         return ours + sum(not iterator._shutdown for iterator in list(self.torchs))
 
     def close_engines(self, reason: str) -> None:
-        """End all workers of the loader; wait for those that are in the middle of a sample."""
+        """Stop all workers of the loader, and wait for workers that are in the middle of a sample."""
         for engine in list(self.engines):
             engine.close(reason)
         while self.torchs:
             iterator = self.torchs.pop()
-            if not iterator._shutdown:  # else it is over, and goes on to say so
-                iterator._next_data = partial(_refuse, reason)  # torch would end the epoch
+            if not iterator._shutdown:  # else it is exhausted already
+                iterator._next_data = partial(_refuse, reason)  # torch would end the epoch without an error
                 iterator._shutdown_workers()
         stopping.wait(self.counters)
 
     def close(self, reason: str) -> None:
-        """The same, and let go of what iterations without workers have kept."""
+        """Close all engines, and release the stagings of iterations without workers."""
         self.close_engines(reason)
         while self.idle:
             self.idle.pop().close()

@@ -1,7 +1,7 @@
-"""`cached`: a function whose values are computed once for all processes, and for all epochs.
+"""`cached`: a function whose values are computed once for all processes and all epochs.
 
-Runs in the program, and in every process that calls the function. Owns what is shared besides the values:
-the counters.
+Runs in the program and in every process that calls the function, on any thread. Owns the counters that these
+processes share; `store` owns the values.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _COUNTS = "hits", "misses", "stored", "full", "random", "refused", "damaged"
 _ROW_WORDS, _ROWS = 8, 2048
-_HINTED = _ROW_WORDS - 1  # the last word of a row: its process has warned
+_HINTED = _ROW_WORDS - 1  # last word of a row: whether its process has warned
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
 
 
 class _Clear:
-    """`cached.clear(path)`, and `clear()` of what `cached` has made."""
+    """The method `clear`: `cached.clear(path)` on the class, `clear()` on an instance."""
 
     def __get__(self, instance: cached | None, owner: type) -> Callable[..., None]:
         return _remove if instance is None else partial(_remove, instance._path)
 
 
 def _remove(path: str | os.PathLike[str] | None) -> None:
-    """Remove the file of a cache. Those who have it open keep it until they end.
+    """Remove the file of a cache. Processes that have it open can use it until they end.
 
     Raises:
         ValueError: the cache has no path.
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such file.
     """
     if path is None:
-        raise ValueError("cached: this cache has no path; it goes with the last process that holds it")
+        raise ValueError("cached: this cache has no path; it is freed with the last process that uses it")
     os.unlink(path)
 
 
 class cached:
-    """Keep the values of a function, once for all processes of a machine and for all epochs.
+    """Cache the values of a function, once for all processes of a machine and for all epochs.
 
-    Wrap the part of a dataset that draws nothing: reading and decoding. What is random stays outside, and
-    is new in every epoch. All workers of all loaders that hold the object share the values, under every
-    start method, and so do workers that replace dead ones.
+    Wrap the part of a dataset that draws no random numbers: reading and decoding. Random augmentation stays
+    outside, and is new in every epoch. All workers of all loaders with this object share the values, under
+    every start method, and so do workers that replace dead ones.
 
     >>> class Photos(torch.utils.data.Dataset):
     ...     def __init__(self):
@@ -81,25 +81,25 @@ class cached:
     1
 
     Args:
-        function: is called with int, str, bytes, float, Path, None and tuples of these; they are the key.
-            Values are tensors, arrays, numbers, texts, PIL images, and lists, tuples, dicts and dataclasses
-            of these; anything else that can be pickled is, which is slower. A method is cached for its
+        function: function of arguments of type int, str, bytes, float, Path, None and tuples of these, which
+            are the key. Its values are tensors, arrays, numbers, texts, PIL images, and lists, tuples, dicts
+            and dataclasses of these; other objects are pickled, which is slower. A method is cached for its
             instance.
-        limit: bytes of values, as a number, as "8GB", or as a part of what the machine or its container has
-            left ("0.5"; of the disk, with a path). When it is full nothing more is stored: what is there
-            stays, and is hit in every epoch.
-        name: processes of this user on this machine that give the same name have one cache, in memory; it
+        limit: largest total size of the values: bytes, a text such as "8GB", or a fraction ("0.5") of the
+            available memory of the machine or its container; with a path, of the free disk space. A full
+            cache stores nothing more: the stored values stay, and are hit in every epoch.
+        name: name of a cache in memory that all processes of this user on this machine share under it; it
             ends with the last of them.
-        path: a file that holds the values and outlives the program. Its folder has to be on a disk of this
-            machine.
-        version: of the data or the function, text or number: a cache of another one is refused.
-        copy: False: arrays are read-only, and in memory they are not copied. Tensors cannot be read-only: a
+        path: file for the values, which outlives the program. Its folder has to be on a disk of this machine.
+        version: version of the data or the function, text or number; a cache of another version is refused.
+        copy: False makes arrays read-only, and avoids their copies in memory. Tensors cannot be read-only: a
             function that returns them is refused.
 
     Raises:
-        ValueError: the limit is none; or the cache of that name or path is of something else, which the
-            text names. `cached.clear(path)` removes a file.
+        ValueError: the limit is malformed; or the cache of this name or path belongs to another function or
+            version (named in the text). `cached.clear(path)` removes a file.
         OSError: the file cannot be opened.
+        RuntimeError: `name` or `path` needs a system call that this system or sandbox lacks.
     """
 
     clear = _Clear()
@@ -129,7 +129,7 @@ class cached:
         self._open()
 
     def _set_function(self, function: Callable[..., Any]) -> None:
-        # A method is kept as its parts: it refers to an object whose attribute this is.
+        # A method is stored as its parts, because `self` may be an attribute of the method's object.
         self._of, self._function, self._bound = None, function, isinstance(function, MethodType)
         if isinstance(function, MethodType):
             self._of, self._function = function.__self__, function.__func__
@@ -153,12 +153,12 @@ class cached:
                 opened = files.at_path(self._path, about, self._limit)
             elif self._name is not None:
                 held, self._source = _by_name(self._name, about, self._limit)
-                opened = os.dup(held)  # that one is for others to find
+                opened = os.dup(held)  # `held` stays open for other processes
             else:
                 opened = files.anonymous(about, self._limit)
         except files.Differs as error:
             where = f"name={self._name!r}" if self._path is None else f"path={self._path!r}"
-            text = "Use another one, or cached.clear() for a path"
+            text = "Use another name or path, or remove the file with cached.clear(path)"
             raise ValueError(f"cached: {where} holds something else: {error}. {text}") from None
         counters = calls.memfd_create("fastq_loader.cache counters")
         os.ftruncate(counters, _ROWS * _ROW_WORDS * 8)
@@ -191,13 +191,13 @@ class cached:
         if drew := before.drawn():
             self._counters.add("random")
             who, why = f"draws from {', '.join(drew)}", "they would be the same in every epoch"
-            self._hint(who, f"{why}. Wrap the part that draws nothing")
+            self._hint(who, f"{why}. Wrap only the part that draws no random numbers")
             return value
         try:
             head, parts, nbytes = encode(value)
         except (UnpicklableError, RuntimeError) as error:
             self._counters.add("refused")
-            self._hint("returns what cannot be pickled", str(error))
+            self._hint("returns a value that cannot be pickled", str(error))
             return value
         if not self._copy and has_tensors(head):
             text = "returns tensors, which cannot be read-only: use copy=True, or return arrays"
@@ -210,7 +210,7 @@ class cached:
             stored = False
         self._counters.add("stored" if stored else "full")
         found = None if self._copy else self._store.find(digest)
-        return value if found is None else self._read(found)  # which nobody can write to
+        return value if found is None else self._read(found)  # the read-only one
 
     def _read(self, found: Any) -> Any:
         read = self._store.read if self._copy else self._store.view
@@ -222,7 +222,7 @@ class cached:
             warnings.warn(text, NotCached, stacklevel=4)
 
     def statistics(self) -> CacheStatistics:
-        """Counts of the cache so far, in all processes that this object has come to."""
+        """Counts of the cache so far, of all processes that share this object."""
         counts = dict(zip(_COUNTS, self._counters.sums(), strict=True))
         return CacheStatistics(bytes=self._store.used(), **counts)
 
@@ -243,14 +243,14 @@ class cached:
         vars(self).update(state)
         self._keys = Keys(MethodType(self._function, self._of) if self._bound else self._function)
         functools.update_wrapper(self, self._function, updated=())
-        if descriptors is None:  # on another machine perhaps: a cache in memory begins empty
+        if descriptors is None:  # perhaps on another machine: a cache in memory begins empty
             self._open()
         else:
             self._source = None
             self._attach(*(duplicate.detach() for duplicate in descriptors))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> cached:
-        """Of a copy of a dataset: the same cache."""
+        """The same cache, for a copy of a dataset."""
         made = object.__new__(type(self))
         memo[id(self)] = made
         vars(made).update(vars(self))
@@ -259,10 +259,10 @@ class cached:
 
 
 class _Counters:
-    """Counts of all processes, each with a row of its own, which goes to another one when it has ended.
+    """Counts of all processes. Each has its own row; a later process reuses the row of one that has ended.
 
     Args:
-        fd: of the memory, which is closed with this; -1: there is none.
+        fd: descriptor of the shared memory, closed with this object; -1 without shared memory.
     """
 
     def __init__(self, fd: int) -> None:
@@ -271,13 +271,13 @@ class _Counters:
         self._held = -1
         self._words: Any = None
         self._row: Any = None
-        if fd < 0:  # no other process has it
+        if fd < 0:  # counts of this process only
             self._pid = process_id.current()
             self._words = self._row = memoryview(bytearray(_ROW_WORDS * 8)).cast("Q")
 
     def _own_row(self) -> Any:
         with files.first_use():
-            if self._pid != process_id.current() and self.fd >= 0:  # a fork has its parent's row
+            if self._pid != process_id.current() and self.fd >= 0:  # a forked child has its parent's row
                 self._row = None
                 before, (self._held, command) = self._held, open_anew(self.fd)
                 if before >= 0:
@@ -327,7 +327,7 @@ def _qualified(function: Callable[..., Any]) -> str:
 
 
 def _by_name(name: str, about: dict[str, Any], limit: int) -> tuple[int, Any]:
-    from fastq_loader.sharing import named  # another system lacks what it is made of
+    from fastq_loader.sharing import named  # its imports fail on other systems
 
     try:
         return named.descriptor(name, about, partial(files.anonymous, about, limit))
@@ -336,8 +336,8 @@ def _by_name(name: str, about: dict[str, Any], limit: int) -> tuple[int, Any]:
 
 
 def _bytes(limit: Any, path: str | None) -> int:
-    """How many bytes a limit is."""
-    wrong = f"cached: limit={limit!r} must be bytes (8_000_000_000, '8GB') or a part of what is left ('0.5')"
+    """A limit as a number of bytes."""
+    wrong = f"cached: limit={limit!r} must be bytes (8_000_000_000, '8GB') or a part of free space ('0.5')"
     if isinstance(limit, bool) or not isinstance(limit, (int, str)):
         raise TypeError(wrong)
     if isinstance(limit, int):
@@ -356,12 +356,12 @@ def _bytes(limit: Any, path: str | None) -> int:
     return int(count)
 
 
-#: Parts of a dataset that are looked at.
+#: Largest number of nested datasets that are searched for caches.
 _PARTS = 100
 
 
 def caches_of(dataset: Any) -> list[cached]:
-    """The caches among the attributes of a dataset and of what it reads from; no code of theirs runs."""
+    """The caches among the attributes of a dataset and of the datasets in it. Runs none of their code."""
     found, seen, waiting = list[cached](), set[int](), [dataset]
     while waiting and len(seen) < _PARTS:
         part = waiting.pop()
@@ -369,7 +369,7 @@ def caches_of(dataset: Any) -> list[cached]:
             continue
         seen.add(id(part))
         own = attributes.held(part)
-        # Not by isinstance, which asks an object of the user's for its class.
+        # Not isinstance, which may run a user's `__class__` property.
         found += [value for value in own.values() if issubclass(type(value), cached)]
         waiting += [own[name] for name in ("dataset",) if name in own]
         several = own.get("datasets")

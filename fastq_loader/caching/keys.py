@@ -1,6 +1,7 @@
 """Keys of a cached function: the arguments of a call, as bytes that are the same in every process.
 
-Pure. Arguments that mean the same have one key, whether they are given by position, by name or by default.
+Pure; runs in every process that calls the function. Equivalent calls have the same key, whether arguments are
+passed by position, by name or by default.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
 
-#: What marshal writes as the same bytes in every process and version of Python.
+#: Types that marshal writes as the same bytes in every process and version of Python.
 _PLAIN = frozenset((int, str, bytes, float, bool, type(None)))
 
 
@@ -19,16 +20,16 @@ class Keys:
     """The keys of one function.
 
     Args:
-        function: as it is called.
+        function: the function as users call it.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._signature: inspect.Signature | None = None
-        self._positional = 0  # arguments of a call that needs no look at the signature
+        self._positional = 0  # number of arguments for which the signature is not needed
         try:
             signature = inspect.signature(function)
-        except (TypeError, ValueError):  # a function in C, which says nothing of itself
+        except (TypeError, ValueError):  # a C function without a signature
             return
         kinds = [parameter.kind for parameter in signature.parameters.values()]
         self._signature = signature
@@ -39,7 +40,7 @@ class Keys:
         """The key of a call.
 
         Raises:
-            TypeError: an argument is of a type that is no key; or the function does not take these arguments.
+            TypeError: an argument's type is not allowed in a key, or the function rejects the arguments.
         """
         if kwargs or len(args) != self._positional:
             args = self._bound(args, kwargs)

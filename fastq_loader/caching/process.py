@@ -1,6 +1,6 @@
-"""The values of one process, on systems that share no memory between processes.
+"""A cache for one process, on systems without memory that processes can share.
 
-Runs in the process that calls a cached function, on any of its threads. See `store`, which has the same
+Runs in the process that calls a cached function, on any of its threads. See `store.Store`, which has the same
 methods.
 """
 
@@ -13,13 +13,13 @@ import numpy as np
 
 
 class ProcessStore:
-    """Values in a dict.
+    """Stores values in a dict.
 
     Args:
-        limit: bytes of values that it may hold.
+        limit: largest total size of the values, in bytes.
 
     Attributes:
-        fd: -1: there is nothing to send.
+        fd: always -1: no descriptor to send to other processes.
     """
 
     fd = -1

@@ -1,20 +1,20 @@
-"""The file that holds the values: a table of slots, and data that only grows.
+"""The file of a cache: a table of slots, and data that only grows.
 
-Runs in every process that calls a cached function, on any of its threads. The file is a memfd, which goes
-with its last holder, or one with a path. It is read and written by system calls and mapped by nobody: a
-file that somebody cuts short gives short reads, a full disk is an error of a write, and no process counts
-the values as its own memory.
+Runs in every process that calls a cached function, on any of its threads. The file is a memfd, which is freed
+with its last process, or it has a path. It is written by system calls. A memfd is mapped for reading if the
+address space allows it. A file with a path is only read by system calls: if it is truncated, reads are short,
+and no process counts the values as its own memory. A full disk is an error of a write.
 
-    header      one page: what the file is of, and how it is laid out
-    cursor      one page: where the data ends; written under a lock
-    slots       64 bytes each: hash of the key, place, lengths and checksum of the value, and a check of the
-    slot itself data        values, each behind its head
+    header      one page: the cached function and its version, and the layout
+    cursor      one page: end of the data; written under a lock
+    slots       64 bytes each: hash of the key, place, lengths and checksum of the value, check of the slot
+    data        values, each after its head
 
-A value is written first, into room that was reserved for it, and then its slot: a slot that can be read has
-a value that was whole. A reader takes no lock. Writers take one, on bytes of the file, for microseconds;
-the kernel drops it with its holder. Who does not get it soon, because its holder is stopped, stores
-nothing. What a killed writer had reserved stays unused. In a file with a path the checksum of a value is
-looked at when it is read for the first time: after a power cut a slot may be on the disk and its data not.
+A value is written first, into space reserved for it, and then its slot: a valid slot refers to a complete
+value. Readers take no lock. Writers lock bytes of the file for microseconds; the kernel releases the lock of
+a process that dies. A writer that does not get the lock soon, because the lock's owner is stopped, stores
+nothing. Space that a killed writer had reserved stays unused. In a file with a path, the checksum of a value
+is verified at its first read in a process: after a power cut the disk may have a slot without its data.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ import numpy as np
 from fastq_loader.system import calls, process_id
 from fastq_loader.system.calls import UNLOCK, WRITE_LOCK, open_anew, set_lock
 
-#: The layout. Another number is another file.
+#: Version of the layout. A file of another version is refused.
 LAYOUT = 1
 _MAGIC = b"fastq_loader.cache\0"
 _PAGE = 4096
 _CURSOR, _SLOTS = _PAGE, 2 * _PAGE
 _SLOT = struct.Struct("<16sQIIII")  # hash of the key, place, head, data, checksum of both, check of the slot
 _SLOT_BYTES = 64
-#: Of heads and of data.
+#: Alignment in bytes of heads and data.
 _ALIGNMENT = 64
-#: Slots that one read brings.
+#: Number of slots per read.
 _RUN = 8
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
-#: Bytes of a value for each slot: with values that are smaller slots may run out before the room does.
+#: Bytes of values per slot of the table: with smaller values the slots may run out before the space.
 _BYTES_PER_SLOT = 4096
 _LEAST_SLOTS = 1 << 12
-#: Slots that a key may be away from its place until the table counts as full.
+#: Largest distance in slots of a key from its first slot; beyond that the table counts as full.
 _FURTHEST = 512
-#: Seconds that a writer waits for another one, which may have lost its CPU to others; and between two looks.
+#: Seconds that a writer waits for another one, which may be off the CPU, and seconds between two attempts.
 _PATIENCE, _GLANCE = 0.1, 50e-6
 
 
@@ -62,7 +62,7 @@ _first_use = threading.Lock()
 
 
 def first_use() -> threading.Lock:
-    """Held while a thread opens what its process has not used yet."""
+    """The lock for the first use of a file in a process, during which a thread opens its descriptors."""
     return _first_use
 
 
@@ -71,12 +71,12 @@ def _forget() -> None:
     _first_use = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):  # another thread may hold it then
+if hasattr(os, "register_at_fork"):  # another thread may hold the lock during a fork
     os.register_at_fork(after_in_child=_forget)
 
 
 class Found(NamedTuple):
-    """Where a value lies."""
+    """Location of a value in the file."""
 
     place: int
     head: int
@@ -85,17 +85,17 @@ class Found(NamedTuple):
 
 
 class Differs(ValueError):
-    """The file is of something else; the text says what."""
+    """The file belongs to another function, version or layout; the text names the difference."""
 
 
 class Store:
     """One process's access to the file.
 
     Args:
-        fd: of the file, which is this object's from here on; it is opened anew in each process, because a
-            lock belongs to an open file.
-        limit: bytes of values that it may hold.
-        checks: whether checksums are written and looked at.
+        fd: descriptor of the file; this object will close it. Each process that writes opens the file again,
+            because a lock belongs to an open file.
+        limit: largest total size of the values, in bytes.
+        checks: whether checksums are written and verified.
     """
 
     def __init__(self, fd: int, limit: int, checks: bool) -> None:
@@ -105,14 +105,14 @@ class Store:
         header = os.pread(fd, _PAGE, 0)
         self._slots: int = json.loads(header[len(_MAGIC) :].rstrip(b"\0"))["slots"]
         self._data: int = _SLOTS + self._slots * _SLOT_BYTES
-        # Of memory that nobody can cut short, all is mapped, as far as the address space goes: copying from
-        # there takes a third of the time of a system call.
+        # Memory, which nobody truncates, is mapped whole if the address space allows it: a copy from there
+        # takes a third of the time of a system call.
         self._map: Any = None  # a memoryview
         if not checks:
             with contextlib.suppress(OSError, ValueError):
                 whole = mmap.mmap(fd, self._data + self._limit, mmap.MAP_SHARED, mmap.PROT_READ)
                 self._map = memoryview(whole)
-        self._verified: set[int] = set()  # places of values that this process has looked at, or has written
+        self._verified: set[int] = set()  # places of values verified or written here
         self._pid = 0
         self._lock = threading.Lock()
         self._own = -1
@@ -121,7 +121,7 @@ class Store:
     # ---- reading --------------------------------------------------------------------------------
 
     def find(self, digest: bytes) -> Found | None:
-        """The value of a key, by the digest of that; None: it is not there."""
+        """Look up the value for the digest of a key; None if it is not stored."""
         at = int.from_bytes(digest[:8], "little") % self._slots
         for start in range(at, at + _FURTHEST, _RUN):
             run = self._read_slots(start % self._slots)
@@ -132,7 +132,7 @@ class Store:
                 if key == digest:
                     whole = check == zlib.crc32(run[slot : slot + _SLOT.size - 4])
                     return Found(place, head, nbytes, checksum) if whole else None
-            if len(run) < _RUN * _SLOT_BYTES:  # the end of the table, or a file that was cut short
+            if len(run) < _RUN * _SLOT_BYTES:  # end of the table, or a truncated file
                 return None
         return None
 
@@ -149,7 +149,7 @@ class Store:
         """The head of a value.
 
         Raises:
-            ValueError: the file is damaged there.
+            ValueError: the file is damaged.
         """
         head = self._read(found.place, found.head)
         if len(head) != found.head:
@@ -162,10 +162,10 @@ class Store:
         return head
 
     def read(self, found: Found, at: int, nbytes: int) -> np.ndarray:
-        """So many bytes of a value from `at` on, in new memory.
+        """Read `nbytes` of a value from `at` on, into new memory.
 
         Raises:
-            ValueError: the file ends before.
+            ValueError: the file is too short.
         """
         place = found.place + _aligned(found.head) + at
         if self._map is not None:
@@ -181,7 +181,7 @@ class Store:
         return data
 
     def view(self, found: Found, at: int, nbytes: int) -> np.ndarray:
-        """The same, read-only, and where it lies if it is mapped."""
+        """Like `read`, but read-only, and without a copy if the file is mapped."""
         if self._map is None:
             data = self.read(found, at, nbytes)
             data.flags.writeable = False
@@ -191,10 +191,10 @@ class Store:
     # ---- writing --------------------------------------------------------------------------------
 
     def add(self, digest: bytes, head: bytes, parts: Sequence[tuple[int, memoryview]], nbytes: int) -> bool:
-        """Store a value under the digest of its key; False: there is no room, or it is somebody else's turn.
+        """Store a value under the digest of its key. Returns False without space, or if the lock is taken.
 
         Raises:
-            OSError: the file cannot be written to; ENOSPC: the disk is full.
+            OSError: the file cannot be written; ENOSPC if the disk is full.
         """
         with self._writing() as may:
             place = self._reserve(_aligned(len(head)) + nbytes) if may else 0
@@ -210,7 +210,7 @@ class Store:
         return False
 
     def used(self) -> int:
-        """Bytes of the data, with what killed writers have left unused."""
+        """Bytes of the data, including space that killed writers have left unused."""
         return self._end() - self._data
 
     def _end(self) -> int:
@@ -236,7 +236,7 @@ class Store:
         return checksum
 
     def _free_slot(self, digest: bytes) -> int | None:
-        """Where the slot of a key is to be written; None: the table is full there, or another process has
+        """Offset in the file for the slot of a key. None if the table is full there, or another process has
         stored the key meanwhile."""
         at = int.from_bytes(digest[:8], "little") % self._slots
         for start in range(at, at + _FURTHEST, _RUN):
@@ -253,15 +253,15 @@ class Store:
         return None
 
     def _intact(self, place: int) -> bool:
-        """Whether a value that is there already can be read: else its slot is written anew."""
+        """Whether a stored value is known to be readable; if not, its slot is overwritten."""
         return not self._checks or place in self._verified
 
     # ---- the lock of writers --------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[bool]:
-        """Whether this thread may write to table and cursor in here."""
-        if self._pid != process_id.current():  # a fork has the parent's open file, and its threads' lock
+        """Take the lock for table and cursor; yields False if it could not be had in time."""
+        if self._pid != process_id.current():  # a fork has its parent's open file and lock
             self._begin_writing()
         lock = self._lock
         if not lock.acquire(timeout=_PATIENCE):
@@ -300,8 +300,8 @@ class Store:
                 time.sleep(_GLANCE)
 
     def close(self) -> None:
-        """Let go of the file. A fork closes copies of its own."""
-        self._map = None  # which goes with the last array that was not copied
+        """Close the file. A forked child closes only its own copies."""
+        self._map = None  # unmapped with the last array that views it
         fd, self.fd, own, self._own = self.fd, -1, self._own, -1
         for descriptor in (fd, own):
             if descriptor >= 0:
@@ -313,21 +313,22 @@ class Store:
 
 
 def digest_of(key: bytes) -> bytes:
-    """Digest of a key: 128 bits, never two keys'."""
+    """Digest of a key: 128 bits, so that two keys never collide in practice."""
     return hashlib.blake2b(key, digest_size=16).digest()
 
 
 def prepare(fd: int, about: dict[str, Any], limit: int) -> None:
-    """Lay an empty file out, or see that one that has been is of the same.
+    """Initialize an empty file, or check that an existing one has the same description.
 
     Args:
-        fd: of the file, which no other process prepares meanwhile.
-        about: what it is of, as JSON has it.
-        limit: bytes of values.
+        fd: descriptor of the file; no other process may prepare it at the same time.
+        about: function and version, as JSON values.
+        limit: largest total size of the values, in bytes.
 
     Raises:
-        Differs: it is of something else, or is no cache.
-        OSError: it cannot be written to.
+        Differs: the file has another description, or is not a cache.
+        OSError: the file cannot be written.
+        ValueError: `about` does not fit into the header.
     """
     header = os.pread(fd, _PAGE, 0)
     if header.startswith(_MAGIC):
@@ -338,24 +339,24 @@ def prepare(fd: int, about: dict[str, Any], limit: int) -> None:
                 raise Differs(f"its {name} is {theirs.get(name)!r}, and here it is {value!r}")
         return
     if header.strip(b"\0"):
-        raise Differs("it is no cache of this library")
+        raise Differs("it is not a cache of this library")
     slots = max(_LEAST_SLOTS, limit // _BYTES_PER_SLOT)
     text = json.dumps({"layout": LAYOUT, "about": about, "slots": slots}).encode()
     if len(_MAGIC) + len(text) > _PAGE:
         raise ValueError(f"cached: name and version of the function take {len(text)} bytes; use shorter ones")
     os.ftruncate(fd, _SLOTS + slots * _SLOT_BYTES)
-    os.pwrite(fd, _MAGIC + text, 0)  # the last step: without it the file counts as empty
+    os.pwrite(fd, _MAGIC + text, 0)  # last: without it the file counts as empty
 
 
 def anonymous(about: dict[str, Any], limit: int) -> int:
-    """A descriptor of memory that goes with its last holder."""
+    """Make a cache in memory, which is freed with its last descriptor. Returns a descriptor."""
     fd = calls.memfd_create("fastq_loader.cache")
     try:
         prepare(fd, about, limit)
-        with contextlib.suppress(OSError):  # under `ulimit -f` it grows, and is read by system calls
+        with contextlib.suppress(OSError):  # under `ulimit -f` it grows, and is not mapped
             os.ftruncate(
                 fd, os.fstat(fd).st_size + limit
-            )  # so that it can be mapped; it takes what is written
+            )  # so that it can be mapped; only written pages take memory
     except BaseException:
         os.close(fd)
         raise
@@ -363,13 +364,13 @@ def anonymous(about: dict[str, Any], limit: int) -> int:
 
 
 def at_path(path: str, about: dict[str, Any], limit: int) -> int:
-    """A descriptor of a file that outlives the program; it is made if it is not there.
+    """Open or make a file, which outlives the program. Returns a descriptor.
 
     Raises:
-        Differs: it is of something else.
-        OSError: it cannot be opened or written to.
+        Differs: the file has another description, or is not a cache.
+        OSError: the file cannot be opened or written.
     """
-    import fcntl  # Windows has none
+    import fcntl  # not on Windows
 
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

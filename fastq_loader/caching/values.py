@@ -1,8 +1,8 @@
-"""A value as bytes, and back: equal to what the function returned, and a copy.
+"""Encodes values as bytes, and decodes them: to a copy that equals the function's result.
 
-Pure, but for numpy and torch. Tensors, arrays, texts and images are their bytes behind a short head;
-whatever holds them is pickled without them. A value is read by one copy of its bytes, into memory that is
-new each time.
+Pure, apart from numpy and torch; runs in every process that calls a cached function. Tensors, arrays, texts
+and images are stored as their bytes and a short head; an object that contains them is pickled without them. A
+value is read by one copy of its bytes, into new memory each time.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import torch
 from fastq_loader.packing import pickling
 from fastq_loader.packing.pickling import PLAIN_DTYPES, is_leaf
 
-#: How a part is read again.
+#: Kinds of parts, which decide how a part is decoded.
 _PICKLE, _TENSOR, _ARRAY, _BYTES, _TEXT, _IMAGE = "ptabsi"
 
-#: Its head, and what its bytes are.
+#: Head and bytes of a part.
 Part = tuple[tuple[Any, ...], memoryview]
 _DTYPES = {name: dtype for dtype, name in PLAIN_DTYPES.items()}
 _ALIGNMENT = 64
 
 
 def encode(value: Any) -> tuple[bytes, list[tuple[int, memoryview]], int]:
-    """A value as bytes.
+    """Encode a value as bytes.
 
     Returns:
-        Its head, its parts, each with the place where it begins behind the head, and how many bytes they
-        take.
+        Its head, its parts as (offset, bytes), and their total size in bytes with padding. Offsets count
+        from the start of the first part.
 
     Raises:
-        Exception: what pickling raises.
+        Exception: an error of pickling.
     """
     parts: list[Part] = []
     whole = _plain(value)
@@ -61,7 +61,7 @@ def _add(parts: list[Part], leaf: Any) -> int | None:
 
 
 def _plain(value: Any) -> Part | None:
-    """A value that is its bytes; None: it is not."""
+    """The part for a value that is stored as its bytes; None if it must be pickled."""
     kind = type(value)
     if kind is bytes:
         return (_BYTES,), memoryview(value)
@@ -89,12 +89,12 @@ def _bytes_of(array: Any) -> memoryview:
 
 
 def _is_image(value: Any) -> bool:
-    """Whether this is an image of PIL's that is its pixels: decoded, without a palette or a file."""
+    """Whether this is a PIL image that consists of its pixels: decoded, without a palette or a file."""
     kind = type(value)
     return (kind.__module__, kind.__name__) == ("PIL.Image", "Image") and value.mode not in ("P", "PA")
 
 
-#: Heads that were read, which most values have in common.
+#: Decoded heads, which most values have in common.
 _known: dict[bytes, Any] = {}
 _MOST_KNOWN = 1024
 
@@ -106,16 +106,16 @@ def _learn(head: bytes) -> Any:
     return heads
 
 
-#: Gives the bytes of a value from a place on: new memory, or memory that nobody may write to.
+#: Reads bytes of a value, as new or read-only memory; takes an offset and a number of bytes.
 Read = Callable[[int, int], "np.ndarray"]
 
 
 def decode(head: bytes, read: Read) -> Any:
-    """The value.
+    """Decode a value.
 
     Args:
-        head: as `encode` has given it.
-        read: gives so many bytes from a place on.
+        head: the head from `encode`.
+        read: reads bytes of the value's parts.
     """
     parts: list[Any] = []
     heads = _known.get(head) or _learn(head)
@@ -136,7 +136,7 @@ def decode(head: bytes, read: Read) -> Any:
 
 
 def has_tensors(head: bytes) -> bool:
-    """Whether a value has tensors that are read as such."""
+    """Whether a value has tensors that are stored as their bytes."""
     return any(kind == _TENSOR for kind, *_ in _learn(head))
 
 

@@ -1,7 +1,7 @@
-"""The samples that could not be read, and were left out or replaced: they are counted, told, and limited.
+"""Samples that could not be read and were left out or replaced: counted, reported, and limited.
 
-Runs in the consumer, on the thread that calls `next()`; others read. Batches are judged in the order in which
-they are handed out, so the one with which there are too many is the same for any number of workers.
+Runs in the consumer, on the thread that calls `next()`; other threads read the counts. Batches are judged in
+the order of delivery, so the batch that exceeds the limit is the same for any number of workers.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from fastq_loader.ipc.messages import Indices
 from fastq_loader.reading.tolerance import Tolerance
 from fastq_loader.statistics.snapshots import BadSample
 
-#: Samples that are kept one by one, and of those that an error names.
+#: Bad samples that are recorded individually, and how many of them an error lists.
 _KEPT, _NAMED = 1000, 10
 
 
 class BadSamples:
-    """Those of one loader.
+    """The bad samples of one loader.
 
     Args:
-        state: what `state` returned, or {}.
+        state: a saved state, as returned by `state`, or {}.
 
     Attributes:
-        total: how many there were.
-        untold: warnings that wait for a moment when nothing can be lost.
+        total: their number, over all epochs.
+        untold: warnings that `tell` has not shown yet.
     """
 
     def __init__(self, state: dict[str, Any]) -> None:
@@ -40,25 +40,25 @@ class BadSamples:
 
     @property
     def last(self) -> tuple[BadSample, ...]:
-        """The last thousand."""
+        """The last thousand bad samples."""
         return tuple(BadSample(*fields) for fields in list(self._last))
 
     def tell(self) -> None:
-        """Warn, at a moment when nothing can be lost."""
-        with contextlib.suppress(IndexError):  # there is none left; another thread may have taken it
+        """Show the pending warnings. Called when no batch is lost if warnings are errors."""
+        with contextlib.suppress(IndexError):  # another thread may have taken the last one
             while True:
                 warn_user(self.untold.popleft(), BadSampleFound)
 
     def state(self, of_epoch: BadSampleCounter | None) -> dict[str, Any]:
-        """Counts for a saved state: of all, and of the epoch."""
+        """Counts for a saved state: of all bad samples, and of those in the epoch."""
         in_epoch, read = (0, 0) if of_epoch is None else (of_epoch.bad, of_epoch.read)
         return {"in_epoch": in_epoch, "read": read, "total": self.total, "last": list(self._last)}
 
     def add(self, samples: list[list[Any]], path: Any) -> None:
-        """There are more of them, which get a line each in the file at `path`, if there is one."""
+        """Record more bad samples, and append a line for each to the file at `path`, unless that is None."""
         if not self.total:
             first = _line(BadSample(*samples[0]))
-            self.untold.append(f"{first}. It is the first one; statistics() counts them")
+            self.untold.append(f"{first}. It is the first bad sample; statistics() counts them")
         self._last.extend(samples)
         self.total += len(samples)
         if path is None or self._cannot_write:
@@ -73,17 +73,17 @@ class BadSamples:
 
 
 class BadSampleCounter:
-    """Counts those of one epoch, and says when there are too many.
+    """Counts the bad samples of one epoch, and reports when there are too many.
 
     Args:
-        among: the loader's.
-        errors: what becomes of them.
-        epoch: its number.
-        in_batches: whether an index is that of a batch.
-        state: of an epoch that goes on, what `BadSamples.state` returned; else {}.
+        among: the bad samples of the loader.
+        errors: the policy for bad samples.
+        epoch: number of the epoch.
+        in_batches: whether an index stands for a batch of samples.
+        state: for an epoch that is resumed, a saved state as returned by `BadSamples.state`; else {}.
 
     Attributes:
-        bad, read: how many there were in this epoch, of how many that were asked for.
+        bad, read: number of bad samples in this epoch, and of samples that were requested.
     """
 
     def __init__(
@@ -97,13 +97,14 @@ class BadSampleCounter:
     def judge(
         self, batch: int, index: Any, found: Sequence[Any], error: BaseException | None
     ) -> BaseException | None:
-        """A batch was read, or left out. Returns what to raise in its place, if there are too many now.
+        """Count a batch that was read or left out. Return the error to raise in its place if the limit is
+        exceeded.
 
         Args:
-            batch: its number.
-            index: its own, as it was sent.
+            batch: number of the batch.
+            index: its index, as it was sent.
             found: its bad samples; see `TolerantFetcher.bad`.
-            error: what the last of them raised.
+            error: the exception of the last bad sample.
         """
         if type(index) is Indices:
             self.read += len(index.data) // 8
@@ -122,7 +123,7 @@ class BadSampleCounter:
 
 
 def _line(sample: BadSample) -> str:
-    instead = "left out" if sample.instead is None else f"{shorten(sample.instead)} is in its place"
+    instead = "left out" if sample.instead is None else f"replaced by sample {shorten(sample.instead)}"
     which = "a sample" if sample.index is None else f"sample {shorten(sample.index)}"
     where = f"{which} of batch {sample.batch}, epoch {sample.epoch}"
-    return f"{where}, could not be read, and {instead}: {sample.error}"
+    return f"{where}, could not be read and was {instead}: {sample.error}"

@@ -1,4 +1,4 @@
-"""Workers that die or hang, in words: which it was, at which batch, and what the user is told. And timeouts.
+"""Errors and warnings about workers that die or hang. Also handles timeouts.
 
 Runs in the consumer, on the thread that calls `next()`.
 """
@@ -18,12 +18,12 @@ from fastq_loader.workers.worker import Worker
 
 
 class Deaths:
-    """The deaths in one pool of workers.
+    """Reports the deaths and timeouts in one pool of workers.
 
     Args:
-        plan: what the workers do.
+        plan: configuration of the workers.
         group: the workers.
-        scheduler: knows their batches.
+        scheduler: the scheduler of their batches.
     """
 
     def __init__(self, plan: Plan, group: WorkerGroup, scheduler: Scheduler) -> None:
@@ -32,7 +32,7 @@ class Deaths:
         self._scheduler = scheduler
 
     def sentence(self, worker: Worker, seq: int | None, index: Any = None) -> str:
-        """Which worker died how, and at which batch, if at any."""
+        """Describe how a worker died, and at which batch, if any."""
         doing = "between batches" if worker.died_up else "before it was up"
         if seq is not None:
             index = self._scheduler.index_of(seq) if index is None else index
@@ -48,18 +48,18 @@ class Deaths:
         return death(self.sentence(worker, lost.seq, lost.index), RuntimeError(worker.torch_text))
 
     def who_is_late(self, wait: Wait) -> tuple[int | None, int | None]:
-        """The worker that has the batch that is waited for, if that is known, and the one that hangs."""
+        """Return the worker that has the awaited batch, None if unknown, and the worker that hangs."""
         if wait.worker is not None:
             return wait.worker, wait.worker
         ticket = self._scheduler.pending_tasks[self._scheduler.epoch, wait.seq].ticket
         return self._group.claims.holder(ticket), self._group.late_for(ticket)
 
     def timed_out(self, worker: int | None, seq: int) -> Outcome:
-        """The error for a batch that has not come within the timeout. `worker` is working on it; None: no
-        worker is."""
+        """The error for a batch that has not arrived within the timeout. `worker` is loading it; None if no
+        worker has started it."""
         indices = describe_index(decode_index(self._scheduler.index_of(seq)))
         if worker is None:
-            text = f"no worker has come to batch {seq} (indices {indices}) yet"
+            text = f"no worker has started batch {seq} (indices {indices}) yet"
         else:
             who = f"worker {worker} (pid {self._group.workers[worker].pid})"
             stacks = f"Its Python stacks:\n{self._group.stacks(worker)}"
@@ -69,39 +69,39 @@ class Deaths:
         )
 
     def warn_of_replacement(self, report: str, stacks: str) -> Outcome | None:
-        """Warn that a worker was replaced; what is to be raised if warnings are errors."""
+        """Warn that a worker was replaced. Return the warning, to be raised, if warnings are errors."""
         after = f". Its Python stacks:\n{stacks}" if stacks else ""
         try:
             warn_user(f"{report}; another one was started in its place{after}", WorkerReplaced)
-        except WorkerReplaced as warning:  # the loop can go on after it
+        except WorkerReplaced as warning:  # the loop can go on afterwards
             return Outcome(error=warning)
         return None
 
 
 def death(report: str, cause: Exception) -> Outcome:
-    """The error that ends an iteration."""
+    """The error that ends an iteration because of a death."""
     died = WorkerDied(report)
     died.__cause__ = cause
     return Outcome(error=died, fatal=report)
 
 
 class Timeout:
-    """torch's timeout is that of one message. Where workers may run far past a batch that hangs, it is the
-    time that the next batch has taken.
+    """The `timeout` of a loader. torch's limits the wait for one message. Where workers may run far past a
+    batch that hangs, it limits the time that the next batch has taken.
 
     Args:
-        timeout: in seconds; 0 is for ever.
-        of_head: whether it is the next batch's.
+        timeout: in seconds; 0 waits for ever.
+        of_head: whether it limits the time of the next batch.
     """
 
     def __init__(self, timeout: float, of_head: bool) -> None:
         self._timeout = timeout
         self._of_head = of_head
-        self._awaited: tuple[int, int, float] | None = None  # batch, its attempt, since when
-        self._graced: tuple[int, int, float] | None = None  # the same, once its timeout was over
+        self._awaited: tuple[int, int, float] | None = None  # batch, its attempt, start of the wait
+        self._graced: tuple[int, int, float] | None = None  # the same, of the attempt that had its grace
 
     def seconds(self, seq: int, attempt: int, now: float) -> float | None:
-        """Seconds to wait now for an attempt at batch `seq`, the next one; None is for ever."""
+        """Seconds to wait now for an attempt at batch `seq`, the next one; None waits for ever."""
         if not self._timeout:
             return None
         if not self._of_head:
@@ -111,13 +111,13 @@ class Timeout:
         return max(self._awaited[2] + self._timeout - now, 0)
 
     def is_over(self, message: bool) -> bool:
-        """Whether it is not just this process that was stopped for that long: then a `message` is there as
-        soon as it goes on. An attempt at a batch is given that grace once."""
+        """Whether the timeout is really over. If this process itself was stopped for that long, a `message`
+        is there as soon as it continues. An attempt at a batch gets that grace once."""
         if not message:
             return True
         again, self._graced = self._graced, self._awaited
         return self._awaited is not None and again == self._awaited
 
     def forget(self) -> None:
-        """The wait was given up."""
+        """Reset the timeout after a wait was given up."""
         self._awaited = None

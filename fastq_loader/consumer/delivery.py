@@ -1,9 +1,9 @@
-"""The last step of a batch: a worker's answer becomes what `next()` returns or raises.
+"""The last step of a batch: a worker's answer becomes the return value or the error of `next()`.
 
-Runs in the consumer, on the thread that calls `next()`. No block stays behind for what comes out of here. How
-a call has ended is a value: the event loop puts it down where the iterator finds it, and the iterator raises
-or returns it outside of the loop's frames: those reference the loop, and in the traceback of an error they
-would make a cycle that keeps the loop and its memory until the garbage collector comes.
+Runs in the consumer, on the thread that calls `next()`. No block is leaked, also when an error is raised. The
+outcome of a call is a value: the event loop stores it for the iterator, which returns or raises it outside of
+the loop's frames. These frames reference the loop; in the traceback of an error they would form a cycle that
+keeps the loop and its memory until the garbage collector runs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Outcome:
     """Outcome of a call of `next()`: a batch, an error in the place of one, or the end.
 
     Attributes:
-        batch: None where there is an error.
-        progress: how far the epoch has come with it; None: no further than before.
-        error: what is raised. StopIteration is a class: an instance would gather the tracebacks of all its
-            raises.
-        fatal: why the iteration is over with the error; None: the next call goes on.
+        batch: None if there is an error.
+        progress: progress of the epoch after this outcome; None if it has not changed.
+        error: the exception to raise. StopIteration is a class: an instance would collect the tracebacks of
+            all its raises.
+        fatal: why the iteration is over with the error; None if the next call continues.
     """
 
     __slots__ = ("batch", "error", "fatal", "progress")
@@ -54,26 +54,26 @@ ENDED, CLOSED = Outcome(error=StopIteration), Outcome()
 
 
 class OutcomeSlot(Protocol):
-    """Where an outcome is put down."""
+    """Receives an outcome; iterators implement it."""
 
     outcome: Outcome | None
 
     def record_skipped(self, progress: Progress) -> None:
-        """The epoch has come that far, with a batch that was left out."""
+        """Record the progress of the epoch after a batch that was left out."""
 
 
 class Delivery:
-    """Hands out the batches of one pool of workers.
+    """Delivers the batches of one pool of workers.
 
     Args:
-        unpacker, pool: of these workers.
-        counters: the loader's.
-        iterable: whether they read an iterable dataset.
+        unpacker, pool: the unpacker and the blocks of these workers.
+        counters: counters of the loader.
+        iterable: whether the workers read an iterable dataset.
 
     Attributes:
-        progress: how far the epoch has come.
-        bad_samples: of the epoch, if it goes on after them; else None.
-        staging: their way to a device, or None: batches stay on the host.
+        progress: progress of the epoch.
+        bad_samples: counter of the epoch if it tolerates bad samples, else None.
+        staging: copies batches to a device; None if they stay on the host.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class Delivery:
         self._counters = counters
 
     def hand_out(self, batch: Batch) -> Outcome | None:
-        """The batch, or the error in its position: of the sampler, of user code in the worker, of unpickling
-        here, or of a transform for the device. None: it was left out."""
+        """Return the batch, or the error in its position: from the sampler, from user code in the worker,
+        from unpickling here, or from a transform for the device. None if the batch was left out."""
         too_many = None if self.bad_samples is None else self._judge(batch, self.bad_samples)
         answer, error = batch.answer, batch.error
         progress = self._progress_after(batch) if self.progress.workers else self.progress.after(batch.seq)
@@ -116,8 +116,8 @@ class Delivery:
             except ProtocolError as fault:
                 self._counters.rejected_frames += 1
                 outcome = Outcome(error=fault)
-            except StopIteration as stopped:  # of a user's __setstate__
-                outcome = Outcome(error=_not_the_end(stopped, "what makes a batch of an answer"))
+            except StopIteration as stopped:  # from a user's __setstate__
+                outcome = Outcome(error=_not_the_end(stopped, "rebuilding a batch"))
             except Exception as raised:
                 refuse_interrupt(raised)
                 outcome = Outcome(error=raised)
@@ -131,10 +131,10 @@ class Delivery:
         try:
             return outcome
         finally:
-            del outcome, error, batch, too_many  # an error holds this frame by its traceback
+            del outcome, error, batch, too_many  # an error's traceback references this frame
 
     def _judge(self, batch: Batch, counter: BadSampleCounter) -> BaseException | None:
-        """Count a batch's bad samples. Returns what is to be raised in its place, if there are too many."""
+        """Count a batch's bad samples. Return the error to raise in its place if there are too many."""
         answer = batch.answer
         if answer is None or answer.kind not in (BATCH, LEFT_OUT):  # an error is raised in its place
             return None
@@ -182,23 +182,23 @@ class Delivery:
 
 
 def finished(delivered: Outcome, finish: Callable[[Any], Any], batch: Batch) -> Outcome:
-    """A batch after the last that is done to it, or what that raised."""
+    """Apply `finish`, the last step, to a batch. Return the batch, or the error that `finish` raised."""
     try:
         delivered.batch = finish(delivered.batch)
         return delivered
-    except Exception as error:  # the user's, and it has its position
+    except Exception as error:  # the user's, raised in the position of the batch
         refuse_interrupt(error)
         return _located(Outcome(error=error, progress=delivered.progress), batch)
 
 
 def _located(raised: Outcome, batch: Batch) -> Outcome:
-    """Its error says which batch it is about, if it does not say it itself."""
+    """Add the position of a batch to its error, without overwriting existing attributes."""
     locate(raised.error, index=decode_index(batch.index), batch=batch.seq, worker=batch.worker)
     return raised
 
 
 def _not_the_end(stopped: StopIteration, who: str) -> RuntimeError:
-    """Out of `next()` a StopIteration would end the epoch without a word."""
+    """Wrap a StopIteration, which would silently end the epoch if `next()` raised it."""
     error = RuntimeError(f"{who} raised StopIteration: {stopped}")
     error.__cause__ = stopped
     return error

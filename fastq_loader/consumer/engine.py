@@ -1,8 +1,9 @@
-"""Who may use a pool of workers, when, and how it ends.
+"""Guards a pool of workers: one caller at a time, and an orderly shutdown.
 
-Runs in the consumer. The event loop does the work, and trusts that one thread at a time is in it and that
-nothing cuts it short. This module sees to both. It is called from any thread, from signal handlers in the
-middle of a call, from the garbage collector, from forked children and at the exit of the process.
+Runs in the consumer. The event loop does the work, and relies on one thread at a time being in it and on no
+call being cut short. This module ensures the first, and refuses further calls after an interrupt. It is
+called from any thread, from signal handlers in the middle of a call, from the garbage collector, from forked
+children and at the exit of the process.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fastq_loader.workers import stopping
 from fastq_loader.workers.config import Plan
 
 _EXITING = "the process is exiting"
-#: Interrupts that the end of an engine without references may meet.
+#: Attempts to close an unreferenced engine, each of which an interrupt may cut short.
 _ATTEMPTS = 100
 
 
@@ -34,18 +35,18 @@ class Engine:
     """A pool of workers behind a gate.
 
     Args:
-        plan: what the workers do.
-        base_seed, shared_seed: of their generators, and of datapipe graphs.
-        counters: the loader's; they outlive this engine.
-        session: the loader's way to a device, or None.
+        plan: configuration of the workers.
+        base_seed, shared_seed: seeds of their generators, and of datapipe graphs.
+        counters: counters of the loader, which outlive this engine.
+        session: the loader's access to a device, or None.
 
     Attributes:
-        closed: why, once it is.
-        failed: a worker's failure closed it, and its iterator is exhausted, as torch's is. Where workers are
-            replaced, which torch's are not, the iterator says at every call that it cannot go on.
+        closed: the reason, once the engine is closed; else None.
+        failed: a worker's failure closed the engine, and its iterator is exhausted, as in torch. Stays False
+            if workers are replaced, which torch does not do: then every later call raises IteratorInvalid.
 
     Raises:
-        TypeError, AttributeError, PicklingError: the start method pickles, and something cannot be.
+        TypeError, AttributeError, PicklingError: the start method pickles, and something cannot be pickled.
         OSError: descriptors, processes, memory or temporary folders are used up.
     """
 
@@ -62,7 +63,7 @@ class Engine:
         self.failed = False
         # Reentrant, because a signal handler may call close() in the middle of next().
         self._lock = threading.RLock()
-        self._admits = 0  # the epoch whose calls need not look whether they may; whatever is unusual sets 0
+        self._admits = 0  # the epoch whose calls skip the checks; anything unusual resets it to 0
         self._hurried = False  # an interrupt ended the last call
         self._counters = counters
         self._processes: list[BaseProcess] = []  # the workers, once the loop is gone
@@ -74,9 +75,9 @@ class Engine:
             self._shut_down()
             raise
         _engines.add(self)
-        exits.register(_close_all)  # again, where this is a fork
+        exits.register(_close_all)  # again, in case this process is a fork
 
-    # ---- what iterators call ------------------------------------------------------------------
+    # ---- called by iterators ------------------------------------------------------------------
 
     def start_epoch(
         self,
@@ -88,14 +89,14 @@ class Engine:
         resume: Resume = (),
         bad_samples: BadSampleCounter | None = None,
     ) -> int:
-        """Begin an epoch; an older one of this engine ends.
+        """Begin an epoch, which ends an older one of this engine.
 
         Args:
-            sampler: yields indices, those in `done` not again.
-            shared_seed, base_seed: see `messages.Epoch`.
-            log: where its calls leave their records.
-            done: what was handed out of the epoch before it was resumed.
-            resume: what each worker is told of that: how many batches were its own, and its state.
+            sampler: yields indices, without those in `done`.
+            shared_seed, base_seed: see `ipc.messages.Epoch`.
+            log: records the calls of the epoch.
+            done: the positions delivered before the epoch was resumed.
+            resume: for each worker of a resumed epoch, how many of its batches were delivered, and its state.
             bad_samples: see `Delivery`.
 
         Returns:
@@ -109,14 +110,14 @@ class Engine:
         return number
 
     def advance(self, epoch: int, slot: OutcomeSlot, finish: Callable[[Any], Any] | None) -> None:
-        """Put the next outcome of an epoch down in `slot`: a batch, after `finish`; or what to raise:
-        StopIteration (there is none), WorkerDied (the engine is closed), LoaderTimeout (the next call waits
-        again), or what the user's code raised at this position.
+        """Store the next outcome of an epoch in `slot`: a batch, after `finish`; or an error to raise:
+        StopIteration (no batch is left), WorkerDied (the engine is closed), LoaderTimeout (the next call
+        waits again), or an error of the user's code at this position.
 
         Raises:
-            IteratorInvalid: the epoch was ended by a newer one, or the engine was closed.
-            BaseException: what a handler of a signal raised meanwhile. The next call goes on where this one
-                was, or says that it cannot.
+            IteratorInvalid: a newer epoch ended this one, or the engine was closed.
+            BaseException: a signal handler raised it meanwhile. The next call continues where this one was,
+                or reports that it cannot.
         """
         with self._lock:
             if self._admits == epoch and self._pid == process_id.pid:
@@ -140,7 +141,7 @@ class Engine:
                 self._admits = epoch
 
     def said(self) -> dict[int, bytes]:
-        """The states of workers whose part of an iterable dataset has ended in this epoch."""
+        """States of the workers whose part of an iterable dataset has ended in this epoch, by worker."""
         loop = self._loop
         return {} if loop is None else loop.said
 
@@ -148,7 +149,7 @@ class Engine:
         """Begin the copies of batches that have become ready; see `EventLoop.poll`.
 
         Raises:
-            IteratorInvalid: the epoch was ended by a newer one, or the engine was closed.
+            IteratorInvalid: a newer epoch ended this one, or the engine was closed.
         """
         self._check_epoch(epoch)
         self._enter(EventLoop.poll)
@@ -158,7 +159,7 @@ class Engine:
         if loop is not None and epoch != loop.scheduler.epoch and self.closed is None:
             raise IteratorInvalid(
                 "this iterator ended when a newer iteration of the same persistent_workers=True loader "
-                "began; use a loader of its own, or persistent_workers=False, to iterate twice at once"
+                "began; use a second loader, or persistent_workers=False, to iterate twice at once"
             )
 
     def _enter(self, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -177,25 +178,26 @@ class Engine:
                 return self._conclude(loop, result)
         except IteratorInvalid:
             if self.closed == _EXITING and threading.current_thread() is not threading.main_thread():
-                threading.Event().wait()  # a daemon thread, which the exit leaves behind where it is
+                threading.Event().wait()  # a daemon thread: it stays here until the process is gone
             raise
 
     def _interrupted(self, error: BaseException) -> None:
-        """A call of the loop has raised."""
+        """Handle an exception that a call of the loop has raised."""
         self._hurried = not isinstance(error, Exception)
         if self.closed == _EXITING:
             if (
                 not self._hurried
-            ):  # the workers are ended while the call runs: what follows from that is not news
+            ):  # the exit ends the workers during the call: errors that follow are expected
                 raise self._ended() from None
             return
-        if self._cut_short and not self._hurried:  # whatever the error is, the call is half done
-            self.closed = f"{error!r} came in the middle of a call"
+        if self._cut_short and not self._hurried:  # the call is half done, whatever the error
+            self.closed = f"{error!r} was raised in the middle of a call"
         if self.closed is not None:
             self._shut_down()
 
     def _conclude(self, loop: EventLoop, result: Any) -> Any:
-        """A call of the loop has ended; False: it was woken, because the engine is closing."""
+        """Finish a call of the loop. `result` is False if the call was woken because the engine is
+        closing."""
         if loop.fatal is not None:
             if self.closed == _EXITING:
                 raise self._ended()
@@ -208,13 +210,13 @@ class Engine:
 
     @property
     def _inside(self) -> bool:
-        """Whether this thread is inside a call: a handler of a signal has called."""
+        """Whether this thread is inside a call: then a signal handler is the caller."""
         return self._lock._is_owned()  # type: ignore[attr-defined,no-any-return]
 
     @property
     def _cut_short(self) -> bool:
-        """Whether an exception left the loop in the middle of something. While a call is under way it may be
-        in the middle of something, too."""
+        """Whether an exception left the loop in the middle of a step. Also true in the middle of a call that
+        is under way."""
         return self._loop is not None and self._loop.phase == BUSY
 
     def _check_usable(self, nested: bool) -> EventLoop:
@@ -244,11 +246,10 @@ class Engine:
         return self.closed is None and not self._cut_short and self._pid == process_id.current()
 
     def close(self, reason: str = "the loader was closed", wait: bool = False) -> None:
-        """Stop the workers and give everything back; batches stay valid. May be called on any thread.
+        """Stop the workers and release all resources; batches stay valid. May be called on any thread.
 
-        Workers that are in the middle of something get torch's time to finish it, behind the caller's back
-        unless it is to `wait`. Closing twice does nothing; closing again after an interrupt cut the first one
-        short finishes it.
+        Busy workers get as long as torch gives them to finish, in the background unless `wait` is true.
+        Closing twice does nothing; closing again after an interrupt completes the first close.
         """
         if self._pid != process_id.current():
             return
@@ -257,7 +258,7 @@ class Engine:
             if self.closed is None:
                 self.closed, self._admits = reason, 0
             loop.wake()
-            if self._inside:  # a handler of a signal called: the call that it is in will do it
+            if self._inside:  # called by a signal handler: the interrupted call will shut down
                 return
             with self._lock:
                 self._shut_down()
@@ -273,15 +274,15 @@ class Engine:
         _engines.discard(self)
 
     def _patience(self) -> float:
-        """Seconds that workers have to finish what they do. None where an interrupt may have left half a
-        message in their sockets, or where Python has run its exit handlers: zmq cannot be used any more."""
+        """Seconds that workers have to finish their work. 0 where an interrupt may have left half a message
+        in their sockets, or where Python has run its exit handlers: zmq cannot be used any more."""
         if self._cut_short or sys.is_finalizing():
             return 0
         in_vain = self._loop is not None and self._loop.timed_out
         return stopping.BRIEF if self._hurried or in_vain else stopping.ORDERLY
 
     def close_at_exit(self) -> None:
-        """Close, and leave a daemon thread that is inside where it is."""
+        """Close the engine at exit. If a daemon thread is inside, leave it there and kill the workers."""
         if self._pid != process_id.current():
             return
         self.closed, self._admits = self.closed or _EXITING, 0
@@ -292,7 +293,7 @@ class Engine:
             self._loop.kill_workers()
 
     def __del__(self) -> None:
-        # The last iterator or loader is gone, so no call is under way. A fork's copy is not ours to close.
+        # The last iterator or loader is gone, so no call is under way. A fork's copy is not closed.
         interrupt: BaseException | None = None
         for _ in range(_ATTEMPTS):
             if getattr(self, "_loop", None) is None:
@@ -305,19 +306,19 @@ class Engine:
             raise interrupt
 
     def processes(self) -> list[BaseProcess]:
-        """The workers, so far as they were started; also those that have ended."""
+        """The processes of all workers that were started, also of workers that have ended."""
         loop = self._loop
         return self._processes if loop is None else loop.processes()
 
     def hold(self, hold: bool) -> None:
-        """Give out no new batch but the one that is next, from here on; False: as ever. An iterable dataset's
-        workers go on. Any thread, any time."""
+        """Stop drawing ahead: only the next batch is drawn; with False, draw ahead again. Workers of an
+        iterable dataset are not affected. May be called on any thread at any time."""
         loop = self._loop
         if loop is not None:
             loop.holds = hold and not loop.plan.rules.iterable
 
     def blocks(self) -> tuple[int, int, int]:
-        """Blocks in use, blocks free, and bytes of shared memory behind them; zeros once closed. Does not
+        """Blocks in use, free blocks, and bytes of shared memory behind them; zeros once closed. Does not
         wait: while another call is under way, blocks that were released since it began count as in use."""
         loop = self._loop
         if loop is None or self._pid != process_id.current():
@@ -335,7 +336,8 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """The process ends. One that multiprocessing started would end its daemons at once, busy ones too."""
+    """Close all engines when the process ends. Where multiprocessing started this process, busy workers get
+    no time to finish: multiprocessing would end its daemons at once, too."""
     for engine in list(_engines):
         engine.close_at_exit()
     if not exits.is_program():

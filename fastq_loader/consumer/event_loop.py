@@ -1,12 +1,11 @@
-"""The consumer's only event loop: ask the scheduler, carry out its instructions, wait for what comes.
+"""The consumer's only event loop: ask the scheduler, carry out its instructions, wait for messages.
 
-Runs in the consumer, inside a call of `next()` or `iter()`, one thread at a time; the engine sees to that.
-Owns all that belongs to one pool of workers (memory, scheduler, workers), from its start to its end.
+Runs in the consumer, inside a call of `next()` or `iter()`, on one thread at a time, as the engine ensures.
+Owns everything that belongs to one pool of workers (memory, scheduler, workers), from its start to its end.
 
-A handler of a signal may raise between any two steps of a call. `phase` says at every moment whether the loop
-could be left there: it is BUSY from the beginning of a call to its end, except while it is WAITING. The
-outcome of a call is put down for the iterator in the same moment in which the phase ends, so it is never lost
-on its way up.
+A signal handler may raise between any two steps of a call. `phase` shows at every moment whether the loop can
+be left there: it is BUSY from the beginning of a call to its end, except while it is WAITING. The outcome of
+a call is stored for the iterator in the same step that ends the phase, so it is never lost on its way up.
 """
 
 from __future__ import annotations
@@ -45,34 +44,34 @@ Resume = Sequence[tuple[int, dict[str, Any] | None]]
 
 IDLE, BUSY, WAITING = "idle", "busy", "waiting"
 
-#: Seconds beyond the timeout. A consumer that was stopped for longer than the timeout wakes up together with
+#: Seconds beyond the timeout. A consumer that was stopped for longer than the timeout resumes together with
 #: its workers.
 _GRACE = 0.05
-#: Threads that count against a limit of processes: a worker's own, one that watches this process, and zmq's.
+#: Threads of a worker that count against a process limit: its own, one that watches this process, zmq's.
 _PER_WORKER = 2 + THREADS
-#: Descriptors of a pool's own, before its workers': memory, claims, stacks, sockets.
+#: Descriptors of a pool, not counting its workers': memory, claims, stacks, sockets.
 _DESCRIPTORS = 12
-#: Batches beyond the window that the pool keeps blocks for: the user's, and the next one.
+#: Batches beyond the window for which the pool keeps blocks: the user's, and the next one.
 _SPARE_BATCHES = 2
-#: Nanoseconds between two looks at the memory that is not needed any more.
+#: Nanoseconds between two checks for memory that is not needed any more.
 _TIDY_EVERY = 5_000_000
 
 
 class EventLoop:
-    """One pool of workers, from their start to their end.
+    """One pool of workers, from start to end.
 
     Args:
-        plan: what they do.
-        counters: the loader's; they outlive this pool.
-        session: the loader's way to a device, or None.
+        plan: configuration of the workers.
+        counters: counters of the loader, which outlive this pool.
+        session: the loader's access to a device, or None.
 
     Attributes:
-        phase: IDLE between calls; BUSY during one, or where an exception left one in the middle of something;
-            WAITING while the loop sleeps, and nothing is half done.
+        phase: IDLE between calls; BUSY during one, or where an exception left one in the middle of a step;
+            WAITING while the loop sleeps and nothing is half done.
         fatal: why the iteration is over, once a worker's failure has ended it.
         timed_out: the last call has waited for a worker in vain.
         pool: the memory that the workers write to.
-        holds: batches are drawn when nothing else is under way, and not ahead.
+        holds: batches are not drawn ahead, but only when no other is under way.
     """
 
     def __init__(self, plan: Plan, counters: Counters, session: DeviceSession | None = None) -> None:
@@ -102,24 +101,25 @@ class EventLoop:
         self._receiver = Receiver(plan, self._group, self.scheduler, self._unpacker, counters)
         self._deaths = Deaths(plan, self._group, self.scheduler)
         self._epoch: Epoch | None = None
-        self._unsent: dict[int, bytes] = {}  # shared tasks by their tickets, encoded
+        self._unsent: dict[int, bytes] = {}  # ticket → encoded shared task
         self._receive = self._receiver.receive
-        self._tidy_at = 0  # when to look at the memory again
+        self._tidy_at = 0  # when to check the memory again
         self._timeout = Timeout(plan.timeout, of_head=plan.dynamic and plan.in_order)
-        # Of the call under way. Not passed from frame to frame: an error holds those by its traceback.
+        # Of the call under way. Not passed from frame to frame: an error's traceback references all frames.
         self._outcome: Outcome | None = None
 
     def start(self, base_seed: int, shared_seed: int | None) -> None:
-        """Start the workers. Whatever happens in here, `shut_down` takes it back.
+        """Start the workers. `shut_down` undoes this, also after an exception in the middle of it.
 
         Raises:
-            TypeError, AttributeError, PicklingError: the start method pickles, and something cannot be.
+            TypeError, AttributeError, PicklingError: the start method pickles, and something cannot be
+                pickled.
             OSError: descriptors, processes, threads or temporary folders are used up.
             RuntimeError: the device cannot be initialised.
         """
-        # All that will be started, before any of it is: else workers and sockets take each other's threads.
-        # Under `ulimit -v` or `-d`, where this process may lack room for so many stacks, only zmq's, which
-        # would end the process.
+        # Check for all threads before any is started: else workers and sockets take each other's. Under
+        # `ulimit -v` or `-d`, where this process may lack room for so many stacks, check only for zmq's:
+        # without them zmq would end the process.
         threads = THREADS
         if calls.limit_of("AS") is None and calls.limit_of("DATA") is None:
             threads += _PER_WORKER * self.plan.workers + bool(self.plan.restarts)
@@ -138,12 +138,12 @@ class EventLoop:
         resume: Resume = (),
         bad_samples: BadSampleCounter | None = None,
     ) -> int:
-        """Begin an epoch; what is left of the one before is dropped. See `Engine.start_epoch`."""
+        """Begin an epoch, and drop the rest of the previous one. See `Engine.start_epoch`."""
         scheduler = self.scheduler
         self._drop()
         self._log = self._receiver.log = log
         self._tidy_at = 0
-        if self._delivery.staging is not None:  # before the blocks of what is dropped go to others
+        if self._delivery.staging is not None:  # before blocks of dropped batches go to others
             self.pool.drop(self._delivery.staging.drain())
         taken, claimed = self._group.take_back(scheduler.pending_tasks.tickets())
         number = 0 if bad_samples is None else bad_samples.epoch
@@ -151,7 +151,7 @@ class EventLoop:
         self._epoch = Epoch(scheduler.epoch + 1, shared_seed, base_seed, sealed, number)
         self._delivery.progress, self._delivery.bad_samples = done, bad_samples
         self.said = self._receiver.said = dict[int, bytes]()
-        # The tasks of an iterable dataset are given out anew, and workers pass over what was handed out.
+        # Tasks of an iterable dataset are sent again, and workers skip batches that were handed out before.
         drawn = START if self.plan.rules.iterable else done
         count = scheduler.begin_epoch(self._epoch.epoch, taken, claimed, drawn)
         self._sampler = sampler
@@ -162,10 +162,10 @@ class EventLoop:
         return self._epoch.epoch
 
     def next(self, slot: OutcomeSlot, finish: Callable[[Any], Any] | None) -> bool:
-        """Put the next outcome down in `slot`; a batch goes through `finish` before, if there is one.
-        Returns whether there is an outcome; else the engine is closing."""
+        """Store the next outcome in `slot`; a batch goes through `finish` first, unless that is None. Return
+        False if there is no outcome because the engine is closing."""
         self.phase = BUSY
-        if slot.outcome is not None:  # of another thread, which has not taken it yet
+        if slot.outcome is not None:  # another thread's, which has not taken it yet
             self.phase = IDLE
             return True
         self.timed_out = False
@@ -196,22 +196,22 @@ class EventLoop:
             self._log.leave(records.END, time.monotonic_ns(), time.process_time_ns())
         else:
             if finish is not None and outcome.error is None:
-                assert batch is not None, "it is of one"
+                assert batch is not None, "it is the outcome of one"
                 outcome = finished(outcome, finish, batch)
             answer, seq = (None, None) if batch is None else (batch.answer, batch.seq)
             self._log.give(time.monotonic_ns(), answer, seq, outcome.error)
             del answer
-        # One moment: there is no call in here, and only a call can be cut short.
+        # A single step for interrupts: only a call can be cut short, and these lines have none.
         slot.outcome = outcome
         self.fatal = self.fatal or outcome.fatal
         self.phase = IDLE
-        del outcome, batch  # an error holds this frame by its traceback
+        del outcome, batch  # an error's traceback references this frame
         return True
 
     def _tidy(self, now: int) -> None:
-        """Do what need not be done for every batch."""
+        """Do the work that is not needed for every batch."""
         self._tidy_at = now + _TIDY_EVERY
-        self.pool.collect()  # also what waits for the end of a forked child
+        self.pool.collect()  # also blocks that waited for a forked child to end
         window, staging = self.scheduler.window.size, self._delivery.staging
         self._counters.window = window
         spare = _SPARE_BATCHES + (0 if staging is None else 2 * staging.ahead)
@@ -221,13 +221,13 @@ class EventLoop:
                     self._group.socket.send(worker.number, Space(space))
 
     def _let_catch_up(self) -> None:
-        while self._group.behind and self._receive():  # a worker may wait for what it has missed
+        while self._group.behind and self._receive():  # a worker may be waiting for tasks that it missed
             continue
 
-    # ---- the batch that is next ---------------------------------------------------------------
+    # ---- the next batch -----------------------------------------------------------------------
 
     def _await_batch(self) -> Batch | None:
-        """Do what has to be done before the next batch is there. Returns it, if nothing had to be done."""
+        """Do one step towards the next batch. Return the batch if it is there already, else None."""
         found = self.scheduler.wanted()
         if isinstance(found, Batch):
             return found
@@ -241,11 +241,11 @@ class EventLoop:
         return None
 
     def _deliver(self, batch: Batch, slot: OutcomeSlot) -> None:
-        """Hand out a batch, when what is to be sent before it is sent."""
+        """Hand out a batch, after sending the messages that are due before it."""
         if self._unsent or self._group.behind:
             self._flush()
         if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one
-            self._group.dismiss()  # they end, which takes a while, beside the last step of the epoch
+            self._group.dismiss()  # ending takes them a while, which the last step of the epoch hides
         if batch.answer is not None and batch.answer.kind == PASSED:
             return  # it was handed out before the epoch was resumed
         staging = self._delivery.staging
@@ -293,14 +293,14 @@ class EventLoop:
             self.scheduler.undeliverable(task, error)
 
     def _flush(self) -> None:
-        """Send the shared tasks, those of one moment together."""
+        """Send the pending shared tasks together."""
         if self._unsent:
             self._group.offer(self._unsent)
             self._unsent.clear()
         if self._group.behind:
             self._group.catch_up()
 
-    # ---- on to the device ---------------------------------------------------------------------
+    # ---- copies to a device -------------------------------------------------------------------
 
     def poll(self) -> None:
         """Begin the copies of batches that have become ready, without waiting for anything."""
@@ -332,7 +332,7 @@ class EventLoop:
         began = time.monotonic_ns()
         self.phase = WAITING
         ended, heard = self._group.socket.wait(seconds)
-        self.phase = BUSY  # a handler of a signal may have called meanwhile
+        self.phase = BUSY  # a signal handler may have called meanwhile
         self._note_wait(wait, began, time.monotonic_ns())
         if self._group.socket.woken:
             self._outcome = CLOSED
@@ -352,7 +352,7 @@ class EventLoop:
     # ---- workers that die or hang -------------------------------------------------------------
 
     def _give_up(self, wait: Wait) -> None:
-        """The timeout is over: replace the worker that hangs, or say which one it is."""
+        """The timeout is over: replace the worker that hangs, or report it."""
         self._timeout.forget()
         self.timed_out = True
         worker, late = self._deaths.who_is_late(wait)
@@ -364,7 +364,8 @@ class EventLoop:
         self._handle_death(late, stacks)
 
     def _handle_death(self, number: int, stacks: str = "") -> None:
-        """A worker has ended. What it answered before counts; the rest is lost, or loaded by another."""
+        """Handle a worker's end. Its earlier answers count; its other batches are lost, or loaded by another
+        worker."""
         while self._receive():
             continue
         seq, claimed = self._group.claimed_by(number, self.scheduler.pending_tasks, self.scheduler.epoch)
@@ -380,7 +381,7 @@ class EventLoop:
             self._outcome = self._deaths.warn_of_replacement(report, stacks)
 
     def _replace(self, worker: Worker, report: str) -> bool:
-        """Start another process for a dead worker; False: that ends the iteration."""
+        """Start another process for a dead worker. Return False if that failed, which ends the iteration."""
         assert self._epoch is not None, "batches are loaded in epochs"
         try:
             self._group.replace(worker.number, self._epoch)
@@ -396,7 +397,7 @@ class EventLoop:
     # ---- the end ------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Let the loop end the call that waits, now or next. May be called on any thread."""
+        """End the call that waits now, or else the next one. May be called on any thread."""
         self._group.wake()
 
     def kill_workers(self) -> None:
@@ -404,12 +405,13 @@ class EventLoop:
         self._group.kill_all()
 
     def shut_down(self, patience: float) -> None:
-        """End the workers and give back what nobody uses any more. May be called again after an interrupt."""
+        """End the workers, and release everything that is not in use any more. May be called again after an
+        interrupt."""
         failure: Exception | None = None
         if self._delivery.staging is not None:  # copies read the blocks until they have run
             try:
                 self.pool.drop(self._delivery.staging.close())
-            except Exception as error:  # the device's; an interrupt leaves the rest to the next call
+            except Exception as error:  # from the device; after an interrupt the next call does the rest
                 failure = error
             self._delivery.staging = None
         self.scheduler.abandon()
@@ -419,10 +421,10 @@ class EventLoop:
             raise failure
 
     def _drop(self) -> None:
-        """Drop the batches that were not handed out in the epoch."""
+        """Record that batches of the epoch that were not handed out are dropped."""
         if self._epoch is not None:
             self._log.leave(records.DROP, time.monotonic_ns())
 
     def processes(self) -> list[BaseProcess]:
-        """The workers, so far as they were started."""
+        """The processes of the workers that were started."""
         return self._group.processes()

@@ -1,9 +1,10 @@
-"""Receive answers from the workers, and check whether they can be used.
+"""Receives answers from the workers, and validates them.
 
 Runs in the consumer, on the thread that calls `next()`. A worker runs the user's own code: it is trusted not
-to lie, and accidents are guarded against. A worker that sends what is not a message, or an answer that is not
-due, has broken: its real answer will never come, so it is ended like one that hangs. An answer that is due
-and whose handle or blocks do not fit goes on with its fault: its batch fails at its position.
+to be malicious, and the checks guard against accidents. A worker that sends an invalid message, or an answer
+that is not due, is broken: its real answer will never come, so it is ended like one that hangs. An answer
+that is due, but has an invalid handle or invalid blocks, is passed on with its fault: its batch fails at its
+position.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
 from fastq_loader.workers.worker import Worker
 
-#: A batch, the worker that has answered it, its answer, and why that cannot be used.
+#: A batch, the worker that answered it, the answer, and the fault if the answer cannot be used.
 Arrived = tuple[Batch, int, Answer, ProtocolError | None]
 
 
 class Receiver:
-    """The answers of one pool's workers.
+    """Receives the answers of one pool's workers.
 
     Args:
-        plan: what they do.
+        plan: configuration of the workers.
         group: the workers.
-        scheduler: knows which answers are due.
-        unpacker: makes the handles ready.
-        counters: the loader's.
+        scheduler: decides which answers are due.
+        unpacker: prepares the handles.
+        counters: counters of the loader.
 
     Attributes:
-        log: of the epoch, once one has begun.
-        said: worker → its state, when its part of an iterable dataset had ended in this epoch.
+        log: log of the current epoch, once one has begun.
+        said: worker → the state that it sent when its part of an iterable dataset ended in this epoch.
     """
 
     def __init__(
@@ -57,12 +58,13 @@ class Receiver:
         self.log: EpochLog
         self.said: dict[int, bytes] = {}
         self._iterable = plan.rules.iterable
-        # Where only the sampler decides on the order, a second read of the socket is saved.
+        # Where the sampler alone determines the order, this saves a second read of the socket.
         self._one_by_one = plan.in_order and not plan.rules.iterable
 
     def receive(self) -> bool:
-        """Give the scheduler what has come, in the order in which the workers finished; False: nothing has.
-        Where the sampler decides on the order, it is one answer: the next one may not be wanted yet."""
+        """Pass the answers that have arrived to the scheduler, in the order in which the workers finished.
+        Return False if nothing has arrived. Where the sampler determines the order, take one answer only: the
+        next may not be needed yet."""
         scheduler, arrived = self._scheduler, []
         while (received := self._group.receive()) is not None:
             worker, answer = received
@@ -72,7 +74,7 @@ class Receiver:
             batch = scheduler.pending_tasks.due(worker, answer)
             shared = batch is not None and batch.worker is None
             if batch is None or (shared and self._group.holder(batch.ticket) != worker):
-                # The task is not its own, and it has not claimed it.
+                # The worker was not assigned the task, and has not claimed it.
                 self._counters.rejected_frames += 1
                 self._group.evict(worker)
                 continue
@@ -96,7 +98,7 @@ class Receiver:
 
     def _hand_on(self, batch: Batch, worker: int, answer: Answer, fault: ProtocolError | None) -> None:
         scheduler, counters, pool = self._scheduler, self._counters, self._pool
-        # The release of a promised block is in our queue before a worker sees it: it comes before the answer.
+        # The release of a promised block enters our queue before a worker sees it: it precedes the answer.
         if pool.released:
             pool.collect()
         stale, refused, grown = scheduler.stale, scheduler.refused, pool.grown if answer.fresh else 0
@@ -107,12 +109,12 @@ class Receiver:
             counters.stale_answers += 1
         elif scheduler.refused > refused:
             counters.rejected_frames += 1
-            if self._iterable:  # it may have said that its part has ended
+            if self._iterable:  # the answer may have reported the end of its part
                 self._group.evict(worker)
 
     def _keep_first(self, worker: int, answer: Answer) -> None:
-        """Keep a digest of each worker's first batches: do all read the same data? An error is like nothing
-        else."""
+        """Record digests of each worker's first batches, to detect workers that read the same data. The
+        digest of an error equals no other."""
         if answer.handle is None or answer.epoch != self._scheduler.epoch:
             return
         kept = self.log.first_batches.setdefault(worker, [])
@@ -121,10 +123,10 @@ class Receiver:
             kept.append(self._unpacker.digest(answer.handle) if answer.kind == BATCH else of_error)
 
     def _learn(self, worker: Worker, answer: Answer) -> Answer:
-        """The answer with its handle ready to be unpacked, and the blocks that it uses.
+        """Return the answer with its handle ready to be unpacked, and with the blocks that it uses.
 
         Raises:
-            ProtocolError: the handle does not fit.
+            ProtocolError: the handle is invalid.
         """
         kind, handle = answer.kind, answer.handle
         if kind in (ENDED, PASSED) and not self._iterable:
@@ -146,12 +148,12 @@ class Receiver:
             for offset, size, _ in handle.segments:
                 block = self._pool.block_at(offset)
                 if size != (fresh.get(offset) if block is None else block.size):
-                    raise ProtocolError(f"a handle names a block of {size} bytes at {offset}, where none is")
+                    raise ProtocolError(f"a handle names {size} bytes at {offset}, but no such block exists")
         state = unseal(answer.state, self._group.token) if answer.state else b""
         remarks = unseal(answer.remarks, self._group.token) if answer.remarks else b""
         if remarks:
             self.log.drawn_from.update(pickle.loads(remarks)[2])
-        # As `_replace` does, and several times as fast.
+        # Same as `_replace`, and several times as fast.
         return tuple.__new__(Answer, (*answer[:8], learned, used, state, *answer[11:-1], remarks))
 
 

@@ -1,12 +1,12 @@
-"""The accelerator: what the argument `device` says of it, and what torch offers behind the `Stager` protocol.
+"""The argument `device`, and the `Stager` protocol implemented by torch's API for accelerators.
 
-Runs in the consumer, on the thread that calls `next()`. What initialises the device is done when the first
-epoch begins, after its workers were started: forked workers inherit nothing of it. Nothing of an accelerator
-is touched at import, or by options; in a CPU build of torch its streams and events raise.
+Runs in the consumer, on the thread that calls `next()`. The device is initialised when the first epoch
+begins, after its workers were started, so that forked workers inherit nothing of it. Neither an import nor
+the options touch an accelerator; in a CPU build of torch its streams and events raise.
 
-Every accelerator is used through what torch has for all of them: `torch.Stream`, `torch.Event` and
-`torch.accelerator`. Only for CUDA there is more: page-locking in place, events that let a thread sleep, and a
-count of the devices without the runtime.
+Every accelerator is used through the API that torch has for all of them: `torch.Stream`, `torch.Event` and
+`torch.accelerator`. Only CUDA has more: page-locking in place, events that let a thread sleep, and a count
+of the devices without the runtime.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fastq_loader.errors import PinFailed, is_int
 from fastq_loader.memory.blocks import device_aligned
 from fastq_loader.packing.tensors import tensors_of
 
-_NVIDIA = Path("/proc/driver/nvidia/gpus")  # one entry for each GPU that the driver knows
+_NVIDIA = Path("/proc/driver/nvidia/gpus")  # one entry for each of the driver's GPUs
 _PROBE_BYTES = 64 * 1024
 _CHOICES = {"transform_stream": ("consumer", "side"), "pin": PIN_MODES}
 
@@ -39,32 +39,32 @@ _CHOICES = {"transform_stream": ("consumer", "side"), "pin": PIN_MODES}
 class ToDevice:
     """Batches arrive on a device; `device="cuda"` is short for `ToDevice("cuda")`.
 
-    What `iter()` of such a loader returns has two methods more. `poll()` begins the copies of batches that
-    have become ready since the last `next()`, for loops whose steps take long. `copy_into(static_batch)`
-    takes the next batch and copies it into the tensors of a captured step; see `copy_into`.
+    The iterator of such a loader has two more methods. `poll()` begins the copies of batches that have become
+    ready since the last `next()`, for loops whose steps take long. `copy_into(static_batch)` takes the next
+    batch and copies it into the tensors of a captured step; see `copy_into`.
 
     Args:
-        device: torch's accelerator ("cuda", "cuda:1", "xpu", a torch.device), whatever its kind, through
+        device: torch's accelerator ("cuda", "cuda:1", "xpu", a torch.device), of any kind, used through
             `torch.Stream` and `torch.Event`. "cpu" leaves batches on the host, and applies `transform` there.
-            It is initialised after the workers of the first epoch were started. `pin_memory` is not needed
-            with it.
-        prefetch: batches that are copied before they are asked for, at least 1.
+            The device is initialised after the workers of the first epoch were started. `pin_memory` is not
+            needed with it.
+        prefetch: number of batches copied ahead of `next()`, at least 1.
         transform: applied to every batch on the device, for example `normalize(mean, std)`.
-        transform_stream: "consumer" applies it on the stream that is current in `next()`; "side" on that of
-            the copies, beside the step before, and needs a device whose tensors have `record_stream`. Either
-            is called in the order of the batches. "side" also for some that come next and are never handed
-            out, where an epoch is broken off: how many depends on what has come.
-        pin: how host memory is page-locked. "register" locks the workers' blocks where they are; "bounce"
-            copies batches to a few locked buffers first; "pageable" locks nothing; "auto" takes the first of
-            these that works, with a `PinFallback` warning. `statistics()` says which it is and why.
-        pin_limit_bytes: bytes that may be page-locked; None is any number.
+        transform_stream: "consumer" applies it on the stream that is current in `next()`; "side" applies it
+            on the stream of the copies, during the previous step, and needs a device whose tensors have
+            `record_stream`. Both call it in the order of the batches. If an epoch is broken off, "side" has
+            also called it for some batches that are never delivered, depending on how many were ready.
+        pin: how host memory is page-locked. "register" locks the workers' blocks in place; "bounce" copies
+            batches to a few locked buffers first; "pageable" locks nothing; "auto" takes the first of these
+            that works, with a `PinFallback` warning. `statistics()` shows the mode and the reason for it.
+        pin_limit_bytes: maximum number of page-locked bytes; None is no limit.
 
     Attributes:
-        target: the accelerator; None: batches stay on the host.
+        target: the accelerator; None if batches stay on the host.
 
     Raises:
-        ValueError, TypeError: an argument, with its name, its value and what it may be; an unknown or absent
-            device.
+        ValueError, TypeError: an argument is invalid, or the device unknown or absent; the text names the
+            argument, its value and the allowed ones.
 
     >>> list(DataLoader(range(4), 2, device=ToDevice("cpu", transform=lambda batch: -batch)))
     [tensor([ 0, -1]), tensor([-2, -3])]
@@ -100,19 +100,19 @@ class ToDevice:
             self._refuse(
                 ValueError,
                 "transform_stream",
-                f"{target.type} tensors have no record_stream, which keeps what the side stream made while "
-                "another stream reads it; transform_stream='consumer' does not need it",
+                f"{target.type} tensors have no record_stream, which protects results of the side stream "
+                "while another stream reads them; transform_stream='consumer' does not need it",
             )
 
     def _refuse(self, kind: type[Exception], name: str, why: str) -> None:
         raise kind(f"ToDevice({self.device!r}, {name}={getattr(self, name)!r}): {why}")
 
     def apply_transform(self, batch: Any) -> Any:
-        """The batch as the user's transform returns it, on the stream that is current. @private
+        """Apply the user's transform to a batch, on the current stream. @private
 
         Raises:
             RuntimeError: it raised StopIteration, which out of `next()` would end the epoch silently.
-            Exception: whatever else it raises.
+            Exception: any other error of the transform.
         """
         if self.transform is None:
             return batch
@@ -123,10 +123,10 @@ class ToDevice:
 
 
 def read_device(device: Any) -> ToDevice | None:
-    """Read and check the argument `device=`; None: batches stay on the host as they are.
+    """Read and check the argument `device=`; None if batches stay on the host as they are.
 
     Raises:
-        ValueError, TypeError: it is not a device, or an unknown or absent one.
+        ValueError, TypeError: it is not a device, or the device is unknown or absent.
     """
     return device if device is None or isinstance(device, ToDevice) else ToDevice(device)
 
@@ -136,7 +136,7 @@ def parse(device: Any) -> torch.device | None:
 
     Raises:
         TypeError: `device` is not a device.
-        ValueError: it is unknown, not there, or not the accelerator of this build of torch.
+        ValueError: it is unknown, absent, or not the accelerator of this build of torch.
     """
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
         raise TypeError(f"device={device!r} must be a string such as 'cuda:0', a torch.device, or None")
@@ -155,7 +155,7 @@ def parse(device: Any) -> torch.device | None:
 
 
 def _absence(device: torch.device) -> str:
-    if device.type == "cuda":  # which torch 2.6 would open to say whether it is the accelerator
+    if device.type == "cuda":  # current_accelerator() of torch 2.6 would open CUDA
         if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             return f"torch {torch.__version__} was built without CUDA"
     elif device.type != (current := accelerator()):
@@ -165,7 +165,7 @@ def _absence(device: torch.device) -> str:
         )
     try:
         count = device_count(device.type)
-    except (AttributeError, RuntimeError) as error:  # the module torch.<kind> is the backend's to give
+    except (AttributeError, RuntimeError) as error:  # the backend provides the module torch.<kind>
         return f"torch cannot count the {device.type} devices: {error}"
     if not count:
         return f"no {device.type} device is there"
@@ -175,18 +175,18 @@ def _absence(device: torch.device) -> str:
 
 
 def accelerator() -> str | None:
-    """The kind of device behind `torch.accelerator`: a build of torch has at most one."""
+    """The kind of the device behind `torch.accelerator`; a build of torch has at most one."""
     try:
         found = torch.accelerator.current_accelerator()
-    except RuntimeError:  # torch 2.6 has no None for none
+    except RuntimeError:  # torch 2.6 raises where later versions return None
         return None
     return None if found is None else found.type
 
 
 def device_count(kind: str) -> int:
-    """Devices of a kind. For NVIDIA's, /proc is read where the driver fills it: the runtime's own count opens
-    descriptors that forked workers would inherit. Of those that are shown CUDA stops at the first that is not
-    there."""
+    """Number of devices of a kind. For NVIDIA's, /proc is read where the driver fills it, because the
+    runtime's own count opens descriptors that forked workers would inherit. Like CUDA, it counts the visible
+    devices up to the first one that does not exist."""
     if kind != "cuda":
         return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     asleep = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -197,32 +197,33 @@ def device_count(kind: str) -> int:
 
 
 def can_share(device: torch.device) -> bool:
-    """Whether memory of a device can be shared with a second stream, by `Tensor.record_stream`: the allocator
-    keeps it until that stream has read it. Asks torch's table of kernels, and so initialises nothing."""
+    """Whether memory of a device can be shared with a second stream by `torch.Tensor.record_stream`, which
+    makes the allocator keep it until that stream has read it. Reads torch's kernel table; initialises
+    nothing."""
     key = torch._C._dispatch_key_for_device(device.type)
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::record_stream", key)
 
 
 class TorchStager:
-    """An accelerator behind torch's stream API; see `copies.Stager` for what the methods promise.
+    """An accelerator behind torch's stream API; see `copies.Stager` for the contract of the methods.
 
-    Memory is a uint8 tensor. Streams are `torch.Stream`, which are equal where device and number are; a
-    `torch.cuda.Stream` is equal to none of them, so streams that are compared come from here.
+    Memory is a uint8 tensor. Streams are `torch.Stream`, which are equal if device and number are equal. A
+    `torch.cuda.Stream` never equals one of them, so all streams that are compared come from here.
 
     Args:
         device: torch's accelerator, with or without an index; without one it is the current device.
 
     Attributes:
-        device: with its index.
-        side: the stream of all copies; one for as long as this lives, because a new one for each epoch would
-            strand the memory that was cached for the old one.
+        device: the device, with its index.
+        side: the stream of all copies, one for the lifetime of the stager, because a new one for each epoch
+            would strand the memory that was cached for the old one.
         shares: whether memory can be shared with a second stream.
     """
 
     clock = staticmethod(time.monotonic)
 
     def __init__(self, device: torch.device) -> None:
-        # This comes first, because it initialises the device as torch does; making a stream does not.
+        # This comes first: it initialises the device as torch does, which creating a stream does not.
         self.device = torch.accelerator.current_stream(device).device
         self.side: Any = torch.Stream(device=self.device)
         self.shares = can_share(self.device)
@@ -234,7 +235,7 @@ class TorchStager:
         """Whether the current stream is captured into a graph; events cannot be queried then."""
         if self.device.type == "cuda":
             return torch.cuda.is_current_stream_capturing()
-        # In torch 2.6 streams of other devices do not say; only CUDA has graphs there.
+        # In torch 2.6 streams of other devices lack the method; only CUDA has graphs there.
         return bool(getattr(self.current_stream(), "is_capturing", bool)())
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -247,7 +248,7 @@ class TorchStager:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Inside, the side stream is the current one. `torch.Stream` is not a context in torch 2.6."""
+        """Make the side stream current in the block. `torch.Stream` is not a context manager in torch 2.6."""
         before = torch.accelerator.current_stream()
         there = torch.accelerator.current_stream(self.device)
         try:
@@ -259,7 +260,7 @@ class TorchStager:
                 torch.accelerator.set_stream(before)
 
     def record(self, stream: Any) -> Any:
-        """With an event that lets this thread sleep while it waits, where there is a choice. On CUDA a
+        """Record an event that lets this thread sleep in `synchronize`, where there is a choice. On CUDA a
         `torch.Event` takes the argument and spins (c10/cuda/impl/CUDAGuardImpl.h, torch 2.6 to 2.13)."""
         event: Any
         if self.device.type == "cuda":
@@ -270,8 +271,8 @@ class TorchStager:
         return event
 
     def _own(self, stream: Any) -> Any:
-        """A stream as the events of `record` take it: torch 2.6 reads whatever it gets for an event of CUDA
-        as a stream of CUDA, unchecked."""
+        """Convert a stream for the events of `record`: for an event of CUDA, torch 2.6 reads any argument as
+        a stream of CUDA, unchecked."""
         if self.device.type != "cuda":
             return stream
         return torch.cuda.Stream(  # type: ignore[no-untyped-call]
@@ -299,7 +300,7 @@ class TorchStager:
     # ---- host memory --------------------------------------------------------------------------
 
     def view(self, address: int, nbytes: int) -> torch.Tensor:
-        # It does not keep the memory: the pool does, until its copies have run.
+        # The view does not own the memory: the pool keeps it until its copies have run.
         interface = {"version": 3, "data": (address, False), "shape": (nbytes,), "typestr": "|u1"}
         return torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=interface)))
 
@@ -307,7 +308,7 @@ class TorchStager:
         memory[:nbytes].copy_(source[:nbytes])
 
     def pageable(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # whatever torch's default device is
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # even if torch's default device differs
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         try:
@@ -336,21 +337,21 @@ class TorchStager:
         return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
     def _clear_error(self) -> None:
-        """CUDA keeps the error of a failed call, and the next kernel that is launched would raise it: launch
-        one here. Seen in vLLM, issue 51081."""
+        """Clear the error of a failed call, which CUDA stores and raises at the next kernel launch, by a
+        launch here. Seen in vLLM, issue 51081."""
         try:
             torch.zeros(1, device=self.device)
         except RuntimeError:
-            torch.zeros(1, device=self.device)  # an error that stays is the device's end, and raises
+            torch.zeros(1, device=self.device)  # an error that stays is fatal to the device, and raises
 
     def prove(self) -> None:
-        """Send a pattern there and back through registered memory: on some systems (WSL2) a copy from it was
-        seen to do nothing, without an error.
+        """Send a pattern there and back through registered memory: on some systems (WSL2), copies from it
+        were observed to do nothing, without an error.
 
         Raises:
-            PinFailed: it cannot be registered, or what comes back is something else.
+            PinFailed: the memory cannot be registered, or the pattern comes back changed.
         """
-        host = torch.frombuffer(mmap.mmap(-1, _PROBE_BYTES), dtype=torch.uint8)  # as the arena is
+        host = torch.frombuffer(mmap.mmap(-1, _PROBE_BYTES), dtype=torch.uint8)  # shared, like the arena
         address = host.data_ptr()
         pattern = (torch.arange(_PROBE_BYTES, device="cpu") * 31 % 251).to(torch.uint8)
         host.copy_(pattern)

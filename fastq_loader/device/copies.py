@@ -1,19 +1,19 @@
-"""Copies to the device: which are under way, who waits for whom, and when memory may be written again.
+"""Tracks copies to the device: which are under way, which stream waits, and when memory may be reused.
 
 Pure: streams, events and memory are opaque and belong to a `Stager` (`accelerator` has the real one, the
 tests a simulated one that runs copies late and in any order that streams allow). Used in the consumer, on the
 thread that calls `next()`; nothing here runs on a thread of its own.
 
-The rules, each with the wait that keeps it:
+The rules, and the wait that enforces each:
 
-- device memory is written once everything has run that was queued on the consumer's stream when the memory
-  was allocated: the side stream waits for a *fence*;
-- a batch is read once it has arrived: the consumer's current stream waits for the copy's event, and for no
-  later copy;
-- host memory is written again once its copy has run: `reap` queries the event, `drain` waits for it;
+- device memory is written only after all work that was queued on the consumer's stream when the memory was
+  allocated: the side stream waits for a *fence*;
+- a batch is read only after it has arrived: the consumer's current stream waits for the event of that copy,
+  and for no later copy;
+- host memory is written again only after its copy has run: `reap` queries the event, `drain` waits for it;
 - device memory that is read on another stream than its own is shared with that stream, so that it is not
-  allocated again before the read has run; where memory cannot be shared, the batch moves to memory of that
-  stream.
+  allocated again before the read has run; where memory cannot be shared, the batch is copied to memory of
+  that stream.
 """
 
 from __future__ import annotations
@@ -43,38 +43,38 @@ class Stager(Protocol):
     shares: bool
 
     def clock(self) -> float:
-        """Seconds of the host's clock."""
+        """Time of the host's clock, in seconds."""
 
     def current_stream(self) -> Stream:
-        """The stream that the consumer queues its work on now."""
+        """The stream on which the consumer queues its work now."""
 
     def empty(self, nbytes: int) -> Memory:
-        """Device memory, ready for whatever is queued on the current stream from here on."""
+        """Allocate device memory that work queued on the current stream from here on may use."""
 
     def copy_async(self, memory: Memory, source: Memory, nbytes: int) -> None:
-        """Queue a copy of the first `nbytes` on the side stream, from host memory or from the device's."""
+        """Queue a copy of the first `nbytes` on the side stream, from host memory or device memory."""
 
     def record(self, stream: Stream) -> Event:
-        """An event that is over when everything that is queued on `stream` has run."""
+        """Return an event that is over when all work queued on `stream` so far has run."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Let `stream` wait for the event with all that is queued from here on."""
+        """Make all work that is queued on `stream` from here on wait for the event."""
 
     def query(self, event: Event) -> bool:
         """Whether an event is over."""
 
     def synchronize(self, event: Event) -> None:
-        """Wait here until an event is over."""
+        """Block until an event is over."""
 
     def share(self, memory: Any, stream: Stream) -> None:
-        """`memory`, or every part of a batch, is read on `stream` too: when its last owner is gone, it is not
-        allocated again before what is queued on `stream` by then has run."""
+        """Note that `memory`, or every part of a batch, is read on `stream` too: when its last owner releases
+        it, it is not allocated again before the work queued on `stream` by then has run."""
 
     def on_side(self, call: Callable[[], Any]) -> Any:
-        """Return what `call` does; the device work in it is queued on the side stream."""
+        """Return the result of `call`; its device work is queued on the side stream."""
 
     def register(self, address: int, nbytes: int) -> None:
-        """Page-lock host memory where it lies.
+        """Page-lock host memory in place.
 
         Raises:
             PinFailed: the device's driver refused; nothing is left behind.
@@ -84,27 +84,27 @@ class Stager(Protocol):
         """Undo `register`."""
 
     def prove(self) -> None:
-        """Send something there and back through registered memory.
+        """Send data there and back through registered memory.
 
         Raises:
-            PinFailed: it cannot be registered, or something else comes back.
+            PinFailed: the memory cannot be registered, or the data come back changed.
         """
 
     def pinned(self, nbytes: int) -> Memory:
-        """New page-locked host memory.
+        """Allocate page-locked host memory.
 
         Raises:
             PinFailed: the device's driver refused.
         """
 
     def pageable(self, nbytes: int) -> Memory:
-        """New host memory like any other."""
+        """Allocate ordinary host memory."""
 
     def view(self, address: int, nbytes: int) -> Memory:
-        """Host memory that exists already, as `copy_async` and `fill` take it."""
+        """Wrap existing host memory for `copy_async` and `fill`."""
 
     def fill(self, memory: Memory, source: Memory, nbytes: int) -> None:
-        """Copy `nbytes` between host memories, here and now."""
+        """Copy `nbytes` within host memory, synchronously."""
 
 
 @dataclass(eq=False, slots=True)
@@ -112,12 +112,12 @@ class Copy:
     """One batch on its way to the device, or there.
 
     Attributes:
-        memory: where on the device, allocated on the stream `home`. `nbytes`: how much was copied.
-        blocks: host memory that may be written again once the batch was handed out and has arrived.
+        memory: device memory, allocated on the stream `home`. `nbytes`: number of bytes copied.
+        blocks: host memory that may be written again once the batch was delivered and has arrived.
         done: event: the bytes have arrived.
-        result: what was made of it on the side stream, after the copy. `ready`: event: it is there.
-        began: seconds of the stager's clock.
-        over: the bytes are known to have arrived.
+        result: built from them on the side stream, after the copy. `ready`: event: the result is there.
+        began: start, in seconds of the stager's clock.
+        over: whether the bytes were seen to have arrived.
     """
 
     memory: Memory
@@ -132,25 +132,26 @@ class Copy:
 
 
 class Copies:
-    """The copies of one pool of workers, in the order in which they were begun.
+    """The copies of one pool of workers, in the order of their start.
 
     Args:
         stager: the device.
-        prefetch: batches that are copied before they are asked for.
+        prefetch: number of batches copied ahead of `next()`.
         statistics: the loader's.
     """
 
     def __init__(self, stager: Stager, prefetch: int, statistics: StagingCounters) -> None:
         self._stager = stager
         self._statistics = statistics
-        # A consumer that never waits for its device would run ahead of it for ever, and hold as many blocks.
+        # Else a consumer that never waits for its device would run ahead of it without limit, and use as
+        # many blocks.
         self._most = 2 * prefetch
-        self._running: deque[Copy] = deque()  # not known to be over, in the order of the side stream
-        self._staged: dict[int, Copy] = {}  # not handed out
-        self._taken: list[Copy] = []  # handed out, and `reap` has not given their blocks back
+        self._running: deque[Copy] = deque()  # not yet seen to be over, in the order of the side stream
+        self._staged: dict[int, Copy] = {}  # not delivered
+        self._taken: list[Copy] = []  # delivered, with blocks that `reap` has not returned
 
     def __contains__(self, key: int) -> bool:
-        """Whether a batch was begun, and not handed out."""
+        """Whether the copy of a batch was begun, and the batch not delivered."""
         return key in self._staged
 
     def begin(
@@ -164,11 +165,11 @@ class Copies:
         """Begin to copy a batch.
 
         Args:
-            key: names the batch.
+            key: identifies the batch.
             source: page-locked or pageable host memory.
-            nbytes: how much of it.
-            blocks: what `reap` gives back when the batch was handed out and has arrived.
-            then: runs on the side stream after the copy; what it returns is the batch's `result`.
+            nbytes: number of bytes to copy.
+            blocks: returned by `reap` once the batch was delivered and has arrived.
+            then: called after the copy, on the side stream; its result is the batch's `result`.
         """
         stager, statistics = self._stager, self._statistics
         if self.full:
@@ -193,13 +194,13 @@ class Copies:
         return len(self._running) >= self._most
 
     def take(self, key: int) -> Copy:
-        """Hand a batch out: what the consumer queues on its current stream from here on finds it there.
+        """Deliver a batch: work that the consumer queues on its current stream from here on sees it.
 
         Raises:
-            RuntimeError: the memory that the batch has to be moved to cannot be had.
+            RuntimeError: no memory is left on the stream to which the batch has to be copied.
         """
         copy = self._staged.pop(key)
-        self._taken.append(copy)  # whatever happens here, its blocks come back
+        self._taken.append(copy)  # its blocks are returned even if an error follows
         stager = self._stager
         stream = stager.current_stream()
         self._statistics.late_copies += not (copy.over or stager.query(copy.done))
@@ -214,15 +215,15 @@ class Copies:
         return copy
 
     def _move(self, copy: Copy, stream: Stream) -> None:
-        """Copy a batch to memory of `stream`, the current one."""
+        """Copy a batch to memory of the current stream, `stream`."""
         memory = self._stager.empty(copy.nbytes)
         moved = self._queue(memory, stream, copy.memory, copy.nbytes)
         self._stager.wait(stream, moved)
-        self._stager.wait(copy.home, moved)  # where the old memory is allocated again
+        self._stager.wait(copy.home, moved)  # that stream allocates the old memory again
         copy.memory, copy.home = memory, stream
 
     def reap(self) -> list[int]:
-        """The blocks of batches that were handed out and have arrived since the last call."""
+        """Return the blocks of batches that were delivered and have arrived since the last call."""
         running, query = self._running, self._stager.query
         while running and query(running[0].done):
             self._arrived(self._running.popleft())
@@ -234,22 +235,22 @@ class Copies:
             self.wait_for(self._running[-1])
 
     def wait_for(self, copy: Copy) -> None:
-        """Wait until a copy, and so those before it, have run."""
+        """Wait until a copy, and so all earlier ones, have run."""
         if not copy.over:
             self._stager.synchronize(copy.done)
             while not copy.over:
                 self._arrived(self._running.popleft())
 
     def _arrived(self, copy: Copy) -> None:
-        """A copy is known to be over."""
+        """Note that a copy is over."""
         copy.over = True
         self._statistics.copied(copy.nbytes, copy.began, self._stager.clock())
 
     def drain(self) -> list[int]:
-        """Wait until everything that was begun has run, and forget what was not handed out.
+        """Wait until all copies that were begun have run, and drop the batches that were not delivered.
 
         Returns:
-            The blocks of batches that were handed out; the others' may be written again as well.
+            The blocks of delivered batches; the other blocks may be written again as well.
         """
         # Not the copies' own events: an interrupt may have come between a copy and its entry here.
         self._stager.synchronize(self._stager.record(self._stager.side))
@@ -265,7 +266,7 @@ class Copies:
         return [offset for copy in left for offset in copy.blocks]
 
     def _queue(self, memory: Memory, home: Stream, source: Memory, nbytes: int) -> Event:
-        """Queue a copy to memory that was allocated on `home` just now. Returns the copy's event."""
+        """Queue a copy to memory that was just allocated on `home`. Returns the copy's event."""
         stager = self._stager
         stager.wait(stager.side, stager.record(home))
         stager.copy_async(memory, source, nbytes)

@@ -1,12 +1,12 @@
-"""Where copies to the device read from: blocks that are page-locked in place, bounce buffers, or neither.
+"""Host memory that copies to the device read: blocks locked in place, bounce buffers, or neither.
 
-Pure: what locks pages is a `Stager` (see `copies`). Used in the consumer, on the thread that calls `next()`.
+Pure: a `Stager` (see `copies`) locks the pages. Used in the consumer, on the thread that calls `next()`.
 
 A copy from page-locked memory runs by itself, as fast as the bus allows; from pageable memory the driver
-copies in steps, with the caller's help. Blocks are locked in place ("register"), each the first time that a
-batch arrives in it: from then on it costs nothing, since blocks are reused. A block is one registration, so
-that no copy straddles two. Where that fails, or there is a limit, a batch is copied into one of a few
-page-locked buffers first ("bounce"), at the speed of the CPU; where that fails, it goes as it is
+copies in steps, on the caller's thread. Blocks are locked in place ("register"), each when the first batch
+arrives in it; afterwards this costs nothing, since blocks are reused. Each block is one registration, so that
+no copy straddles two. Where registration fails, or a limit is set, a batch is first copied into one of a few
+page-locked buffers ("bounce"), at the speed of the CPU; where that fails too, it is copied from where it is
 ("pageable").
 """
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from fastq_loader.statistics.counters import StagingCounters
 
 AUTO, REGISTER, BOUNCE, PAGEABLE = "auto", "register", "bounce", "pageable"
-#: What `pin` may be; "auto" takes the first of the others that works.
+#: Values of `pin`; "auto" takes the first of the others that works.
 PIN_MODES = (AUTO, REGISTER, BOUNCE, PAGEABLE)
 
 
 class PinPolicy:
-    """How `pin` is done on this device. The loader's, so that what failed in one pool is known to the next.
+    """The mode of page-locking on this device. One for each loader, so that later pools skip failed modes.
 
     Args:
-        pin, limit: as the user wants it, and how many bytes may be locked; None: any number.
-        statistics: the loader's; `pin` in it is the mode of blocks that are not registered.
+        pin, limit: the user's choice, and the maximum of locked bytes; None is no limit.
+        statistics: the loader's; its `pin` is the mode for blocks that are not registered.
     """
 
     def __init__(self, pin: str, limit: int | None, statistics: StagingCounters) -> None:
@@ -45,14 +45,14 @@ class PinPolicy:
         self._warned: set[str] = set()
 
     def choose(self, stager: Stager, in_blocks: bool) -> None:
-        """Choose the mode of a new pool. Before blocks are registered for the first time, find out whether
-        copies from registered memory arrive.
+        """Choose the mode of a new pool. Before blocks are registered for the first time, check that copies
+        from registered memory arrive.
 
         Args:
-            in_blocks: its batches lie in blocks, which can be registered.
+            in_blocks: whether its batches lie in blocks, which can be registered.
 
         Raises:
-            PinFailed: they do not, and the user asked for them.
+            PinFailed: they do not arrive, and the user chose "register".
         """
         mode, reason = self._pin, f"pin={self._pin!r} was asked for"
         if mode == AUTO:
@@ -72,15 +72,15 @@ class PinPolicy:
                 self.refuse(REGISTER, error)
 
     def refuse(self, mode: str, error: PinFailed) -> None:
-        """The driver refused a mode: fall back, in this pool and in later ones."""
+        """Record that the driver refused a mode: fall back, in this pool and in later ones."""
         self._refused[mode] = str(error)
         self.fall_back(mode, str(error))
 
     def fall_back(self, mode: str, reason: str) -> None:
-        """Go on with the next mode after `mode`; warn, once.
+        """Use the next mode after `mode` from here on; warn, once.
 
         Raises:
-            PinFailed: the user asked for a mode by name.
+            PinFailed: the user chose a mode other than "auto".
         """
         if self._pin != AUTO:
             raise PinFailed(
@@ -94,10 +94,10 @@ class PinPolicy:
             warn_user(text, PinFallback)
 
     def allows(self, nbytes: int, what: str) -> bool:
-        """Whether so many bytes may be page-locked on top of those that are; else fall back.
+        """Whether `nbytes` more may be page-locked; otherwise fall back.
 
         Args:
-            what: what they are, for the warning: "blocks" or "buffers".
+            what: the kind of memory, for the warning: "blocks" or "buffers".
         """
         limit = self._limit
         if limit is None or self.statistics.pinned_bytes + nbytes <= limit:
@@ -107,7 +107,7 @@ class PinPolicy:
 
 
 class Source(NamedTuple):
-    """Where a batch lies: `nbytes` from `start` bytes into the block (offset, size)."""
+    """Location of a batch: `nbytes` from `start` bytes into the block (offset, size)."""
 
     offset: int
     size: int
@@ -117,10 +117,10 @@ class Source(NamedTuple):
 
 @dataclass(eq=False)
 class Buffer:
-    """Host memory that copies read from, one after the other.
+    """Host memory that is the source of copies, one at a time.
 
     Attributes:
-        memory: as the stager made it. `nbytes`: its length. `locked`: how many of them are page-locked.
+        memory: as the stager returned it. `nbytes`: its length. `locked`: how many of them are page-locked.
         copy: the last copy from it.
     """
 
@@ -136,9 +136,9 @@ class Pinner:
     Args:
         stager: the device.
         copies: of the pool.
-        mapping: where batches lie; None: the caller packs them into buffers.
+        mapping: the memory of the batches; None if the caller packs them into buffers.
         policy: the loader's.
-        buffers: how many there are, where batches are copied to buffers.
+        buffers: number of buffers, used if batches are copied to buffers.
     """
 
     def __init__(
@@ -149,14 +149,14 @@ class Pinner:
         self._mapping = mapping
         self._policy = policy
         self._statistics = policy.statistics
-        self._registered: dict[int, int] = {}  # offset → size of the blocks that are page-locked
-        # The one that waits longest first.
+        self._registered: dict[int, int] = {}  # offset → size of the page-locked blocks
+        # The least recently used comes first.
         self._buffers = deque(Buffer() for _ in range(buffers))
 
-    # ---- where a copy reads from --------------------------------------------------------------
+    # ---- the source of a copy -----------------------------------------------------------------
 
     def prepare(self, source: Source) -> Buffer:
-        """Source of a batch's copy: its block, or a buffer; then the block is free again already."""
+        """Return the source of a batch's copy: its block, or a buffer, which leaves the block free again."""
         start = self._address(source.offset) + source.start
         block = Buffer(self._stager.view(start, source.nbytes))
         if source.offset in self._registered or (self._statistics.pin == REGISTER and self._register(source)):
@@ -169,7 +169,7 @@ class Pinner:
 
     @property
     def busy(self) -> bool:
-        """Whether a buffer would have to be waited for."""
+        """Whether `prepare` would have to wait for a buffer."""
         copy = self._buffers[0].copy
         return self._statistics.pin == BOUNCE and copy is not None and not copy.over
 
@@ -186,14 +186,14 @@ class Pinner:
         self._mapping.populate(offset, size)
         populated = clock()
         statistics.populate_seconds += populated - began
-        # Entered first, so that after an interrupt `close` undoes it.
+        # Entered before the call, so that `close` undoes it after an interrupt.
         self._registered[offset] = size
         statistics.pinned_bytes += size
         try:
             self._stager.register(self._address(offset), size)
         except PinFailed as error:
             statistics.pinned_bytes -= self._registered.pop(offset)
-            self.close()  # memory of a pool that is half locked is locked for nothing
+            self.close()  # a pool that is only half locked wastes its locked memory
             self._policy.refuse(REGISTER, error)
             return False
         statistics.register_seconds += clock() - populated
@@ -202,8 +202,8 @@ class Pinner:
     # ---- buffers ------------------------------------------------------------------------------
 
     def buffer(self, nbytes: int) -> Buffer | None:
-        """A buffer of at least `nbytes` that no copy reads from; None: page-locked ones cannot be had, and
-        batches lie in blocks, which are as good as other pageable memory."""
+        """Return a buffer of at least `nbytes` that no copy reads from. None if no page-locked one can be
+        had and batches lie in blocks, which are as good as other pageable memory."""
         nbytes = max(nbytes, 1)  # a batch of empty tensors has a buffer, too
         buffer = self._buffers[0]
         if buffer.copy is not None and not buffer.copy.over:
@@ -226,7 +226,7 @@ class Pinner:
         return True
 
     def _lock(self, buffer: Buffer, nbytes: int) -> None:
-        nbytes = 1 << (nbytes - 1).bit_length()  # as torch's allocator of such memory rounds it
+        nbytes = 1 << (nbytes - 1).bit_length()  # rounded as torch's allocator of pinned memory does
         more = nbytes - buffer.locked
         if not self._policy.allows(more, "buffers"):
             return
@@ -243,13 +243,13 @@ class Pinner:
     # ---- the end ------------------------------------------------------------------------------
 
     def forget(self, offset: int) -> None:
-        """The pages of a block are about to go back to the system."""
+        """Unlock a block whose pages are about to be returned to the system."""
         if offset in self._registered:
             self._stager.unregister(self._address(offset))
             self._statistics.pinned_bytes -= self._registered.pop(offset)
 
     def close(self) -> None:
-        """Undo every registration and let the buffers go, after the copies that are under way."""
+        """Undo every registration and free the buffers, after the copies that are under way."""
         self._copies.settle()
         for offset in list(self._registered):
             self.forget(offset)

@@ -1,8 +1,8 @@
-"""`Prefetcher`: batches of any loader, copied to a device beside the step before.
+"""`Prefetcher`: copies batches of any loader to a device during the previous step.
 
-Runs in the consumer, on the thread that calls `next()`: that asks the loader for the batch after the one that
-it hands out, and begins its copy. Our own loader with `device=` needs none: it knows which batches are ready,
-and copies them from where its workers put them.
+Runs in the consumer, on the thread that calls `next()`, which fetches the batch after the one that it
+delivers, and begins its copy. Our own loader with `device=` does not need it: it tracks which batches are
+ready, and copies them from where its workers put them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fastq_loader.system.interrupts import raised_by_handler
 
 
 class Prefetcher:
-    """Batches of any loader on a device, each copied there before it is asked for.
+    """Batches of any loader on a device, each copied there ahead of `next()`.
 
-    In the place of NVIDIA apex's `data_prefetcher` (examples/imagenet/main_amp.py) a loop stays as it is:
+    It replaces NVIDIA apex's `data_prefetcher` (examples/imagenet/main_amp.py); the loop stays as it is:
 
         prefetcher = Prefetcher(loader, "cuda", normalize(mean, std))
         input, target = prefetcher.next()
@@ -33,30 +33,30 @@ class Prefetcher:
             ...
             input, target = prefetcher.next()
 
-    `for input, target in prefetcher` does the same, as often as it is written: each `iter()` begins an epoch,
-    and ends the one before. `next()` goes on with the epoch that was begun last, or begins the first.
+    `for input, target in prefetcher` does the same, any number of times: each `iter()` begins an epoch, and
+    ends the previous one. `next()` continues the epoch that was begun last, or begins the first.
 
-    The loader may write to a batch again once it is asked for the next one, and need not pin its memory. Its
-    errors, and those of `transform`, are raised after the batches that came before, each once. One that was
-    raised ahead of its time has its traceback as its cause, as text.
+    The loader may reuse the memory of a batch once the next one is requested, and need not pin it. Errors of
+    the loader and of `transform` are raised after the batches that precede them, each once. The cause
+    (`__cause__`) of an error raised ahead of its turn contains its traceback as text.
 
-    Where the loader has `state_dict`, `load_state_dict` and `position`, so has this: they count what was
-    handed out here, where another kind of loader than ours counts what was asked for ahead. That is loaded
-    again when the run goes on; without workers it draws from the global generators again.
+    `state_dict`, `load_state_dict` and `position` work if the loader has them. They count the batches
+    delivered here, where a loader other than ours alone would count the batches fetched ahead. Those are
+    loaded again when the run is resumed; without workers they draw from the global generators again.
 
     Args:
         loader: torch's DataLoader, or any other iterable of batches.
-        device: where they go: "cuda", "xpu", a torch.device. Or `ToDevice(...)`, which says more: how many
-            are asked for ahead (`prefetch`, else 1), and that the transform runs on the consumer's stream
-            (`transform_stream`, else "side"). "cpu" leaves batches on the host, and asks for none ahead.
+        device: where they go: "cuda", "xpu", a torch.device. Or `ToDevice(...)` for more options: the number
+            of batches fetched ahead (`prefetch`, else 1), and a transform on the consumer's stream
+            (`transform_stream`, else "side"). "cpu" leaves batches on the host, and fetches none ahead.
         transform: applied to every batch on the device, for example `normalize(mean, std)`.
 
     Attributes:
-        loader: as it was given.
+        loader: the argument.
 
     Raises:
-        ValueError, TypeError: an argument, with its name, its value and what it may be; an unknown or absent
-            device, or one without `record_stream`; a loader that brings its batches to a device itself.
+        ValueError, TypeError: an argument is invalid (the text names it, its value and the allowed ones);
+            the device is unknown, absent, or lacks `record_stream`; the loader has a device of its own.
 
     >>> prefetcher = Prefetcher(DataLoader(range(4), 2), "cpu")
     >>> prefetcher.next(), prefetcher.next(), prefetcher.next()
@@ -75,7 +75,7 @@ class Prefetcher:
             if device.transform is not None:
                 raise ValueError(f"transform={transform!r} and {device!r} are two transforms: give one")
             device = replace(device, transform=transform)
-        given: Any = loader  # the class of ours stands above this room, and is known by what only it has
+        given: Any = loader  # our DataLoader, which this room must not import, has `_device_session`
         own = read_device(given.device) if hasattr(loader, "_device_session") else None
         if own is not None and own.target is not None:
             raise ValueError(
@@ -85,15 +85,15 @@ class Prefetcher:
         if device.target is not None and not can_share(device.target):
             raise ValueError(
                 f"device={device.device!r} cannot be used: {device.target.type} tensors have no "
-                "record_stream, which keeps memory that is let go of before its copy has run; "
+                "record_stream, which protects memory that is released before its copy has run; "
                 "DataLoader(..., device=...) does not need it"
             )
-        if short:  # not before: an error would name what was not written
+        if short:  # not before: an error would name an argument that the user did not write
             device = replace(device, transform_stream="side")
         self.loader: Any = loader
         self._record = SimpleNamespace(
             shown=None
-        )  # of an epoch of another kind of loader; ours tells it itself
+        )  # for other kinds of loader; ours has the record of its epoch
         self._options = device
         self._session = None if device.target is None else DeviceSession(device)
         self._staging: SerialStaging | None = None
@@ -105,7 +105,7 @@ class Prefetcher:
 
     def __iter__(self) -> Iterator[Any]:
         self._leave("a newer one has begun")
-        batches = iter(self.loader)  # starts workers, which inherit nothing of a device that is not in use
+        batches = iter(self.loader)  # starts workers, which inherit nothing of a device not yet initialised
         if self._session is not None and self._staging is None:
             self._staging = SerialStaging(self._session)
         own = self.loader._resources.record if hasattr(self.loader, "_state_of") else None
@@ -113,10 +113,10 @@ class Prefetcher:
         return self._epoch
 
     def next(self) -> Any:
-        """The next batch; at the end of the epoch, and from then on, None.
+        """Return the next batch; at the end of the epoch, and from then on, None.
 
-        Where batches are tuples or lists, it is a tuple of as many None; a named one where they are. How many
-        is known from the batches that came before, so that a loader without any ends with a single None.
+        If batches are tuples or lists, the end is a tuple of as many None, or a named tuple like theirs. The
+        length is taken from the last batch, so a loader without any batch ends with a single None.
         """
         if self._epoch is None:
             iter(self)
@@ -131,19 +131,19 @@ class Prefetcher:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's, as it was when the batch that was handed out last had come."""
+        """The loader's state after the last batch that was delivered here."""
         shown: _Standing | None = self._record.shown
         return self.loader.state_dict() if shown is None else shown[0]()
 
     def load_state_dict(self, state_dict: dict[str, Any], **options: Any) -> None:
-        """Load a state into the loader, whose next epoch goes on from there. The one that was begun ends."""
+        """Load a state into the loader; its next epoch continues from there. Ends the current epoch."""
         self._leave("a state was loaded")
         self._record.shown = None
         self.loader.load_state_dict(state_dict, **options)
 
     @property
     def position(self) -> Any:
-        """The loader's, as it was when the batch that was handed out last had come."""
+        """The loader's position after the last batch that was delivered here."""
         shown = self._record.shown
         return self.loader.position if shown is None else shown[1]
 
@@ -159,7 +159,7 @@ class Prefetcher:
             self._staging.drain()
 
     def close(self) -> None:
-        """End the epoch, wait for the copies, and let go of page-locked memory. Batches stay valid, and the
+        """End the epoch, wait for the copies, and free page-locked memory. Batches stay valid, and the
         prefetcher can be iterated again. The loader is not closed."""
         self._leave("its prefetcher was closed")
         if self._staging is not None:
@@ -172,7 +172,7 @@ class Prefetcher:
         self.close()
 
 
-#: A function that gives a loader's state, and its position.
+#: A function that returns a loader's state, and its position.
 _Standing = tuple[Callable[[], dict[str, Any]], Any]
 
 
@@ -182,10 +182,10 @@ class _Pass(Iterator[Any]):
     Args:
         batches: the loader's iterator.
         options: the user's.
-        staging: the way to the device; None on the host.
-        loader: any.
-        record: `shown` in it is set to where the loader stands for who reads here, if batches are asked for
-            ahead. Of our own loader it is the record of the epoch.
+        staging: copies to the device; None on the host.
+        loader: any loader.
+        record: its `shown` is set to the loader's state and position as of the last delivered batch, if
+            batches are fetched ahead. For our own loader it is the record of the epoch.
     """
 
     def __init__(
@@ -201,9 +201,9 @@ class _Pass(Iterator[Any]):
         self._staging = staging
         self._loader, self._record = loader, record
         self._reached = record.shown = None if staging is None else self._standing()
-        self._invalid = ""  # why it cannot go on
-        # What was asked for ahead: what hands a batch out, or an error; the end of the loader is one. And
-        # where the loader stood then.
+        self._invalid = ""  # why it cannot continue
+        # For each batch fetched ahead a function that delivers it, or an error (the loader's StopIteration
+        # is one); and the state and position of the loader at that point.
         self._ahead: deque[tuple[Attempt, _Standing | None]] = deque()
 
     def __next__(self) -> Any:
@@ -224,7 +224,7 @@ class _Pass(Iterator[Any]):
             return self._options.apply_transform(next(self._batches))
         self._staging.turn()
         ahead = self._ahead
-        # What comes after an error is asked for when that was raised: some loaders end with one.
+        # Nothing is fetched after an error before it was raised: some loaders end with one.
         while len(ahead) <= self._options.prefetch and (not ahead or ahead[-1][0].error is None):
             ahead.append((Attempt(self._begin, self._staging), self._standing()))
         attempt, self._reached = ahead.popleft()
@@ -234,15 +234,15 @@ class _Pass(Iterator[Any]):
         return staging.begin(next(self._batches), ahead=True)
 
     def _standing(self) -> _Standing | None:
-        """Where the loader stands now; None if it cannot say. What its `state_dict` raises is raised when
-        it is asked for."""
+        """The loader's current state and position; None if it has none. An error of its `state_dict` is
+        raised when the state is requested."""
         loader, record = self._loader, self._record
         if hasattr(record, "position"):
             return Attempt(loader._state_of, record).again, record.position
-        if hasattr(loader, "_state_of") or not hasattr(loader, "state_dict"):  # it has no record of its own
+        if hasattr(loader, "_state_of") or not hasattr(loader, "state_dict"):  # ours, without a record
             return None
         return Attempt(loader.state_dict).again, getattr(loader, "position", None)
 
     def close(self, why: str) -> None:
-        """Let go of the loader's iterator. What was asked for ahead is lost."""
+        """Drop the loader's iterator. Batches fetched ahead are lost."""
         self._invalid, self._batches = why, iter(())

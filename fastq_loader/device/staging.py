@@ -1,18 +1,18 @@
-"""Batches on their way to a device: page-lock, copy beside the step, hand out on the consumer's stream.
+"""Moves batches to a device: page-lock, copy during the previous step, deliver on the consumer's stream.
 
-Runs in the consumer, on the thread that calls `next()`: a thread of its own would fight for the GIL, and
-break the capture of CUDA graphs. A `DeviceSession` is kept from epoch to epoch. It has one side stream (a new
-one in each epoch would strand the memory that torch cached for the old one), the statistics, and what is
-known about page-locking. `Staging` serves one pool of workers, whose batches lie in blocks, ready for one
-copy each; `SerialStaging` does the same without workers.
+Runs in the consumer, on the thread that calls `next()`: a thread of its own would compete for the GIL, and
+break the capture of CUDA graphs. A `DeviceSession` lasts from epoch to epoch. It owns one side stream (a new
+one in each epoch would strand the memory that torch cached for the old one), the statistics, and the results
+of page-locking. `Staging` serves one pool of workers, whose batches lie in blocks, each ready for a single
+copy; `SerialStaging` does the same without workers.
 
-The order in a call of `next()`: find the copies that have run, whose blocks are free again; take the head,
-whose copy was begun before, or begin it; let the consumer's stream wait for that copy; begin the copies of
-the next `prefetch` batches, so far as they are ready; hand out.
+The order in a call of `next()`: find finished copies, whose blocks are free again; take the head, whose copy
+was begun earlier, or begin it; make the consumer's stream wait for that copy; begin the copies of the next
+`prefetch` batches that are ready; deliver the head.
 
-What fails before it is asked for waits for its turn (`Attempt`) without its frames. They would keep the
-caller, and so the loader that the error waits in: dropped in the middle of an epoch, it would live on until
-the garbage collector comes.
+An error of a batch that was prepared ahead is stored until its turn (`Attempt`), without its frames. They
+would keep the caller alive, and with it the loader that stores the error: a loader dropped in the middle of
+an epoch would live on until the garbage collector runs.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from fastq_loader.system.interrupts import refuse_interrupt
 
 
 class EarlierTraceback(WorkerTraceback):
-    """Where something failed before it was asked for, as text: the `__cause__` of its error."""
+    """Traceback, as text, of an error that was raised ahead of its turn: the `__cause__` of that error."""
 
 
 class Attempt:
-    """A call that is made here and now, whose result is asked for later.
+    """A call made immediately, whose result or error is requested later.
 
     Args:
-        call: made with these arguments.
+        call: called with these arguments.
 
     Attributes:
-        result: of the call, until it is asked for. `error`: what it raised instead.
+        result: of the call, until it is taken. `error`: the exception raised instead.
     """
 
     def __init__(self, call: Callable[..., Any], *arguments: Any) -> None:
@@ -64,36 +64,36 @@ class Attempt:
         except Exception as error:
             refuse_interrupt(error)
             text = "".join(traceback.format_exception(error))
-            # Past the class's own `__setattr__`: it may be a frozen dataclass.
+            # Bypasses the class's own `__setattr__`: it may be a frozen dataclass.
             BaseException.__setattr__(error, "__context__", None)
             BaseException.__setattr__(error, "__cause__", EarlierTraceback(text))
             self.error = error.with_traceback(None)
 
     def again(self) -> Any:
-        """A copy of what the call returned, or its error; as often as it is asked for."""
+        """Return a copy of the result, or raise the error. May be called any number of times."""
         if self.error is not None:
             raise self.error
         return deepcopy(self.result)
 
     def take(self) -> Any:
-        """Return or raise what the call did. It is forgotten here."""
+        """Return the result, or raise the error, and forget it."""
         (result, self.result), (error, self.error) = (self.result, None), (self.error, None)
         try:
             if error is not None:
                 raise error
             return result
         finally:
-            del error  # it holds this frame by its traceback
+            del error  # its traceback refers to this frame
 
 
 class DeviceSession:
-    """A loader's way to its device.
+    """Per-loader state of the copies to a device.
 
     Args:
-        options: what the user asked for.
+        options: the user's.
 
     Attributes:
-        statistics: of everything that was copied.
+        statistics: counters of all copies.
     """
 
     def __init__(self, options: ToDevice) -> None:
@@ -103,10 +103,10 @@ class DeviceSession:
 
     @cached_property
     def stager(self) -> TorchStager:
-        """The device, which the first use initialises.
+        """The device, initialised by the first use.
 
         Raises:
-            RuntimeError: it cannot be, with torch's text.
+            RuntimeError: it cannot be initialised; with torch's text.
         """
         assert self.options.target is not None, "batches that stay on the host need no session"
         stager = TorchStager(self.options.target)
@@ -114,13 +114,13 @@ class DeviceSession:
         return stager
 
     def open(self, mapping: Mapping | None) -> tuple[Copies, Pinner]:
-        """The copies of a new pool.
+        """Create the copies of a new pool.
 
         Args:
             mapping: the pool's memory; None without workers.
 
         Raises:
-            PinFailed: pin="register" was asked for and does not work.
+            PinFailed: the user chose pin="register", and it does not work.
             RuntimeError: see `stager`.
         """
         self._policy.choose(self.stager, in_blocks=mapping is not None)
@@ -130,7 +130,7 @@ class DeviceSession:
 
     def refuse_capture(self) -> None:
         """Raise RuntimeError while the current stream is captured into a CUDA graph: events cannot be queried
-        then, and what would be queued here would become part of the graph."""
+        then, and work queued here would become part of the graph."""
         if "stager" in vars(self) and self.stager.capturing():
             raise RuntimeError(
                 "next() was called while a CUDA graph is being captured: take the batch before the capture, "
@@ -139,7 +139,7 @@ class DeviceSession:
 
 
 class _Stage:
-    """Base class of both kinds.
+    """Base class of `Staging` and `SerialStaging`.
 
     Args:
         session: the loader's.
@@ -153,12 +153,12 @@ class _Stage:
         self._copies, self._pinner = session.open(mapping)
 
     def _finish(self, key: int, build: Callable[[Memory], Any]) -> Any:
-        """The batch whose copy was begun."""
+        """Deliver the batch whose copy was begun."""
         copy = self._copies.take(key)
         return build(copy.memory) if copy.result is None else copy.result.take()
 
     def _no_memory(self) -> torch.Tensor:
-        """For a batch of which nothing is copied."""
+        """Empty device buffer, for batches with nothing to copy."""
         return torch.empty(0, dtype=torch.uint8, device=self._session.stager.device)
 
 
@@ -174,15 +174,15 @@ class Staging(_Stage):
     def __init__(self, session: DeviceSession, unpacker: Unpacker, mapping: Mapping) -> None:
         super().__init__(session, mapping)
         self._unpacker = unpacker
-        self._free: list[int] = []  # blocks of batches that were handed out, and that no copy reads
+        self._free: list[int] = []  # blocks of delivered batches that no copy reads
 
     @property
     def ahead(self) -> int:
-        """Batches that are copied before they are asked for."""
+        """Number of batches copied ahead of `next()`."""
         return self._options.prefetch
 
     def reap(self) -> list[int]:
-        """Offsets of blocks that may be written again since they were asked for last."""
+        """Return the offsets of blocks that have become free to write since the last call."""
         return self._freed(self._copies.reap())
 
     def _freed(self, offsets: list[int]) -> list[int]:
@@ -190,9 +190,9 @@ class Staging(_Stage):
         return free
 
     def begin(self, answers: Iterable[Answer], wait: bool = True) -> None:
-        """Begin the copies of these batches, where that is still to be done; with `wait`, also where an older
-        copy has to be waited for. One that cannot be begun is tried again when it is its turn, where its
-        error has a place; those behind it wait, so that transforms are called in the order of the batches."""
+        """Begin the copies of these batches, unless they are under way; with `wait`, also if an older copy
+        has to be waited for. A copy that cannot be begun is tried again at the batch's turn, when its error
+        can be raised; the batches after it wait, so that transforms are called in batch order."""
         for answer in answers:
             if not wait and (self._copies.full or self._pinner.busy):
                 return
@@ -206,7 +206,7 @@ class Staging(_Stage):
                     return
 
     def _source(self, answer: Answer) -> Source | None:
-        """Where the part of a batch lies that goes to the device; None if nothing does."""
+        """Location of the part of a batch that goes to the device, or None."""
         assert answer.handle is not None
         part = self._unpacker.part(answer.handle)
         return None if part is None else Source(*part)
@@ -222,12 +222,12 @@ class Staging(_Stage):
         return self._options.apply_transform(self._unpacker.unpack(answer.handle, pickled, memory))
 
     def deliver(self, answer: Answer) -> Any:
-        """The batch of an answer, on the device, ready for what is queued on the current stream from here on.
+        """Return the batch of an answer, on the device, ready for work queued on the current stream.
 
         Raises:
-            ProtocolError: what should be unpickled is none of this pool's pickles.
-            Exception: whatever unpickling, or the user's transform, raises.
-            RuntimeError: the device's memory is used up, or it failed; with torch's text.
+            ProtocolError: the pickle of the batch does not come from this pool.
+            Exception: any error of unpickling, or of the user's transform.
+            RuntimeError: the device failed, or is out of memory; with torch's text.
         """
         source = self._source(answer)
         if source is None:
@@ -242,19 +242,20 @@ class Staging(_Stage):
         return self._finish(answer.seq, partial(self._build, answer))
 
     def drain(self) -> list[int]:
-        """Wait for every copy, and forget what was not handed out: the scheduler frees its blocks.
+        """Wait for every copy, and drop the batches that were not delivered: the scheduler frees their
+        blocks.
 
         Returns:
-            Offsets of the blocks of batches that were handed out.
+            Offsets of the blocks of delivered batches.
         """
         return self._freed(self._copies.drain())
 
     def forget(self, offset: int) -> None:
-        """The pages of a block are about to go back to the system."""
+        """Unlock a block whose pages are about to be returned to the system."""
         self._pinner.forget(offset)
 
     def close(self) -> list[int]:
-        """The pool ends: wait for every copy, and undo every page-lock. Returns what `drain` returns."""
+        """End the pool: wait for every copy, and undo every page-lock. Returns the same as `drain`."""
         offsets = self.drain()
         self._pinner.close()
         return offsets
@@ -264,12 +265,12 @@ def _blocks(answer: Answer) -> tuple[int, ...]:
     return tuple(offset for offset, _ in answer.used)
 
 
-#: Where a segment starts and ends, and its offset in a batch for the device.
+#: Start and end address of a segment, and its offset in the batch on the device.
 _Segment = tuple[int, int, int]
 
 
 class _Walker(Walker):
-    """Lets tensors of a graph pass, which only workers cannot hand over."""
+    """Accepts tensors of a graph (`requires_grad`), which only workers cannot send."""
 
     @staticmethod
     def is_leaf(value: Any) -> bool:
@@ -277,7 +278,7 @@ class _Walker(Walker):
 
 
 def _copied(value: Any) -> Any:
-    """A copy of an object, or itself where it cannot be copied, as a lock or an open file."""
+    """A copy of an object, or the object itself if it cannot be copied, such as a lock or an open file."""
     try:
         return deepcopy(value)
     except Exception as error:
@@ -286,7 +287,7 @@ def _copied(value: Any) -> Any:
 
 
 class SerialStaging(_Stage):
-    """The same without workers: each batch is put together in a buffer, and its copy begins at once.
+    """The same without workers: each batch is packed into a buffer, and its copy begins at once.
 
     Args:
         session: the loader's.
@@ -297,13 +298,13 @@ class SerialStaging(_Stage):
         self._walker = _Walker()
         self._specs = SpecCache()
         self._batches = 0
-        # One that was begun ahead is put together when it is handed out, and so are those that follow it:
-        # transforms are called in the order of the batches.
+        # Whether a batch begun ahead is built only at its delivery; then so are the batches after it, so
+        # that transforms are called in the order of the batches.
         self._deferred = False
 
     @classmethod
     def of(cls, session: DeviceSession, idle: list[SerialStaging]) -> SerialStaging:
-        """One of `idle`, which no iteration uses any more, or a new one."""
+        """Return one of `idle`, which no iteration uses any more, or a new one."""
         while idle:
             staging = idle.pop()
             if staging._session is session:
@@ -313,29 +314,29 @@ class SerialStaging(_Stage):
         return cls(session)
 
     def drain(self) -> None:
-        """Wait for every copy, and forget what was not handed out."""
+        """Wait for every copy, and drop the batches that were not delivered."""
         self._deferred = False
         self._copies.drain()
 
     def close(self) -> None:
-        """Wait for every copy, and let the buffers go."""
+        """Wait for every copy, and free the buffers."""
         self.drain()
         self._pinner.close()
 
     def stage(self, batch: Any) -> Any:
-        """A batch with its tensors on the device, ready for what is queued on the current stream from here
-        on. Arrays, values and objects without tensors stay the objects they are.
+        """Return a batch with its tensors on the device, ready for work queued on the current stream. Arrays,
+        values and objects without tensors remain the same objects.
 
         Raises:
-            UnpicklableError: an object with tensors in it cannot be pickled, which is how they are found.
-            Exception: whatever the user's transform raises.
-            RuntimeError: the device's memory is used up, or it failed; with torch's text.
+            UnpicklableError: an object that contains tensors cannot be pickled, which is how they are found.
+            Exception: any error of the user's transform.
+            RuntimeError: the device failed, or is out of memory; with torch's text.
         """
         self.turn()
         return self.begin(batch)()
 
     def turn(self) -> None:
-        """The next batch is asked for.
+        """Prepare for the next batch.
 
         Raises:
             RuntimeError: while a CUDA graph is captured.
@@ -344,13 +345,14 @@ class SerialStaging(_Stage):
         self._copies.reap()
 
     def begin(self, batch: Any, ahead: bool = False) -> Callable[[], Any]:
-        """Begin the copy of a batch. What is returned hands it out, as `stage` does.
+        """Begin the copy of a batch. Returns a function that delivers the batch as `stage` does.
 
         Args:
             batch: as in `stage`.
-            ahead: the loader goes on before it is handed out, and may write to it then: all that can be
-                copied is copied here and now. It may also never be handed out: its memory is shared with the
-                stream of the copies, so that its next owner writes to it after the copy.
+            ahead: whether the loader continues before the batch is delivered, and may write to it then. If
+                so, everything that can be copied is copied at once, and the device memory is shared with the
+                stream of the copies, so that its next owner writes to it only after the copy even if the
+                batch is never delivered.
 
         Raises:
             UnpicklableError, RuntimeError: as in `stage`.
@@ -372,16 +374,16 @@ class SerialStaging(_Stage):
         """Take a batch apart.
 
         Returns:
-            The segments that go to the device, and how many bytes they take there; how the batch is put
-            together when they are there, and whether that can be done on the side stream.
+            The segments that go to the device, and their total size there in bytes; a function that builds
+            the batch once they have arrived, and whether it may run on the side stream.
         """
         walker, apply_transform = self._walker, self._options.apply_transform
         tree = walker.walk(batch)
         values, objects = walker.values, [self._carry(value, ahead) for value in walker.objects]
-        # What is on the device already was made on the consumer's stream.
+        # Tensors that are on the device already were computed on the consumer's stream.
         device = self._session.stager.device
         there = any(tensor.device == device for tensor in tensors_of(walker.objects))
-        # The user's own, unless the loader goes on; in the walker's list arrays are made contiguous.
+        # The user's own arrays, unless the loader continues; those in the walker's list are contiguous.
         leaves = [
             leaf.copy("K") if ahead and isinstance(leaf, np.ndarray) else leaf for leaf in walker.leaves
         ]
@@ -409,9 +411,9 @@ class SerialStaging(_Stage):
         return segments, spec.device_bytes, build, beside
 
     def _carry(self, value: Any, ahead: bool) -> Callable[[list[Any], torch.device], Any]:
-        """How an object of a batch is made again: of its own parts on the device, if it has tensors."""
+        """Return a rebuilder for an opaque object; tensors in it are moved to the device."""
         if isinstance(value, torch.Tensor):  # sparse, of a subclass, that requires grad, …
-            # Nothing waits for the copy of one that is page-locked: it is moved from memory of its own.
+            # A copy from page-locked memory would not be waited for, so it is moved from a clone.
             own = cloned(value) if ahead or value.device != self._session.stager.device else value
             return lambda leaves, device: moved(own, device)
         has_tensors = False
@@ -433,7 +435,7 @@ class SerialStaging(_Stage):
         return lambda leaves, device: kept
 
     def _fill_buffer(self, nbytes: int, segments: list[_Segment]) -> Buffer:
-        """A buffer with these segments in it."""
+        """Return a buffer filled with these segments."""
         stager = self._session.stager
         buffer = self._pinner.buffer(nbytes)
         assert buffer is not None, "where there are no blocks, there is always a buffer"

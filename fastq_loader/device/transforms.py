@@ -1,6 +1,6 @@
 """Transforms of a batch on its device: normalise images, fill the inputs of a captured step.
 
-Runs in the consumer, on whatever stream is current.
+Runs in the consumer, on the current stream, whichever it is.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from fastq_loader.packing.tensors import tensors_of
 class normalize:
     """Turn uint8 images into normalised floating-point ones: (x / max_value - mean) / std for each channel.
 
-    What NVIDIA apex's `data_prefetcher` does by hand (examples/imagenet/main_amp.py), in one line:
+    Does in one line the work of NVIDIA apex's `data_prefetcher` (examples/imagenet/main_amp.py):
 
         DataLoader(..., device=ToDevice("cuda", transform=normalize(mean, std, torch.float16)))
 
-    It may be used in compiled and captured steps too: nothing is copied from the host and nothing is waited
-    for.
+    It may also be used in compiled and captured steps: it neither copies from the host nor waits.
 
     Args:
-        mean, std: one number for each channel, of values between 0 and 1 (torchvision's convention; apex's
+        mean, std: one number for each channel, for values between 0 and 1 (torchvision's convention; apex's
             example has them times 255).
-        dtype: of the result: torch.float16, bfloat16, float32 or float64. What is computed in between is
-            float32 at least.
-        channels_last: results lie in memory with the channels last (`torch.channels_last`).
-        max_value: what a pixel is divided by; None is 255 for integers and 1 for floating-point images.
-        which: keys or positions at the top of the batch, of what is to be normalised. None is every uint8
-            tensor of shape (N, C, …) with at least 3 dimensions and as many channels as `mean`.
+        dtype: of the result: torch.float16, bfloat16, float32 or float64. Intermediate values are float32
+            at least.
+        channels_last: whether results lie in memory with the channels last (`torch.channels_last`).
+        max_value: divisor of the pixels; None is 255 for integers and 1 for floating-point images.
+        which: top-level keys or positions of the images in the batch. None is every uint8 tensor of shape
+            (N, C, …) with at least 3 dimensions and as many channels as `mean`.
 
     Raises:
         ValueError: `mean` and `std` differ in length or a `std` is 0; in a call, a batch has no image.
@@ -65,7 +64,7 @@ class normalize:
             raise TypeError(f"dtype={self.dtype} must be floating-point, such as torch.float16")
 
     def __call__(self, batch: Any) -> Any:
-        """The batch with its images normalised; everything else is passed on as it is.
+        """Return the batch with its images normalised and everything else unchanged.
 
         Args:
             batch: a tensor of shape (N, C, …), or a dict, list, tuple or named tuple of them.
@@ -99,10 +98,10 @@ class normalize:
         return self.image(value) if wanted else value
 
     def image(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Images of shape (N, C, …), normalised.
+        """Normalise images of shape (N, C, …).
 
         Raises:
-            ValueError: they have another number of channels.
+            ValueError: their number of channels differs from `mean`.
         """
         if pixels.dim() < 2 or pixels.shape[1] != len(self.mean):
             raise ValueError(
@@ -114,7 +113,7 @@ class normalize:
             limit = 1.0 if pixels.dtype.is_floating_point else 255.0
         wide = torch.float64 if torch.float64 in (self.dtype, pixels.dtype) else torch.float32
 
-        # By kernels that fill, for each batch anew: a copy from the host cannot be captured, and what is kept
+        # Filled by kernels, anew for each batch: a copy from the host cannot be captured, and cached tensors
         # would belong to one stream, one graph and one mode of autograd.
         def factor(values: list[float]) -> torch.Tensor:
             parts = [torch.full((1,), value, dtype=wide, device=pixels.device) for value in values]
@@ -142,7 +141,7 @@ def _describe(value: Any) -> str:
 
 
 def _parts(batch: Any) -> dict[Any, Any] | None:
-    """Members of a container, by key or position; None if it is none."""
+    """Members of a container, by key or position; None if `batch` is not a container."""
     if isinstance(batch, Mapping):
         return dict(batch.items())
     return dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else None
@@ -163,18 +162,19 @@ def _like(batch: Any, parts: dict[Any, Any]) -> Any:
 
 
 def copy_into(static_batch: Any, batch: Any) -> None:
-    """Copy a batch into the tensors that a captured step reads: between replays of a CUDA graph.
+    """Copy a batch into the tensors that a captured step reads, between replays of a CUDA graph.
 
-    On the current stream, without waiting for the device.
+    Runs on the current stream, without waiting for the device.
 
     Args:
         static_batch: dicts, lists and tuples of tensors, as they were when the step was captured.
-        batch: of the same structure, shapes and dtypes. What is not a tensor in `static_batch` is skipped.
+        batch: of the same structure, shapes and dtypes. Members that are not tensors in `static_batch` are
+            skipped.
 
     Raises:
         ValueError: structure, a shape or a dtype differ (the short last batch of an epoch: use
-            drop_last=True), or `static_batch` has no tensors, some in objects of another kind, or one that is
-            expanded; nothing was copied.
+            drop_last=True), or `static_batch` has no tensors, has tensors inside other objects, or has an
+            expanded tensor; nothing was copied.
 
     >>> static_batch = {"image": torch.zeros(2, 3)}
     >>> copy_into(static_batch, {"image": torch.ones(2, 3), "name": ["a", "b"]})

@@ -1,4 +1,4 @@
-"""Interpretation of a loader's counters: what is slow, what would help, and how much.
+"""Interpretation of a loader's counters: the bottleneck, possible improvements, and their gain.
 
-Runs in the consumer, when it is asked, and never while a batch is made.
+Runs in the consumer, on request, and never while a batch is loaded.
 """

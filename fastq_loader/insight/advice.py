@@ -1,8 +1,8 @@
-"""Advice: what would help, and how much; and the hints that come unasked.
+"""Advice: improvements with their expected gain; and the hints that users get without asking.
 
-Pure. Lines of advice have the gain that the model expects. One is left out where that is less than 5 %, or
-where what it proposes has no effect with the loader's other arguments. A hint is made of what was seen, or is
-None. It would rather miss something than be wrong: it breaks runs in which warnings are errors.
+Pure. Each line of advice states the gain that the model expects. It is left out if the gain is below 5 %, or
+if the loader's other arguments make the proposal ineffective. A hint is a text derived from observations, or
+None. It rather misses a problem than raises a false alarm: it breaks runs in which warnings are errors.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from fastq_loader.insight.chooser import Limits, rank
 from fastq_loader.insight.model import Costs, Evidence, Setting, costs_of, seconds_per_batch
 from fastq_loader.statistics.epoch import FIRST_BATCHES, EpochCounters
 
-#: Of a worker's first batches: a digest, and the bytes that it was made of.
+#: The first batches of each worker: a digest of the data, and their size in bytes.
 FirstBatches = Mapping[int, Sequence[tuple[bytes, int]]]
 
-#: Less than this is within the error of the model.
+#: Smaller gains are within the error of the model.
 _LEAST_GAIN = 1.05
-#: Lines of advice that are given.
+#: Maximum number of lines of advice.
 _LINES = 4
-#: Seconds that a batch of plain tensors takes the consumer.
+#: Seconds of the consumer for a batch of plain tensors.
 _PLAIN = 100e-6
 
-#: Seconds that a hit of a cache takes, and for each byte (`bench/caching.py`: 37 us for 150 kB); and the part
-#: of the memory that is left which it may fill.
+#: Seconds of a cache hit, and of each byte (`bench/caching.py`: 37 us for 150 kB); and the part of the free
+#: memory that the cache may fill.
 _HIT, _HIT_BYTE, _CACHE = 25e-6, 0.1e-9, 0.5
-#: The least gain that a cache is worth its memory for.
+#: Minimum gain that justifies the memory of a cache.
 _LEAST_CACHED = 1.5
 
 # Of hints.
-#: Samples that agree by chance in one of 10^6 runs, even if each is one of two.
+#: This many samples agree by chance in one of 10^6 runs, even if each is one of two.
 _LEAST_SAMPLES = 20
-#: Bytes of data that agree by chance as seldom: three numbers.
+#: This many bytes of data agree by chance as seldom: three numbers.
 _LEAST_BYTES = 24
-#: Different batches that a worker must have, where it has so many: data that repeat themselves say nothing.
+#: Minimum number of different batches of a worker, if it has that many: repetitive data prove nothing.
 _LEAST_DIFFERENT = 3
-#: An epoch that is shorter, or was not slowed down by more, is not worth a word.
+#: Minimum batches of an epoch, and seconds lost in it, for a hint.
 LEAST_BATCHES, _LEAST_SECONDS = 1000, 5.0
-#: How many times as fast it would have to be.
+#: Minimum factor by which the epoch would have to be faster.
 _LEAST_TIMES = 2
-#: A window that takes less is not what fills the memory.
+#: Bytes of a window; a smaller one is not the cause of full memory.
 _LEAST_WINDOW = 64 << 20
 
 
@@ -52,8 +52,8 @@ def advice(evidence: Evidence, limits: Sequence[str]) -> tuple[str, ...]:
     """Advice, the best first.
 
     Args:
-        evidence: what is known of the run.
-        limits: what time was lost to, the worst first.
+        evidence: facts of the run.
+        limits: causes of lost time, the worst first.
     """
     if evidence.costs is None:
         return ()
@@ -68,19 +68,19 @@ def advice(evidence: Evidence, limits: Sequence[str]) -> tuple[str, ...]:
 
 
 def duration(seconds: float) -> str:
-    """A time in two or three digits: "31 ms"."""
+    """A time with two or three digits: "31 ms"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= 0.9995 * size:
             return f"{seconds / size:.3g} {unit}" if seconds < 100 * size else f"{seconds / size:.0f} {unit}"
     return f"{seconds * 1e6:.0f} µs"
 
 
-#: How many times as fast the run becomes, and the line that says so.
+#: The factor by which the run becomes faster, and the line of advice.
 _Advised = tuple[float, str]
 
 
 class _Case:
-    """One run, and what the model says about others like it."""
+    """One run, and the model's estimates of similar runs."""
 
     def __init__(self, evidence: Evidence, costs: Costs) -> None:
         self.evidence = evidence
@@ -90,17 +90,17 @@ class _Case:
         self.now = self.seconds()
 
     def seconds(self, **others: Any) -> float:
-        """A batch, with other fields of its costs or of the setting."""
+        """Seconds of a batch, with some fields of the costs or of the setting replaced."""
         chosen = {name: others.pop(name) for name in list(others) if hasattr(self.setting, name)}
         costs, setting = replace(self.costs, **others), replace(self.setting, **chosen)
         return self.limits.seconds(costs, setting)
 
     def gain(self, **others: Any) -> float:
-        """How many times as fast it would be."""
+        """Factor by which the run would be faster."""
         return self.now / self.seconds(**others)
 
     def loads(self, part: float) -> tuple[float, ...]:
-        """Loads that take a part of what they take."""
+        """The loads, each multiplied by `part`."""
         return tuple(load * part for load in self.costs.loads)
 
     @cached_property
@@ -131,7 +131,7 @@ def _other_workers(case: _Case) -> Iterator[_Advised]:
 
 
 def _no_workers(case: _Case) -> Iterator[_Advised]:
-    """Against what was measured: what the model takes for a way over processes without waits is less."""
+    """Compared with the measured time: the model's is too low, as it assumes that transport never waits."""
     epoch = case.evidence.epoch
     measured = (epoch.seconds - epoch.start_up_seconds) / max(1, epoch.batches)
     gain = max(measured, case.now) / case.seconds(num_workers=0)
@@ -141,8 +141,8 @@ def _no_workers(case: _Case) -> Iterator[_Advised]:
 
 
 def _no_start(case: _Case) -> Iterator[_Advised]:
-    """Not where a later epoch starts none, nor where `iter(dataset)` may be what takes the time: without
-    workers that would be called, too."""
+    """Not if later epochs start no workers, nor if `iter(dataset)` may take the time: it would be called
+    without workers, too."""
     epoch = case.evidence.epoch
     if case.setting.num_workers and not (case.evidence.persistent or case.evidence.iterable):
         gain = epoch.seconds / (max(1, epoch.batches) * case.seconds(num_workers=0))
@@ -155,7 +155,7 @@ def _workers_stay(case: _Case) -> Iterator[_Advised]:
     if case.setting.num_workers and not case.evidence.persistent:
         times = f"{_times(gain)} from the second epoch on"
         if case.evidence.iterable:
-            times = f"up to {times}, as far as it is not iter(dataset) that takes the time"
+            times = f"up to {times}, unless iter(dataset) takes the time"
         yield gain, f"persistent_workers=True: {times}"
 
 
@@ -247,7 +247,7 @@ def _cheaper_samples(case: _Case) -> Iterator[_Advised]:
 
 
 def _decoded_once(case: _Case) -> Iterator[_Advised]:
-    """By the sizes of samples in a batch: what is decoded may be larger, before it is cropped."""
+    """Based on the sizes of samples in a batch; decoded samples may be larger, before they are cropped."""
     evidence, costs, size = case.evidence, case.costs, case.evidence.batch_size
     samples, nbytes = size * evidence.epoch.batches, costs.batch_bytes / max(1, size)
     if evidence.iterable or evidence.is_cached or evidence.epoch.epoch is None or not (samples and nbytes):
@@ -259,7 +259,7 @@ def _decoded_once(case: _Case) -> Iterator[_Advised]:
     if gain >= _LEAST_CACHED:
         read = f"reading samples is {evidence.fetching:.0%} of loading"
         room = f"would hold {held:,} of {samples:,} in {held * nbytes / 1e9:.2g} GB"
-        part = "fastq_loader.cached, around the part of it that draws nothing"
+        part = "fastq_loader.cached, around the part of it that draws no random numbers"
         yield gain, f"{read}: {part}, {room}: up to {_times(gain)} from the second epoch on"
 
 
@@ -275,7 +275,7 @@ _RULES: dict[str, tuple[_Rule, ...]] = {
     "start_up": (_workers_stay, _no_start),
     "balanced": (_no_workers, _other_workers, _decoded_once),
 }
-#: Where no argument would help: what the user's own code could do.
+#: Changes to the user's own code, proposed if no argument would help.
 _OTHERWISE: dict[str, tuple[_Rule, ...]] = {"workers": (_cheaper_samples,), "head_of_line": (_even_batches,)}
 
 
@@ -283,7 +283,7 @@ _OTHERWISE: dict[str, tuple[_Rule, ...]] = {"workers": (_cheaper_samples,), "hea
 
 
 def same_order(sampler: str, epoch: int, samples: int) -> str | None:
-    """An epoch began with so many samples in the order of the epoch before, of a sampler that shuffles."""
+    """Hint: a shuffling sampler repeated the first `samples` samples of the previous epoch."""
     if samples < _LEAST_SAMPLES:
         return None
     return (
@@ -293,19 +293,19 @@ def same_order(sampler: str, epoch: int, samples: int) -> str | None:
 
 
 def private_generators(names: Collection[str]) -> str | None:
-    """Generators of the user's own that workers drew from."""
+    """Hint: workers drew from the user's own generators."""
     if not names:
         return None
     return (
-        f"Batches drew from {', '.join(sorted(names))}, of which each worker has its own: with "
-        "schedule='dynamic' what a batch draws depends on the worker that loads it. "
-        "schedule=fastq_loader.Dynamic(reseed=True) seeds these for each batch; or draw from torch's, "
-        "Python's or numpy's global generator, which are"
+        f"Batches drew from {', '.join(sorted(names))}, and each worker has its own copy: with "
+        "schedule='dynamic' the numbers of a batch depend on the worker that loads it. "
+        "schedule=fastq_loader.Dynamic(reseed=True) seeds these for each batch; or draw from the global "
+        "generator of torch, Python or numpy, which is seeded for each batch anyway"
     )
 
 
 def duplicate_data(dataset: str, first: FirstBatches) -> str | None:
-    """First batches of an iterable dataset's workers."""
+    """Hint: two workers of an iterable dataset began with the same batches."""
     for one, other in combinations(sorted(first), 2):
         batches = first[one]
         different = len({digest for digest, _ in batches})
@@ -323,8 +323,8 @@ def duplicate_data(dataset: str, first: FirstBatches) -> str | None:
 
 
 def idle_workers(dataset: str, first: FirstBatches, workers: int) -> str | None:
-    """First batches of an iterable dataset's workers in an epoch that is over."""
-    # Beside workers that gave fewer, one without any may be an accident of a small dataset.
+    """Hint: some workers of an iterable dataset loaded no batch in an epoch that is over."""
+    # If the others loaded few batches, an idle worker may be an accident of a small dataset.
     idle = [worker for worker in range(workers) if not first.get(worker)]
     if not 0 < len(idle) < workers or min(map(len, first.values())) < FIRST_BATCHES:
         return None
@@ -337,7 +337,7 @@ def idle_workers(dataset: str, first: FirstBatches, workers: int) -> str | None:
 
 
 def tiny_batches(epoch: EpochCounters, workers: int) -> str | None:
-    """The counters of an epoch that is over, with so many workers."""
+    """Hint: an epoch that is over, with `workers` workers, would have been faster without them."""
     batches, costs = epoch.batches, costs_of(epoch, ())
     if batches < LEAST_BATCHES or costs is None:
         return None
@@ -354,7 +354,7 @@ def tiny_batches(epoch: EpochCounters, workers: int) -> str | None:
 
 
 def memory_pressure(window: int, batch_bytes: float, left: int) -> str | None:
-    """How many batches may be loaded ahead, bytes of one, and bytes that there are for them."""
+    """Hint: `window` batches of `batch_bytes` bytes, loaded ahead, take over half of the `left` bytes."""
     needed = window * batch_bytes
     if needed < _LEAST_WINDOW or needed <= left / 2:
         return None

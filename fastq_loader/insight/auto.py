@@ -1,10 +1,10 @@
-"""`num_workers="auto"`: how many workers the next epoch gets.
+"""`num_workers="auto"`: chooses the number of workers of the next epoch.
 
 `decide` is pure; the rest runs in the consumer, when an epoch begins. The first epoch gets as many workers as
-there are CPUs. What it cost tells the model what every other number is worth. The model knows neither the
-caches nor what a start of workers costs. So a number that was seen is worth what was measured, see `chooser`.
+there are CPUs. From its costs the model estimates the speed of every other number. The model ignores caches
+and the cost of starting workers, so a number that was tried is rated by its measurement, see `chooser`.
 
-More workers must promise a gain that is larger than the noise: two equal numbers do not take turns.
+More workers must promise a gain larger than the noise, so that two equal numbers do not alternate.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import calls
 from fastq_loader.workers.kinds import Auto
 
-#: The gain that more workers must promise.
+#: Minimum gain for more workers.
 _GAIN = 0.05
-#: Workers of the first epoch, at most: it has to show what a batch costs, and memory may be short.
+#: Maximum for the first epoch: it has to show the cost of a batch, and memory may be short.
 _MOST_AT_FIRST = 8
-#: Batches of an epoch that was broken off, from which it counts.
+#: Minimum batches for an epoch that was broken off to count.
 _ENOUGH = 16
-#: Epochs that are remembered of each number of workers.
+#: Epochs remembered for each number of workers.
 _REMEMBERED = 3
 
 
 @dataclass(frozen=True)
 class Seen:
-    """An epoch that was seen.
+    """Measurement of an epoch.
 
     Attributes:
-        workers: how many it had.
+        workers: number of workers.
         seconds: wall time of a batch, with the step.
         costs: of its batches.
     """
@@ -48,7 +48,7 @@ class Seen:
 
 
 def remember(seen: list[Seen], epoch: Seen) -> None:
-    """Add an epoch, and forget old ones. Not all of a number: it would be tried again and again."""
+    """Add an epoch, and drop the oldest of its number. A forgotten number would be tried again and again."""
     alike = [each for each in seen if each.workers == epoch.workers]
     if len(alike) == _REMEMBERED:
         seen.remove(alike[0])
@@ -56,15 +56,15 @@ def remember(seen: list[Seen], epoch: Seen) -> None:
 
 
 def decide(seen: Sequence[Seen], limits: Limits) -> int:
-    """How many workers the next epoch gets.
+    """Choose the number of workers of the next epoch.
 
     Args:
         seen: epochs, the newest last; at least one.
-        limits: what may be chosen; its own setting is the newest epoch's.
+        limits: settings to choose from; its own setting is the newest epoch's.
     """
     costs, own = _with_transport(seen), limits.own
     measured: dict[Setting, list[float]] = {}
-    for epoch in seen:  # with the step as it is now
+    for epoch in seen:  # as if with the newest step
         setting, change = replace(own, num_workers=epoch.workers), 1.0
         if abs(epoch.costs.step - costs.step) > epoch.seconds * NOISE:
             now = replace(epoch.costs, step=costs.step, step_cpu=costs.step_cpu)
@@ -79,17 +79,17 @@ def decide(seen: Sequence[Seen], limits: Limits) -> int:
 
 
 def _with_transport(seen: Sequence[Seen]) -> Costs:
-    """The newest costs. An epoch without workers does not tell what they add, so an older one does."""
+    """The newest costs; if they were measured without workers, with transport costs of an older epoch."""
     newest = seen[-1].costs
     of = next((epoch.costs for epoch in reversed(seen) if epoch.workers), newest)
     return replace(newest, pack=of.pack, overhead=of.overhead, load_cpu=of.load_cpu)
 
 
-# ---- what a loader asks --------------------------------------------------------------------------
+# ---- the interface for loaders -------------------------------------------------------------------
 
 
 def given(num_workers: Any) -> Any:
-    """Read the argument `num_workers`: for "auto", the workers of the first epoch.
+    """Read the argument `num_workers`; "auto" becomes the number of workers of the first epoch.
 
     Raises:
         ValueError: it is another string.
@@ -102,7 +102,7 @@ def given(num_workers: Any) -> Any:
 
 
 class Chooser:
-    """Memory of a loader's epochs, to choose how many workers the next one gets.
+    """Measurements of a loader's epochs, to choose the number of workers of the next one.
 
     Attributes:
         seen: epochs whose number of workers was chosen.
@@ -110,16 +110,16 @@ class Chooser:
 
     def __init__(self) -> None:
         self.seen: list[Seen] = []
-        self._started: int | None = None  # workers that were seen in no epoch but that in which they started
+        self._started: int | None = None  # number of workers of which only the starting epoch was measured
 
     def next_number(self, number: int, counters: Counters, prefetch: int, persistent: bool) -> int:
-        """How many workers the epoch that begins now gets.
+        """Choose the number of workers of the epoch that begins now.
 
         Args:
-            number: those of the epoch before.
+            number: of the previous epoch.
             counters: the loader's.
-            prefetch: batches that each works ahead.
-            persistent: they stay from one epoch to the next.
+            prefetch: batches that each worker loads ahead.
+            persistent: whether workers stay from one epoch to the next.
         """
         if calls.missing():
             return 0
@@ -130,7 +130,7 @@ class Chooser:
         if costs is None:
             return number
         if persistent and number and self.seen and self.seen[-1].workers != number:
-            # The epoch in which workers start is not what they are worth: they stay, and the next one counts.
+            # An epoch in which persistent workers start is not representative: the next one counts.
             started, self._started = self._started, number
             if started != number:
                 return number
@@ -138,5 +138,5 @@ class Chooser:
         took = epoch.nanoseconds - (epoch.by_cause["start_up"] if persistent else 0)
         remember(self.seen, Seen(number, took / 1e9 / epoch.batches, costs))
         limits = machine.limits(Setting(number, prefetch, dynamic=True))
-        held = limits.needed(limits.own, costs) if persistent else 0.0  # they have it already
+        held = limits.needed(limits.own, costs) if persistent else 0.0  # memory that workers have already
         return decide(self.seen, replace(limits, memory_bytes=limits.memory_bytes + held))

@@ -1,8 +1,8 @@
-"""Which setting is the best: the one rule of `diagnose`, `num_workers="auto"` and `tune`.
+"""Ranks settings: the one rule of `diagnose`, `num_workers="auto"` and `tune`.
 
-Pure. Settings are ordered by the seconds of a batch, as they were measured or as the model expects them, in
-bands as wide as the noise of a measurement. Those of one band are equal, and the cheapest comes first: that
-with the fewest workers, then that with the fewest batches ahead.
+Pure. Settings are ordered by the seconds of a batch, measured or expected by the model, in bands as wide as
+the noise of a measurement. Within a band all settings are equal, and the cheapest comes first: the one with
+the fewest workers, then the one with the fewest batches ahead.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from itertools import product
 
 from fastq_loader.insight.model import Costs, Setting, seconds_per_batch
 
-#: Measurements of one setting differ by about as much.
+#: Relative difference between measurements of one setting.
 NOISE = 0.03
-#: A load that hardly uses a CPU may have 16 workers for each, but not more than 64: every worker is a process
-#: with memory and a window of its own.
+#: A load that hardly uses a CPU may have 16 workers per CPU, but not more than 64 in all: every worker is a
+#: process with memory and a window of its own.
 _IDLE_SHARE, _MOST_WAITING = 1 / 16, 64
-#: Seconds of a batch, at least.
+#: Minimum seconds of a batch.
 _SHORTEST = 1e-9
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The settings that may be chosen.
+    """The settings to choose from.
 
     Attributes:
-        own: the loader's setting. What is not said below is as in it.
-        cpus: how many CPUs all processes may use together.
-        memory_bytes: for workers and the batches that they work ahead.
-        most_workers: the most that there may be.
+        own: the loader's setting, which supplies all values not listed below.
+        cpus: number of CPUs that all processes may use together.
+        memory_bytes: memory for workers and the batches that they load ahead.
+        most_workers: maximum number of workers.
         schedules: values of `Setting.dynamic`.
         start_methods: values of `Setting.start_method`.
         prefetch: values of `Setting.prefetch_factor`, besides the own one.
-        worker_bytes: memory that a worker needs besides its batches. Of the 250 MB of a spawned one half are
-            shared.
+        worker_bytes: memory that a worker needs besides its batches. A spawned one has 250 MB, of which half
+            are shared.
         machine_bytes: memory of the machine.
     """
 
@@ -52,20 +52,20 @@ class Limits:
     machine_bytes: int = sys.maxsize
 
     def seconds(self, costs: Costs, setting: Setting) -> float:
-        """The wall time that a batch takes by the model; never 0, so that it can be compared."""
+        """Wall time of a batch according to the model; never 0, so that it can be a divisor."""
         return max(seconds_per_batch(costs, setting, self.cpus, self.machine_bytes), _SHORTEST)
 
     def needed(self, setting: Setting, costs: Costs) -> float:
-        """The bytes of memory that the workers of a setting need."""
+        """Bytes of memory that the workers of a setting need."""
         batches = (setting.prefetch_factor + 1) * costs.batch_bytes
         return setting.num_workers * (self.worker_bytes + batches)
 
     def allow(self, setting: Setting, costs: Costs) -> bool:
-        """Whether there may be so many workers, and memory holds them."""
+        """Whether the number of workers is allowed, and their memory available."""
         return setting.num_workers <= self.most_workers and self.needed(setting, costs) <= self.memory_bytes
 
     def settings(self, costs: Costs) -> Iterator[Setting]:
-        """All that may be chosen, where batches cost so much."""
+        """All settings to choose from, for batches with these costs."""
         own, most = self.own, min(most_workers(costs, self.cpus), self.most_workers)
         yield replace(own, num_workers=0)
         for number, prefetch, dynamic, method in product(
@@ -80,13 +80,13 @@ class Limits:
 
 
 def rank(costs: Costs | None, measured: Mapping[Setting, float], limits: Limits) -> dict[Setting, float]:
-    """Settings with the seconds that a batch takes, the best first: those that were measured, and all others
-    that may be chosen.
+    """Settings with the seconds of a batch, the best first: all that were measured, and all others to
+    choose from.
 
     Args:
-        costs: of batches, for what was not measured; None: only what was counts.
-        measured: seconds that a batch took.
-        limits: what may be chosen.
+        costs: of batches, to estimate settings that were not measured; None leaves these out.
+        measured: measured seconds of a batch.
+        limits: settings to choose from.
     """
     seconds = dict(measured)
     if costs is not None:
@@ -102,37 +102,37 @@ def rank(costs: Costs | None, measured: Mapping[Setting, float], limits: Limits)
 
 
 def price(setting: Setting, own: Setting) -> tuple[int, int, bool, bool]:
-    """Price of a setting: what it takes, and whether it changes more than the numbers; the least wins."""
+    """Price of a setting, lowest first: its workers, batches ahead, a change of schedule or start method."""
     changed = setting.dynamic != own.dynamic, setting.start_method != own.start_method
     return setting.num_workers, setting.prefetch_factor, *changed
 
 
 def _expected(costs: Costs, setting: Setting, measured: Mapping[Setting, float], limits: Limits) -> float:
-    """Seconds of a batch by the model, corrected by how wrong it is for the measured setting whose number of
-    workers is most like this one; no worker at all is like none."""
+    """Seconds of a batch by the model, corrected by its error for the measured setting with the most similar
+    number of workers. There is no correction from or to a setting without workers."""
     workers = setting.num_workers
     known = [each for each in measured if each.num_workers and workers]
     nearest = min(known, key=lambda each: abs(math.log(each.num_workers / workers)), default=None)
     if nearest is None:
         return limits.seconds(costs, setting)
-    # The more workers wait for a CPU, the more of it they seem to need. So of fewer it is not believed that
-    # CPUs limit them, too: half as many would load half as much.
+    # Workers that compete for CPUs appear to need more CPU time. So fewer workers are not assumed to be
+    # limited by the CPUs: half as many would load half as much.
     if workers < nearest.num_workers:
         limits = replace(limits, cpus=math.inf)
     return measured[nearest] * limits.seconds(costs, setting) / limits.seconds(costs, nearest)
 
 
 def most_workers(costs: Costs, cpus: float) -> int:
-    """The most workers that can be of use: as many as keep the CPUs busy, rounded up to what is tried. It
-    would rather be too few: the time that a load waits for a CPU counts as time that it uses one."""
+    """Maximum useful number of workers: enough to keep the CPUs busy, rounded up to one of `numbers`. Errs on
+    the low side, because the time that a load waits for a CPU counts as CPU time."""
     waiting = math.ceil(cpus / max(costs.load_cpu, _IDLE_SHARE))
     most = max(1, min(waiting, max(_MOST_WAITING, math.ceil(cpus))))
     return next(number for number in _steps(cpus) if number >= most)
 
 
 def numbers(most: float, cpus: float) -> list[int]:
-    """Numbers of workers to try: from 4 on each is a third or a half more than the one before. As many as
-    there are CPUs is one of them."""
+    """Numbers of workers to try: from 4 on, each is a third or a half larger than the previous one. The
+    number of CPUs is one of them."""
     return [number for number in _steps(cpus) if number <= most]
 
 

@@ -1,13 +1,13 @@
 """CPUs and memory that this process may use.
 
-Runs in the consumer. Nothing is kept: limits change while a job runs, so files are read anew each time. A
-container's limits stand in its cgroup and in those above it, in files of version 1 or 2, or of both, below
+Runs in the consumer. Nothing is cached: limits change while a job runs, so files are read anew each time. The
+limits of a container are in its cgroup and the parents of that, in files of version 1 or 2, or of both, below
 `/sys/fs/cgroup`.
 
-    sched_getaffinity            the CPUs that the scheduler may put this process on
+    sched_getaffinity            CPUs on which the scheduler may run this process
     cpu.max, cpu.cfs_quota_us    CPU time for each period, for all processes of a cgroup together
-    MemAvailable                 memory that the machine can give without swapping
-    memory.max, memory.limit_in_bytes    the most that a cgroup may have, less what it has
+    MemAvailable                 memory that the machine can provide without swapping
+    memory.max, memory.limit_in_bytes    maximum for a cgroup, from which its use is subtracted
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def limits(own: Setting) -> Limits:
 
 
 def cpus(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> float:
-    """The CPUs that this process and its workers may use, on average; 0.5 is half the time of one.
+    """CPUs that this process and its workers may use, on average; 0.5 is half the time of one.
 
     The least of the affinity and the quotas of its cgroups, divided by the ranks of this machine
     (`LOCAL_WORLD_SIZE`, which torchrun sets), because each of them has a loader.
@@ -48,10 +48,10 @@ def cpus(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> float:
 
 
 def memory_bytes(root: Path = _ROOT) -> int:
-    """The bytes of memory that the machine, and every cgroup of this process, can still give now.
+    """Bytes of memory that are still available in the machine and in every cgroup of this process.
 
-    The page cache that a cgroup has not used lately counts as free, because the kernel takes it back. Where
-    no file says anything, it is `sys.maxsize`.
+    The page cache that a cgroup has not used lately counts as free, because the kernel reclaims it. If no
+    file has a value, the result is `sys.maxsize`.
 
     Args:
         root: of the file system.
@@ -61,14 +61,14 @@ def memory_bytes(root: Path = _ROOT) -> int:
 
 
 def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
-    """The processes of this training that share the machine, each with a loader."""
+    """Number of processes of this training on this machine, each with a loader."""
     told = environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(told)) if told.isdecimal() else 1
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of the cgroups that limit this process, from its own up to the highest that it sees: in a
-    container that is often its own, whatever the system calls it."""
+    """Folders of the cgroups that limit this process, from its own up to the highest visible one: in a
+    container that is often its own, whatever its path outside."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, member = line.split(":", 2)
         if controllers and controller not in controllers.split(","):  # version 2 names no controller
@@ -80,7 +80,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _quota(folder: Path) -> float | None:
-    """CPUs on average; None without a limit."""
+    """CPUs on average; None if unlimited."""
     words = _read(folder / "cpu.max").split() or [
         *_read(folder / "cpu.cfs_quota_us").split(),
         *_read(folder / "cpu.cfs_period_us").split(),
@@ -103,13 +103,13 @@ def _left(folder: Path) -> int:
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Fields of a file with a name and a number in each line."""
     lines = (line.split() for line in _read(file).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 
 
 def _read(file: Path) -> str:
-    """A file's text; empty where it is not there, or not for us."""
+    """Text of a file; empty if it does not exist, or may not be read."""
     try:
         return file.read_text()
     except (OSError, ValueError):
@@ -117,7 +117,7 @@ def _read(file: Path) -> str:
 
 
 def contention(file: Path = Path("/proc/pressure/cpu")) -> float:
-    """The part of the last ten seconds in which some process waited for a CPU; 0.0 where no kernel says."""
+    """Share of the last ten seconds in which some process waited for a CPU; 0.0 if unknown to the kernel."""
     try:
         return float(file.read_text().split("avg10=")[1].split()[0]) / 100
     except (OSError, IndexError, ValueError):

@@ -1,22 +1,22 @@
-"""Model of a run: what its batches cost, and how long it would take with other settings.
+"""Model of a run: the costs of its batches, and its duration with other settings.
 
-Pure. The model behind every expected gain plays the costs of batches that were observed through the rules by
-which the loader works:
+Pure. The model behind every expected gain simulates the loader, with the observed costs of batches and these
+rules:
 
-- Batch k may be begun when batch k - window was handed out. With `round_robin` worker k mod N loads it, with
+- Batch k may be begun when batch k - window was delivered. With `round_robin` worker k mod N loads it, with
   `dynamic` the worker that is free first.
-- A worker takes `load` and `pack` for it. It is handed out in order, `overhead` after it is there and the
-  step before is done; then comes the step. Without workers a batch takes `load` and the step, one after the
-  other.
+- A worker needs `load` and `pack` for it. Batches are delivered in order, each `overhead` after it is there
+  and the previous step is done; then comes the step. Without workers a batch takes `load` and the step, one
+  after the other.
 - All processes together cannot use more CPUs than there are: a batch takes at least its CPU time divided by
   the CPUs.
 
-What it does not know: that processes slow each other down over memory and caches, that reading may have a
-limit of its own (a disk, a network), and that without workers a step may overlap with nothing at all.
+It ignores that processes slow each other down over memory and caches, that reading may have a limit of its
+own (a disk, a network), and that without workers a step may overlap with nothing at all.
 
-With workers every cost is measured. Without them nothing is known of what they would add, so a batch of the
-least size is assumed; and nothing tells the CPU time of loading from that of the step, so as much of it as
-fits is the loading's: then no more is promised of workers than they can give.
+With workers every cost is measured. Without them the costs that they would add are unknown, so the costs of
+a minimal batch are assumed. The CPU time of loading is unknown too, because it is measured together with that
+of the step. As much of it as fits is attributed to loading, so that the gain of workers is not overestimated.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from fastq_loader.statistics.snapshots import (
 if TYPE_CHECKING:
     from fastq_loader.statistics.workers import WorkerCounters
 
-#: Batches that are played through. After some hundred the mean does not move by more than a percent.
+#: Simulated batches. After some hundred the mean does not move by more than a percent.
 _BATCHES = 600
-#: Batches and seconds from which on an epoch says something. Shorter ones are told from noise by nothing.
+#: Minimum batches and seconds of an epoch for a diagnosis. Shorter ones cannot be distinguished from noise.
 BATCHES, SECONDS = 8, 0.05
-#: Seconds that packing a small batch takes a worker, and that its message and unpacking take the consumer.
+#: Seconds in which a worker packs a small batch, and in which the consumer reads its message and unpacks it.
 _LEAST_PACK, _LEAST_OVERHEAD = 50e-6, 100e-6
 
 
@@ -53,15 +53,15 @@ class Costs:
     """Observed costs of batches, in seconds.
 
     Attributes:
-        loads: reading samples and making a batch of them, for each batch in the order of batches.
+        loads: reading samples and collating them, for each batch in the order of batches.
         pack: writing a batch to shared memory.
-        overhead: of the consumer for each batch that comes from a worker: messages and unpacking.
-        device: of the consumer for each batch on its way to the device, with workers and without.
-        draw: of the sampler for each batch.
-        step: of the consumer outside of the loader for each batch.
+        overhead: the consumer's time for each batch from a worker: messages and unpacking.
+        device: the consumer's time to move a batch to the device, with workers and without.
+        draw: the sampler's time for each batch.
+        step: the consumer's time outside of the loader for each batch.
         load_cpu: the part of `loads` and `pack` in which a CPU was used, from 0 to 1.
         step_cpu: CPU time of the consumer in a step.
-        batch_bytes: that a batch takes of the shared memory.
+        batch_bytes: shared memory of a batch.
     """
 
     loads: tuple[float, ...]
@@ -81,7 +81,7 @@ class Costs:
 
     @property
     def cpu(self) -> float:
-        """The CPU time of all processes for a batch from a worker."""
+        """CPU time of all processes for a batch from a worker."""
         return (self.load + self.pack) * self.load_cpu + self.overhead + self.draw + self.step_cpu
 
 
@@ -90,11 +90,11 @@ class Setting:
     """A setting that can be chosen.
 
     Attributes:
-        num_workers: 0 loads on the consumer's thread.
-        prefetch_factor: batches that each worker works ahead.
-        dynamic: whichever worker is free takes the next batch; else they take turns.
-        fixed_window: batches that may be under way, where that was said; None: as the others come to.
-        start_method: "fork", "spawn" or "forkserver"; None: the loader's own.
+        num_workers: number of workers; 0 loads on the consumer's thread.
+        prefetch_factor: batches that each worker loads ahead.
+        dynamic: whether any free worker takes the next batch; otherwise they take turns.
+        fixed_window: window set by the user; None means derived from the other fields.
+        start_method: "fork", "spawn" or "forkserver"; None is the loader's own.
     """
 
     num_workers: int
@@ -104,8 +104,8 @@ class Setting:
     start_method: str | None = None
 
     def window(self, batch_bytes: float, machine_bytes: int) -> int:
-        """Batches that may be under way while the next one is late, where each takes so many bytes of shared
-        memory, on a machine with so many."""
+        """Number of batches that may be under way while the next one is late, for batches of `batch_bytes`
+        bytes of shared memory on a machine with `machine_bytes` of memory."""
         schedule = (Dynamic if self.dynamic else RoundRobin)(self.fixed_window)
         workers, ahead = self.num_workers, self.prefetch_factor
         window = Window.of(
@@ -115,12 +115,12 @@ class Setting:
 
 
 def seconds_per_batch(costs: Costs, setting: Setting, cpus: float, machine_bytes: int = sys.maxsize) -> float:
-    """The wall time that a batch takes on average, with the step.
+    """Average wall time of a batch, with the step.
 
     Args:
         costs: of at least one batch.
-        setting: what is chosen.
-        cpus: how many CPUs all processes may use together.
+        setting: the setting to rate.
+        cpus: number of CPUs that all processes may use together.
         machine_bytes: memory of the machine.
     """
     if setting.num_workers == 0:
@@ -133,19 +133,19 @@ def _played(costs: Costs, setting: Setting, window: int) -> float:
     free = [0.0] * setting.num_workers
     handed_out: list[float] = []
     between = costs.overhead + costs.draw + costs.device
-    now = 0.0  # when the consumer asks for the next batch
+    now = 0.0  # time at which the consumer requests the next batch
     for number, load in enumerate(islice(cycle(costs.loads), max(_BATCHES, len(costs.loads)))):
         allowed = handed_out[number - window] if number >= window else 0.0
         worker = free.index(min(free)) if setting.dynamic else number % setting.num_workers
         free[worker] = max(free[worker], allowed) + load + costs.pack
         handed_out.append(max(now, free[worker]) + between)
         now = handed_out[-1] + costs.step
-    # The first batches find an empty window, and a pause at the start is no part of the rate.
+    # The first batches find an empty window, and a pause at the start does not count for the rate.
     skipped = min(window, len(handed_out) // 2)
     return (now - (handed_out[skipped - 1] + costs.step)) / (len(handed_out) - skipped)
 
 
-# ---- what is known of a run -------------------------------------------------------------------------
+# ---- facts of a run ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -153,26 +153,26 @@ class Evidence:
     """Facts of a run.
 
     Attributes:
-        epoch: where its time went.
-        costs: what its batches cost; None before the first.
-        setting: what was chosen, as the model has it: batches that are handed out as they come belong to no
-            worker in particular, as with a dynamic schedule.
-        cpus: how many CPUs all processes may use together.
+        epoch: time of the epoch by cause.
+        costs: of its batches; None before the first.
+        setting: the setting in terms of the model: batches that are delivered in the order of completion
+            belong to no particular worker, as with a dynamic schedule.
+        cpus: number of CPUs that all processes may use together.
         machine_bytes: memory of the machine.
-        workers: what they did; none without workers.
+        workers: activity of the workers; empty without workers.
         late: batches of the epoch that held up others, the worst first.
         staging: copies to the device; None without one.
-        iterable: the dataset is read in order, and not by index.
-        persistent: workers stay from one epoch to the next.
-        in_order: batches come in the order of the sampler.
-        shuffles: torch's own sampler shuffles the indices.
-        sampler: the name of the class of the sampler.
-        collate: the name of the user's function; "" where it is torch's.
-        transform: the name of the user's function for batches here or on the device; "" where there is none.
-        pins: batches are copied to page-locked memory.
-        batch_size: samples of a batch; 0 where it is not one number.
-        free_bytes: memory that a cache could have.
-        is_cached: the dataset has a cache.
+        iterable: whether the dataset is read in order, and not by index.
+        persistent: whether workers stay from one epoch to the next.
+        in_order: whether batches are delivered in the order of the sampler.
+        shuffles: whether torch's own sampler shuffles the indices.
+        sampler: class name of the sampler.
+        collate: name of the user's function; "" if it is torch's.
+        transform: name of the user's function for batches here or on the device; "" without one.
+        pins: whether batches are copied to page-locked memory.
+        batch_size: samples of a batch; 0 if it is not a single number.
+        free_bytes: memory available to a cache.
+        is_cached: whether the dataset has a cache.
     """
 
     epoch: EpochStatistics = field(default=EpochStatistics())
@@ -197,12 +197,12 @@ class Evidence:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of each cause in the time of the epoch, from 0 to 1."""
+        """Share of each cause in the time of the epoch, from 0 to 1."""
         return {cause: self.epoch.spent_on(cause) / (self.epoch.seconds or 1) for cause in CAUSES}
 
     @property
     def busy(self) -> float:
-        """The part of the epoch in which the workers were busy, from 0 to 1."""
+        """Share of the epoch in which the workers were busy, from 0 to 1."""
         if self.costs is None or not (self.setting.num_workers and self.epoch.seconds):
             return 0.0
         work = (self.costs.load + self.costs.pack) * self.epoch.batches
@@ -210,20 +210,20 @@ class Evidence:
 
     @property
     def fetching(self) -> float:
-        """The part of loading in which workers read samples, from 0 to 1; 0.0 without workers."""
+        """Share of loading in which workers read samples, from 0 to 1; 0.0 without workers."""
         fetch = sum(worker.fetch_seconds for worker in self.workers)
         load = fetch + sum(worker.collate_seconds for worker in self.workers)
         return fetch / load if load else 0.0
 
     @property
     def new_memory(self) -> float:
-        """The part of the workers' work in which new pages were mapped, from 0 to 1."""
+        """Share of the workers' work in which new pages were mapped, from 0 to 1."""
         work = sum(worker.work_seconds for worker in self.workers)
         return sum(worker.new_memory_seconds for worker in self.workers) / work if work else 0.0
 
 
 def is_enough(epoch: EpochStatistics, batches: int = BATCHES) -> bool:
-    """Whether an epoch was long enough to say something."""
+    """Whether an epoch was long enough for a diagnosis."""
     return epoch.batches >= batches and epoch.seconds >= SECONDS
 
 
@@ -237,16 +237,16 @@ def costs_of(
 
     Args:
         epoch: its counters.
-        workers: those that loaded it; none where the consumer did.
-        batch_bytes: that a batch took of the shared memory.
-        contention: the part of the time in which processes of this machine waited for a CPU, from 0 to 1. As
-            much of what loading did without a CPU is taken for that, and not for a disk or a network.
+        workers: counters of the workers that loaded it; empty if the consumer did.
+        batch_bytes: shared memory of a batch.
+        contention: share of the time in which processes of this machine waited for a CPU, from 0 to 1. This
+            share of the loading time without a CPU is attributed to that wait, not to a disk or a network.
     """
     ordered = sorted(epoch.costs)
     if not ordered or not epoch.batches:
         return None
     mean = sum(cost.load for cost in ordered) / len(ordered)
-    scale = epoch.load / mean if mean else 1.0  # what is kept stands for all
+    scale = epoch.load / mean if mean else 1.0  # the recorded batches represent all
     loads = tuple(cost.load / 1e9 * scale for cost in ordered)
     seconds = {cause: nanoseconds / 1e9 / epoch.batches for cause, nanoseconds in epoch.by_cause.items()}
     cpu = epoch.cpu / 1e9 / epoch.batches
@@ -274,7 +274,7 @@ def costs_of(
 
 
 def _cpu_share(workers: Sequence[WorkerCounters]) -> float:
-    """The part of their work in which workers used a CPU; all of it where that is not known."""
+    """Share of their work in which workers used a CPU; 1 if unknown."""
     marks = [worker.cpu_marks for worker in workers if len(worker.cpu_marks) > 1]
     work = sum(last[1] - first[1] for first, last in marks)
     cpu = sum(last[0] - first[0] for first, last in marks)

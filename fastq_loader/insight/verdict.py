@@ -1,10 +1,10 @@
-"""The verdict on a run: what limits it in one word, its share of the time, and what would help.
+"""The verdict on a run: its bottleneck in one word, the share of that in the time, and advice.
 
-Runs in the consumer, on the thread that asks, and changes nothing. The causes of `EpochStatistics` add up to
-the time of the epoch, and all but the training step are time in which it could not go on: the largest of them
-is the limit, if it is worth mentioning. Where none is, the step limits; or nothing does, because the workers
-are busy all the time, too. A verdict is printed as a page of 80 columns; names of classes and samples are the
-user's, and cut where they are long.
+Runs in the consumer, on the thread that requests it, and changes nothing. The causes of `EpochStatistics` add
+up to the time of the epoch, and in all but the training step it could not continue: the largest of them is
+the limit, if it is large enough. If none is, the step limits; or nothing does, because the workers are busy
+all the time, too. A verdict is printed as a page of 80 columns; names of classes and samples are the user's,
+and long ones are cut.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics, LoaderStatistics, WorkerStatistics
 from fastq_loader.system import calls, pages
 
-#: Shares of an epoch from which on a cause is worth mentioning. Some waiting for workers is normal where they
-#: are as quick as the step.
+#: Minimum shares of an epoch for a cause to be reported. Some waiting for workers is normal if they are as
+#: fast as the step.
 _WORTH, _WORTH_OF_OTHERS = {"workers": 0.2}, 0.1
-#: The part of the time from which on workers count as busy all the time.
+#: Minimum share of the time in which workers are busy, to count as busy all the time.
 _BUSY = 0.7
 
-#: Bytes that workers have for themselves, from which on they are worth a line; without what each has anyway.
+#: Minimum of bytes private to the workers that is reported, and the private bytes that any worker has.
 _MUCH, _WORKER_BYTES = 1e9, 150e6
 
-# Of the page.
+# Sizes on the page.
 _COLUMNS, _BAR, _POINTS = 80, 40, 32
 #: Workers that get a line of their own.
 _WORKERS = 8
 #: Columns for the name of a machine.
 _NODE = 16
 
-#: Of each limit: its line in the table, if it is a cause, and the headline.
+#: For each limit its label in the table, if it is a cause, and the headline.
 _TEXTS = {
     "consumer": (
         "training step",
@@ -59,7 +59,7 @@ _TEXTS = {
     "unknown": ("", "Nothing can be said yet: there is too little data."),
 }
 
-#: A bar's last cell, from nothing to full, and the points of a line, from the lowest to the highest.
+#: The last cell of a bar, from empty to full, and the points of a line, from the lowest to the highest.
 _EIGHTHS, _LEVELS = " ▏▎▍▌▋▊▉█", "▁▂▃▄▅▆▇█"
 _IN_ASCII = str.maketrans("×µ▁▂▃▄▅▆▇█▌▋▊▉", "xu_..--==#####", "▏▎▍")
 
@@ -69,25 +69,26 @@ class Diagnosis:
     """The diagnosis of a run. `print` and notebooks show a page of text.
 
     Attributes:
-        limit: what most of the time was lost to.
+        limit: the cause of most of the lost time.
 
             - "workers": loading; also without workers.
             - "head_of_line": single batches that held up others.
             - "consumer": nothing; the training step takes as long as the epoch.
-            - "transport": the way of batches to this process, or `next()` itself.
+            - "transport": moving batches to this process, or `next()` itself.
             - "memory": new memory for batches, or a window that is too narrow for the workers.
             - "sampler": drawing indices.
             - "device_copy": copies to the device, page-locking, `transform`.
             - "start_up": starting workers.
             - "balanced": nothing; training step and workers are busy all the time.
             - "unknown": there is too little data.
-        share: the part of the epoch's wall time that was lost to it, from 0 to 1. Of "consumer", the part in
-            which it ran; of "balanced", the part in which it did not; of "unknown", 0.
-        culprit: what is to blame, with its share in the lost time, where there is such a thing; else None.
-        advice: what would help, the best first, each with the gain that is expected.
-        epoch: where the time went; its `epoch` is None for all epochs together.
-        workers: what each worker did since it started.
-        settings: the arguments that matter, in words.
+        share: the part of the epoch's wall time that was lost to it, from 0 to 1. For "consumer", the part in
+            which it ran; for "balanced", the part in which it did not; for "unknown", 0.
+        culprit: the batch, function or sampler to blame, with its part of the lost time; None if there is
+            none.
+        advice: possible improvements, the best first, each with its expected gain.
+        epoch: time of the epoch by cause; its `epoch` is None for all epochs together.
+        workers: activity of each worker since it started.
+        settings: the relevant arguments, as text.
 
     >>> diagnosis = DataLoader(range(8)).diagnose()
     >>> diagnosis.limit, diagnosis.share, diagnosis.advice
@@ -119,10 +120,10 @@ def evidence_of(
     """Facts of a loader's runs.
 
     Args:
-        known: what its arguments say.
+        known: facts from the loader's arguments.
         statistics: a snapshot of its counters.
-        counters: these.
-        epoch: its number, "all" for all together, or None for the newest that says something.
+        counters: the counters themselves.
+        epoch: its number, "all" for all together, or None for the newest one long enough for a diagnosis.
 
     Raises:
         ValueError: there is no such epoch.
@@ -130,9 +131,9 @@ def evidence_of(
     asked = _asked(statistics, epoch)
     number = _newest(statistics).epoch if asked.epoch is None else asked.epoch
     loaded = next((each for each in counters.history if each.epoch == number), EpochCounters(0, 0))
-    # Without workers nothing is packed. The loader may have had some in another epoch.
+    # Without workers nothing is packed. The loader may have had workers in another epoch.
     workers = counters.workers if any(cost.pack for cost in list(loaded.costs)) else ()
-    # Of workers the kernel says it thread by thread, where it does.
+    # For workers the kernel reports the wait for a CPU by thread, if it can.
     contention = 0.0 if workers and calls.waited_for_cpu() else machine.contention()
     return replace(
         known,
@@ -151,7 +152,7 @@ def evidence_of(
 
 
 def _newest(statistics: LoaderStatistics) -> EpochStatistics:
-    """The newest epoch that says something, or the newest."""
+    """The newest epoch long enough for a diagnosis, else the newest."""
     newest_first = [*statistics.per_epoch[::-1], EpochStatistics()]
     return next(filter(is_enough, newest_first), newest_first[0])
 
@@ -168,7 +169,7 @@ def _asked(statistics: LoaderStatistics, epoch: int | str | None) -> EpochStatis
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """The limit of a run, in one word."""
+    """Diagnose a run."""
     limits, share = _limits(evidence)
     culprit, found = _culprit(evidence, limits[0]), (*advice(evidence, limits), *_copies(evidence.workers))
     settings = _settings(evidence)
@@ -176,12 +177,12 @@ def diagnose(evidence: Evidence) -> Diagnosis:
 
 
 def _limits(evidence: Evidence) -> tuple[list[str], float]:
-    """Causes of lost time, the worst first, and the share of that."""
+    """Causes of lost time, the worst first, and the share of the worst."""
     shares = evidence.shares
     consumer = shares.pop("consumer")
     worst_first = sorted(shares, key=lambda cause: -shares[cause])
     lost = [cause for cause in worst_first if shares[cause] >= _WORTH.get(cause, _WORTH_OF_OTHERS)]
-    # A slow start is told from a single batch.
+    # A single batch is enough to recognise a slow start.
     if not is_enough(evidence.epoch, 1 if lost[:1] == ["start_up"] else BATCHES):
         return ["unknown"], 0.0
     if lost:
@@ -207,7 +208,7 @@ def _culprit(evidence: Evidence, limit: str) -> str | None:
 
 
 def _copies(workers: Sequence[WorkerStatistics]) -> tuple[str, ...]:
-    """That workers may have copied their dataset, as far as their memory shows it: nobody looks at that."""
+    """Advice if workers may have copied their dataset: users rarely look at their private memory."""
     own = sum(max(0, worker.private_bytes - _WORKER_BYTES) for worker in workers)
     if own < _MUCH:
         return ()
@@ -233,13 +234,13 @@ def _settings(evidence: Evidence) -> str:
 
 
 def in_ascii(page: str) -> str:
-    """A page for an encoding that has little else."""
+    """Translate a page to ASCII, for encodings with few other characters."""
     page = page.translate(_IN_ASCII).replace("→", "->").replace("…", "...")
     return page.encode("ascii", "backslashreplace").decode()
 
 
 def text(diagnosis: Diagnosis) -> str:
-    """The page, in lines of 80 columns."""
+    """Format the page, in lines of 80 columns."""
     lines = wrap(_TEXTS[diagnosis.limit][1].format(share=f"{diagnosis.share:.0%}"), _COLUMNS)
     if diagnosis.culprit:
         lines += wrap(diagnosis.culprit, _COLUMNS, initial_indent="  ", subsequent_indent="  ")
@@ -267,7 +268,7 @@ def _summary(diagnosis: Diagnosis) -> str:
 
 
 def _causes(epoch: EpochStatistics) -> list[str]:
-    """The causes that took any time that can be seen."""
+    """Lines of the causes whose time is visible."""
     lines = []
     for cause in CAUSES:
         took, share = epoch.spent_on(cause), epoch.spent_on(cause) / (epoch.seconds or 1.0)
@@ -291,14 +292,14 @@ def _waits(epoch: EpochStatistics) -> list[str]:
 
 
 def _line(values: Sequence[float]) -> str:
-    """Points for values; of more than there is room for, each is the mean of its neighbours."""
+    """Draw values as points; if there are more than fit, each point is the mean of its neighbours."""
     size = -(-len(values) // _POINTS)
     points = [fmean(values[at : at + size]) for at in range(0, len(values), size)]
     return "".join(_LEVELS[round(point / max(points) * 7)] for point in points)
 
 
 def _table(diagnosis: Diagnosis) -> list[str]:
-    """Activity of the workers: shares of their time, times of a batch, and where, if on other machines."""
+    """Activity of the workers: shares of their time, times of a batch, and the name of another machine."""
     lines = ["  worker     busy  blocked     idle    fetch  collate     pack"]
     for worker in diagnosis.workers[:_WORKERS]:
         whole = worker.work_seconds + worker.idle_seconds + worker.blocked_seconds or 1.0

@@ -1,1 +1,2 @@
-"""Adapters that make frameworks keep our loader, one module for each; each works from its import on."""
+"""Adapters that make frameworks keep our loader class: one module per framework, active once imported. They
+run in the consumer."""

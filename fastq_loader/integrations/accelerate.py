@@ -1,8 +1,8 @@
-"""Accelerate and the Trainer of transformers keep our loader: `import fastq_loader.integrations.accelerate`.
+"""Make Accelerate and transformers' Trainer keep our loader: `import fastq_loader.integrations.accelerate`.
 
-Runs in the consumer. Accelerate makes a loader anew from torch's arguments, and wraps it. Once this module is
-imported, what it makes of ours is ours: the same class, with the same schedule, workers, device and errors.
-Its wrappers, and all that they do, stay its own.
+Runs in the consumer. Accelerate rebuilds a loader from torch's arguments, and wraps it. Once this module is
+imported, a loader that it rebuilds from ours has our class, with the same schedule, workers, device and
+errors. Accelerate's wrappers stay; only their methods for states are replaced.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from fastq_loader.loader import DataLoader
 
 KNOWN = (1, 2), (2, 0)
 
-#: The loader of ours that Accelerate is making anew.
+#: Our loader that Accelerate is rebuilding; None outside of that.
 _given: ContextVar[DataLoader[Any] | None] = ContextVar("given", default=None)
 
 
 def prepare(accelerator: Any, *objects: Any) -> Any:
-    """`accelerator.prepare(*objects)`; what comes back for our loaders runs our class.
+    """Call `accelerator.prepare(*objects)`, and check that loaders of our class keep it.
 
-    The wrapper reaches their methods (`statistics`, `close`, ...). Its `state_dict()` counts what it has
-    handed out; `position` counts one batch more, because it asks for one ahead.
+    The wrapper forwards their methods (`statistics`, `close`, ...). Its `state_dict()` counts the batches
+    that it has handed out; `position` counts one batch more, because the wrapper requests one ahead.
 
     Raises:
-        TypeError: a `Prefetcher`, which Accelerate would neither divide nor synchronise.
+        TypeError: an object is a `Prefetcher`, which Accelerate would neither divide nor synchronise.
         AssertionError: Accelerate put another class in place of ours.
 
     >>> accelerator = accelerate.Accelerator(cpu=True)
@@ -44,7 +44,7 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
     for each in objects:
         if isinstance(each, Prefetcher):
             raise TypeError(
-                "Accelerate divides loaders among processes, and a Prefetcher is none: prepare the loader "
+                "Accelerate divides DataLoaders among processes, not Prefetchers: prepare the loader "
                 "itself, made with DataLoader(..., device=accelerator.device)"
             )
     prepared = accelerator.prepare(*objects)
@@ -56,14 +56,14 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
 
 
 def _made(dataset: Any, **arguments: Any) -> Any:
-    """In the place of torch's class, in `accelerate.data_loader`."""
+    """Replaces torch's `DataLoader` in `accelerate.data_loader`: builds our class where ours is rebuilt."""
     given = _given.get()
     if given is None:
         return torch.utils.data.DataLoader(dataset, **arguments)
     if given._resources.saved is not None:
         raise ValueError(
-            "a state was loaded into the loader, and would be lost where Accelerate makes it anew: load it "
-            "into what prepare() returns, and call no skip_first_batches() then"
+            "a state was loaded into the loader, and would be lost when Accelerate rebuilds it: load it into "
+            "the loader that prepare() returns, and do not call skip_first_batches() after that"
         )
     made: Any = type(given).__new__(type(given))  # its constructor may have other arguments
     DataLoader.__init__(
@@ -80,14 +80,14 @@ def _made(dataset: Any, **arguments: Any) -> Any:
 
 
 def _keeping(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of Accelerate's that makes a loader of the loader that it is given."""
+    """Wrap a function with which Accelerate rebuilds a loader, so that ours keeps its class."""
 
     @functools.wraps(function)
     def keeps(dataloader: Any, *args: Any, **options: Any) -> Any:
         inner = getattr(dataloader, "base_dataloader", dataloader)
         if not isinstance(inner, DataLoader):
             return function(dataloader, *args, **options)
-        stateful = options.pop("use_stateful_dataloader", False)  # ours is: it needs no other class for that
+        stateful = options.pop("use_stateful_dataloader", False)  # ours needs no other class for that
         token = _given.set(inner)
         try:
             made = function(dataloader, *args, **options)
@@ -102,8 +102,8 @@ def _keeping(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _adjust(self: Any) -> None:
-    """In the place of `DataLoaderDispatcher.adjust_state_dict_for_prefetch`: of ours the state is kept from
-    before the first of the batches that are asked for together, one for each process."""
+    """Replaces `DataLoaderDispatcher.adjust_state_dict_for_prefetch`: with our loader, the state is that from
+    before the batches that are requested together, one for each process."""
     if not isinstance(self.base_dataloader, DataLoader):
         _adjust_theirs(self)
         return
@@ -114,8 +114,8 @@ def _adjust(self: Any) -> None:
 
 
 def _update(self: Any) -> None:
-    """In the place of `DataLoaderAdapter._update_state_dict`, which is called for every batch: a dataset that
-    cannot say where it stands is an error for who asks, and for no loop that does not save."""
+    """Replaces `DataLoaderAdapter._update_state_dict`, which is called for every batch: defers an error to
+    `state_dict()`, so that loops that never save do not fail. With `use_stateful_dataloader` it raises."""
     try:
         _update_theirs(self)
     except RuntimeError as error:
@@ -125,7 +125,7 @@ def _update(self: Any) -> None:
 
 
 def _state_dict(self: Any) -> Any:
-    """In the place of `DataLoaderAdapter.state_dict`."""
+    """Replaces `DataLoaderAdapter.state_dict`: raises the error that `_update` deferred."""
     if isinstance(self.dl_state_dict, RuntimeError):
         raise self.dl_state_dict
     return self.dl_state_dict
@@ -133,7 +133,7 @@ def _state_dict(self: Any) -> Any:
 
 if not KNOWN[0] <= tuple(map(int, accelerate.__version__.split(".")[:2])) < KNOWN[1]:
     raise ImportError(
-        f"fastq_loader knows accelerate 1.2 to 1.x, and this is {accelerate.__version__}: it would put "
+        f"fastq_loader supports accelerate 1.2 to 1.x, and this is {accelerate.__version__}: it would put "
         "torch's DataLoader in place of ours; divide the data with a DistributedSampler instead"
     )
 for _function in (data_loader.prepare_data_loader, data_loader.skip_first_batches):

@@ -1,7 +1,7 @@
-"""Fabric's wrapper reaches all that our loader has: `import fastq_loader.integrations.fabric`.
+"""Make Fabric's wrapper forward our loader's methods: `import fastq_loader.integrations.fabric`.
 
-Runs in the consumer. Fabric keeps our loader, in a wrapper that has a copy of its attributes and none of its
-methods. Once this module is imported, it asks our loader for `state_dict`, `statistics`, `close` and more.
+Runs in the consumer. Fabric keeps our loader, in a wrapper that copies its attributes but not its methods.
+Once this module is imported, the wrapper forwards `state_dict`, `statistics`, `close` and others.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def _reach(self: Any, name: str) -> Any:
     return getattr(loader, name)
 
 
-#: `lightning` and `lightning_fabric` have classes of their own.
+#: `lightning` and `lightning_fabric` each have a wrapper class.
 _PACKAGES = [name for name in ("lightning_fabric", "lightning.fabric") if name in sys.modules]
 
 for _package in _PACKAGES or ["lightning.fabric"]:
     _wrapper = getattr(importlib.import_module(f"{_package}.wrappers"), "_FabricDataLoader", None)
     if _wrapper is None:
         raise ImportError(
-            f"fastq_loader knows Lightning 2.5 and 2.6, and this {_package} wraps loaders otherwise: iterate "
+            f"fastq_loader supports Lightning 2.5 and 2.6; this {_package} wraps loaders otherwise: iterate "
             "the loader itself, and divide the data with a DistributedSampler"
         )
     _wrapper.__getattr__ = _reach

@@ -1,7 +1,7 @@
-"""Our class in the place of torch's, for libraries that make loaders; and which class it is that runs.
+"""Put our class in place of torch's, for libraries that create loaders; and check which class runs.
 
-Runs in the consumer. Owns what was replaced in which module. Instances are left as they are, and so are
-classes that others derived from torch's before.
+Runs in the consumer. Owns the record of the replaced module attributes. Existing instances, and classes that
+were derived from torch's before, are left as they are.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fastq_loader.loader import DataLoader
 Place = tuple[str, str]
 
 TORCHS: type[Any] = torch.utils.data.DataLoader
-#: Places that referred to torch's class, and those that referred to ours before; None: nothing is installed.
+#: Module attributes that were torch's class, and the earlier ones that were ours; None if not installed.
 _replaced: set[Place] = set()
 _ours_before: set[Place] | None = None
 
-#: Where wrappers and trainers keep the loader that they iterate.
+#: Attributes in which wrappers and trainers keep the loader that they iterate.
 _KEEPERS = (
     *("base_dataloader", "_dataloader", "_loader", "loader", "dataloader"),
     *("iterables", "train_dataloader", "callback_handler", "get_train_dataloader", "train_loader"),
@@ -42,32 +42,33 @@ _REMEDY = "make it with fastq_loader.DataLoader, or call fastq_loader.install() 
 
 
 def places_of(value: object) -> set[Place]:
-    """Every attribute of a module that is this object; of our own modules none."""
+    """All module attributes that are this object, except in our own modules."""
     return {
         (key, name)
         for key, module in list(sys.modules.items())
         if isinstance(module, ModuleType) and key.partition(".")[0] != "fastq_loader"
-        # A module that loads itself when it is first used stays as it is.
+        # Past its `__getattribute__`: a module that loads lazily is not loaded by this.
         for name, each in list(object.__getattribute__(module, "__dict__").items())
         if each is value
     }
 
 
 def put(value: object, places: set[Place]) -> None:
+    """Set these module attributes to an object."""
     for key, name in places:
         setattr(sys.modules[key], name, value)
 
 
 def install() -> None:
-    """Put our `DataLoader` in the place of torch's, for this process.
+    """Put our `DataLoader` in place of torch's, in this process.
 
-    Whoever asks `torch.utils.data` for it gets ours, and so does every module that has imported it. Call it
-    before a library that derives from it (PyG, MONAI, timm, litdata) is imported, and before any loader is
-    made: `isinstance(loader, torch.utils.data.DataLoader)` means ours from then on. Calling it again does
-    nothing but look at the modules once more.
+    `torch.utils.data.DataLoader` is then our class, also in every module that has imported it. Call this
+    before importing a library that derives a class from it (PyG, MONAI, timm, litdata), and before any loader
+    is created: `isinstance(loader, torch.utils.data.DataLoader)` checks for our class from then on. A second
+    call only replaces torch's class in modules that were imported since.
 
-    Accelerate builds loaders anew with torch's arguments only, also those of ours. Where they have a schedule
-    or workers of their own, import `fastq_loader.integrations.accelerate`, too.
+    Accelerate rebuilds all loaders, also ours, from torch's arguments alone. If yours have further arguments,
+    such as a schedule or workers, import `fastq_loader.integrations.accelerate`, too.
 
     >>> install()
     >>> torch.utils.data.DataLoader is DataLoader
@@ -85,7 +86,7 @@ def install() -> None:
 def uninstall() -> None:
     """Put torch's class back: where it was, and in modules that have imported it from torch since.
 
-    Loaders that were made meanwhile stay ours, and so do classes that were derived. Without `install()` it
+    Loaders that were created meanwhile stay ours, and so do classes that were derived. Without `install()` it
     does nothing.
 
     >>> install()
@@ -103,11 +104,11 @@ def uninstall() -> None:
 
 
 def _is_torchs(name: str, attribute: str) -> bool:
-    """Whether a module that was imported meanwhile has the class by an import from torch."""
+    """Whether a module that was imported meanwhile has imported the class from torch."""
     try:
         source = inspect.getsource(sys.modules[name])
         nodes = list(ast.walk(ast.parse(source)))
-    except (OSError, TypeError, SyntaxError):  # there is none: a program that was typed
+    except (OSError, TypeError, SyntaxError):  # without source: an interactive session
         return name == "__main__"
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     of = [each.module for each in imports for to in each.names if (to.asname or to.name) == attribute]
@@ -118,7 +119,7 @@ def _is_torchs(name: str, attribute: str) -> bool:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """`install()` for as long as a `with` lasts. Inside another one, or after `install()`, it changes
+    """`install()` for the duration of a `with` block. Inside another one, or after `install()`, it changes
     nothing.
 
     >>> with installed():
@@ -141,10 +142,10 @@ def assert_active(loader_or_trainer: Any) -> None:
     Args:
         loader_or_trainer: a loader, also one that Accelerate or Fabric has wrapped, or a `Prefetcher`; the
             Trainer of Lightning, once `fit` has begun, or of transformers; any object, list or dict that
-            keeps loaders.
+            contains loaders.
 
     Raises:
-        AssertionError: another class runs; it names the class, and the line that mends it.
+        AssertionError: another class runs; the text names the class, and the remedy.
         TypeError: no loader was found.
 
     >>> assert_active(DataLoader(range(8)))
@@ -167,7 +168,7 @@ def assert_active(loader_or_trainer: Any) -> None:
 
 
 def _running(of: Any, keepers: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Loaders that would be iterated, each with what keeps it, the outermost first."""
+    """The loaders that would be iterated, each with the objects that contain it, the outermost first."""
     if isinstance(of, (list, tuple, Mapping)):
         for each in of.values() if isinstance(of, Mapping) else of:
             yield from _running(each, keepers)

@@ -1,4 +1,4 @@
 """Communication between the processes: messages, sockets, and the table of claims.
 
-Both sides run it.
+Runs in the consumer and in the workers.
 """

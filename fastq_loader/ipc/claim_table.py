@@ -1,15 +1,15 @@
-"""Which worker has claimed which shared task: a table in shared memory.
+"""The claim table: records in shared memory which worker has claimed which shared task.
 
-Runs in the consumer and in the workers; all of them write to it. A shared task belongs to the worker that
-claims it first. The worker need not ask the consumer, which may be in the middle of a training step and hold
-the GIL. So no worker idles while there is an unclaimed task.
+Runs in the consumer and in the workers; all of them write to the table. A shared task belongs to the worker
+that claims it first. The worker need not ask the consumer, which may be in the middle of a training step and
+hold the GIL. So no worker idles while there is an unclaimed task.
 
-A word of the table stands for one ticket (an attempt at a batch). It holds the ticket's number and who has
-it. A claim is made under a lock on bytes of the arena's memfd, the slot's. It is an open-file-description
-lock (without /proc, one of the process), which the kernel releases when its holder dies: a worker that is
-killed in the middle of a claim either has left its name or has claimed nothing. The length of the lock says
-whose it is, so a worker that was stopped there can be found. The consumer reads from the table what a dead
-worker had claimed, and takes tasks back by claiming them itself.
+A word of the table stands for one ticket (an attempt at a batch). It contains the ticket's number and its
+owner. To claim a ticket, a process locks the bytes of its slot in the arena's memfd. This is an
+open-file-description lock (a lock of the process where there is no /proc), which the kernel releases when its
+owner dies: a worker that is killed in the middle of a claim has either written its number or claimed nothing.
+The length of the lock identifies the worker, so one that is stopped during a claim can be found. The consumer
+reads from the table which tasks a dead worker had claimed, and takes tasks back by claiming them itself.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from fastq_loader.system.calls import UNLOCK as _UNLOCK
 from fastq_loader.system.calls import WRITE_LOCK as _WRITE
 from fastq_loader.system.calls import conflicting_lock, open_anew, set_lock
 
-#: Who has a ticket, in the low bits of its word: 0 is unclaimed, then come the workers.
+#: Owner of a ticket, in the low bits of its word: 0 is nobody, `worker + 1` a worker, this the consumer.
 _CONSUMER = 0xFFFF
 
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
 
-_WHO = 16  # bits of a word; the ticket has the rest, which at a million batches a second is nine years
+_WHO = 16  # bits for the owner; the other 48 last for nine years of a million tickets a second
 
-#: Words at the end of the table for what each worker works on; the others are claims.
+#: Words at the end of the table, one for the current ticket of each worker. The words before them are claims.
 WORKERS = 4096
 
 
 def slots(words: memoryview) -> int:
-    """How many claims a table has room for."""
+    """Number of claims that a table has room for."""
     return len(words) - WORKERS
 
 
@@ -46,11 +46,11 @@ class ClaimTable:
     """One process's access to the table.
 
     Args:
-        fd: the arena's memfd; it is opened anew, because a lock belongs to an open file.
-        words: the table, 64 bits each: the claims, and then a word for each worker.
+        fd: the arena's memfd; it is opened again here, because a lock belongs to an open file.
+        words: the table as 64-bit words: the claims, then one word for each worker.
 
     Raises:
-        OSError: descriptors are used up.
+        OSError: there are no free descriptors.
     """
 
     def __init__(self, fd: int, words: memoryview) -> None:
@@ -59,23 +59,23 @@ class ClaimTable:
         self._size = slots(words)
 
     def offer(self, ticket: int) -> None:
-        """Let the workers claim a ticket. Only the consumer offers, and only when the ticket that stood in
-        the slot can neither be claimed nor asked for any more."""
+        """Let the workers claim a ticket. Only the consumer calls this, and only when nobody can claim or
+        look up the slot's previous ticket any more."""
         self._words[ticket % self._size] = ticket << _WHO
 
     def claim(self, ticket: int, worker: int) -> bool:
-        """Claim a ticket that was offered, for `worker`; False: it is not unclaimed.
+        """Claim an offered ticket for `worker`. Returns False if the ticket is taken or was never offered.
 
         Raises:
-            Busy: another process is claiming it.
+            Busy: another process is claiming the ticket.
         """
         return self._claim(ticket, worker + 1)
 
     def take_back(self, ticket: int) -> bool:
-        """Let no worker claim a ticket any more; False: it is not unclaimed.
+        """Withdraw a ticket from the workers. Returns False if the ticket is taken or was never offered.
 
         Raises:
-            Busy: a worker is claiming it.
+            Busy: a worker is claiming the ticket.
         """
         return self._claim(ticket, _CONSUMER)
 
@@ -98,27 +98,27 @@ class ClaimTable:
         return free
 
     def claiming(self, ticket: int) -> int | None:
-        """The worker that is in the middle of claiming a ticket; None if none is."""
+        """The worker that is in the middle of claiming a ticket, or None."""
         mine = _FLOCK.pack(_WRITE, 0, ticket % self._size << _WHO, 1, 0)
         kind, _, _, who, _ = _FLOCK.unpack(conflicting_lock(self._fd, self._command, mine))
         return None if kind == _UNLOCK else who - 1
 
     def on_offer(self, ticket: int) -> bool:
-        """Whether a ticket was offered and is unclaimed."""
+        """Whether a ticket was offered and is still unclaimed."""
         return self._words[ticket % self._size] == ticket << _WHO
 
     def holder(self, ticket: int) -> int | None:
-        """The worker that has claimed a ticket; None if none has."""
+        """The worker that has claimed a ticket, or None."""
         word = self._words[ticket % self._size]
         who = word & _CONSUMER
         return who - 1 if word >> _WHO == ticket and who not in (0, _CONSUMER) else None
 
     def begin(self, worker: int, ticket: int | None) -> None:
-        """`worker` starts to work on a ticket, or has given its answer (None)."""
+        """Record that `worker` starts on a ticket, or has answered it (None)."""
         self._words[self._size + worker] = 0 if ticket is None else ticket + 1
 
     def begun(self, worker: int) -> int | None:
-        """The ticket that a worker works on, or died at; None if there is none."""
+        """The ticket that a worker is working on, or died with; None if it has no ticket."""
         word = self._words[self._size + worker]
         return word - 1 if word else None
 
@@ -128,5 +128,5 @@ class ClaimTable:
             os.close(fd)
 
     def __del__(self) -> None:
-        # Whoever made it closes it, unless an interrupt came before.
+        # Its creator closes it, unless interrupted before.
         self.close()

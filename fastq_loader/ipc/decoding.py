@@ -1,7 +1,7 @@
-"""A frame becomes a message again, and is checked on the way.
+"""Decodes frames into messages, and checks them.
 
-Pure; for both ends. The structure of every frame is checked here: the number of fields, and that each number
-is a number, not below 0 and of at most 63 bits. What the fields say is checked by those who use them.
+Pure; runs in the consumer and in the workers. Checks the structure of every frame here: the number of fields,
+and that each number is an int from 0 to 2**63 - 1. The code that uses a field checks its meaning.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fastq_loader.ipc.messages import (
     Task,
 )
 
-#: Gives the bytes at an offset: (offset, how many).
+#: Reads bytes of the arena; takes an offset and a number of bytes.
 Read = Callable[[int, int], bytes | memoryview]
 
 _LARGEST = (1 << 63) - 1
@@ -62,7 +62,7 @@ def _check_counts(numbers: Any) -> None:
 
 
 def _blocks(blocks: Any, width: int = 2) -> tuple[Any, ...]:
-    """Blocks, each of `width` numbers."""
+    """A checked tuple of blocks, each with `width` numbers."""
     _check_type(blocks, list, tuple)
     for block in blocks:
         _check_type(block, list, tuple)
@@ -122,7 +122,7 @@ def decode_for_consumer(frame: bytes | memoryview, read: Read | None = None) -> 
 
     Args:
         frame: the frame.
-        read: gives the bytes where a frame says that the answer's lies; None: that is not allowed.
+        read: reads an answer's frame from its block; None if a frame must not refer to a block.
 
     Raises:
         ProtocolError: the frame is not such a message.
@@ -152,7 +152,7 @@ def _answer(fields: list[Any]) -> Answer:
     _, _, _, answer_kind, _, _ = head
     costs = fetched, collated, memory, cpu, slowest, at, cpu_wait
     numbers = (*head, *costs)
-    # As `_check_counts` does, without a step for each.
+    # The check of `_check_counts`, without a loop in Python.
     if set(map(type, numbers)) != _INT or min(numbers) < 0 or max(numbers) > _LARGEST:
         raise ProtocolError(f"{numbers!r:.80} where the numbers of an answer should be")
     if answer_kind not in KINDS or not type(state) is type(remarks) is bytes:
@@ -167,7 +167,7 @@ def _answer(fields: list[Any]) -> Answer:
             raise ProtocolError("a handle with malformed values or a malformed packet")
         if type(spec_id) is not int or spec_id < 0:
             raise ProtocolError(f"{spec_id!r:.40} where the number of a spec should be")
-        for segment in segments:  # what the numbers say, `Unpacker.learn` checks
+        for segment in segments:  # `Unpacker.learn` checks the values
             offset, size, start = segment
             if not type(offset) is type(size) is type(start) is int:
                 raise ProtocolError(f"{segment!r:.40} where a segment should be")
@@ -178,7 +178,7 @@ def _answer(fields: list[Any]) -> Answer:
 def _unpack(frame: bytes | memoryview, *, use_list: bool) -> Any:
     """The fields of a frame from the kind on."""
     try:
-        # Lengths that a frame declares are bounded by its own.
+        # msgpack bounds every length in a frame by the length of the frame.
         fields = msgpack.unpackb(
             frame,
             use_list=use_list,

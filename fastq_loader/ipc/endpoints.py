@@ -1,7 +1,7 @@
-"""System resources of sockets: a private folder to meet in, and descriptors and threads for zmq.
+"""System resources of sockets: a private folder for their files, and descriptors and threads for zmq.
 
-Runs in the consumer and in the workers, before a context of zmq is made: it ends the process that has too few
-descriptors or threads for it.
+Runs in the consumer and in the workers, before a zmq context is made: zmq ends the process if there are too
+few descriptors or threads.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Iterator
 
 from fastq_loader.system.interrupts import without_signals
 
-#: Seconds that threads which were started have to end.
+#: Seconds to wait for the probing threads to end.
 _PATIENCE = 10.0
 #: sun_path of <sys/un.h> holds 108 bytes with the closing NUL.
 _LONGEST_PATH = 107
 
 
 def endpoint_folder() -> str:
-    """A fresh 0700 folder whose socket paths are short enough, whatever TMPDIR says.
+    """Make a folder with mode 0700 whose socket paths are short enough, whatever TMPDIR is.
 
     Raises:
         OSError: no folder could be made anywhere.
@@ -47,7 +47,7 @@ def endpoint_folder() -> str:
 def _temp_folder() -> str | None:
     try:
         return tempfile.gettempdir()
-    except FileNotFoundError:  # no folder that can be written to: there are others to try
+    except FileNotFoundError:  # no writable folder: others are tried
         return None
 
 
@@ -56,18 +56,18 @@ def endpoint(folder: str, name: str) -> str:
 
 
 def socket_name(worker: int, generation: int) -> str:
-    """Name of a worker's socket; `generation` counts those that had its number before."""
+    """Name of a worker's socket; `generation` counts its predecessors of the same number."""
     return f"w{worker}.{generation}"
 
 
 def way_back(folder: str, name: str) -> str:
-    """Where the consumer listens for the answers of the worker with this socket."""
+    """Path at which the consumer listens for the answers of the worker with this socket."""
     return os.path.join(folder, f"a{name}")
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder of sockets, as far as that is possible."""
-    # Not shutil.rmtree: when a handler of a signal cuts it short, it closes a descriptor twice.
+    """Remove a folder of sockets; ignore errors."""
+    # Not shutil.rmtree: if a signal handler interrupts it, it closes a descriptor twice.
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             os.unlink(os.path.join(folder, name))
@@ -75,9 +75,10 @@ def remove_folder(folder: str) -> None:
 
 
 def expect_descriptors(count: int) -> None:
-    """
+    """Check that `count` more descriptors can be opened.
+
     Raises:
-        OSError: (EMFILE, ENFILE) fewer than `count` more descriptors can be opened.
+        OSError: (EMFILE, ENFILE) there are not so many.
     """
     opened: list[int] = []
     try:
@@ -90,14 +91,15 @@ def expect_descriptors(count: int) -> None:
 
 @contextlib.contextmanager
 def naming_the_limit(count: int) -> Iterator[None]:
-    """
+    """Name the limit, and the `count` descriptors that the loader needs, in an error about too few of them.
+
     Raises:
-        OSError: (EMFILE, ENFILE) not all of the `count` descriptors that the loader needs are there.
+        OSError: (EMFILE, ENFILE) the block has run out of descriptors.
     """
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):  # a handler of a signal has raised, perhaps
+        if error.errno not in (errno.EMFILE, errno.ENFILE):  # a signal handler may have raised it
             raise
         raise OSError(
             error.errno,
@@ -107,12 +109,13 @@ def naming_the_limit(count: int) -> Iterator[None]:
 
 
 def expect_threads(count: int) -> None:
-    """
+    """Check that `count` more threads can be started.
+
     Raises:
-        BlockingIOError: (EAGAIN) fewer than `count` more threads can be started.
-        RuntimeError: what is started is no thread, but runs on this one.
+        BlockingIOError: (EAGAIN) there are not so many.
+        RuntimeError: new threads are not real ones: they run on the calling thread.
     """
-    held = _thread.allocate_lock()  # `threading` starts one after the other, which takes 0.2 ms each
+    held = _thread.allocate_lock()  # `threading` waits 0.2 ms for the start of each
     started, ids = 0, list[int]()
 
     def wait() -> None:
@@ -120,7 +123,7 @@ def expect_threads(count: int) -> None:
         with held:
             return
 
-    with without_signals():  # what the handler of one raises may be a RuntimeError, too
+    with without_signals():  # a signal handler may raise RuntimeError, too
         held.acquire()
         try:
             while started < count:
@@ -134,7 +137,7 @@ def expect_threads(count: int) -> None:
             ) from error
         finally:
             held.release()
-            # A thread that has ended counts until the kernel has taken it down.
+            # A thread that has ended still counts until the kernel has removed it.
             own, until = _thread.get_native_id(), time.monotonic() + _PATIENCE
             while len(ids) < started or any(os.path.exists(f"/proc/self/task/{number}") for number in ids):
                 if own in ids or time.monotonic() > until:
@@ -142,6 +145,6 @@ def expect_threads(count: int) -> None:
                 time.sleep(0)
     if own in ids or len(ids) < started:
         raise RuntimeError(
-            "threads do not run beside this one, which the workers need: something has replaced them "
-            "(gevent's monkey.patch_all(), for one); patch with thread=False, or use num_workers=0"
+            "the workers need threads that run beside this one: something has replaced them (for example "
+            "gevent's monkey.patch_all()); patch with thread=False, or use num_workers=0"
         )

@@ -1,17 +1,17 @@
 """The wire protocol: a closed set of immutable messages, each one msgpack array in one frame.
 
-Pure: this module turns messages into bytes, and knows no socket. Every frame begins with the version
-and the kind. The consumer sends `Task`, `Epoch`, `Space`, `Stop`, and some of these in a `Bundle`; a worker
-sends `Hello` and `Answer`, a long one as an `InBlock`; a `Ping` goes there and back. A worker gives exactly
-one `Answer` to every `Task` that is its own, also to those that it skips. A shared task is the worker's that
-claims it.
+Pure: this module encodes messages as bytes and does no I/O; it runs in the consumer and in the workers. Every
+frame begins with the version and the kind. The consumer sends `Task`, `Epoch`, `Space`, `Stop`, and several
+of these together as a `Bundle`; a worker sends `Hello` and `Answer`, a long one as an `InBlock`; a worker
+returns each `Ping`. A worker sends exactly one `Answer` to each of its `Task` messages, also to a task that
+it skips. A shared task belongs to the worker that claims it.
 
-An index of plain values travels as msgpack, a batch of a shuffle as the bytes of its integers. Any other
-index travels as one opaque pickled value, so that `dataset[i]` receives exactly what the sampler yielded
+An index of plain values is sent as msgpack, a batch of shuffled indices as the bytes of its integers. Any
+other index is sent as one opaque pickled value, so that `dataset[i]` receives exactly the sampler's object
 (msgpack has no np.int64 and no slice, and turns tuples into lists).
 
-Nothing that comes out of a frame or out of shared memory is unpickled unless the pool's token stands before
-it: random bytes that the workers were started with. `decoding` turns frames back and checks them.
+Bytes from a frame or from shared memory are unpickled only if they begin with the pool's token: random bytes
+that the workers were started with. `decoding` decodes and checks frames.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _PLAIN = frozenset((int, str, bytes, bool, float, type(None)))
 
 
 class Pickled(NamedTuple):
-    """An index that has no msgpack form, sealed with the pool's token; `load_index` turns it back."""
+    """An index without a msgpack form, pickled behind the pool's token; `load_index` unpickles it."""
 
     data: bytes
 
 
 class Indices(NamedTuple):
-    """A list of int as the bytes of 64-bit integers in the machine's order; `decode_index` gives the list."""
+    """A list of int as 64-bit integers in the machine's byte order; `decode_index` returns the list."""
 
     data: bytes
 
@@ -67,8 +67,8 @@ class Indices(NamedTuple):
 class Task(NamedTuple):
     """Fetch one batch.
 
-    It may be written to the blocks (offset, bytes) of `grants`, and of `promises` once they are let go.
-    Where tasks are claimed, `ticket` is the number for it.
+    The worker may write the batch to the blocks (offset, bytes) of `grants`, and of `promises` once these are
+    released. `ticket` is the number of a shared task in the claim table.
     """
 
     epoch: int
@@ -81,13 +81,14 @@ class Task(NamedTuple):
 
 
 class Epoch(NamedTuple):
-    """A new epoch begins: skip the tasks of older ones, make a new fetcher.
+    """Begin a new epoch: skip the tasks of older ones, make a new fetcher.
 
     Attributes:
-        shared_seed: of datapipe graphs, or None.
-        base_seed: of every batch, with its number. None: each worker has one sequence, as in torch.
-        resume: where the workers go on in a resumed epoch, as a sealed pickle (see `reading.reader`), or b"".
-        number: of the loader's epoch, where `errors` goes by it; else 0.
+        shared_seed: seed of datapipe graphs, or None.
+        base_seed: seed that, with a batch's number, seeds each batch. None: each worker has one sequence of
+            random numbers, as in torch.
+        resume: the workers' positions in a resumed epoch, as a sealed pickle (see `reading.reader`), or b"".
+        number: number of the loader's epoch if `errors` depends on it, else 0.
     """
 
     epoch: int
@@ -98,13 +99,13 @@ class Epoch(NamedTuple):
 
 
 class Space(NamedTuple):
-    """Ranges (offset, size) of its part of the arena in which the worker may make new blocks again."""
+    """Ranges (offset, size) of the worker's part of the arena in which it may make new blocks again."""
 
     ranges: tuple[tuple[int, int], ...]
 
 
 class Bundle(NamedTuple):
-    """Messages for a worker, each as the frame that it would be by itself."""
+    """Several messages for a worker, each as the frame that would be sent alone."""
 
     frames: tuple[bytes, ...]
 
@@ -120,28 +121,28 @@ class Hello(NamedTuple):
 
 
 class Ping(NamedTuple):
-    """A worker sends it back when it has read what came before it."""
+    """A request that a worker returns after it has read all earlier messages."""
 
 
 class InBlock(NamedTuple):
-    """The frame of an answer lies in shared memory. Its block is among those that the answer returns."""
+    """Reference to an answer whose frame lies in shared memory. The answer also returns the frame's block."""
 
     offset: int
     nbytes: int
 
 
 class Handle(NamedTuple):
-    """Where a batch lies, and how it is put together again (see `packing`).
+    """Location of a batch, and instructions to rebuild it (see `packing`).
 
     Attributes:
-        spec_id: the number under which the worker knows the batch's spec.
-        spec: the spec itself the first time that this worker names it, else None; in the consumer the
+        spec_id: the worker's number for the batch's spec.
+        spec: the spec itself the first time that this worker uses it, else None; in the consumer the
             compiled `packing.spec.Spec`, from its arrival on.
         values: the plain leaves (int, float, str, bytes, bool, None), in the order of the tree.
-        packet: the small leaves' bytes, if they travel in the message, else None.
-        segments: where the segments lie that are not in the message, as (offset and size of the block, bytes
-            into it): the packet, with its size as the third number, if it lies in a block; the part for a
-            device; the large ones.
+        packet: the bytes of the small leaves if they are sent in the message, else None.
+        segments: the segments that lie in blocks, each as (offset of the block, size of the block, start in
+            it): the packet, with its size as the third number, if it lies in a block; the part for a device;
+            the large segments.
     """
 
     spec_id: int
@@ -155,22 +156,22 @@ class Answer(NamedTuple):
     """Answer to one task.
 
     Attributes:
-        epoch, seq, attempt: the task's.
+        epoch, seq, attempt: copied from the task.
         kind: one of KINDS.
-        started, finished: nanoseconds of the monotonic clock, the same for all processes of a machine.
-        fresh: the blocks (offset, size) that the worker made and the consumer has not heard of.
+        started, finished: nanoseconds of the monotonic clock, which all processes of a machine share.
+        fresh: blocks (offset, size) that the worker made and has not reported to the consumer yet.
         returned: offsets of granted and promised blocks that the handle does not use.
         handle: None for ENDED, SKIPPED, PASSED and LEFT_OUT.
-        used: the blocks of the handle, as (offset, bytes needed). Not sent: the consumer finds it there.
-        state: of the worker after this batch, as a sealed pickle (see `reading.reader`), or b"".
-        fetched, collated: when the samples were there, and when they were a batch, as `started`; 0 where
-            nothing was loaded.
-        new_memory: nanoseconds of it in which new pages were mapped.
-        cpu: nanoseconds of CPU time that the worker's process has used; 0: it was not asked for.
-        slowest, slowest_at: nanoseconds of the sample that took longest, and its place in the batch; 0, 0
-            where samples were not timed.
-        cpu_wait: nanoseconds in which the worker could have run and had no CPU, so far; as `cpu`.
-        remarks: bad samples and the like, as a sealed pickle (see `WorkerReader`), or b"".
+        used: the blocks of the handle, as (offset, bytes needed). Not sent: the consumer derives it.
+        state: the worker's state after this batch, as a sealed pickle (see `reading.reader`), or b"".
+        fetched, collated: times at which the samples were loaded and collated, as `started`; 0 if nothing
+            was loaded.
+        new_memory: nanoseconds spent mapping new pages for this task.
+        cpu: nanoseconds of CPU time that the worker's process has used so far; 0 if not measured.
+        slowest, slowest_at: nanoseconds of the slowest sample, and its position in the batch; 0, 0 if samples
+            were not timed.
+        cpu_wait: nanoseconds so far in which the worker was runnable but had no CPU; 0 if not measured.
+        remarks: bad samples and the like, as a sealed pickle (see `workers.reader.WorkerReader`), or b"".
     """
 
     epoch: int
@@ -197,7 +198,7 @@ class Answer(NamedTuple):
 Message = Task | Epoch | Space | Bundle | Stop | Hello | Answer | Ping | InBlock
 
 
-# surrogatepass: file names give lone surrogates. One packer for all threads: it calls back into no Python.
+# surrogatepass: file names may have lone surrogates. All threads share the packer: it runs no Python code.
 _PACKER = msgpack.Packer(unicode_errors="surrogatepass")
 
 
@@ -210,7 +211,7 @@ def packs(value: int) -> bool:
 
 
 def seal(pickled: bytes, token: bytes) -> bytes:
-    """A pickle with the pool's token before it."""
+    """Prefix a pickle with the pool's token."""
     return token + pickled
 
 
@@ -218,7 +219,7 @@ def unseal(sealed: bytes | memoryview, token: bytes) -> bytes:
     """The pickle behind the pool's token.
 
     Raises:
-        ProtocolError: something else stands before it, so it must not be unpickled.
+        ProtocolError: the token does not match, so the bytes must not be unpickled.
     """
     if not hmac.compare_digest(sealed[:TOKEN_BYTES], token):
         raise ProtocolError(f"{len(sealed)} bytes are not a pickle of this pool")
@@ -226,7 +227,7 @@ def unseal(sealed: bytes | memoryview, token: bytes) -> bytes:
 
 
 def encode(message: Message, token: bytes = b"") -> bytes:
-    """One frame for `message`.
+    """Encode a message as one frame.
 
     Args:
         message: the message.
@@ -254,10 +255,10 @@ _KINDS: dict[type, int] = {
 
 
 def encode_task(task: Task, token: bytes) -> bytes:
-    """One frame for a task; see `encode`. A plain value, and a list of plain values, travels as msgpack."""
+    """Encode a task as one frame; see `encode`. Plain values and lists of them are sent as msgpack."""
     epoch, seq, attempt, index, *others = task
     if type(index) is Indices:
-        opaque = tuple.__new__(msgpack.ExtType, (INTEGERS, index[0]))  # as `ExtType()`, without its checks
+        opaque = tuple.__new__(msgpack.ExtType, (INTEGERS, index[0]))  # `ExtType()` without its checks
         return _pack((VERSION, TASK, epoch, seq, attempt, opaque, *others))
     if _PLAIN.issuperset(map(type, index)) if type(index) is list else type(index) in _PLAIN:
         try:
@@ -270,7 +271,7 @@ def encode_task(task: Task, token: bytes) -> bytes:
 
 
 def pass_on(message: Task | Epoch) -> bytes:
-    """One frame for a message that came out of a frame: what is pickled in it stays closed."""
+    """Encode a decoded message again, as one frame, without unpickling anything in it."""
     if type(message) is Task and type(message.index) is Pickled:
         message = message._replace(index=msgpack.ExtType(PICKLED_INDEX, message.index.data))
         return _pack((VERSION, TASK, *message))
@@ -278,7 +279,7 @@ def pass_on(message: Task | Epoch) -> bytes:
 
 
 def decode_index(index: Any) -> Any:
-    """An index as the sampler yielded it, of one that was not in a frame."""
+    """The sampler's index, from the index of a task that was never encoded."""
     if type(index) is Indices:
         integers = array("q")
         integers.frombytes(index.data)
@@ -287,10 +288,10 @@ def decode_index(index: Any) -> Any:
 
 
 def load_index(index: Any, token: bytes) -> Any:
-    """An index as the sampler yielded it, of one that came out of a frame.
+    """The sampler's index, from the index of a decoded task.
 
     Raises:
-        ProtocolError: it is a pickle, and not this pool's.
+        ProtocolError: the index is a pickle without this pool's token.
         Exception: whatever unpickling raises.
     """
     return pickle.loads(unseal(index.data, token)) if type(index) is Pickled else decode_index(index)

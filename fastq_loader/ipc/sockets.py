@@ -1,24 +1,24 @@
-"""Sockets: tasks go out over ZeroMQ, answers come back over a connection of the kernel's own.
+"""Sockets: tasks are sent over ZeroMQ, answers over a Unix socket.
 
-`ConsumerSocket` runs in the consumer, `WorkerSocket` in a worker; both on one thread each. Each worker binds
-an ipc endpoint of its own, and the consumer's ROUTER connects to it under the worker's number as routing id,
-so tasks can be queued before the worker is up. A worker that replaces a dead one has a new endpoint and
-routing id, so nothing that was meant for the dead one reaches it. The folder is private to the user (0700),
-and is removed as soon as every worker is connected.
+`ConsumerSocket` runs in the consumer, `WorkerSocket` in a worker, each on one thread. Each worker binds its
+own ipc endpoint. The consumer's ROUTER connects to it with the socket's name as routing id, so tasks can be
+queued before the worker is up. A worker that replaces a dead one has a new endpoint and routing id, so it
+receives nothing that was sent to the dead one. The folder is private to the user (0700), and is removed as
+soon as every worker is connected.
 
-For the way back the consumer listens in the same folder, once for each worker, which connects when it is up.
-A ZeroMQ message passes two more threads, one at each end, which cost a small batch as much as loading half of
-its samples. Here a worker writes its answer where the consumer reads it (`SOCK_SEQPACKET`: in order, each
-message whole). A finished answer leaves at once, and what was sent can be read when the worker has ended;
-then the connection breaks. The frame of a long answer lies in a block, and the message says where. So as many
-answers as a worker may be ahead have room. Only one that is hundreds ahead of a consumer that does not read
-waits for it: as little is lost by that as by any other limit of how far to read ahead.
+For the answers, the consumer listens in the same folder, once for each worker, which connects when it is up.
+A ZeroMQ message passes through two more threads, one at each end, which cost a small batch as much as loading
+half of its samples. A worker's answer goes to the consumer directly (`SOCK_SEQPACKET`: in order, each message
+whole). A finished answer is sent at once, and the consumer can read it even after the worker has ended; then
+the connection breaks. The frame of a long answer lies in a block, and the message refers to it. So there is
+room for as many answers as a worker may be ahead. Only a worker that is hundreds of answers ahead of a
+consumer that does not read has to wait, which costs no more than any other limit on reading ahead.
 
-The consumer takes the descriptors when it begins to expect a worker: that of the listener, and one that is
-closed for the connection. If zmq lacks one by then, it gets the listener's.
+The consumer opens its descriptors when it starts to expect a worker: the listener, and a spare one, which it
+closes just before it accepts the connection. If zmq lacks a descriptor by then, it gets the listener's.
 
-A worker accepts a connection from the consumer's process and from no other. Each connection is made once: the
-consumer finds out when one breaks, and what was under way is lost then.
+A worker accepts connections only from the consumer's process. Each connection is made once: the consumer
+notices when it breaks, and messages in transit are lost then.
 
 One `wait` serves everything: answers, broken connections, the workers' process descriptors, a wake-up.
 """
@@ -63,22 +63,22 @@ from fastq_loader.ipc.messages import (
 from fastq_loader.system import calls, process_id
 from fastq_loader.system.interrupts import without_signals
 
-#: Milliseconds between attempts to reach a worker that is not up yet, and their bound.
+#: Milliseconds between attempts to connect to a worker that is not up yet: the first, and the longest.
 _RECONNECT_MS, _RECONNECT_MAX_MS = 2, 100
-#: As numbers: the enum's own `|` takes a microsecond.
+#: Plain ints, because `|` of the enum takes a microsecond.
 _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-#: Descriptors that zmq needs (its threads' epolls and mailboxes; a connection and an attempt at one for each
-#: worker; without them it ends the process, or tries to connect in silence for ever), and the way back.
+#: Descriptors for zmq (epolls and mailboxes of its threads; for each worker a connection and an attempt at
+#: one) and for the answers. Without them zmq ends the process, or tries to connect for ever without an error.
 _OWN_DESCRIPTORS, _DESCRIPTORS_PER_WORKER = 14, 3
-#: Bytes of the longest frame that is sent as it is.
+#: Bytes of the longest frame that is sent over the socket; longer ones go into a block.
 _LONGEST = 1 << 15
 #: Bytes below which a frame is never put into a block.
 _LEAST = 512
-#: Bytes of answers that may wait to be read, so far as the system allows it (mostly 416 KiB with overhead).
+#: Requested size of the send buffer for answers, in bytes. Most systems allow 416 KiB, overhead included.
 _ROOM = 1 << 20
-#: Threads of a context of zmq.
+#: Threads of a zmq context.
 THREADS = 2
-#: Milliseconds after which a worker to which nobody has connected looks for its socket's file.
+#: Milliseconds between a worker's checks for its socket's file, until the consumer has connected.
 _LOOK_MS = 500
 
 _STOP = encode(Stop())
@@ -89,7 +89,7 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
         zmq.LINGER,
         zmq.SNDHWM,  # the scheduler's window is the bound
         zmq.RCVHWM,
-        zmq.HANDSHAKE_IVL,  # a process may be stopped for as long as it likes
+        zmq.HANDSHAKE_IVL,  # a stopped process must not lose its connection
     ):
         socket.setsockopt(option, 0)
 
@@ -100,10 +100,10 @@ def _together(frames: Sequence[bytes]) -> bytes:
 
 @contextlib.contextmanager
 def _yielding_threads() -> Iterator[None]:
-    """Threads that are started in here do not preempt others: they wait for a free core or their turn. (zmq's
-    own option for this ends the process where the system does not allow it.)"""
+    """Start threads in this block with SCHED_BATCH: they do not preempt others, but wait for a free core or
+    their turn. (zmq's own option for this ends the process if the system does not allow it.)"""
     yielding = False
-    with contextlib.suppress(OSError, AttributeError):  # a sandbox; a system without these
+    with contextlib.suppress(OSError, AttributeError):  # refused by a sandbox, or missing on this system
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
             yielding = True
@@ -115,14 +115,14 @@ def _yielding_threads() -> Iterator[None]:
 
 
 class _Line:
-    """The consumer's way to one worker, and back.
+    """The consumer's connections to one worker, in both directions.
 
     Attributes:
-        worker: its number.
-        endpoint, name: where zmq connects to it, and its routing id there.
-        descriptor: of the listener, and of the connection then; -1: nothing is read from it any more.
-        spare: until then, a descriptor that is closed for the connection; -1 after that.
-        is_broken: it has ended, one way or the other.
+        worker: the worker's number.
+        endpoint, name: address at which zmq connects to the worker, and its routing id.
+        descriptor: the listener, later the accepted connection; -1 once nothing more is read.
+        spare: descriptor that is closed to make room for the accepted connection; -1 after that.
+        is_broken: whether one of the connections has ended.
     """
 
     def __init__(self, worker: int, endpoint: str, name: bytes, descriptor: int, spare: int) -> None:
@@ -137,41 +137,41 @@ class _Line:
 
 
 class ConsumerSocket:
-    """The consumer's end, for all workers of one pool. Expects that THREADS more threads can be started.
+    """The consumer's end, for all workers of one pool. The caller checks that THREADS more threads can start.
 
     Args:
-        folder: where the workers bind.
-        workers: how many there are.
-        token: the pool's, see `messages`.
+        folder: folder in which the workers bind.
+        workers: number of workers.
+        token: the pool's token, see `messages`.
         read: see `decode_for_consumer`.
 
     Attributes:
-        woken: `wake` was called.
+        woken: whether `wake` was called.
     """
 
     def __init__(self, folder: str, workers: int, token: bytes, read: Read | None = None) -> None:
         expect_descriptors(_OWN_DESCRIPTORS + _DESCRIPTORS_PER_WORKER * workers)
         self.woken = False
         self._token, self._read = token, read
-        self._waking = threading.RLock()  # no wake-up is written to a descriptor that was closed
+        self._waking = threading.RLock()  # keeps `wake` from writing to a closed descriptor
         self._wake = calls.wake_up()
         self._context = zmq.Context(io_threads=1)
         # A task that is sent while all cores are busy should not interrupt a worker or a training step.
-        # zmq's thread finds several at once later, with half as many switches.
+        # zmq's thread later sends several at once, with half as many context switches.
         with _yielding_threads():
             self._socket = self._context.socket(zmq.ROUTER)
-        # pyzmq's core: its subclass passes every call on.
+        # pyzmq's C class directly: its subclass only forwards each call.
         self._send = super(zmq.Socket, self._socket).send
-        with without_signals():  # pyzmq gives the call up when one interrupts it
+        with without_signals():  # a signal would make pyzmq abandon the call
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._monitor.poll(0)  # its descriptor says only what comes after a look
-        self._lines: dict[int, _Line] = {}  # by worker; none for a dead one
-        self._at: dict[int, _Line] = {}  # by descriptor, so far as they can be read from
+        self._monitor.poll(0)  # its descriptor reports only events after a check
+        self._lines: dict[int, _Line] = {}  # by worker; without dead ones
+        self._at: dict[int, _Line] = {}  # by descriptor; only lines that are read from
         self._epoll = select.epoll()
         for source in (self._wake, self._monitor):
             self._epoll.register(source, select.EPOLLIN)
-        self._ready: list[_Line] = []  # those that were found readable
-        self._broken: list[int] = []  # workers whose line has broken, until they are named
+        self._ready: list[_Line] = []  # lines with something to read
+        self._broken: list[int] = []  # workers whose connection broke, until reported
         self._buffer = memoryview(bytearray(_LONGEST))
         try:
             _configure(self._socket)
@@ -184,15 +184,15 @@ class ConsumerSocket:
             raise
 
     def connect(self, folder: str, worker: int, generation: int) -> None:
-        """Expect a worker. What is sent to it before it is up waits.
+        """Expect a worker. Messages sent before it is up are queued.
 
         Raises:
-            OSError: descriptors are used up, or the folder is gone.
+            OSError: there are no free descriptors, or the folder is gone.
         """
         if generation:
             expect_descriptors(_DESCRIPTORS_PER_WORKER)
         name = socket_name(worker, generation)
-        # Descriptors and not sockets: those would warn where a forked child drops its copies.
+        # Descriptors, not socket objects: those would warn when a forked child drops its copies.
         with unix.socket(unix.AF_UNIX, unix.SOCK_SEQPACKET) as listener:
             try:
                 listener.bind(way_back(folder, name))
@@ -215,10 +215,10 @@ class ConsumerSocket:
         self._epoll.register(line.descriptor, select.EPOLLIN)
 
     def _accept(self, line: _Line) -> None:
-        """A worker has connected.
+        """Accept a worker's connection.
 
         Raises:
-            OSError: descriptors are used up, though one was kept for it: another thread was quicker.
+            OSError: there are no free descriptors: another thread has taken the spare one.
         """
         with without_signals():
             listener = unix.socket(fileno=line.descriptor)
@@ -236,16 +236,16 @@ class ConsumerSocket:
             self._ready.append(line)
 
     def _drop(self, line: _Line) -> None:
-        """Read from it no more."""
+        """Stop reading from a worker, and close the descriptors."""
         if line.descriptor >= 0:
             del self._at[line.descriptor]
-            self._epoll.unregister(line.descriptor)  # a forked child may hold it, too
+            self._epoll.unregister(line.descriptor)  # closing is not enough: a forked child may have a copy
             line.close()
 
     def disconnect(self, worker: int) -> None:
-        """`worker` is dead: nothing is sent to it any more, and nothing that it sent is received."""
+        """Disconnect a dead worker: send it nothing more, and ignore anything that it sent."""
         line = self._lines.pop(worker)
-        with contextlib.suppress(zmq.ZMQError):  # zmq has noticed its end already
+        with contextlib.suppress(zmq.ZMQError):  # zmq has already noticed that it ended
             self._socket.disconnect(line.endpoint)
         self._drop(line)
         self._ready, self._broken = [], [other for other in self._broken if other != worker]
@@ -264,12 +264,12 @@ class ConsumerSocket:
         self._send(frame, _NOBLOCK)
 
     def send_frames(self, worker: int, frames: Sequence[bytes]) -> None:
-        """Queue encoded messages, in one go."""
+        """Queue encoded messages, as one."""
         if frames:
             self.send_frame(worker, _together(frames))
 
     def send_all(self, *frames: bytes, but: Container[int] = ()) -> None:
-        """Queue the same encoded messages for every worker `but` some, in one go."""
+        """Queue the same encoded messages, as one, for every worker except those in `but`."""
         frame = _together(frames)
         for worker, line in self._lines.items():
             if worker not in but:
@@ -277,8 +277,8 @@ class ConsumerSocket:
                 self._send(frame, _NOBLOCK)
 
     def receive(self) -> tuple[int, Hello | Answer | Ping | None] | None:
-        """The worker that sent the next message, and it; None if there is none now. None for the message:
-        something else came, and nothing more will be read from this worker."""
+        """The next message, as (worker, message); None if nothing is waiting. The message is None if the
+        worker has sent an invalid frame; nothing more will be read from this worker then."""
         while True:
             if not self._ready:
                 self._find(0)
@@ -302,7 +302,7 @@ class ConsumerSocket:
                 return line.worker, None
 
     def _find(self, timeout: float | None) -> tuple[list[int], bool]:
-        """Wait until something can be read. Returns what is not ours, and whether anything has happened."""
+        """Wait until something is readable. Returns watched descriptors, and whether anything happened."""
         others, at = list[int](), self._at
         self._ready = ready = []
         events = self._epoll.poll(timeout)
@@ -328,12 +328,12 @@ class ConsumerSocket:
             self._broken.append(line.worker)
 
     def broken(self) -> list[int]:
-        """The workers whose connection has broken; each is named once."""
+        """The workers whose connection has broken; each is reported once."""
         broken, self._broken = self._broken, []
         return broken
 
     def watch(self, descriptor: int) -> None:
-        """Let `wait` return when `descriptor` becomes readable (a process descriptor: has ended)."""
+        """Make `wait` return when `descriptor` becomes readable (for a pidfd: when its process has ended)."""
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def unwatch(self, descriptor: int) -> None:
@@ -341,7 +341,7 @@ class ConsumerSocket:
             self._epoll.unregister(descriptor)
 
     def wait(self, timeout: float | None) -> tuple[list[int], bool]:
-        """Sleep until a message, a watched descriptor or `wake`, at most `timeout` seconds.
+        """Sleep until a message, a watched descriptor or `wake`, for at most `timeout` seconds.
 
         Returns:
             The watched descriptors that are readable, and whether anything has happened at all.
@@ -351,25 +351,25 @@ class ConsumerSocket:
         return others, happened or not nothing_known
 
     def wait_for_message(self, timeout: float) -> bool:
-        """Sleep until a message has come, at most `timeout` seconds."""
+        """Sleep until there is a message, for at most `timeout` seconds. Returns whether there is one."""
         return bool(calls.readable([at for at, line in self._at.items() if line.spare < 0], timeout))
 
     def wake(self) -> None:
-        """Let `wait` return now and from now on; may be called on any thread."""
+        """Make the current `wait` and all later ones return at once. May be called on any thread."""
         with self._waking:
             self.woken = True
             if self._wake >= 0:
                 calls.wake(self._wake)
 
     def close(self) -> None:
-        # Not left to the context: it finds its sockets through weak references. These are dead when the
-        # garbage collector ends a loader, and the context would wait for the socket for ever.
+        # Not left to the context, which finds its sockets through weak references. These are dead when the
+        # garbage collector frees a loader, and the context would wait for the socket for ever.
         while self._at:
             self._at.popitem()[1].close()
         self._epoll.close()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
-        with without_signals():  # else it is given up, and the context's thread and descriptors are left
+        with without_signals():  # an interrupted call leaves the context's thread and descriptors
             self._context.term()
         with self._waking:
             wake, self._wake = self._wake, -1
@@ -377,23 +377,23 @@ class ConsumerSocket:
             os.close(wake)
 
 
-#: In a forked child of a worker: sockets that must not be closed there, not even by the garbage collector.
+#: Sockets that a forked child of a worker must not close, not even through garbage collection.
 _inherited: list[WorkerSocket] = []
 
 
 class WorkerSocket:
-    """A worker's end. Made in the worker process, because a context of zmq does not survive a fork. A child
-    that user code forked there ends when it uses the socket.
+    """A worker's end. Made in the worker process, because a zmq context does not survive a fork. A child that
+    user code forks there ends when it uses the socket.
 
     Args:
-        folder: where it binds.
-        name: of the socket.
+        folder: folder in which the socket binds.
+        name: name of the socket.
         consumer: process id of the consumer.
-        in_block: puts an answer, whose frame has so many bytes, into a block.
-        ahead: answers that may wait to be read.
+        in_block: puts an answer into a block; takes the answer and the length of its frame in bytes.
+        ahead: number of answers that may wait to be read.
 
     Raises:
-        OSError: descriptors or threads are used up.
+        OSError: there are too few free descriptors or threads.
     """
 
     def __init__(
@@ -408,45 +408,45 @@ class WorkerSocket:
         expect_threads(THREADS)
         self._pid = process_id.current()
         self._context = zmq.Context(io_threads=1)
-        self._frames: deque[bytes] = deque()  # received, or of a bundle, as far as they were not read
+        self._frames: deque[bytes] = deque()  # received and not read yet
         self._in_block = in_block
         self._socket = self._context.socket(zmq.DEALER)
         self._recv = super(zmq.Socket, self._socket).recv
         _configure(self._socket)
-        for process in (consumer, self._pid):  # a sandbox may take each peer for the process that asks
+        for process in (consumer, self._pid):  # a sandbox may report our own id for each peer
             self._socket.setsockopt(zmq.IPC_FILTER_PID, process)
         self._path, self._way_back = os.path.join(folder, name), way_back(folder, name)
         self._socket.bind(endpoint(folder, name))
         self._answers = unix.socket(unix.AF_UNIX, unix.SOCK_SEQPACKET)
-        self._answers.bind("")  # a name: a program that looks at its sockets finds this one like zmq's
+        self._answers.bind("")  # named, as zmq's sockets are, for programs that inspect theirs
         self._answers.setsockopt(unix.SOL_SOCKET, unix.SO_SNDBUF, _ROOM)
         room = self._answers.getsockopt(unix.SOL_SOCKET, unix.SO_SNDBUF)
-        # Twice: the kernel rounds each message up, and counts what is its own.
+        # Times 2: the kernel rounds each message up, and counts its own overhead.
         self._longest = min(_LONGEST, max(room // (2 * ahead), _LEAST))
 
     def say_hello(self) -> None:
-        """Wait for the consumer to connect, and say that this worker is up. If the socket's file is removed
-        meanwhile, it is made anew.
+        """Wait for the consumer to connect, and report that this worker is up. If the socket's file is
+        removed meanwhile, make it again.
 
         Raises:
             ZMQError: the folder is gone, too.
-            SystemExit: nobody listens for answers any more.
+            SystemExit: the consumer does not listen for answers any more.
         """
         connected = False
         while not self._socket.poll(_LOOK_MS, zmq.POLLOUT):
             if not os.path.exists(self._path):
                 self._socket.bind(f"ipc://{self._path}")
-            # The consumer may lack the descriptor for zmq that its listener has.
+            # Connect early: zmq in the consumer may need the descriptor that the listener occupies.
             connected = connected or not self._answers.connect_ex(self._way_back)
         if not connected and self._answers.connect_ex(self._way_back):
             raise SystemExit(1)
         self.send(Hello(self._pid))
 
     def send(self, message: Message) -> None:
-        """Send a message, and wait for room if there is none.
+        """Send a message; wait until there is room for it.
 
         Raises:
-            Exception: it does not fit into a message, or no block is left for it.
+            Exception: the message is too long, or there is no block for it.
         """
         if process_id.pid != self._pid:
             process_id.stay_in(self._pid)
@@ -456,11 +456,11 @@ class WorkerSocket:
             frame = encode(self._in_block(message, len(frame)))
         try:
             self._answers.send(frame, unix.MSG_NOSIGNAL)
-        except ConnectionError:  # the consumer is gone, and in a moment this process, too
+        except ConnectionError:  # the consumer is gone, and this process ends soon
             return
 
     def receive(self, block: bool) -> Task | Epoch | Space | Stop | Ping | None:
-        """The next message; None if there is none now, without `block`. A frame that is not a message is
+        """The next message. Without `block`, None if nothing is waiting. A frame that is not a message is
         dropped."""
         if process_id.pid != self._pid:
             process_id.stay_in(self._pid)
@@ -477,14 +477,14 @@ class WorkerSocket:
             self._frames.extendleft(reversed(message.frames))
 
     def wait(self, descriptors: Sequence[int], block: bool) -> list[object]:
-        """Sleep until a message has come or a descriptor is readable, or only look without `block`. Returns
-        the descriptors that are readable."""
+        """Sleep until there is a message or a descriptor is readable; without `block`, only check. Returns
+        the readable descriptors."""
         sources: list[Any] = [(source, zmq.POLLIN) for source in (self._socket, *descriptors)]
         ready = zmq.zmq_poll(sources, -1 if block and not self._frames else 0)
         return [source for source, _ in ready if source in descriptors]
 
     def told_to_stop(self) -> bool:
-        """Whether a Stop has come and was not read; it stays there."""
+        """Whether an unread Stop is waiting; it stays in the queue."""
         process_id.stay_in(self._pid)
         with contextlib.suppress(zmq.Again):
             while True:

@@ -1,4 +1,4 @@
-"""The iterators of a loader: one over a pool of workers, and one that loads by itself.
+"""The iterators of a loader: one over a pool of workers, and one without workers.
 
 Runs in the consumer.
 """

@@ -1,11 +1,11 @@
 """Base class of a loader's iterators.
 
-Runs in the consumer, on the thread that calls `next()`. Owns the order in which torch draws random numbers,
-the warnings about lengths, and pinning.
+Runs in the consumer, on the thread that calls `next()`. Owns the order in which random numbers are drawn (as
+in torch), the warnings about lengths, and pinning.
 
-The iterators are subclasses of torch's, because code outside tests for those classes and reads their
-attributes. Nothing of torch's runs in them: every method is ours, and the attributes have torch's names and
-meaning (torch/utils/data/dataloader.py).
+The iterators are subclasses of torch's, because other packages check for those classes and read their
+attributes. No code of torch's iterators runs: every method is overridden, and the attributes have torch's
+names and meaning (torch/utils/data/dataloader.py).
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from fastq_loader.statistics.records import DEVICE
 
 
 class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
-    """An epoch of a loader, or one epoch after the other.
+    """Iterator over an epoch of a loader, or over one epoch after the other.
 
     Args:
-        loader: whose arguments hold.
+        loader: the loader, with its arguments.
 
     Attributes:
-        outcome: what `next()` gives next, once it is there.
+        outcome: the next outcome of `next()`, once it is ready; else None.
     """
 
     _profile_name = ""
@@ -99,8 +99,8 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             self._tell()
         if self._num_yielded >= self._hints.due:
             self._hints.look()
-        # A handler of a signal may raise wherever there is a call. So whoever makes an outcome stores it, and
-        # there is no call from where it is taken here to the end: what was made is never lost.
+        # A signal handler may raise at any call. So an outcome is stored as soon as it exists, and no call
+        # comes between taking it here and returning: no batch is lost.
         outcome, self.outcome = self.outcome, None
         while outcome is None:  # another thread may take it first
             if profiler._is_profiler_enabled:
@@ -113,14 +113,14 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             self._order.progress = outcome.progress
         if outcome.error is not None:
             if self._record.over:
-                self.outcome = outcome  # what follows is a call, which an interrupt or a hint may end
+                self.outcome = outcome  # an interrupt or a hint may end the calls below
                 self._tell()
                 self._hints.look_back()
                 self.outcome = None
             try:
                 raise outcome.error
             finally:
-                del outcome  # the error holds this frame by its traceback
+                del outcome  # the error's traceback references this frame
         self._num_yielded += 1
         length = self._IterableDataset_len_called
         if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
@@ -128,12 +128,12 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         return outcome.batch
 
     def record_skipped(self, progress: Progress) -> None:
-        """The epoch has come that far, with a batch that was left out. @private"""
+        """Record the progress after a batch that was left out. @private"""
         self._order.progress = progress
 
     def poll(self) -> None:
-        """Begin the copies of batches that have become ready since the last `next()`. With a `device`, for
-        loops whose steps take so long that workers fall idle and copies begin late; waits for nothing.
+        """Begin the copies of batches that have become ready since the last `next()`, without waiting. Use it
+        with a `device`, if steps take so long that workers fall idle and copies begin late.
 
         >>> batches = iter(DataLoader(range(8), 4))
         >>> batches.poll()
@@ -146,8 +146,8 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         `fastq_loader.copy_into`.
 
         Raises:
-            StopIteration: there is none.
-            ValueError: its structure, shapes or dtypes differ; the batch is gone.
+            StopIteration: there is no further batch.
+            ValueError: its structure, shapes or dtypes differ; the batch is lost.
 
         >>> static_batch = torch.zeros(4, dtype=torch.int64)
         >>> iter(DataLoader(range(8), 4)).copy_into(static_batch)
@@ -157,8 +157,8 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         copy_into(static_batch, next(self))
 
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
-        """Begin a new epoch. A persistent loader calls it for whatever `_get_iterator` returned, so wrappers
-        forward it."""
+        """Begin a new epoch. A persistent loader calls this on the object that `_get_iterator` returned, so
+        wrappers forward it."""
         self.outcome = None
         if not first_iter:
             self._log = self._begin_log(loader)
@@ -173,7 +173,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         return log
 
     def _begin_record(self, loader: Loader, same_readers: bool) -> None:
-        """Of the epoch that begins or goes on; it counts when the epoch has begun."""
+        """Create the record of the epoch that begins or resumes; `_epoch_has_begun` makes it the loader's."""
         newest, loaded = loader._resources.place
         self._record = begin(loader, self._index_sampler, newest, loaded, same_readers)
         self._order = self._record.order
@@ -186,7 +186,8 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             self._record.bad_samples = partial(among.state, self._bad_samples)
 
     def _epoch_has_begun(self, loader: Loader) -> None:
-        """Forget the loaded state, unless the epoch could not be begun."""
+        """Make the epoch's record the loader's newest, and drop the loaded state. Not called if the epoch
+        could not begin, so the loaded state is then still there."""
         resources = loader._resources
         self._order.note_drawn()
         if resources.shared and not self._order.drawn[0]:
@@ -215,7 +216,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
     @abstractmethod
     def _restart_sampler(self) -> None:
-        """Begin the order of the epoch, and set `_indices`."""
+        """Begin the epoch's order of indices, and set `_indices`."""
 
     @property
     def _sampler_iter(self) -> Iterator[Any]:
@@ -229,7 +230,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         return next(self._indices)
 
     def _next_data(self) -> Any:
-        """The next batch, not counted."""
+        """The next batch, without counting it as yielded."""
         batch = next(self)
         self._num_yielded -= 1
         return batch
@@ -239,7 +240,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         """Store the next outcome in `outcome`."""
 
     def _finished(self, batch: Any) -> Any:
-        """A batch that stays on the host, transformed and pinned."""
+        """Transform and pin a batch that stays on the host."""
         began = time.monotonic_ns()
         if self._on_host is not None:
             batch = self._on_host.apply_transform(batch)
@@ -259,10 +260,10 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
                 "IterableDataset replica at each worker. Please see "
                 "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
             )
-        self.outcome = outcome  # this is a call, which an interrupt may end
+        self.outcome = outcome  # an interrupt may end the call below
         try:
             warn_user(text, UserWarning)
-        except Warning:  # it was made an error; torch loses the batch then
+        except Warning:  # a filter made it an error; torch loses the batch, too
             self.outcome = None
             raise
         self.outcome = None

@@ -1,8 +1,8 @@
-"""When a user is told what `insight.advice` finds, and that it comes once.
+"""Issues the hints that `insight.advice` finds, each kind at most once per loader.
 
-Runs in the consumer, on the thread that calls `next()`. A filter of the user's may make an error of a hint.
-So iterators call in here where they hold nothing that could be lost: before they ask for the next batch, and
-with the end of the epoch put down for the call after this one.
+Runs in the consumer, on the thread that calls `next()`. A user's warning filter may turn a hint into an
+error. So iterators call this module when no batch can be lost: before they request the next batch, and at the
+end of the epoch, with the outcome stored for the next call.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from fastq_loader.statistics.counters import EpochLog
 
 _NEVER = sys.maxsize
-#: Batches of an epoch after which each kind is looked for, besides the end of the epoch. An endless stream
-#: has no end; in torch's own tests workers repeat each other, and no `next()` may say so.
+#: Number of batches after which each kind is checked, besides at the end of the epoch. `DuplicateData` is
+#: checked early for endless streams, but not before 1,000: workers repeat each other in torch's own tests, in
+#: which no `next()` may warn.
 _MOMENTS = {MemoryPressure: 4, SameOrder: KEPT, PrivateGenerators: 32, DuplicateData: 1000}
 
 
@@ -41,12 +42,12 @@ class Hints:
     """Hints of one epoch.
 
     Args:
-        loader: whose.
-        previous: the record of the epoch before, or None.
-        record, log: of the epoch.
+        loader: the loader.
+        previous: the record of the previous epoch, or None.
+        record, log: the record and the log of this epoch.
 
     Attributes:
-        due: after so many batches `look` is to be called.
+        due: number of batches after which `look` must be called.
     """
 
     def __init__(
@@ -58,13 +59,13 @@ class Hints:
         self._order = record.order
         self._previous = previous
         kinds: set[type[LoaderHint]] = set()
-        # Whoever looks at some batches before the first epoch has forgotten nothing.
+        # Users who only look at some batches before the first epoch need not call `set_epoch`.
         enough = previous is not None and (previous.over or previous.progress.delivered >= KEPT)
         if enough and record.order.first is not None:
             kinds.add(SameOrder)
-        if loader.num_workers and record.saved is None:  # else much of the epoch went by before
+        if loader.num_workers and record.saved is None:  # else the epoch is incomplete
             kinds |= {MemoryPressure, TinyBatches, DuplicateData, IdleWorker, PrivateGenerators}
-        if isinstance(loader.num_workers, Auto):  # it finds that out by itself
+        if isinstance(loader.num_workers, Auto):  # it reduces them by itself
             kinds.discard(TinyBatches)
         self._kinds = kinds - self._resources.hinted
         moments = ((at, kind) for kind, at in _MOMENTS.items() if kind in self._kinds)
@@ -72,20 +73,20 @@ class Hints:
         self.due = self._moments[0][0] if self._moments else _NEVER
 
     def look(self) -> None:
-        """So many batches were handed out as `due` says."""
+        """Check for the hint that is due, after `due` batches."""
         kind = self._moments.pop(0)[1]
         self.due = self._moments[0][0] if self._moments else _NEVER
         self._judge(kind)
 
     def look_back(self) -> None:
-        """The epoch is over. May be called again, and then does nothing."""
+        """Check for the remaining hints at the end of the epoch. A second call does nothing."""
         kinds, self._kinds, self.due = self._kinds - {MemoryPressure}, set(), _NEVER
         for kind in sorted(kinds, key=lambda kind: kind.__name__):
             self._judge(kind)
         self._previous = None
 
     def _judge(self, kind: type[LoaderHint]) -> None:
-        text = None if kind in self._resources.hinted else _JUDGES[kind](self)  # another iterator may have
+        text = None if kind in self._resources.hinted else _JUDGES[kind](self)  # by another one
         if text is not None:
             self._resources.hinted.add(kind)
             warn_user(text, kind)
@@ -100,12 +101,12 @@ class Hints:
         return advice.same_order(order.first.sampler, self._log.epoch, samples)
 
     def _tiny_batches(self) -> str | None:
-        if self._order.progress.delivered < advice.LEAST_BATCHES:  # to count takes time
+        if self._order.progress.delivered < advice.LEAST_BATCHES:  # counting takes time
             return None
         return advice.tiny_batches(self._log.counted(), self._workers)
 
     def _memory_pressure(self) -> str | None:
-        self._resources.hinted.add(MemoryPressure)  # looked at once, because it reads files
+        self._resources.hinted.add(MemoryPressure)  # checked once, because it reads files
         counters = self._resources.counters
         held = sum(engine.blocks()[2] for engine in list(self._resources.engines))
         return advice.memory_pressure(counters.window, counters.batch_bytes, memory_bytes() + held)

@@ -1,6 +1,6 @@
 """The iterator over a pool of workers.
 
-Runs in the consumer, on the thread that calls `next()`. Everything about workers is the engine's.
+Runs in the consumer, on the thread that calls `next()`. Owns no worker: `consumer.engine` does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastq_loader.workers.kinds import Auto
 class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
     """One epoch of a pool of workers.
 
-    With persistent workers the pool serves one epoch after the other, and lives as long as an iterator that
+    With persistent workers the pool serves one epoch after the other, and lives as long as any iterator
     refers to it; otherwise this iterator is its only owner, and closes it when it is exhausted or dropped.
     """
 
@@ -44,14 +44,14 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         self.engine = loader._start_engine(self._record.pool_seed, self._shared_seed)
         shared_seed = self._shared_seed
         if not (self._dynamic or self._record.continues_workers):
-            # torch resets a new iterator, and draws once more: a second iter() of the sampler, and a second
-            # seed for a graph, which is not used in this epoch. With dynamic, the draws are those without
-            # workers.
+            # torch resets a new iterator, which draws once more: it calls iter() of the sampler a second
+            # time, and draws a second seed for a datapipe graph, which this epoch does not use. A dynamic
+            # schedule draws as without workers.
             super()._reset(loader, first_iter=True)
         self._start_epoch(loader, shared_seed)
 
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
-        loader._device_session()  # which ends the workers if another device was asked for
+        loader._device_session()  # ends the workers if the device was changed
         if not self.engine.usable:
             self.engine.close("a new iteration began")
             if not isinstance(loader.num_workers, Auto):
@@ -84,8 +84,8 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         self._log.leave(ITER, time.monotonic_ns())
 
     def successor(self) -> MultiprocessIterator:
-        """The iterator of the next epoch, to be reset. Its own object, so that `next()` on this one can say
-        that it has ended, where torch's two epochs would share one iterator and lose batches."""
+        """The iterator of the next epoch, not reset yet. It is another object, so that `next()` on this one
+        can raise; in torch both epochs share one iterator and lose batches."""
         successor = object.__new__(type(self))
         vars(successor).update(vars(self))
         return successor
@@ -101,7 +101,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             try:
                 self.engine.advance(self._epoch, self, self._finished if self._finishes else None)
             except IteratorInvalid:
-                if not self._exhausted:  # else another thread has come to the end meanwhile
+                if not self._exhausted:  # else another thread has exhausted it meanwhile
                     raise
         if self._exhausted or self.engine.failed:
             self.outcome = self.outcome or ENDED
@@ -121,11 +121,11 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             self._session.refuse_capture()
             self.engine.poll(self._epoch)
 
-    # ---- what code outside reads and calls ----------------------------------------------------
+    # ---- attributes and methods that other packages use ---------------------------------------
 
     @property
     def _workers(self) -> list[BaseProcess]:  # type: ignore[override]
-        """The processes, so far as they were started; also after they have ended."""
+        """All processes that were started, also after they have ended."""
         return self.engine.processes()
 
     @property
@@ -137,16 +137,16 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"{type(self).__name__!r} object has no attribute {name!r}; nothing of torch's iterators runs, "
-            "so their queues and tasks are not there either"
+            f"{type(self).__name__!r} object has no attribute {name!r}: no code of torch's iterators runs, "
+            "so their queues and tasks do not exist"
         )
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError("torch's queues and tasks are not there: nothing of torch's iterators runs")
+        raise NotImplementedError("torch's queues and tasks do not exist: no code of torch's iterators runs")
 
     _get_data = _try_get_data = _try_put_index = _process_data = _refuse
     _mark_worker_as_unavailable = _register_persistent_workers_atexit = _refuse
 
     def __del__(self) -> None:
-        """Replaces torch's, which ends the workers: they may be serving another iterator's epoch. They end
-        with the engine, when the last reference to it is gone."""
+        """Override torch's `__del__`, which ends the workers: they may be serving another iterator's epoch.
+        They end with the engine, when the last reference to it is gone."""

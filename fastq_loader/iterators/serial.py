@@ -1,6 +1,6 @@
 """The iterator without workers: it loads on the thread that calls `next()`.
 
-Runs in the consumer. No process, thread, socket or shared memory; order, random numbers and errors
+Runs in the consumer. Uses no process, thread, socket or shared memory; order, random numbers and errors
 follow the same rules as with workers.
 """
 
@@ -50,7 +50,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         datapipes.shard(self._dataset, self._world_size, self._rank)
         self._idle = loader._resources.idle
         self._staging = None if self._session is None else SerialStaging.of(self._session, self._idle)
-        self._due: tuple[int, Any] | None = None  # number and index of the batch that is to be loaded next
+        self._due: tuple[int, Any] | None = None  # number and index of the next batch
         self._lock = threading.RLock()  # threads may share the iterator
         self._busy = False  # in the middle of a step that cannot be repeated
         rules = vars(arguments.rules(loader))
@@ -63,25 +63,25 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._log.leave(ITER, time.monotonic_ns())
 
     def _begin_reading(self) -> None:
-        """Make the fetcher, and come to where the epoch goes on."""
+        """Create the fetcher, and advance it to the position where the epoch begins or resumes."""
         record, reader = self._record, self._reader
         delivered, state = record.resume[0] if record.resume else (0, None)
         if state is not None:
-            state.pop("seed", None)  # this process is the user's
+            state.pop("seed", None)  # the generators of this process are the user's
         if self._dataset_kind == _DatasetKind.Iterable and not self._dynamic:
-            self._order.note_shared()  # what it draws is the user's, and drawn again if it is read again
+            self._order.note_shared()  # reading draws from them, and again when it is repeated
         reader.begin(record.began.epoch, self._base_seed if self._dynamic else None, delivered, state)
         self._dataset_fetcher = reader.fetcher
         if reader.to_pass:
-            index = next(iter(self._index_sampler))  # one is like another
+            index = next(iter(self._index_sampler))  # any index will do
             with self._order.as_at_start():
                 for number in range(reader.to_pass):
                     with contextlib.suppress(HandedOutBefore, EndOfStream):
                         reader.load(number, index)
 
     def _note_place(self) -> None:
-        """Before the first batch, the dataset says where it stands. A stream that was read before may say
-        where it stopped until it is read again; then what is known of the epoch before holds."""
+        """Record the dataset's position before the first batch. A stream that was read in an earlier epoch
+        may report its old end until it is read again; then the previous record is left as it is."""
         progress = self._record.progress
         if not progress.workers or progress.delivered:
             return
@@ -117,7 +117,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     def _load_next(self) -> None:
         if self._busy:
             raise IteratorInvalid("this iterator cannot go on: an interrupt cut a call of next() short")
-        if self.outcome is not None:  # of another thread, which has not taken it yet
+        if self.outcome is not None:  # another thread's, which has not taken it yet
             return
         self._log.enter(time.monotonic_ns())
         if self._due is None:
@@ -132,10 +132,10 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             self._log.give(time.monotonic_ns(), None, seq, getattr(self.outcome, "error", None))
 
     def _load_drawn(self) -> None:
-        """Store the batch, or what loading it raised, in `outcome`; nothing, if it was left out."""
+        """Store the batch, or the error that loading it raised, in `outcome`; nothing if it was left out."""
         outcome: Outcome | None = None
-        drawn, self._due = self._due, None  # here, because an interrupt may come where a function begins
-        if drawn is None:  # in whose handler it was loaded
+        drawn, self._due = self._due, None  # not in the caller: an interrupt may come on entry here
+        if drawn is None:  # a signal handler has loaded it meanwhile
             return
         try:
             outcome = Outcome(self._load(*drawn), self._progress_after(drawn[0]))
@@ -146,12 +146,12 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             outcome, said = ENDED, self._reader.said()
             self._record.end({0: said} if said else {})
         except BaseException as error:
-            self._due = drawn  # before there is any call, at which the next interrupt may come
+            self._due = drawn  # before any call, at which the next interrupt may come
             if not isinstance(error, Exception):
                 raise
             outcome = self._raised(error, *drawn)
         self.outcome, self._due, self._busy = outcome, None, False
-        del outcome  # an error holds this frame by its traceback
+        del outcome  # an error's traceback references this frame
 
     def _judge(self, counter: BadSampleCounter, number: int, index: Any) -> None:
         fetcher = self._dataset_fetcher
@@ -161,11 +161,10 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             try:
                 raise error
             finally:
-                del error  # it holds this frame by its traceback
+                del error  # its traceback references this frame
 
     def _draw(self) -> None:
-        """Store the number of the next batch and its index in `_due`, or what the sampler raised in
-        `outcome`."""
+        """Store the number and index of the next batch in `_due`, or the sampler's error in `outcome`."""
         self._busy = True
         order, began = self._order, time.monotonic_ns()
         try:
@@ -174,20 +173,20 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             self.outcome = Outcome(error=stop)
             self._record.end({})
         except Exception as error:
-            self.outcome = self._raised(error, order.position - 1)  # it has its position
+            self.outcome = self._raised(error, order.position - 1)  # an error takes a position, too
         else:
             self._due = (order.position - 1, index)
         self._busy = False
         self._log.steps += ((DREW, began, time.monotonic_ns(), ()),)
 
     def _raised(self, error: Exception, number: int, index: Any = None) -> Outcome:
-        """An error in the place of a batch; of an interrupt, `refuse_interrupt` raises it."""
+        """The outcome of an error in place of a batch. The error of a signal handler is raised instead."""
         refuse_interrupt(error)
         locate(error, index=index, batch=number, worker=None)
         return Outcome(error=error, progress=self._progress_after(number))
 
     def _progress_after(self, number: int) -> Progress:
-        """How far the epoch has come with a batch, or with the error in its place."""
+        """The progress of the epoch after a batch, or after the error in its place."""
         progress = self._order.progress
         if not progress.workers:
             return progress.after(number)
@@ -196,7 +195,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
 
     def _load(self, number: int, index: Any) -> Any:
         began = time.monotonic_ns()
-        # A generator that an exception went through has ended.
+        # An exception, such as an interrupt, ends a generator function: it cannot be resumed.
         self._busy = self._dataset_kind == _DatasetKind.Iterable
         batch: Any = _NOTHING
         try:

@@ -1,4 +1,4 @@
-"""Shared memory: one mapped file for each pool of workers, and who may write to its blocks or reference them.
+"""Shared memory: one mapped file for each pool of workers, and the access to its blocks.
 
-The arena and the pool of its blocks are the consumer's; the allocator is the worker's.
+The consumer owns the arena and the pool of its blocks; each worker owns an allocator.
 """

@@ -1,12 +1,12 @@
-/* Copies with non-temporal stores; `nontemporal` says when and why, and does without where this is not built.
+/* Copies with non-temporal stores; see `nontemporal` for when and why, and for the fallback without them.
 
-   A non-temporal store of whole cache lines goes to memory as it is: the processor neither reads the lines
+   A non-temporal store of whole cache lines goes straight to memory: the processor neither reads the lines
    before it writes them nor keeps them in a cache afterwards. SSE2 is enough for that and part of every
    x86-64; wider stores write the same lines. */
 
 #include <pyconfig.h>
 #ifndef Py_GIL_DISABLED /* a free-threaded Python has no stable ABI */
-#define Py_LIMITED_API 0x030A0000 /* one build serves Python 3.10 and all that follow */
+#define Py_LIMITED_API 0x030A0000 /* one build serves Python 3.10 and later */
 #endif
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -40,8 +40,8 @@ static char *copy_piece(char *target, const char *source, size_t nbytes)
 
 PyDoc_STRVAR(copy_doc,
 "copy(target, sources, nbytes)\n--\n\n"
-"Copy nbytes from each of the addresses in the list `sources`, one behind the other, to the address\n"
-"`target`. Nothing is checked, as in `ctypes.memmove`; what overlaps is not copied rightly.");
+"Copy nbytes from each of the addresses in the list `sources`, one after the other, to the address\n"
+"`target`. Nothing is checked, as in `ctypes.memmove`; overlapping bytes are not copied correctly.");
 
 static PyObject *copy(PyObject *module, PyObject *arguments)
 {
@@ -71,7 +71,7 @@ static PyObject *copy(PyObject *module, PyObject *arguments)
     Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t at = 0; at < count; at++)
         target = copy_piece(target, pieces[at], (size_t)nbytes);
-    _mm_sfence(); /* such stores may pass later ones: nobody may hear of the batch before it is there */
+    _mm_sfence(); /* later stores may overtake these: the batch must be complete before it is announced */
     Py_END_ALLOW_THREADS
     PyMem_Free(pieces);
     Py_RETURN_NONE;
@@ -81,7 +81,7 @@ static PyMethodDef functions[] = {{"copy", copy, METH_VARARGS, copy_doc}, {NULL,
 
 static PyModuleDef_Slot slots[] = {
 #ifdef Py_GIL_DISABLED
-    {Py_mod_gil, Py_MOD_GIL_NOT_USED}, /* it keeps nothing between two calls */
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED}, /* the module has no state */
 #endif
     {0, NULL},
 };

@@ -1,13 +1,13 @@
-"""The worker's side of the shared memory: which blocks a batch under construction may be written to.
+"""The worker's side of the shared memory: allocates blocks for the batch under construction.
 
-Runs in a worker process, but for `empty`, which may be called anywhere. During a task the worker owns the
-blocks that were granted with it, and those that it makes itself in its own part of the arena when none fits.
-With the answer all of them pass to the consumer, except blocks that user code still references: a dataset
-that keeps a tensor that it allocated here keeps its block, and the batch is shipped in a copy. So does a
-child that user code forks, as long as it lives.
+Runs in a worker process, except `empty`, which may be called anywhere. During a task the worker owns the
+blocks that were granted with it, and blocks that it makes itself in its own part of the arena when none fits.
+With the answer all of them pass to the consumer, except blocks that user code still references: if a dataset
+keeps a tensor that it allocated here, its block stays, and the batch is sent in a copy. The same holds while
+a child that user code forked lives.
 
-Where batches go on to a device, one copy has to take the whole batch: the results of a task are then cut out
-of one block, one behind the other. It is as large as the batch before needed.
+Where batches go on to a device, one copy has to transfer the whole batch: the results of a task are then
+placed in one block, one after the other. The block is as large as the previous batch needed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from fastq_loader.system import process_id
 #: New pages were filled at 1.3 GB/s: waiting for a promised block takes at most a quarter of that time.
 _WAIT_BYTES_PER_SECOND = 5e9
 _GLANCE = 20e-6  # seconds between two checks of the promise
-_SLACK = 64 * 1024  # bytes in the first block of a batch for a device, for the small fields that come last
+_SLACK = 64 * 1024  # extra bytes in a block for a device, for the small fields that come last
 
 Array = np.ndarray[Any, Any]
 
-#: Blocks of a batch: (offset, bytes of it that the batch needs).
+#: Blocks of a batch: (offset, bytes of the block that the batch needs).
 Used = Sequence[tuple[int, int]]
 
 
@@ -47,12 +47,13 @@ class OpenBlock:
 
     Attributes:
         offset, size: in the arena, in bytes.
-        address: where it lies in this process; `reached`: so many bytes of it are mapped there.
+        address: its address in this process.
+        reached: how many of its bytes are mapped there.
         memory: keeps the address valid.
-        cut: bytes of it, from its start, that results were cut out of, where batches go to a device.
-        holds: the arrays over it that user code has.
-        opened: the moment when it came into use.
-        left: the moment when nothing of this process referenced it any more; 0: something does.
+        cut: bytes from its start that results have taken, where batches go to a device.
+        holds: number of arrays over it that user code has.
+        opened: the moment when it was opened.
+        left: the moment when the last reference in this process was gone; 0 while there is one.
     """
 
     __slots__ = ("address", "cut", "holds", "left", "memory", "offset", "opened", "reached", "size")
@@ -65,7 +66,7 @@ class OpenBlock:
 
 
 class _Hold:
-    """User code references a block: the base of the array that `empty_array` gave out."""
+    """A reference of user code to a block: the base of an array from `empty_array`."""
 
     __slots__ = ("__array_interface__", "_block", "_dropped")
 
@@ -79,20 +80,20 @@ class _Hold:
 
 
 class Allocator:
-    """Blocks of one worker.
+    """Allocates the blocks of one worker.
 
-    The lock is there because a dataset may allocate in threads of its own, also while the worker answers.
+    The lock is needed because a dataset may allocate in threads of its own, also while the worker answers.
 
     Args:
         mapping: the arena in this process.
-        worker: the worker's id, which names its part of the arena.
-        space: ranges (offset, size) in which it can make blocks; None is the whole of its part.
-        for_device: cut the results of a task out of one block; else each has one of its own.
+        worker: the worker's number, which selects its part of the arena.
+        space: ranges (offset, size) in which it can make blocks; None for the whole of its part.
+        for_device: place the results of a task in one block; else each has one of its own.
         nontemporal_from: bytes of a batch from which on the next one is written with non-temporal stores.
 
     Attributes:
-        expected: bytes of a batch for a device, as far as the one before can tell.
-        new_memory: nanoseconds that it took to map the pages of new blocks so far.
+        expected: bytes of a batch for a device, judged by the previous one.
+        new_memory: nanoseconds spent so far on mapping the pages of new blocks.
     """
 
     def __init__(
@@ -107,37 +108,37 @@ class Allocator:
         self.for_device = for_device
         self.expected = self.new_memory = 0
         self._nontemporal_from = nontemporal_from
-        self._large = nontemporal_from <= 0  # the last batch had as many bytes as that
+        self._large = nontemporal_from <= 0  # whether the last batch had that many bytes
         start, end = mapping.region(worker)
         self._space = FreeRanges(((start, end - start),) if space is None else space)
         self._pid = process_id.current()
         self._lock = threading.RLock()
-        self._idle: list[tuple[int, int]] = []  # blocks (size, offset) to write to, by size
-        self._promised: list[tuple[int, int]] = []  # the same, once they are released
+        self._idle: list[tuple[int, int]] = []  # unused blocks (size, offset), by size
+        self._promised: list[tuple[int, int]] = []  # the same, usable once released
         self._open: dict[int, OpenBlock] = {}  # by offset: the blocks in use by this task, or kept
-        self._by_address: list[OpenBlock] = []  # the same, ascending
+        self._by_address: list[OpenBlock] = []  # the same, in ascending order
         self._rest: OpenBlock | None = None  # the next result may be cut out of it
-        self._children = ForkedChildren()  # its count: the open blocks
+        self._children = ForkedChildren()  # `owned` counts the open blocks
         self._dropped: deque[OpenBlock] = deque()  # one entry for each array that user code has dropped
-        self._shipping: frozenset[int] = frozenset()  # blocks that the answer names, held or not
-        self._fresh: list[tuple[int, int]] = []  # made, and unknown to the consumer
+        self._shipping: frozenset[int] = frozenset()  # blocks of the answer, referenced or not
+        self._fresh: list[tuple[int, int]] = []  # made here, and unknown to the consumer
 
     def begin(self, grants: Extents, promises: Extents = ()) -> None:
-        """A task starts with these blocks (offset, size). It may use the promised once they are released."""
+        """Start a task with these blocks (offset, size). It may use promised ones once they are released."""
         if not (grants or promises):
-            return  # as for every batch of small leaves
+            return  # the usual case for small leaves
         with self._lock:
             self._promised = [(size, offset) for offset, size in promises]
             self._idle = sorted([*self._idle, *[(size, offset) for offset, size in grants]])
 
     def give(self, ranges: Extents) -> None:
-        """New blocks may be made in these ranges (offset, size) again."""
+        """Add ranges (offset, size) in which new blocks may be made again."""
         with self._lock:
             self._space.give(ranges)
 
     def take(self, nbytes: int, failed: bool = False) -> OpenBlock:
-        """A block of at least `nbytes` for this task. Once its batch has `failed`, also one of the batch's,
-        however large.
+        """Return a block of at least `nbytes` for this task. Once its batch has `failed`, it may be one of
+        the batch's, however large.
 
         Raises:
             MemoryError: the worker's part of the arena, or its address space, is used up.
@@ -160,7 +161,7 @@ class Allocator:
             address, memory = self.mapping.reach(offset, reached)
             if found is None:
                 began = time.monotonic_ns()
-                self.mapping.populate(offset, nbytes)  # faster than a fault for each page, and measured
+                self.mapping.populate(offset, nbytes)  # faster than a fault for each page, and timed
                 self.new_memory += time.monotonic_ns() - began
         except MemoryError:
             self._idle.append((size, offset))
@@ -171,7 +172,7 @@ class Allocator:
         return block
 
     def _close(self, block: OpenBlock) -> None:
-        """The block is not this task's, nor user code's, any more."""
+        """Remove a block that neither this task nor user code uses any more."""
         del self._open[block.offset]
         self._by_address.remove(block)
         self._children.owned = len(self._open)
@@ -180,14 +181,15 @@ class Allocator:
         offset = self._space.take(size)
         if offset is None:
             raise MemoryError(
-                f"{nbytes} bytes do not fit into what is left of this worker's part of the shared memory; "
+                f"{nbytes} bytes do not fit into the rest of this worker's part of the shared memory; "
                 "are thousands of batches kept alive, or files limited (ulimit -f)?"
             )
         self._fresh.append((offset, size))
         return offset
 
     def _fit_promised(self, nbytes: int, wanted: int) -> tuple[int, int] | None:
-        """A promised block that is released. Worth waiting for, for a part of what new pages would cost."""
+        """Return a promised block that is released. The wait for it takes a fraction of the time that new
+        pages would take."""
         found = _fit(self._promised, wanted)
         if found is None:
             return None
@@ -200,7 +202,7 @@ class Allocator:
         return found
 
     def empty_array(self, shape: tuple[int, ...], typestr: str, nbytes: int) -> Array | None:
-        """An uninitialised array in a block; None where a block is not worth it."""
+        """Return an uninitialised array in a block; None if it is small, or in a forked child."""
         if nbytes < SMALLEST or process_id.current() != self._pid:
             return None
         with self._lock:
@@ -213,7 +215,7 @@ class Allocator:
         return np.asarray(hold)
 
     def _cut(self, nbytes: int) -> tuple[OpenBlock, int]:
-        """A block, and where in it a result of `nbytes` begins."""
+        """Return a block, and the offset in it of a result of `nbytes`."""
         block = self._rest
         start = 0 if block is None else device_aligned(block.cut)
         if block is None or block.size - start < nbytes:
@@ -223,7 +225,7 @@ class Allocator:
         return block, start
 
     def block_at(self, address: int) -> OpenBlock | None:
-        """The block of this task in which an address lies, if any."""
+        """The block of this task that contains an address, if any."""
         with self._lock:
             at = bisect_right(self._by_address, address, key=_address) - 1
             if at < 0:
@@ -236,7 +238,7 @@ class Allocator:
         return self._large and nbytes >= nontemporal.SMALLEST_PIECE
 
     def write(self, offset: int, source: int, nbytes: int) -> None:
-        """Copy `nbytes` from an address elsewhere into the arena."""
+        """Copy `nbytes` from the address `source` into the arena."""
         process_id.stay_in(self._pid)
         address, _piece = self.mapping.reach(offset, nbytes)
         if self.is_nontemporal(nbytes):
@@ -248,19 +250,19 @@ class Allocator:
 
     @property
     def untouched(self) -> bool:
-        """Whether no block is at hand: a task that uses none has nothing to ship, to return or to tell."""
+        """Whether no block is open or available: then the task has nothing to ship, return or report."""
         with self._lock:  # a thread of the dataset may be taking a promised block
             return not (self._open or self._idle or self._promised or self._fresh or self._dropped)
 
     def ship(self, used: Used) -> None:
-        """The batch lies in these blocks: they are not given out again."""
+        """Mark the blocks that the batch lies in: they are not used again."""
         with self._lock:
             self._shipping = frozenset(map(_first, used))
 
     def copy_held(self, used: Used) -> dict[int, OpenBlock]:
-        """Copies of the shipped blocks that user code still references: it may write to its own memory
-        whenever it likes. By offset of the original. Called when the worker has dropped its own references
-        to the batch."""
+        """Copy the shipped blocks that user code still references, because it may write to its memory at any
+        time. Return the copies by offset of the original. Called when the worker has dropped its own
+        references to the batch."""
         with self._lock:
             self._drain()
             self._children.reap()
@@ -274,16 +276,16 @@ class Allocator:
     def _is_held(self, block: OpenBlock) -> bool:
         if block.holds:
             return True
-        # The first such moment counts: children overlap, and what the first child sees, the next does not.
+        # Only the first such moment counts: children that were forked later do not see the block.
         block.left = block.left or moment()
         return self._children.may_see(block.opened, block.left)
 
     def finish(self, used: Used) -> tuple[list[tuple[int, int]], list[int]]:
-        """The task is answered with these blocks.
+        """Finish the task; the answer uses these blocks.
 
         Returns:
-            The blocks (offset, size) that the consumer has not heard of, and the offsets of blocks that it
-            gets back empty. Blocks that user code holds stay here until it drops them.
+            The blocks (offset, size) that the consumer does not know yet, and the offsets of unused blocks,
+            which return to it. Blocks that user code references stay here until it drops them.
         """
         with self._lock:
             self._shipping = frozenset()
@@ -298,7 +300,7 @@ class Allocator:
             return fresh, returned
 
     def _reclaim(self) -> None:
-        """Blocks that are not held can be written to again, those of the batch too."""
+        """Make blocks writable again that are not referenced, including the batch's."""
         self._rest = None
         if self._open or self._dropped:
             self._drain()
@@ -306,12 +308,12 @@ class Allocator:
             self._free([block for block in self._open.values() if not self._is_held(block)])
 
     def _collect(self) -> None:
-        """Blocks that user code dropped can be written to again."""
+        """Make blocks writable again that user code has dropped."""
         dropped = [block for block in self._drain() if self._open.get(block.offset) is block]
         self._free([b for b in dropped if b.offset not in self._shipping and not self._is_held(b)])
 
     def _drain(self) -> set[OpenBlock]:
-        """Count what user code has dropped. Returns the blocks that it dropped an array of."""
+        """Process the arrays that user code has dropped. Return their blocks."""
         blocks = set()
         while self._dropped:
             block = self._dropped.popleft()
@@ -339,17 +341,17 @@ def _fit(blocks: list[tuple[int, int]], wanted: int, any_size: bool = False) -> 
     return None
 
 
-# ---- what collate functions call ------------------------------------------------------------------------
+# ---- called by collate functions ------------------------------------------------------------------------
 
 _NAMES = "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64 complex128"
-#: The dtypes that numpy has, too: torch takes over arrays of them. Others go through bytes.
+#: The dtypes that numpy has, too: torch can wrap arrays of them. Others are allocated as bytes.
 TYPESTR = {getattr(torch, name): np.dtype(name).str for name in _NAMES.split()}
 
 _current: Allocator | None = None
 
 
 def install(allocator: Allocator | None) -> None:
-    """Make `allocator` the one that `empty` and the collate functions of this process use."""
+    """Set the allocator that `empty` and the collate functions of this process use."""
     global _current
     _current = allocator
 
@@ -357,16 +359,16 @@ def install(allocator: Allocator | None) -> None:
 def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
     """An uninitialised tensor that travels to the consumer without a copy.
 
-    In a worker of this package a result of 64 KiB or more lies in shared memory: when it (or a view of
-    it) is part of the batch, it is handed over where it is. Anywhere else, and for smaller results, this
-    is `torch.empty`.
+    In a worker of this package a result of 64 KiB or more lies in shared memory: when it (or a view of it) is
+    part of the batch, it is handed over in place. Anywhere else, and for smaller results, this is
+    `torch.empty`.
 
     Args:
         shape: the sizes.
         dtype: torch's default dtype if None.
 
     Returns:
-        A contiguous CPU tensor, its memory its own.
+        A contiguous CPU tensor with memory of its own.
 
     >>> empty((64, 3, 224, 224), torch.uint8).shape
     torch.Size([64, 3, 224, 224])
@@ -378,7 +380,7 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
 
 
 def out_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-    """`empty` for collate functions: None where they should allocate as they always do."""
+    """`empty` for collate functions; None where they should allocate as usual."""
     if _current is None:
         return None
     nbytes = math.prod(shape) * dtype.itemsize
@@ -391,13 +393,13 @@ def out_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | Non
 
 
 def out_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
-    """The same as an array."""
+    """Like `out_tensor`, for an array."""
     if _current is None:
         return None
     return _current.empty_array(shape, dtype.str, math.prod(shape) * dtype.itemsize)
 
 
 def use_nontemporal(nbytes: int) -> bool:
-    """Whether pieces of `nbytes` are better written with non-temporal stores to what the functions above
-    gave out."""
+    """Whether pieces of `nbytes` are better written with non-temporal stores to memory from the functions
+    above."""
     return _current is not None and _current.is_nontemporal(nbytes)

@@ -1,18 +1,18 @@
-"""The shared memory of one pool of workers: one memfd, its mapping, and the leases of what users reference.
+"""The shared memory of one pool of workers: one memfd, its mapping, and the leases of users.
 
 Runs in the consumer (`Arena`, `Lease`) and in its workers (`Mapping`). The pool and the worker's allocator
-decide who may use a block; this module only knows addresses.
+decide how blocks are used; this module only handles addresses.
 
-The memfd is sparse: it is as long as all that its blocks could ever take, and costs the pages that were
+The memfd is sparse: it has room for all blocks that could ever exist, and costs only the pages that were
 written. So every process maps it once, growing takes no coordination, and there is only one descriptor. Where
 a limit of the address space (`ulimit -v`) leaves no room for that, each process maps the blocks that it reads
-or writes, one by one, for as long as it does. Each worker makes new blocks in a part of the range that is its
-own. The memory of a memfd is not bound by the size of /dev/shm, has no name, and goes with its last holder.
+or writes, one by one, while it needs them. Each worker makes new blocks in its own part of the range. The
+memory of a memfd is not limited by the size of /dev/shm, has no name, and goes with its last user.
 
-A finalizer may run on any thread, at any moment. So that of a lease only appends to a queue. Once the loader
-is closed, that queue is not read any more. What is left of the arena then is the blocks that users hold: no
-descriptor, and no other addresses. The dying lease gives back the pages and the addresses of its own block,
-to which there is no other way any more.
+A finalizer may run on any thread, at any moment. So the finalizer of a lease only appends to a queue. Once
+the loader is closed, that queue is not read any more. Then the arena consists of the blocks that users
+reference: it has no descriptor and no other addresses. Each dying lease gives back the pages and the
+addresses of its own block, which nothing else can reach any more.
 """
 
 from __future__ import annotations
@@ -31,38 +31,39 @@ from fastq_loader.system import calls, pages, process_id
 
 AVAILABLE = calls.AVAILABLE
 
-#: Length of an arena: four times the machine's memory. So all of the memory can be in batches that a user
-#: keeps, also where some workers make more of them than others. At most 4 TiB: x86-64 gives a process 128 TiB
-#: for all the loaders that are open at a time.
+#: Length of an arena: four times the machine's memory, so that all of the memory can be in batches that a
+#: user keeps, even if some workers make more of them than others. At most 4 TiB: x86-64 gives a process 128
+#: TiB for all the loaders that are open at a time.
 _OVERCOMMIT = 4
 _LARGEST = 4 << 40
 _SMALLEST = 1 << 20  # has room for the tables
-#: It is mapped as a whole where that takes at most a quarter of RLIMIT_AS, which is not there for the arena
-#: alone. Else it is at most 16 times as long as the limit: its tables, which are mapped, take 1/512 of that.
+#: The arena is mapped as a whole if that takes at most a quarter of RLIMIT_AS, which also has to cover
+#: everything else. Otherwise it is at most 16 times as long as the limit: its tables, which are always
+#: mapped, take 1/512 of the limit.
 _SHARE, _BEYOND = 4, 16
 
-#: Words of the claim table, see `ipc.claim_table`.
+#: Number of words of the claim table, see `ipc.claim_table`.
 CLAIMS = 1 << 15
 
 
 class Mapping:
-    """A memfd in this process's memory, shared and writable. Where it arrives in another process (one that is
-    spawned, or comes from a fork server), it is mapped there.
+    """A memfd in this process's memory, shared and writable. In another process to which it is sent (a
+    spawned one, or one of a fork server), it is mapped on arrival.
 
     Args:
-        fd: the memfd; it stays the caller's, and open.
-        length: its bytes.
-        regions: equal parts that the range is cut into, one for each worker.
+        fd: the memfd; it belongs to the caller, and stays open.
+        length: its length in bytes.
+        regions: number of equal parts of the range, one for each worker.
         whole: map all of it. Else parts are mapped while they are in use, see `reach`.
 
     Attributes:
         base: address of its first byte, if it is mapped as a whole.
         memory: its bytes, if it is mapped as a whole.
         words: two for each block, see `is_released`.
-        claims: the table that says who loads which batch, in 64-bit words.
+        claims: the claim table, in 64-bit words.
 
     Raises:
-        OSError: there is not enough address space.
+        MemoryError: there is not enough address space.
     """
 
     def __init__(self, fd: int, length: int, regions: int, whole: bool = True) -> None:
@@ -90,7 +91,7 @@ class Mapping:
         return worker * self._region, (worker + 1) * self._region
 
     def reach(self, offset: int, nbytes: int) -> tuple[int, calls.Piece]:
-        """The address of some bytes in this process, and what keeps it valid.
+        """The address of some bytes in this process, and the object that keeps it valid.
 
         Raises:
             MemoryError: there is not enough address space.
@@ -101,7 +102,7 @@ class Mapping:
         return piece.address, piece
 
     def read(self, offset: int, nbytes: int) -> memoryview | bytes:
-        """Some bytes, to be copied at once."""
+        """Return some bytes, to be copied at once."""
         if self.whole:
             return self.memory[offset : offset + nbytes]
         address, _piece = self.reach(offset, nbytes)
@@ -115,9 +116,9 @@ class Mapping:
             address, _piece = self.reach(offset, len(data))
             calls.view(address, len(data))[:] = data
 
-    # The words of a block hold the number of its last lease, and the number of the last lease that died.
-    # The consumer writes them, and the worker to which the block is promised reads them. Numbers rather
-    # than a flag, because a finalizer may be held up on its thread until after the block's next lease.
+    # The words of a block hold the number of its last lease, and the number of the last lease that died. The
+    # consumer writes them, and the worker to which the block is promised reads them. They are numbers and not
+    # a flag, because a finalizer may be delayed on its thread until after the block's next lease.
 
     def is_released(self, offset: int) -> bool:
         """Whether the last lease on a block has died."""
@@ -125,7 +126,7 @@ class Mapping:
         return self.words[at] == self.words[at + 1]
 
     def punch(self, offset: int, size: int) -> None:
-        """Give pages back to the system; the range reads as zeros and can be written again."""
+        """Give pages back to the system; the range then reads as zeros and can be written again."""
         if size > 0:
             calls.punch_hole(self.fd, offset, size)
 
@@ -134,10 +135,10 @@ class Mapping:
         if self.whole:
             self.piece.populate(self.base + offset, size)
 
-    # The end. No view is used any more but by a finalizer that was held up, see `mark_released`.
+    # The end. The views are not used any more, except by a delayed finalizer, see `Lease.__del__`.
 
     def unmap_but(self, held: set[int]) -> None:
-        """Unmap all but the blocks at these offsets. May be called again."""
+        """Unmap everything except the blocks at these offsets. May be called again."""
         for view in (self.memory, self.words, self.claims):
             view.release()
         for offset in self.piece.parts.keys() - held:
@@ -149,36 +150,36 @@ def _arrived(duplicate: Any, *arguments: Any) -> Mapping:
 
 
 class Arena:
-    """The consumer's side of the shared memory. Everything here runs on the consumer's thread, except
-    the finalizers of leases, which run anywhere.
+    """The consumer's side of the shared memory. Everything here runs on the consumer's thread, except the
+    finalizers of leases, which run on any thread.
 
     Args:
         regions: number of workers.
-        whole: map all of it, also where address space is scarce: a device reads blocks where they lie.
+        whole: map all of it, even if address space is scarce: a device reads blocks in place.
 
     Attributes:
         fd: the memfd, -1 once retired.
-        mapping: where it is mapped.
+        mapping: its mapping in this process.
         released: blocks whose last view died: offset, and the moments of the lease's birth and death if a
             forked child may see the block, else zeros.
-        children: those that were forked while a block was leased.
+        children: children that were forked while a block was leased.
         retired: the loader was closed.
 
     Raises:
-        OSError: no memfd, or not enough address space.
+        OSError: there is no memfd, or not enough address space.
     """
 
     def __init__(self, regions: int, whole: bool = False) -> None:
         self.pid = process_id.current()
         self.fd = calls.memfd_create("fastq_loader")
         self.mapping = self._map_largest(regions, whole)
-        # No process can cut the memory short while another one uses it (that would be SIGBUS).
+        # Prevent every process from truncating the memory while another one uses it (that would be SIGBUS).
         calls.seal_length(self.fd)
         self.released: deque[tuple[int, int, int]] = deque()
         self.retired = False
-        self.children = ForkedChildren()  # its count: leases that have not been read from `released`
+        self.children = ForkedChildren()  # `owned` counts leases not yet read from `released`
         self._number = 0  # of the last lease
-        self._quarantine: list[tuple[int, int, int]] = []  # of `released`: what a forked child may see
+        self._quarantine: list[tuple[int, int, int]] = []  # entries of `released` that a child may see
 
     def _map_largest(self, regions: int, whole: bool) -> Mapping:
         machine = pages.installed()
@@ -203,12 +204,13 @@ class Arena:
                     raise OSError(errno.ENOMEM, f"{text} {advice}") from error
 
     def lease(self, block: tuple[int, int], start: int, nbytes: int) -> np.ndarray[Any, Any]:
-        """A writable array of bytes in a block (offset, size), `start` bytes from where that starts.
+        """Return a writable array of bytes in a block (offset, size), beginning `start` bytes after the
+        block's start.
 
-        The block stays in use until the array and everything made of it are gone.
+        The block stays in use until the array and everything derived from it are gone.
 
         Raises:
-            MemoryError: there is not enough address space; the block is to be abandoned.
+            MemoryError: there is not enough address space; the caller has to abandon the block.
         """
         offset, mapping = block[0], self.mapping
         if mapping.whole:  # as `reach` does
@@ -216,13 +218,13 @@ class Arena:
         else:
             address, memory = mapping.reach(offset, start + nbytes)
         self.children.owned += 1
-        number = self._number = self._number % 0xFFFFFFFF + 1  # 32 bits; 0 is what new memory reads
+        number = self._number = self._number % 0xFFFFFFFF + 1  # 32 bits; new memory reads as 0
         mapping.words[offset // SMALLEST * 2] = number
         interface = {"version": 3, "data": (address + start, False), "shape": (nbytes,), "typestr": "|u1"}
         return np.asarray(Lease(self, number, offset, memory, interface))
 
     def abandon(self, offset: int) -> None:
-        """A block that should be leased is not: it counts as released."""
+        """Count a block as released that could not be leased."""
         self.children.owned += 1
         self.released.append((offset, 0, 0))
 
@@ -247,19 +249,19 @@ class Arena:
         return free
 
     def retire(self, held: list[tuple[int, int]]) -> None:
-        """The loader closes: all memory and all addresses go back to the system, but those of the blocks
-        (offset, size) at `held`, whose leases will do it themselves when they die. May be called again when
-        an interrupt cut it short."""
+        """Give all memory and all addresses back to the system when the loader closes, except the blocks
+        (offset, size) in `held`: their leases do that when they die. May be called again after an
+        interrupt."""
         mapping = self.mapping
         if not self.retired:
             mapping.piece.cut(held if mapping.whole else ())  # pieces are cut already
             self.retired = True
-        # The user's threads go on meanwhile: what they dropped has no lease any more.
+        # The user's threads continue meanwhile: blocks that they dropped have no lease any more.
         dropped = {offset: bool(died) for offset, _, died in [*self.released, *self._quarantine]}
         if self.fd >= 0:
             start = 0
             for offset, size in [*sorted(held), (mapping.length, 0)]:
-                if dropped.get(offset, True):  # else no child sees it
+                if dropped.get(offset, True):  # else it was dropped, and no child sees it
                     mapping.punch(start, offset - start)
                     start = offset + size
             mapping.unmap_but({offset for offset, _ in held} - dropped.keys())
@@ -268,13 +270,13 @@ class Arena:
         self.children.close()
 
     def __del__(self) -> None:
-        # Retired arenas have closed it; this is for one whose engine was interrupted while it was made.
+        # Retired arenas have closed it; this one's engine was interrupted while it was made.
         if getattr(self, "fd", -1) >= 0 and self.pid == process_id.current():
             os.close(self.fd)
 
 
 class Lease:
-    """A reference to a block: lives as long as the last array or tensor over it.
+    """A reference to a block, which lives as long as the last array or tensor over it.
 
     numpy's array interface makes this object the base of the array; `torch.from_numpy` keeps the array.
     """
@@ -302,7 +304,7 @@ class Lease:
             if not seen:
                 try:  # noqa: SIM105 - `suppress` takes three calls
                     arena.mapping.words[offset // SMALLEST * 2 + 1] = self._number
-                except ValueError:  # the loader was closed meanwhile on another thread: it is not looked at
+                except ValueError:  # another thread has closed the loader: the word is not read any more
                     pass
-        if arena.retired:  # or was, on another thread, and the queue is not read
+        if arena.retired:  # perhaps by another thread just now: the queue is not read any more
             self._memory.unmap(self._offset, pages=not seen)

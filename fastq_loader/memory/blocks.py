@@ -1,4 +1,4 @@
-"""One block of shared memory: its states, its sizes, who may write to it, and where new ones have room.
+"""One block of shared memory: its states, its sizes, its writer, and the ranges for new blocks.
 
 Pure. Used in the consumer by the pool, in workers by the allocator, and for the sizes on both sides.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 FREE, GRANTED, FILLED, HELD, PROMISED = "free", "granted", "filled", "held", "promised"
 
-#: state → event → next state. What is not listed is a defect and raises.
+#: state → event → next state. Any other transition is a defect and raises InvalidTransition.
 BLOCK_TRANSITIONS: dict[str, dict[str, str]] = {
     FREE: {"grant": GRANTED},
     GRANTED: {"fill": FILLED, "give_back": FREE},
@@ -19,17 +19,17 @@ BLOCK_TRANSITIONS: dict[str, dict[str, str]] = {
 }
 
 PAGE = 4096
-#: Where fields begin in a batch that goes to a device in one piece: what CUDA's own allocator aligns to.
+#: Alignment of fields in a batch that goes to a device in one piece, as in CUDA's own allocator.
 DEVICE_ALIGNMENT = 256
-#: Bytes. Smaller tensors and arrays travel together and are copied out, so that keeping one keeps no block.
+#: Bytes. Smaller tensors and arrays travel together and are copied out, so keeping one does not keep a block.
 SMALLEST = 64 * 1024
 
 
 def size_class(nbytes: int) -> int:
     """The block size for `nbytes`: four steps between powers of two, at least `SMALLEST`.
 
-    At most a quarter of a block's address range stays unused; pages that nothing was ever written to
-    cost no memory.
+    At most a quarter of a block's address range stays unused; pages that were never written to cost no
+    memory.
     """
     if nbytes <= SMALLEST:
         return SMALLEST
@@ -39,7 +39,7 @@ def size_class(nbytes: int) -> int:
 
 
 def device_aligned(nbytes: int) -> int:
-    """Bytes that a field takes up in a batch that goes to a device."""
+    """Bytes that a field of `nbytes` takes up in a batch that goes to a device."""
     return -(-nbytes // DEVICE_ALIGNMENT) * DEVICE_ALIGNMENT
 
 
@@ -47,11 +47,11 @@ Extents = tuple[tuple[int, int], ...]  # (offset, size in bytes)
 
 
 class Holder(NamedTuple):
-    """Who may write to a block: a worker, or whichever worker will claim a ticket.
+    """The writer of a block: a worker, or whichever worker will claim a ticket.
 
     Attributes:
-        worker: its number, or None.
-        ticket: of a task that is unclaimed, or None.
+        worker: number of the worker, or None.
+        ticket: ticket of an unclaimed task, or None.
     """
 
     worker: int | None
@@ -59,15 +59,15 @@ class Holder(NamedTuple):
 
 
 class Block:
-    """One block, as it is now.
+    """The current state of one block.
 
     Attributes:
         offset, size: in bytes.
         state: by the table above.
-        writer: who holds the grant, or held the last one.
+        writer: the owner of the current grant, or of the last one.
         home: the worker that made it.
         kept: its writer has answered and neither used nor returned it: user code in the worker references it.
-        last_task: how many tasks there had been when it was last written to or held.
+        last_task: number of tasks at the time when it was last written to or held.
     """
 
     __slots__ = ("home", "kept", "last_task", "offset", "size", "state", "writer")
@@ -89,7 +89,7 @@ class FreeRanges:
         self._ranges = list(ranges)
 
     def take(self, size: int) -> int | None:
-        """Cut `size` bytes off the first range that has them; their offset, or None."""
+        """Cut `size` bytes off the first range that is large enough. Return their offset, or None."""
         for at, (offset, room) in enumerate(self._ranges):
             if room >= size:
                 self._ranges[at : at + 1] = [(offset + size, room - size)] if room > size else []

@@ -1,18 +1,19 @@
-"""The children that user code forks, and until when they may see what was in shared memory.
+"""Tracks processes forked by user code, which keep shared memory visible until they exit.
 
-Runs in the consumer and in workers, on whatever thread forks. A child goes on seeing the shared memory that
-was there at the fork, as it is now. So whatever was referenced then stays out of use until the child has
-ended or runs another program. `ForkedChildren` tells its owner: the arena, for what the user references,
-and a worker's allocator, for what a batch is being written to.
+Runs in the consumer and in workers, on whatever thread forks. A child continues to see the shared memory that
+existed at the fork, with its current contents. So blocks that were referenced then are not reused until the
+child has ended or runs another program. Each `ForkedChildren` has an owner: the arena, for blocks that the
+user references, or a worker's allocator, for blocks of a batch under construction.
 
 The child holds one end of a pipe, which closes when it and its own children are gone. Where descriptors are
-used up there is no pipe: the end of the child is unknown, and it counts as alive as long as its owner is in
-use.
+used up there is no pipe: the child's end cannot be detected, and it counts as alive as long as its owner is
+in use.
 
-Points in time are moments: numbers that grow from call to call, on all threads. A fork takes more than one
-moment, because other threads go on between its hooks: the child may see what was made before the fork ended.
+Points in time are moments: numbers that increase from call to call, on all threads. A fork takes more than
+one moment, because other threads continue between its hooks: the child may see blocks that were made before
+the fork ended.
 
-The hooks raise nothing: Python would print the error, and the fork would go on without the rest of the hook.
+The hooks raise nothing: Python would print the error, and fork without running the rest of the hook.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ import weakref
 
 from fastq_loader.system import calls
 
-#: A number larger than all that were given before. It is one step: no other thread comes between.
+#: Returns a larger number at each call, in one step: no other thread can interfere.
 moment = itertools.count(1).__next__
 
 _NEVER = sys.maxsize
 
 
 class _Child:
-    """Children of one fork, if it has not failed.
+    """A forked child and its own children; none if the fork has failed.
 
     Args:
-        watched: whether its end is to be noticed.
+        watched: whether its end is to be detected.
 
     Attributes:
         began, ended: moments before and after the fork.
-        read, write: the ends of its pipe, in lists, out of which only one thread can take a descriptor.
+        read, write: the ends of its pipe, each in a list, from which only one thread can take the descriptor.
     """
 
     __slots__ = ("began", "ended", "read", "write")
@@ -61,12 +62,12 @@ def _close(descriptors: list[int]) -> None:
 
 
 class ForkedChildren:
-    """The children that may see what their owner has.
+    """The children that may see the blocks of one owner.
 
     Attributes:
-        owned: number of things that the owner has now; a fork while it is 0 does not count. The owner counts
-            a thing before it asks for the moment of its birth.
-        alive: those that are not known to be gone.
+        owned: number of blocks that the owner has now; a fork while it is 0 is ignored. The owner counts a
+            block before it takes the moment of the block's birth.
+        alive: children that are not known to be gone.
     """
 
     def __init__(self) -> None:
@@ -76,27 +77,27 @@ class ForkedChildren:
         _registry[id(self)] = self
 
     def may_see(self, born: int, died: int) -> bool:
-        """Whether a child that was alive at the last `reap` may see what was there between two moments. Makes
-        no system call, and may be called on any thread."""
+        """Whether a child that was alive at the last `reap` may see a block that existed between two moments.
+        Makes no system call, and may be called on any thread."""
         if not self.alive:
             return False
         return any(born < child.ended and died > child.began for child in tuple(self.alive))
 
     def reap(self) -> None:
-        """Forget the children that have ended, with their own children, or run another program."""
+        """Remove the children that have ended, with their own children, or run another program."""
         for child in tuple(self.alive):
             if child.ended < _NEVER and child.read and calls.readable(child.read, 0):
                 self._forget(child)
 
     def close(self) -> None:
-        """The owner's descriptors are given back. From here on every child counts as alive, those that are
-        forked later too."""
+        """Close the owner's descriptors. From here on every child counts as alive, also those forked
+        later."""
         self._closed = True
         for child in tuple(self.alive):
             _close(child.read)
 
     def _forget(self, child: _Child) -> None:
-        with contextlib.suppress(ValueError):  # another thread has done it
+        with contextlib.suppress(ValueError):  # another thread has removed it
             self.alive.remove(child)
         _close(child.read)
 
@@ -113,23 +114,23 @@ class ForkedChildren:
         _close(child.write)  # only the child itself holds it now
         if not self.owned:
             self._forget(child)
-        elif self._closed:  # the latest child saw all that those before it saw
+        elif self._closed:  # the latest child sees all that earlier ones see
             self.alive[:] = [other for other in self.alive if other.ended >= child.ended]
 
     def inherited(self, mine: list[_Child]) -> None:
-        """This process is a child itself, and the owner is its parent's."""
+        """Close the pipes in a forked child, where the owner is the parent's."""
         for child in self.alive:
             _close(child.read)
             if child not in mine or not self.owned:
                 _close(child.write)
 
 
-#: By id. Its references are listed in one step, while other threads make owners and drop them.
+#: By id. Its references can be listed in one step, while other threads create and drop owners.
 _registry: weakref.WeakValueDictionary[int, ForkedChildren] = weakref.WeakValueDictionary()
 
 
 class _Forks(threading.local):
-    """The forks that this thread is in the middle of: a hook of the user's may fork, too."""
+    """The forks in progress on this thread; a hook of the user's may fork, too."""
 
     def __init__(self) -> None:
         self.begun: list[list[tuple[ForkedChildren, _Child]]] = []
@@ -146,7 +147,7 @@ def _before_fork() -> None:
     begun: list[tuple[ForkedChildren, _Child]] = []
     _forks.begun.append(begun)
     for children in _living():
-        begun.append((children, children.forking()))  # noqa: PERF401 - whatever interrupts it, these have begun
+        begun.append((children, children.forking()))  # noqa: PERF401 - if interrupted, these have begun
 
 
 def _after_fork_in_parent() -> None:

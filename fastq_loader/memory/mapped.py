@@ -1,8 +1,8 @@
-"""A value whose large buffers lie in a sealed memfd, which every process that reads it maps.
+"""A value whose large buffers lie in a sealed memfd, which every reading process maps.
 
 Runs in the consumer, in workers, and in programs that call `share`. The value is pickled with protocol 5: its
-buffers (of arrays of numpy and Arrow, and of what is made of these) are written beside the pickle and not
-into it. A reader maps them privately: it may write to them, and memory is spent once until it does.
+buffers (of numpy and Arrow arrays, and of objects that contain them) are written beside the pickle and not
+into it. A reader maps them privately: it may write to them, and memory is shared until it does.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any
 
 from fastq_loader.system import calls
 
-#: Bytes from which on a buffer is worth a place of its own.
+#: Bytes from which on a buffer is written beside the pickle.
 SMALLEST = 64 << 10
 _ALIGNMENT = 64
-_HEAD = struct.Struct("<QQ")  # where the index begins, and its bytes
+_HEAD = struct.Struct("<QQ")  # where the index begins, and its size in bytes
 
 
 def write(value: Any, pickler: Callable[..., Any] = pickle.Pickler) -> int:
-    """A descriptor of a memfd with the value, sealed.
+    """Write a value to a sealed memfd. Return its descriptor.
 
     Args:
-        value: whatever pickles.
+        value: any value that can be pickled.
         pickler: called as `pickle.Pickler(file, protocol, buffer_callback=...)`.
 
     Raises:
-        OSError: there is no memfd, or no memory for it.
-        Exception: what pickling raises.
+        OSError: memfds are not available, or memory is used up.
+        Exception: pickling raised it.
     """
     pickled, buffers = io.BytesIO(), list[memoryview]()
 
@@ -40,7 +40,7 @@ def write(value: Any, pickler: Callable[..., Any] = pickle.Pickler) -> int:
         raw = buffer.raw()
         if raw.nbytes >= SMALLEST:
             buffers.append(raw)
-        return raw.nbytes < SMALLEST  # true: into the pickle
+        return raw.nbytes < SMALLEST  # True writes it into the pickle
 
     pickler(pickled, 5, buffer_callback=keep).dump(value)
     fd = calls.memfd_create("fastq_loader.mapped")
@@ -63,8 +63,8 @@ def write(value: Any, pickler: Callable[..., Any] = pickle.Pickler) -> int:
 
 
 def read(fd: int) -> Any:
-    """The value; its buffers are writable, and stay mapped while they are referred to. The descriptor is the
-    caller's, and need not stay open."""
+    """Return the value; its buffers are writable, and stay mapped while they are referenced. The descriptor
+    belongs to the caller, and need not stay open."""
     memory = memoryview(mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
     at, nbytes = _HEAD.unpack_from(memory)
     *places, stream = (memory[start : start + size] for start, size in pickle.loads(memory[at : at + nbytes]))

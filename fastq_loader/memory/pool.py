@@ -1,22 +1,22 @@
-"""The shared-memory blocks of one pool of workers: who may write to one, who references it, which are free.
+"""The shared-memory blocks of one pool of workers: which are free, granted for writing, or referenced.
 
-Pure but for what the arena does: it counts offsets and sizes. Runs in the consumer, on the thread that calls
-`next()`. A block lives by the table in `blocks`: it is granted to a task, accepted with the batch that a
-worker has written to it, and delivered to the user or dropped; `collect` hears of the leases that have died.
-No block is written to while anything references it: from HELD and PROMISED only `release` leads to a state in
-which a worker may write.
+Pure, except for calls of the arena: it counts offsets and sizes. Runs in the consumer, on the thread that
+calls `next()`. The table in `blocks` defines the life of a block: it is granted to a task, accepted with the
+batch that a worker has written to it, and delivered to the user or dropped; `collect` processes leases that
+have died. No block is written to while anything references it: from HELD and PROMISED only `release` leads to
+a state in which a worker may write.
 
-A held block can be *promised*. The user is about to drop the batch before the one that is handed out, and
-its block should serve the next task. When the last lease dies, its finalizer marks the block in shared
-memory, and the worker finds the mark. If it finds none, it makes a new block and declines. So the pool needs
-one batch less than if the consumer had to hear of the release first, and that takes no message.
+A held block can be *promised*. The user is about to drop the batch before the one that is handed out, and its
+block should serve the next task. When the last lease dies, its finalizer marks the block in shared memory,
+and the worker finds the mark. If it finds none, it makes a new block and returns the promise. So the pool
+needs one batch less than if the consumer had to process the release first, and no message is needed.
 
-A worker makes new blocks on its own when no granted block fits, in a part of the arena's address range that
-belongs to it. The pool adopts them when it hears of them. So no worker ever waits for space.
+A worker makes new blocks on its own when no granted block fits, in its own part of the arena's address range.
+The pool adopts them with the answer. So no worker ever waits for space.
 
-What batches need is counted by tasks and sizes. Batches of a few kinds may take turns, and the kind of the
-next one is unknown. So a task gets enough for any of them, and gives back what it does not use; else their
-blocks would be made anew all the time. A kind that has not come for many tasks is forgotten.
+The need for blocks is measured in tasks and sizes. Batches of a few kinds may take turns, and the kind of the
+next one is unknown. So a task gets enough for any of them, and returns the rest; else their blocks would be
+made anew all the time. A kind that has not occurred for many tasks is forgotten.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from fastq_loader.memory.blocks import (
 if TYPE_CHECKING:
     from fastq_loader.memory.arena import Arena
 
-#: Bytes from which a block is promised. For less, another block costs less than the worker's polls for the
+#: Bytes from which a block is promised. Below that, another block costs less than the worker's polls for the
 #: release: it is made once, and the next tasks find it free.
 WORTH_A_PROMISE = 4 << 20
 _HELD = frozenset((HELD, PROMISED))
-#: Tasks after which a block that none of them used goes back to the system. Making 200 MB of pages anew takes
-#: as long as a thousand of the smallest batches.
+#: Tasks after which an unused block goes back to the system. Making 200 MB of pages anew takes as long as a
+#: thousand of the smallest batches.
 PATIENCE = 1000
-#: Tasks after which a kind of batch that has not come is not expected any more: tasks are not granted blocks
-#: for it, and blocks that only it needs go back to the system.
+#: Tasks after which a kind of batch that has not occurred is not expected any more: tasks are not granted
+#: blocks for it, and blocks that only it needs go back to the system.
 EXPECTED = 125
-#: Kinds of batches that are told apart. Where there are more, their sizes are so many that blocks of one kind
+#: Kinds of batches that are distinguished. If there are more, their sizes are so many that blocks of one kind
 #: serve another.
 KINDS = 4
 
@@ -61,20 +61,20 @@ class Demand:
     """The needs of the recent batches.
 
     Attributes:
-        tasks: that there have been.
+        tasks: number of tasks so far.
         wanted: bytes of the blocks that serve every recent kind of batch, each by itself; descending.
-        batch_bytes: of a batch's blocks: a maximum that fades over some hundred batches.
+        batch_bytes: bytes of a batch's blocks: a maximum that decays over some hundred batches.
     """
 
     def __init__(self) -> None:
         self.tasks = 0
         self.wanted: tuple[int, ...] = ()
         self.batch_bytes = 0.0
-        self._kinds: dict[tuple[int, ...], int] = {}  # bytes of a batch's blocks → its task; newest last
+        self._kinds: dict[tuple[int, ...], int] = {}  # bytes of a batch's blocks → its last task; newest last
         self._next_check = EXPECTED
 
     def learn(self, kind: tuple[int, ...]) -> None:
-        """A batch used blocks of these sizes, in descending order."""
+        """Record a batch that used blocks of these sizes, in descending order."""
         known = self._kinds.pop(kind, None) is not None
         self._kinds[kind] = self.tasks
         if not known:
@@ -97,9 +97,10 @@ class Demand:
         self.wanted = tuple(wanted)
 
     def cold(self) -> int:
-        """Now and then the task since which blocks should have been used; 0: not yet.
+        """From time to time, return the number of the task since which a block must have been used to stay;
+        else 0.
 
-        Kinds of batches that have not come of late are forgotten.
+        Kinds of batches that have not occurred recently are forgotten.
         """
         if self.tasks < self._next_check:
             return 0
@@ -118,15 +119,15 @@ class BlockPool:
 
     Args:
         arena: the memory. The pool gives it back in `close`.
-        workers: how many write to it.
+        workers: number of workers that write to it.
 
     Attributes:
-        released: what `collect` looks at, if anything.
-        grown: blocks adopted since the pool was made.
-        block_at: gives the block at an offset, or None.
+        released: the queue that `collect` reads.
+        grown: number of blocks adopted so far.
+        block_at: returns the block at an offset, or None.
         nbytes: bytes of all blocks.
-        free_blocks: how many are free.
-        demand: what batches need.
+        free_blocks: number of free blocks.
+        demand: the needs of the recent batches.
     """
 
     def __init__(self, arena: Arena, workers: int) -> None:
@@ -135,7 +136,7 @@ class BlockPool:
         self._workers = workers
         self._blocks: dict[int, Block] = {}
         self.block_at = self._blocks.get
-        self._free: dict[int, deque[int]] = {}  # size → offsets; the warmest at the right end
+        self._free: dict[int, deque[int]] = {}  # size → offsets; last used at the right end
         self._sizes: list[int] = []  # sizes that have a free list, ascending
         self.grown = 0
         self.nbytes = 0
@@ -143,9 +144,9 @@ class BlockPool:
         self._kept_bytes = 0
         self.free_blocks = 0
         self._recent: Sequence[int] = ()  # the blocks of the batch that was delivered last
-        self._space: dict[int, list[tuple[int, int]]] = {}  # worker → trimmed blocks that it gets back
+        self._space: dict[int, list[tuple[int, int]]] = {}  # worker → ranges of its trimmed blocks
         self.demand = Demand()
-        self._needs: list[int] = []  # bytes of the newest batch in each block, and what kind of batch that is
+        self._needs: list[int] = []  # bytes of the newest batch in each block; `_kind` is its kind
         self._kind: tuple[int, ...] = ()
 
     def __len__(self) -> int:
@@ -153,7 +154,7 @@ class BlockPool:
 
     @property
     def batch_bytes(self) -> float:
-        """Bytes of a batch's blocks: a maximum that fades over some hundred batches."""
+        """Bytes of a batch's blocks: a maximum that decays over some hundred batches."""
         return self.demand.batch_bytes
 
     # ---- the life of a block ------------------------------------------------------------------
@@ -182,7 +183,8 @@ class BlockPool:
         return block
 
     def grant(self, holder: Holder) -> tuple[Extents, Extents]:
-        """Blocks for a batch like the recent ones, as far as there are any: free ones, and promised ones."""
+        """Grant blocks for a batch like the recent ones, if available. Return the free and the promised
+        ones."""
         demand = self.demand
         demand.tasks += 1
         if not demand.wanted:
@@ -203,14 +205,14 @@ class BlockPool:
         if wanted < WORTH_A_PROMISE:
             return None
         for offset in self._recent:
-            block = self._blocks.get(offset)  # None: it was let go and trimmed
+            block = self._blocks.get(offset)  # None if it was released and trimmed
             if block is not None and block.state == HELD and wanted <= block.size <= 2 * wanted:
                 return self._move(offset, "promise")
         return None
 
     def _take(self, wanted: int) -> Block | None:
-        # A block up to twice as large will do: with sizes that vary, more would turn small batches
-        # into holders of large blocks.
+        # A block up to twice as large will do. With sizes that vary, a higher limit would let small batches
+        # hold large blocks.
         for size in self._sizes[bisect_left(self._sizes, wanted) : bisect_right(self._sizes, 2 * wanted)]:
             if self._free[size]:
                 return self._move(self._free[size].pop(), "grant")
@@ -219,18 +221,18 @@ class BlockPool:
     def accept(
         self, worker: int, used: Extents, fresh: Extents, returned: tuple[int, ...], given: Extents
     ) -> None:
-        """A worker has written a batch.
+        """Accept the batch that a worker has written.
 
         Args:
             worker: its number.
             used: the batch's blocks (offset, bytes needed).
             fresh: blocks (offset, size) that the worker made.
             returned: offsets of granted and promised blocks that it did not use.
-            given: what its task was granted and promised. Of these it keeps those that it neither used nor
-                returned: user code references them there.
+            given: blocks that its task was granted and promised. If the worker neither used nor returned one,
+                user code references it there, and it stays.
 
         Raises:
-            ProtocolError: these are not blocks of the worker; nothing was changed.
+            ProtocolError: a block does not belong to the worker; nothing was changed.
         """
         self._check_own(worker, used, fresh, returned)
         for offset, size in fresh:
@@ -273,22 +275,22 @@ class BlockPool:
         self.nbytes += size
 
     def deliver(self, offsets: Sequence[int]) -> None:
-        """The batch in these blocks is handed out; its views hold leases."""
+        """Hand out the batch in these blocks; its views hold leases."""
         for offset in offsets:
             self._move(offset, "deliver")
         self._recent = offsets
 
     def release(self, offsets: Iterable[int]) -> None:
-        """The last views of these blocks are gone: each is free, or its writer's if it was promised."""
+        """Free blocks whose last views are gone; one that was promised becomes its writer's."""
         for offset in offsets:
             self._move(offset, "release").last_task = self.demand.tasks
 
     def collect(self) -> None:
-        """Blocks whose last view has died are free again."""
+        """Free the blocks whose last view has died."""
         self.release(self.arena.released_blocks())
 
     def drop(self, offsets: Iterable[int]) -> None:
-        """The batch in these blocks is not handed out, or was copied out of them."""
+        """Free the blocks of a batch that is not handed out, or was copied out of them."""
         for offset in offsets:
             self._move(offset, "drop")
 
@@ -298,7 +300,7 @@ class BlockPool:
             self._move(offset, "give_back")
 
     def hand_over(self, holder: Holder, worker: int, blocks: Extents) -> None:
-        """Hand grants and promises of a ticket's claimant over to `worker`."""
+        """Transfer grants and promises from `holder`, a ticket, to the `worker` that has claimed it."""
         for offset, _ in blocks:
             block = self._blocks[offset]
             if block.writer != holder or block.state not in (GRANTED, PROMISED):
@@ -306,7 +308,7 @@ class BlockPool:
             block.writer = Holder(worker)
 
     def mark_dead(self, worker: int) -> None:
-        """`worker` is confirmed dead: what was granted to it can be granted again."""
+        """Take back the grants of `worker`, which is confirmed dead."""
         for offset, block in self._blocks.items():
             if block.state in (GRANTED, PROMISED) and block.writer == (worker, None):
                 self._move(offset, "give_back")
@@ -314,20 +316,20 @@ class BlockPool:
     # ---- shrinking ----------------------------------------------------------------------------
 
     def trim(self, batches: int, forget: Callable[[int], None] | None = None) -> bool:
-        """Give the pages of blocks back to the system.
+        """Give the pages of unneeded blocks back to the system.
 
-        Blocks that users hold, or their datasets keep, are their wish. Of the others as many stay as
-        `batches` batches need, so that a loop that kept batches for a while pays their memory back, and none
-        that was of no use for many tasks. A trimmed block is a block no more: its address range goes back to
+        Blocks still referenced by the user or the dataset are never trimmed. Of the others, as many stay as
+        `batches` batches need, so that a loop that kept batches for a while returns their memory; blocks that
+        were unused for many tasks go anyway. A trimmed block is no longer a block: its address range goes to
         the worker that made it, see `space`.
 
         Args:
-            batches: for which blocks stay.
+            batches: number of batches for which blocks stay.
             forget: called with the offset of each block before its pages go: a device that has locked them
-                must not go on to read them.
+                must not read them any more.
 
         Returns:
-            Whether there is new `space` to tell workers of.
+            Whether there is new `space` to send to workers.
         """
         spare = self._take_spare(batches)
         for block in spare:
@@ -359,12 +361,12 @@ class BlockPool:
         return self._blocks.pop(self._free[size].popleft())
 
     def space(self, worker: int) -> Extents:
-        """Address ranges (offset, size) of trimmed blocks that `worker` may make new blocks in."""
+        """Take the address ranges (offset, size) of trimmed blocks in which `worker` may make new blocks."""
         return tuple(self._space.pop(worker)) if worker in self._space else ()
 
     def clear_space(self, worker: int) -> Extents:
         """The ranges (offset, size) of a dead worker's part of the arena in which its successor may make
-        blocks: all that are not blocks. Pages that the dead one wrote there go back to the system."""
+        blocks: everything outside of blocks. Pages that the dead worker wrote there go back to the system."""
         self._space.pop(worker, None)
         start, end = self.arena.mapping.region(worker)
         gaps = []
@@ -377,13 +379,13 @@ class BlockPool:
         return space
 
     def usage(self) -> tuple[int, int, int]:
-        """Blocks in use, blocks free, and bytes of shared memory behind them. May be asked on any thread."""
+        """Blocks in use, free blocks, and bytes of shared memory behind them. May be called on any thread."""
         free = self.free_blocks
         return len(self) - free, free, self.nbytes
 
     def close(self) -> None:
-        """All workers have ended: give the memory back, but for the blocks that users reference. May be
-        called again when an interrupt cut it short."""
+        """Give the memory back after all workers have ended, except blocks that users reference. May be
+        called again after an interrupt."""
         if not self.arena.retired:
             self.collect()
             for worker in range(self._workers):

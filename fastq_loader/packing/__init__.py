@@ -1,4 +1,4 @@
-"""A batch as bytes: its tree into a spec, its tensors and arrays into blocks, and back.
+"""Packing and unpacking of batches: the tree as a spec, tensors and arrays in blocks.
 
-`pack` and `walker` run in the workers, `unpack` in the consumer; the others run on both sides.
+`pack` runs in the workers, `walker` mostly there, `unpack` and `tensors` in the consumer, the others in both.
 """

@@ -1,16 +1,16 @@
-"""A batch becomes a handle: the tree into a spec, the leaves into blocks, the rest into a packet.
+"""Packs a batch into a handle: the tree as a spec, large leaves in blocks, small ones in a packet.
 
 Runs in workers; `unpack` is the other side. A `Walker` takes the batch apart, and `segments_of` finds the
-bytes that its leaves cover. A segment of 64 KiB or more lies in a block of its own, so that a loop that
-keeps the labels does not keep the images; smaller ones, and the pickled bytes, are put together in a packet
-that the consumer copies out.
+bytes that its leaves cover. A segment of 64 KiB or more lies in its own block, so that a loop that keeps the
+labels does not keep the images; smaller segments and the pickled bytes form a packet that the consumer copies
+out.
 
-A batch that goes on to a device is laid out for one copy instead: all segments of tensors, small ones too,
+A batch that goes on to a device is laid out for one copy instead: all segments of tensors, also small ones,
 lie in one block at multiples of 256 bytes. Arrays, plain values and objects stay on the host and are packed
-as ever.
+as usual.
 
-A handle's segments are those of the packet, of the part for the device, and the large ones, so far as there
-are any. `spec` says what is sent only once.
+The segments of a handle are, in this order and as needed: the packet, the part for the device, the large
+segments. See `spec` for the part of a batch that is sent only once.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from fastq_loader.packing import pickling
 from fastq_loader.packing.spec import ALIGNMENT, SpecCache
 from fastq_loader.packing.walker import Span, Walker, device_bytes, device_segments, segments_of
 
-#: A packet up to this many bytes travels inside the message: zmq copies it twice, which is cheaper than
-#: a block's bookkeeping and page faults.
+#: A packet of up to this many bytes is sent in the message: the extra copies are cheaper than a block's
+#: bookkeeping and page faults.
 INLINE = 16 * 1024
 
-#: A part of a batch in a block: offset and size of the block, where the part begins in it (of a packet: how
-#: many bytes it has), and the bytes of the block that the batch needs, from its start.
+#: A part of a batch in a block: offset and size of the block, start of the part in it (for a packet: its
+#: size), and the bytes that the batch needs, counted from the start of the block.
 _Placed = tuple[int, int, int, int]
 
 
@@ -38,8 +38,8 @@ class Packer:
     """Packs the batches of one worker.
 
     Args:
-        allocator: where blocks come from. It knows whether batches go on to a device.
-        token: the pool's; it stands before what is pickled.
+        allocator: source of blocks; its `for_device` selects the layout for a device.
+        token: the pool's token, the prefix of pickled bytes.
     """
 
     def __init__(self, allocator: Allocator, token: bytes) -> None:
@@ -50,14 +50,14 @@ class Packer:
         self._next_id = 0
 
     def pack(self, batch: Any) -> tuple[Handle, Used]:
-        """Put a batch into blocks, which are then shipped.
+        """Put a batch into blocks, and mark these as shipped.
 
         Returns:
-            The handle, and the blocks that it uses, in the order of its segments.
+            The handle, and the blocks of its segments, in their order.
 
         Raises:
-            UnpicklableError: part of the batch cannot be pickled.
-            RuntimeError: a non-leaf tensor that requires grad.
+            UnpicklableError: a part of the batch cannot be pickled.
+            RuntimeError: the batch has a non-leaf tensor that requires grad.
             MemoryError: the arena is used up.
         """
         walker = self._walker
@@ -75,8 +75,8 @@ class Packer:
         return handle, used
 
     def copy_held(self, handle: Handle, used: Used) -> tuple[Handle, Used]:
-        """Return what `pack` did, with copies of the blocks that user code kept. Called when the worker has
-        dropped the batch.
+        """Replace blocks that user code still references by copies, in the result of `pack`. To be called
+        after the worker has dropped the batch.
 
         Raises:
             MemoryError: the arena is used up.
@@ -93,15 +93,15 @@ class Packer:
         return handle._replace(segments=tuple(segments)), shipped
 
     def pack_exception(self, data: bytes) -> tuple[Handle, Used]:
-        """Put a pickled exception where pickled objects lie, in whatever block there is.
+        """Pack a pickled exception as a batch of one object, in any free block.
 
         Raises:
-            MemoryError: there is none.
+            MemoryError: there is no block for it.
         """
         return self._place("O", data, failed=True)
 
     def pack_text(self, text: str, out_of_memory: bool) -> Handle:
-        """Pack the text of an exception that no block holds: it travels in the message."""
+        """Pack the text of an exception for which there is no block: it is sent in the message."""
         self._walker.values += [out_of_memory, text]
         try:
             return self._place(("t", ("V", "V")), None)[0]
@@ -109,7 +109,7 @@ class Packer:
             self._walker.clear()
 
     def unsend(self, handle: Handle) -> None:
-        """The consumer will never hear of this handle, nor of the spec in it."""
+        """Undo the bookkeeping for a handle, and the spec in it, that is not sent after all."""
         if handle.spec is not None:
             self._specs.forget(handle.spec)
 
@@ -119,7 +119,7 @@ class Packer:
         return pickling.dump(value, walker.leaf_in_pickle, batch, walker.containers, for_device)
 
     def _place(self, tree: Any, pickled: bytes | None, failed: bool = False) -> tuple[Handle, Used]:
-        """Put what the walker has found where it belongs."""
+        """Put the walker's leaves and the pickled bytes into blocks or the packet. Returns as `pack`."""
         metas, spans = segments_of(self._walker.leaves)
         sizes = tuple([end - start for start, end in spans])
         key: tuple[Any, ...] = (tree, metas, sizes)
@@ -140,7 +140,7 @@ class Packer:
                 small += ctypes.string_at(spans[at][0], size), bytes(-size % ALIGNMENT)
         packet = b"".join(small) if small else None
         if pickled is not None or len(packet or b"") > INLINE:
-            # Pickled bytes never travel through a socket, however few they are.
+            # Pickled bytes are never sent through a socket, however few they are.
             sealed = [] if pickled is None else [self._token, pickled]
             part = self._place_packet([packet or b"", *sealed], failed)
             placed, packet = {part[0]: part, **placed}, None
@@ -169,8 +169,8 @@ class Packer:
         block = self._allocator.block_at(start)
         if block is not None and block.offset not in others:
             at = start - block.address
-            # It lies in a block of this task already: no copy. But the batch would keep the whole of the
-            # block, for which a small part is not enough.
+            # It already lies in a block of this task: no copy. Except for a small part of the block, because
+            # the batch would keep all of it.
             if block.size // 4 <= nbytes <= block.size - at:
                 return block.offset, block.size, at, at + nbytes
         block = self._allocator.take(nbytes)
@@ -178,7 +178,7 @@ class Packer:
         return block.offset, block.size, 0, nbytes
 
     def _place_for_device(self, spans: list[Span], chosen: list[int]) -> tuple[_Placed, tuple[int, ...]]:
-        """Bring the `chosen` segments together in one block, where most of them may lie already.
+        """Collect the `chosen` segments in one block, where most of them may already lie.
 
         Returns:
             The part of the batch that goes to the device, and the spec's `device_offsets`.
@@ -199,8 +199,8 @@ class Packer:
         return (block.offset, block.size, begin, max(end, 1)), offsets
 
     def _staying(self, spans: list[Span], chosen: list[int]) -> tuple[OpenBlock | None, dict[int, int]]:
-        """The block of the largest segment, and where in it those segments begin that may stay there. None if
-        it is in no block, the others do not fit behind them, or too much else would be copied to the device.
+        """The block of the largest segment, and the starts of the segments that can stay in it. None if that
+        segment is in no block, the others do not fit behind, or too many other bytes would be copied along.
         """
         start, _ = max([spans[segment] for segment in chosen], key=lambda span: span[1] - span[0])
         block = self._allocator.block_at(start)
@@ -219,6 +219,6 @@ class Packer:
         if end - min(at.values()) > 2 * device_bytes(spans, list(at)):
             return None, {}
         if others and block.cut > device_aligned(end):
-            # Something else lies where they would go: an array, a view, what the dataset keeps.
+            # Their place is in use: by an array, a view, or memory that the dataset keeps.
             return None, {}
         return block, at

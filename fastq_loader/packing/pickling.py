@@ -1,8 +1,9 @@
-"""Pickling: arbitrary objects with their tensors and arrays left out, exceptions, and what pickle refuses.
+"""Pickling: objects without their tensors and arrays, exceptions, and functions that pickle refuses.
 
-`dump` and `dump_exception` run in workers, `load` and `load_exception` in the consumer. The pickled bytes
-travel in shared memory, behind the pool's token; the leaves that they refer to are packed like any other leaf
-of the batch. Also owns the search for the part of an object that cannot be pickled.
+`dump` and `dump_exception` run in workers, `load` and `load_exception` in the consumer; `caching` calls
+`dump` and `load` in any process, `device` in the consumer. A batch's pickled bytes are sent in shared memory,
+behind the pool's token; the leaves that they refer to are packed like its other leaves. Also owns the search
+for the part of an object that cannot be pickled.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ _COWARDLY = (  # torch/multiprocessing/reductions.py, reduce_tensor
 )
 
 
-#: Gives the number of a tensor or array that is left out; None for an array that is not.
+#: Takes a tensor or array; returns its leaf number, or None for an array that stays in the pickle.
 LeafNumber = Callable[[Any], "int | None"]
 
-# Read for every leaf of every batch: names of this module are found faster than attributes of others.
+# Used for every leaf of every batch: globals are faster than attributes of other modules.
 _TENSOR, _ARRAY, _STRIDED = torch.Tensor, np.ndarray, torch.strided
 
-#: The dtypes of which a tensor is its bytes, a shape and strides, and their names. Torch ends the process
-#: where a tensor of another one (qint8, …) is made of these alone.
+#: The dtypes, with their names, whose tensors consist of nothing but bytes, a shape and strides. Torch ends
+#: the process if a tensor of another dtype (qint8, …) is made from these alone.
 PLAIN_DTYPES = {
     it: name
     for it, name in (
@@ -53,7 +54,7 @@ PLAIN_DTYPES = {
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether a tensor or array is packed as it is: dense, on the CPU, of exactly that type.
+    """Whether a tensor or array is packed as a leaf: strided, on the CPU, of exactly that type.
 
     Raises:
         RuntimeError: a tensor that requires grad and is not a leaf of its graph (torch's own text).
@@ -96,7 +97,7 @@ def _take(leaf: int) -> Any:
         raise ProtocolError(f"a pickle that names leaf {leaf}, in a batch without it") from None
 
 
-_building = threading.local()  # `leaves`: of the batch that this thread puts together
+_building = threading.local()  # `leaves`: of the batch that this thread is unpickling
 
 
 def _storage(whole: torch.Tensor | np.ndarray) -> torch.UntypedStorage:
@@ -105,9 +106,9 @@ def _storage(whole: torch.Tensor | np.ndarray) -> torch.UntypedStorage:
 
 
 def _dispatch_table() -> dict[type, Callable[[Any], Any]]:
-    # What was registered with multiprocessing (by itself, by libraries for their tensors, by torch for typed
-    # storages) but not torch's own for what holds memory: those would hand every storage to the consumer as a
-    # descriptor of its own.
+    # All reducers registered with multiprocessing (by itself, by libraries for their tensors, by torch for
+    # typed storages) except torch's own for tensors and storages: these would send each storage to the
+    # consumer as a descriptor.
     extra: dict[type, Callable[[Any], Any]] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
     others = {kind: reduce for kind, reduce in extra.items() if reduce not in _SHARING}
     return {**copyreg.dispatch_table, **others}
@@ -117,7 +118,7 @@ _SHARING = (reductions.reduce_tensor, reductions.reduce_storage)
 
 
 class SharedContainer(Exception):
-    """An object refers to a list or dict of the tree around it."""
+    """Raised if an object refers to a list or dict of the tree around it."""
 
 
 class _Pickler(pickle.Pickler):
@@ -137,7 +138,7 @@ class _Pickler(pickle.Pickler):
                 if value.requires_grad and not value.is_nested:
                     return torch.Tensor.requires_grad_, (value.detach(),)
                 if value.dtype not in PLAIN_DTYPES and not _has_quantizer(value):
-                    # As torch sends it. What it does for a checkpoint takes the quantizer for granted.
+                    # As torch sends it. Its way for checkpoints expects a quantizer.
                     place = value.storage_offset(), value.size(), value.stride(), False
                     storage = value._typed_storage()  # type: ignore[no-untyped-call]
                     return reductions.rebuild_tensor, (_TENSOR, storage, place)
@@ -145,19 +146,19 @@ class _Pickler(pickle.Pickler):
                     return _identity, (value.detach().resolve_conj().resolve_neg(),)
         elif type(value) is _ARRAY and is_leaf(value):
             number = self._leaf_number(value)
-            # Not by protocol 5, with which an array over memory that is read-only would stay so.
+            # Not by protocol 5, with which an array over read-only memory would stay read-only.
             return value.__reduce__() if number is None else (_take, (number,))
         elif isinstance(value, torch.UntypedStorage):
             if value.device.type != "cpu":
                 return reductions.reduce_storage(value)  # type: ignore[no-untyped-call]
-            # A tensor of all its bytes shares memory with the tensors over it; an array stays on the host.
+            # A tensor of all its bytes shares memory with the tensors over them; an array stays on the host.
             whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(value)
             return _storage, (whole.numpy() if self._for_device else whole,)
         return NotImplemented
 
 
 class _WatchfulPickler(_Pickler):
-    """Finds lists and dicts that are not to be copied. It takes a call for every object, and so more time."""
+    """Detects lists and dicts that must not be copied. Slower: it makes a call for every object."""
 
     def __init__(self, outside: Container[int], *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -175,21 +176,21 @@ def dump(
     outside: Collection[int] = (),
     for_device: bool = False,
 ) -> bytes:
-    """Pickle `value`; every tensor and array that `is_leaf` is left out, and every storage as a tensor of
-    its bytes.
+    """Pickle `value` without its leaves: each tensor or array that `is_leaf` is replaced by its number, and
+    each storage by a tensor of its bytes.
 
     Args:
-        value: what to pickle.
-        leaf_number: takes a leaf, returns its number; None for an array that is not left out.
-        whole: the batch that `value` is part of, for the path in an error's text; None: itself.
-        outside: ids of lists and dicts that are not pickled here and must not be copied.
-        for_device: tensors go on to a device, and storages do not: they are leaves as arrays.
+        value: the object to pickle.
+        leaf_number: takes a leaf, returns its number; None for an array that stays in the pickle.
+        whole: the batch that contains `value`, for the path in an error's text; None: `value` itself.
+        outside: ids of lists and dicts around `value`, which must not be copied into the pickle.
+        for_device: whether tensors go on to a device. Storages do not: they become leaves as arrays.
 
     Raises:
         SharedContainer: `value` refers to one of `outside`.
-        UnpicklableError: something cannot be pickled; the text says where it lies.
-        MemoryError: there is no room for the pickle.
-        RuntimeError: a non-leaf tensor that requires grad.
+        UnpicklableError: a part cannot be pickled; the text has the path to it.
+        MemoryError: there is not enough memory for the pickle.
+        RuntimeError: there is a non-leaf tensor that requires grad.
     """
     file = io.BytesIO()
     try:
@@ -208,31 +209,31 @@ def dump(
         if error.args == (_COWARDLY,):
             raise
         whole = value if whole is None else whole
-        if pickles(whole):  # it fails now and then, or only as a whole
+        if pickles(whole):  # pickling fails only sometimes, or only here
             raise
         raise explain(whole, error, "batch") from error
     return file.getvalue()
 
 
-# A function in torch 2.15, with a list for each thread.
+# In torch 2.15 it is a function, with a list for each thread.
 _unvalidated = getattr(
     torch._utils, "_get_sparse_tensors_to_validate", lambda: torch._utils._sparse_tensors_to_validate
 )
 
 
 def load(data: bytes, leaves: Sequence[Any]) -> Any:
-    """The inverse of `dump`, with the leaves put together again.
+    """Unpickle the result of `dump`, with these leaves in their places.
 
     Raises:
         Exception: whatever unpickling raises.
     """
-    before = getattr(_building, "leaves", ())  # an object's own unpickling may iterate another loader
+    before = getattr(_building, "leaves", ())  # unpickling an object may iterate another loader
     _building.leaves = leaves
     try:
         return pickle.loads(data)
     finally:
         _building.leaves = before
-        # torch keeps every sparse tensor in it until the next torch.load, and its memory with it.
+        # Torch keeps each sparse tensor in this list, and so its memory, until the next torch.load.
         _unvalidated().clear()
 
 
@@ -240,7 +241,7 @@ def load(data: bytes, leaves: Sequence[Any]) -> Any:
 
 
 def explain(value: Any, error: Exception, name: str) -> UnpicklableError:
-    """`error` with the path to the innermost part of `value`, called `name`, that fails to pickle."""
+    """`error` with the path to the innermost part of `value`, named `name`, that cannot be pickled."""
     path, part = _culprit(value, name, depth=0)
     return UnpicklableError(
         f"{path} (a {type(part).__module__}.{type(part).__qualname__}: {shorten(part)}) cannot be pickled: "
@@ -257,8 +258,8 @@ def _culprit(value: Any, path: str, depth: int) -> tuple[str, Any]:
 
 
 def parts_of(value: Any) -> list[tuple[str, Any, Any]]:
-    """Parts of an object: members of a container, and attributes. A form, what stands in it, and the
-    part: "[{!r}]", "key", …"""
+    """Parts of an object: members of a container, and attributes. Each as (format of its path, key for the
+    format, part), for example ("[{!r}]", "key", …)."""
     if isinstance(value, (str, bytes, type, types.FunctionType, types.ModuleType)):
         return []
     found: list[tuple[str, Any, Any]] = []
@@ -284,21 +285,21 @@ def pickles(value: Any) -> bool:
 
 # ---- functions and classes that pickle refuses --------------------------------------------------------
 
-# These are lambdas, local functions and classes, and those of a `__main__` that no other process can import,
-# as a notebook's. They travel by cloudpickle (extra `notebook`): the user's objects, and in workers that got
-# these so, what comes back: a class of the consumer's is that class again there.
+# These are lambdas, local functions and classes, and anything defined in a `__main__` that no other process
+# can import, such as a notebook. cloudpickle (extra `notebook`) sends them to the workers, and workers whose
+# setup came by cloudpickle also use it for answers: a class from the consumer becomes the same class there.
 
 _HINT = (
     "; with cloudpickle (pip install '.[notebook]' in a clone) lambdas, local classes and a notebook's work"
 )
 
-#: Whether what this process answers may need it, too. Set in workers.
+#: Whether the answers of this process may need cloudpickle, too. Set in workers.
 sends_by_value = False
 
 
 @functools.cache
 def by_value(base: type[pickle.Pickler]) -> Any:
-    """A pickler like another one, that also takes these.
+    """A subclass of the pickler `base` that also pickles these functions and classes.
 
     Raises:
         ImportError: cloudpickle is missing.
@@ -308,7 +309,7 @@ def by_value(base: type[pickle.Pickler]) -> Any:
     class ByValue(base, cloudpickle.Pickler):  # type: ignore[misc, valid-type]
         def __init__(self, *arguments: Any, **keywords: Any) -> None:
             base.__init__(self, *arguments, **keywords)
-            # cloudpickle's class has an attribute of this name, which hides the one that pickling reads.
+            # cloudpickle's class attribute of this name hides the attribute that pickle reads.
             known = {**cloudpickle.Pickler.dispatch_table, **self.dispatch_table}
             pickle.Pickler.dispatch_table.__set__(self, known)  # type: ignore[attr-defined]
 
@@ -320,17 +321,17 @@ def by_value(base: type[pickle.Pickler]) -> Any:
 
 
 def is_interactive() -> bool:
-    """Whether no other process can import `__main__`, though pickle finds what is in it."""
+    """Whether no other process can import `__main__`, although pickle accepts the objects in it."""
     return not hasattr(sys.modules["__main__"], "__file__")
 
 
 def hint() -> str:
-    """Advice to add to the error of something that pickle refuses."""
+    """Advice for the error about an object that pickle refuses; "" if cloudpickle is installed."""
     return "" if find_spec("cloudpickle") else _HINT
 
 
 def _dumps(value: Any) -> bytes:
-    """`pickle.dumps`, or cloudpickle's where that fails in a worker that got the user's objects so."""
+    """`pickle.dumps`; if that fails in a worker whose setup came by cloudpickle, `cloudpickle.dumps`."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception:
@@ -346,11 +347,11 @@ def _dumps(value: Any) -> bytes:
 
 
 def dump_exception(error: BaseException, worker: int) -> bytes:
-    """An exception in a form that `load_exception` gives back with its type, args and attributes.
+    """Pickle an exception so that `load_exception` restores its type, args and attributes.
 
-    What does not survive pickling (a constructor with other arguments than `args`, an attribute that
-    cannot be pickled) is rebuilt without its constructor, then as its nearest base class that can be
-    imported, and last as a RuntimeError with the same text.
+    An exception that does not survive pickling (its constructor takes other arguments than `args`, or an
+    attribute cannot be pickled) is rebuilt without its constructor, else as its nearest base class that
+    can be imported, else as a RuntimeError with the same text.
     """
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     where = f"Caught {type(error).__name__} in DataLoader worker process {worker}.\nOriginal {text}"
@@ -360,14 +361,14 @@ def dump_exception(error: BaseException, worker: int) -> bytes:
     for kind in type(error).__mro__:
         if kind in (BaseException, Exception) and kind is not type(error):
             break
-        if issubclass(kind, BaseException):  # else a mixin
+        if issubclass(kind, BaseException):  # not a mixin
             candidates += [(kind, error.args, attributes), (kind, error.args, {})]
     candidates.append((RuntimeError, (line,), {}))
     return next(data for candidate in candidates if (data := _survives(candidate, where)))
 
 
 def _survives(candidate: Any, where: str) -> bytes | None:
-    """The bytes of a form of an exception; None: it would come out as something else, or not at all."""
+    """The pickle of one form of an exception; None if unpickling fails or changes the exception."""
     try:
         data = _dumps((candidate, where))
         again, _ = _rebuild(data)
@@ -385,13 +386,13 @@ def _rebuild(data: bytes) -> tuple[BaseException, str]:
     if not isinstance(error, BaseException):
         kind, args, attributes = error
         error = kind.__new__(kind, *args)
-        BaseException.__setattr__(error, "args", args)  # past the class's own: it may be a frozen dataclass
+        BaseException.__setattr__(error, "args", args)  # not the class's own: it may be a frozen dataclass
         error.__dict__.update(attributes)
     return error, where
 
 
 def load_exception(data: bytes) -> BaseException:
-    """The exception of `dump_exception`, with the worker's traceback as its cause.
+    """Unpickle the exception of `dump_exception`, with the worker's traceback as its cause.
 
     A class that the worker could import and this process cannot becomes a RuntimeError.
     """
@@ -399,7 +400,7 @@ def load_exception(data: bytes) -> BaseException:
         error, where = _rebuild(data)
     except Exception as reason:
         refuse_interrupt(reason)
-        return RuntimeError(f"a DataLoader worker raised what cannot be unpickled here: {reason!r}")
+        return RuntimeError(f"a DataLoader worker raised an error that cannot be unpickled here: {reason!r}")
     BaseException.__setattr__(error, "__cause__", WorkerTraceback(where))
-    add_note(error, where.partition("\n")[0])  # what torch writes into the text
+    add_note(error, where.partition("\n")[0])  # the line that torch puts into the text
     return error

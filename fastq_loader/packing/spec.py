@@ -1,20 +1,21 @@
-"""A spec: everything that stays the same from batch to batch, and how a batch is made with it.
+"""Specs: the layout that batches have in common, and how a batch is built from it.
 
-Compiled in the consumer; a worker makes its plain form, sends it once, and names it by a number after that:
+Runs in the consumer, which compiles specs, and in workers. A worker makes a spec's plain form, sends it once,
+and refers to it by a number after that:
 
     (tree, leaves, sizes) or, for a device, (tree, leaves, sizes, device_offsets)
     tree    ('L', number) leaf | 'V' plain value | 'v' list of plain values | 'O' pickled object
             | ('d', keys, trees) | ('l', trees) | ('t', trees)
     leaves  (kind, dtype, shape, strides or None, segment, bytes into the segment), kind 'T' or 'A'; strides
             in elements for tensors, in bytes for arrays
-    sizes   bytes of each segment; those of SMALLEST bytes or more are the large ones
-    device_offsets  of each segment, in the part of the batch for the device; -1: it stays on the host
+    sizes   bytes of each segment; a segment of SMALLEST bytes or more is a large one
+    device_offsets  start of each segment in the part of the batch for the device; -1: it stays on the host
 
-The plain form comes out of a frame of a worker's. One whose leaves do not cover just the bytes of their
-segments is refused when it arrives; else it is as the worker has made it.
+The plain form arrives in a worker's frame. It is refused if its leaves do not cover exactly the bytes of
+their segments. Beyond that, the worker is trusted.
 
-Both sides remember the newest specs, up to `REMEMBERED` bytes of each worker's. A spec of more than that
-travels with every batch.
+Both sides remember the newest specs, up to `REMEMBERED` bytes for each worker. A larger spec is sent with
+every batch.
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ from fastq_loader.memory.allocator import TYPESTR
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.system.interrupts import refuse_interrupt
 
-#: Bytes of the specs that are remembered, as they travel, and `SPEC_BYTES` for each. In memory they are 20
-#: times as many in the consumer, and 10 times in the worker: 2.6 and 1.3 MB. 50 fields take 1.3 kB.
+#: Encoded bytes of the specs that are remembered, plus `SPEC_BYTES` for each. They take 20 times as much
+#: memory in the consumer (2.6 MB), and 10 times as much in a worker (1.3 MB). 50 fields take 1.3 kB.
 REMEMBERED = 128 * 1024
 SPEC_BYTES = 64
-#: Levels of a tree; a deeper one is pickled whole. Building it takes some Python frames for each level, and
-#: msgpack has bounds of its own.
+#: Largest depth of a tree; a deeper one is pickled whole. Building a tree takes some Python frames for each
+#: level, and msgpack has its own limit.
 DEEPEST = 100
-#: Bytes between the starts of segments in a packet: no element straddles a cache line.
+#: Alignment in bytes of the segments in a packet: no element straddles a cache line.
 ALIGNMENT = 64
 
-#: Of an array, and of a tensor that is made over one; numpy 1 has 32. Torch has no limit.
+#: Limit for arrays, and for tensors made from arrays; 32 in numpy 1. Torch has no limit.
 _MOST_DIMENSIONS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 
 
 class SpecCache(dict[Any, Any]):
     """The newest specs, up to `REMEMBERED` bytes.
 
-    A worker and the consumer remember them in the same order and forget the oldest first. So the consumer has
-    every spec that the worker has, though the worker may take one back that never left.
+    A worker and the consumer remember specs in the same order and forget the oldest first. So the consumer
+    has every spec that the worker has, although the worker may also forget one that was never sent.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ class SpecCache(dict[Any, Any]):
         self._total = 0
 
     def remember(self, key: Any, value: Any, plain: Any) -> None:
-        """`key` gives `value` from here on; `plain` is the spec's plain form."""
+        """Store `value` under `key`; `plain` is the spec's plain form."""
         self.forget(key)
         nbytes = SPEC_BYTES + len(msgpack.packb(plain, unicode_errors="surrogatepass"))
         if nbytes > REMEMBERED:
@@ -69,13 +70,13 @@ class SpecCache(dict[Any, Any]):
             self.forget(next(iter(self)))
 
     def forget(self, key: Any) -> None:
-        """`key` gives nothing from here on."""
+        """Remove `key`."""
         self.pop(key, None)
         self._total -= self._bytes.pop(key, 0)
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes that a small segment takes up in a packet; both sides count with it."""
+    """Bytes that a small segment takes in a packet, alignment included; both sides rely on it."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -94,7 +95,7 @@ class Leaf:
         array: whether it is a numpy array.
         start: bytes from the start of its segment.
         reach: bytes from its first element to the end of its last one.
-        described: numpy's dtype; None for a tensor that it cannot describe, or that is empty or has strides.
+        described: numpy dtype; None for a tensor without one, or that is empty or has strides.
     """
 
     __slots__ = ("array", "count", "described", "dtype", "reach", "segment", "shape", "start", "strides")
@@ -119,7 +120,7 @@ class Leaf:
         return contiguous_strides(self.shape) if self.strides is None else self.strides
 
     def over(self, buffer: Any) -> Any:
-        """The leaf over a buffer with the bytes of its own segment."""
+        """The leaf as a view of a buffer with the bytes of its segment, which has no other leaves."""
         if self.described is not None:
             made = np.ndarray(self.shape, self.described, buffer, 0, self.strides)
             return made if self.array else torch.from_numpy(made)
@@ -136,24 +137,25 @@ class Leaf:
 
 
 class Spec:
-    """A compiled spec: how the segments are cut into leaves, and how the tree is built.
+    """A compiled spec: divides segments into leaves, and builds the tree.
 
     Attributes:
-        large: the segments that lie in a block each.
-        single: of each segment with one leaf that numpy can describe: (leaf, whether it is an array, shape,
-            numpy's dtype, strides); else None.
-        dense_tensors, dense_arrays: the leaves in the packet that need no more than a shape and a dtype:
-            (leaf, start in the packet, its end, shape, numpy's dtype).
-        others: of the other small segments: (segment, start in the packet, its end).
-        packet_bytes, device_bytes: of the packet, and of the part that goes to a device.
-        on_device: the leaves there: (leaf, dtype, shape, strides and offset in elements).
-        tails: bytes that a block holds from where a handle says: the part for a device, the large segments.
-        nbytes: of all segments.
-        values, objects: how many the tree has of them.
-        small: whether all of it may travel in the message.
-        segments, first_large: of a handle, how many are not the packet's, and where the large ones begin.
-        blank: a place for each leaf, to be copied.
-        build: a function of (leaves, iterator of plain values, unpickled objects) that builds the tree.
+        large: the segments that each lie in a block.
+        single: for each segment with one leaf that has a numpy dtype: (leaf, whether it is an array, shape,
+            numpy dtype, strides); else None.
+        dense_tensors, dense_arrays: the leaves in the packet that need only a shape and a dtype: (leaf, start
+            in the packet, end, shape, numpy dtype).
+        others: the other small segments: (segment, start in the packet, end).
+        packet_bytes, device_bytes: size of the packet, and of the part that goes to a device.
+        on_device: the leaves of that part: (leaf, dtype, shape, strides and offset in elements).
+        tails: bytes from each start in a handle's segments on: the part for a device, the large segments.
+        nbytes: total size of all segments.
+        values, objects: number of plain values and of objects in the tree.
+        small: whether the whole batch may be sent in the message.
+        segments, first_large: for a handle's segments: their number without the packet, and the (negative)
+            index of the first large one, None without large ones.
+        blank: list with a None for each leaf, to be copied and filled.
+        build: function of (leaves, iterator of plain values, unpickled objects) that builds the tree.
     """
 
     def __init__(self, spec: tuple[Any, ...]) -> None:
@@ -161,7 +163,7 @@ class Spec:
             self._read(spec)
         except ProtocolError:
             raise
-        except Exception as error:  # whatever a malformed spec leads to
+        except Exception as error:  # any result of a malformed spec
             refuse_interrupt(error)
             raise ProtocolError(f"malformed spec: {error!r}") from error
 
@@ -226,7 +228,7 @@ class Spec:
     # ---- leaves -------------------------------------------------------------------------------
 
     def fill(self, segment: int, buffer: Any, leaves: list[Any]) -> None:
-        """Make the leaves of a segment over a buffer with its bytes, which they keep alive."""
+        """Make the leaves of a segment as views of a buffer with its bytes, which they keep alive."""
         members = self.members[segment]
         if len(members) == 1:
             leaves[members[0]] = self.leaves[members[0]].over(buffer)
@@ -236,21 +238,21 @@ class Spec:
             leaves[number] = self.leaves[number].within(whole)
 
     def fill_device(self, memory: torch.Tensor, leaves: list[Any]) -> None:
-        """Make the leaves that went to a device, in its `memory` (uint8, and `device_bytes` rounded up to a
-        multiple of 16)."""
+        """Make the leaves of the part for a device as views of `memory` there (uint8, `device_bytes` rounded
+        up to a multiple of 16)."""
         typed: dict[torch.dtype, torch.Tensor] = {}
         for number, dtype, shape, strides, at in self.on_device:
             whole = typed.get(dtype)
             if whole is None:
                 whole = typed[dtype] = memory.view(dtype)
-            # `data`: a tensor of its own, so that writing to one field does not spoil what autograd saved of
-            # another.
+            # `data` has its own version counter: writing to one field must not invalidate what autograd saved
+            # from another.
             leaves[number] = whole.as_strided(shape, strides, at).data
 
     # ---- the tree -----------------------------------------------------------------------------
 
     def _compile(self, tree: Any) -> Callable[[list[Any], Any, Any], Any]:
-        """A function that builds a part of the tree, see `build`."""
+        """A function that builds a part of the tree, see `Spec.build`."""
         if tree == "V":
             self.values += 1
             return lambda leaves, values, objects: next(values)
@@ -268,7 +270,7 @@ class Spec:
         count = len(parts)
         first = _first_of_run(content)
         take: Callable[..., list[Any]]
-        if first is not None:  # 50 fields: one slice, not that many calls
+        if first is not None:  # one slice for 50 fields, not 50 calls
             take = lambda leaves, values, objects: leaves[first : first + count]  # noqa: E731
         else:
             take = lambda leaves, values, objects: [part(leaves, values, objects) for part in parts]  # noqa: E731
@@ -281,7 +283,7 @@ class Spec:
 
 
 def _first_of_run(trees: Any) -> int | None:
-    """The number of the first leaf, if `trees` are leaves with consecutive numbers."""
+    """The number of the first leaf if all of `trees` are leaves with consecutive numbers, else None."""
     if not trees or trees[0][0] != "L":
         return None
     first: int = trees[0][1]

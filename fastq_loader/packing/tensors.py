@@ -1,6 +1,6 @@
-"""The tensors of a batch, whatever it is made of.
+"""Helpers for the tensors of a batch of any structure: finding, cloning and moving them.
 
-Runs in the consumer; owns nothing.
+Runs in the consumer; owns no state.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from fastq_loader.packing import pickling
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """A tensor that is no leaf of a batch (sparse, of a subclass, …), on the device; others as they are."""
+    """A tensor that is not a leaf (sparse, of a subclass, …), on the device; other objects unchanged."""
     if not isinstance(value, torch.Tensor) or value.device == device:
         return value
     return _like(value, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def cloned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in memory of its own, and not in page-locked memory."""
+    """A copy of a tensor in new memory, which is not page-locked."""
     return _like(tensor, torch.clone)
 
 
 def _like(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Apply `make` to a tensor; without workers that may belong to a graph, which goes on there."""
+    """Apply `make` to a tensor. A non-leaf of an autograd graph (without workers) stays in its graph."""
     if not tensor.is_leaf:
         return make(tensor)
     return make(tensor.detach()).requires_grad_(tensor.requires_grad)
@@ -36,7 +36,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     """The strided tensors in a tree of containers and of objects with attributes."""
     found: list[torch.Tensor] = []
     todo: list[Any] = [value]
-    seen: dict[int, Any] = {}  # keeps the parts alive, so that no id comes twice
+    seen: dict[int, Any] = {}  # keeps the parts alive, so that no id is reused
     while todo:
         part = todo.pop()
         if id(part) in seen:
@@ -60,7 +60,7 @@ def _parts_of_tensor(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [getattr(tensor, name)() for name in _SPARSE_PARTS.get(tensor.layout, ())]
 
 
-#: The methods that give the strided tensors that a sparse one is made of.
+#: The methods that return the strided tensors inside a sparse one.
 _SPARSE_PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),

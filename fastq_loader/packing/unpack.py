@@ -1,12 +1,12 @@
-"""A handle becomes a batch again: views with leases on blocks, copies of what is small.
+"""Rebuilds a batch from a handle: large leaves as views with leases on blocks, small ones as copies.
 
 Runs in the consumer, on the thread that calls `next()`; `pack` is the other side. A spec is compiled once,
-when a worker first names it, so that the cost of a batch is the cost of its leaves. A handle that could
-reach outside of its blocks is refused when it arrives.
+when a worker first sends it, so that the cost of a batch is the cost of its leaves. A handle that refers to
+bytes outside of its blocks is refused when it arrives.
 
-A batch that goes on to a device is put together when its bytes are there: `part` is where they lie in the
-arena, and `unpack` is given the device's memory with them. What stays on the host is copied then, so that no
-view outlives the blocks, which are free again as soon as the copy to the device has run.
+A batch that goes on to a device is built when its bytes are there: `part` returns their place in the arena,
+and `unpack` receives the device memory that they were copied to. The leaves that stay on the host are copied
+then, so that no view outlives the blocks, which are free again as soon as the copy to the device has run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastq_loader.packing import pickling
 from fastq_loader.packing.spec import Spec, SpecCache
 from fastq_loader.packing.tensors import moved
 
-#: Bytes of a segment that a digest reads.
+#: Bytes that a digest reads of each segment.
 _DIGESTED = 1 << 16
 _from_numpy, _ndarray = torch.from_numpy, np.ndarray
 
@@ -34,9 +34,9 @@ class Unpacker:
     """Rebuilds the batches of one pool of workers.
 
     Args:
-        arena: where their blocks lie.
-        workers: how many there are.
-        token: the pool's; nothing is unpickled that it does not stand before.
+        arena: the shared memory with their blocks.
+        workers: number of workers.
+        token: the pool's token; only bytes that begin with it are unpickled.
         for_device: whether batches go on to a device.
     """
 
@@ -44,22 +44,22 @@ class Unpacker:
         self._for_device = for_device
         self._token = token
         self._arena = arena
-        _, self._end = arena.mapping.region(workers - 1)  # tables lie behind it
+        _, self._end = arena.mapping.region(workers - 1)  # followed by tables
 
     def learn(self, specs: SpecCache, handle: Handle) -> tuple[Handle, tuple[tuple[int, int], ...]]:
-        """The handle with its spec compiled, whether it brings the spec or only names it, and the blocks that
-        it needs: (offset, bytes from its start), in the order of its segments.
+        """Check a handle, and replace its spec, or the number of one, by the compiled spec. Returns the
+        handle, and the blocks that it needs as (offset, bytes from the block's start), in their order in it.
 
-        Called for every handle in the order of arrival, also for those that will be dropped: the worker
-        sends a spec once. From here on the handle stands for itself, however long it waits.
+        Must be called for every handle in the order of arrival, even if the handle will be dropped: a worker
+        sends each spec once. The returned handle depends on nothing else, however long it waits.
 
         Args:
-            specs: those that the worker's process has sent.
-            handle: as it came.
+            specs: the specs that the worker's process has sent.
+            handle: the handle as received.
 
         Raises:
-            ProtocolError: the handle names a spec that the worker has not sent, or one that is none, or does
-                not fit it.
+            ProtocolError: the worker has not sent the handle's spec, the spec is malformed, or the handle
+                does not match it.
         """
         if handle.spec is None:
             spec = specs.get(handle.spec_id)
@@ -68,17 +68,17 @@ class Unpacker:
         else:
             spec = Spec(handle.spec)
             if spec.on_device and not self._for_device:
-                raise ProtocolError("a worker has packed a batch for a device, and there is none")
+                raise ProtocolError("a worker has packed a batch for a device, but batches stay on the host")
             specs.remember(handle.spec_id, spec, handle.spec)
-        # As `_replace` does, and several times as fast.
+        # Like `_replace`, but several times as fast.
         learned: Handle = tuple.__new__(Handle, (handle[0], spec, *handle[2:]))
         in_message = spec.small and not handle.segments and len(handle.values) == spec.values
         if in_message and len(handle.packet or b"") >= spec.packet_bytes:
-            return learned, ()  # there is nothing else to fit
+            return learned, ()  # nothing else to check
         return learned, self._used(learned)
 
     def _used(self, handle: Handle) -> tuple[tuple[int, int], ...]:
-        """The blocks that a handle needs, see `learn`."""
+        """The blocks that a handle needs, see `learn`. Raises ProtocolError."""
         spec, segments, packet = handle.spec, handle.segments, handle.packet
         boxed = bool(spec.objects or (packet is None and spec.packet_bytes))  # the packet lies in a block
         expected = boxed + spec.segments, spec.values
@@ -98,22 +98,22 @@ class Unpacker:
         return tuple(used)
 
     def part(self, handle: Handle) -> tuple[int, int, int, int] | None:
-        """Where that part of a batch lies that goes to a device: offset and size of its block, bytes into
-        the block, and its length; None if there is none. The handle was learnt."""
+        """The part of a batch that goes to a device: offset and size of its block, start in the block, and
+        length. None if the batch has no such part. The handle comes from `learn`."""
         spec: Spec = handle.spec
         if not spec.on_device:
             return None
         return (*handle.segments[-len(spec.tails)], spec.device_bytes)
 
     def digest(self, handle: Handle) -> tuple[bytes, int]:
-        """Of what a batch holds, the first 64 KiB of each segment: the same for the same batches of two
-        workers. And how many bytes these are. The handle was learnt, and its blocks were not handed out."""
+        """A digest of the values, the packet and the first 64 KiB of each segment, which is equal for equal
+        batches of two workers; and the number of bytes read. The handle is from `learn`, not unpacked yet."""
         spec: Spec = handle.spec
         pieces: list[Any] = [repr(handle.values).encode(), handle.packet or b""]
         ranges = []
         if len(handle.segments) > len(spec.tails):
             ranges.append((handle.segments[0][0], handle.segments[0][2]))
-        if (part := self.part(handle)) is not None:  # between its leaves lies what was there before
+        if (part := self.part(handle)) is not None:  # the gaps between its leaves have old bytes
             begin = part[0] + part[2]
             for number, dtype, _, _, at in spec.on_device:
                 ranges.append((begin + at * dtype.itemsize, spec.leaves[number].reach))
@@ -125,14 +125,14 @@ class Unpacker:
         return found, sum(map(len, pieces))
 
     def open(self, handle: Handle) -> tuple[Sequence[int], Sequence[int], bytes]:
-        """Facts that are needed before a batch is put together. The handle was learnt.
+        """Prepare to unpack a batch. The handle comes from `learn`.
 
         Returns:
-            Offsets of the blocks that the batch will have leases on, offsets of those that are copied out,
-            and what `unpack` will unpickle.
+            Offsets of the blocks that the batch will have leases on, offsets of the blocks that are copied
+            out, and the bytes that `unpack` will unpickle.
 
         Raises:
-            ProtocolError: what should be unpickled is none of this pool's pickles.
+            ProtocolError: the pickled bytes do not begin with this pool's token.
         """
         spec: Spec = handle.spec
         pickled = b""
@@ -148,17 +148,17 @@ class Unpacker:
         return offsets[spec.first_large :], offsets[: spec.first_large], pickled
 
     def unpack(self, handle: Handle, pickled: bytes, memory: torch.Tensor | None = None) -> Any:
-        """Put a batch together, with what `open` found.
+        """Build a batch.
 
         Args:
-            handle: learnt.
-            pickled: of `open`.
-            memory: the part that went to a device, there; None if batches stay on the host.
+            handle: the handle from `learn`.
+            pickled: the bytes from `open`.
+            memory: device memory with the part for a device; None if batches stay on the host.
 
         Raises:
-            ProtocolError: what was unpickled is not what the spec announces.
-            MemoryError: there is not enough address space for it.
-            Exception: whatever unpickling a part of the batch raises.
+            ProtocolError: the unpickled objects do not match the spec.
+            MemoryError: there is not enough address space.
+            Exception: an error of unpickling.
         """
         spec: Spec = handle.spec
         segments = handle.segments
@@ -166,7 +166,7 @@ class Unpacker:
         packet: Any = handle.packet or b""
         if segments and len(segments) > spec.segments:
             packet = self._arena.mapping.read(segments[0][0], spec.packet_bytes)
-        # Each in memory of its own: a loop that keeps the labels does not keep the rest.
+        # Each has its own memory: a loop that keeps the labels does not keep the rest.
         for number, start, end, shape, dtype in spec.dense_tensors:
             leaves[number] = _from_numpy(_ndarray(shape, dtype, bytearray(packet[start:end])))
         for number, start, end, shape, dtype in spec.dense_arrays:
@@ -186,7 +186,7 @@ class Unpacker:
         return spec.build(leaves, iter(handle.values), objects)
 
     def _lease(self, spec: Spec, large: tuple[tuple[int, int, int], ...], leaves: list[Any]) -> None:
-        """Make leaves over blocks. One lease serves all leaves of a segment."""
+        """Make leaves as views of blocks. All leaves of a segment share one lease."""
         for at, (segment, (offset, size, start)) in enumerate(zip(spec.large, large, strict=True)):
             try:
                 whole = self._arena.lease((offset, size), start, spec.sizes[segment])
@@ -197,27 +197,27 @@ class Unpacker:
             single = spec.single[segment]
             if single is None:
                 spec.fill(segment, whole, leaves)
-            else:  # as `fill` does
+            else:  # like `fill`, without its calls
                 number, array, shape, dtype, strides = single
                 made = _ndarray(shape, dtype, whole, 0, strides)
                 leaves[number] = made if array else _from_numpy(made)
 
     def _objects(self, spec: Spec, pickled: bytes, leaves: list[Any], memory: torch.Tensor | None) -> Any:
-        """The unpickled objects of a batch, their tensors on the device of `memory`."""
+        """The unpickled objects of a batch; an object that is a tensor is moved to the device of `memory`."""
         loaded = pickling.load(pickled, leaves)
         objects = (loaded,) if spec.objects == 1 else loaded
         if type(objects) is not tuple or len(objects) != spec.objects:
-            raise ProtocolError(f"{spec.objects} objects were announced, and are not there")
+            raise ProtocolError(f"a spec announces {spec.objects} objects, but the pickle has other contents")
         return objects if memory is None else [moved(value, memory.device) for value in objects]
 
     def exception(self, handle: Handle) -> BaseException:
-        """The exception in a handle that was learnt.
+        """The exception in a handle from `learn`.
 
         Raises:
-            ProtocolError: there is none of this pool's.
+            ProtocolError: the handle has no exception, or its bytes do not begin with this pool's token.
         """
         spec: Spec = handle.spec
-        if spec.values == 2 and not (spec.leaves or spec.objects):  # there was no block for it
+        if spec.values == 2 and not (spec.leaves or spec.objects):  # from `pack_text`
             out_of_memory, text = handle.values
             return (MemoryError if out_of_memory else RuntimeError)(str(text))
         if spec.leaves or spec.values or spec.objects != 1:

@@ -1,17 +1,17 @@
-"""Taking a batch apart: its tree for the spec, what hangs on it, and which memory its leaves cover.
+"""Takes a batch apart: into its tree, values, objects and leaves, and the memory that the leaves cover.
 
-Runs in workers, and in the consumer where it packs batches itself. The tree is walked by exact type. dict,
-list and tuple are described in the spec, plain values (int, float, str, bytes, bool, None) travel in the
-message, dense CPU tensors and numpy arrays are *leaves*, and everything else is an object: it is pickled,
-with the leaves in it left out.
+Runs in workers, and in the consumer where it packs batches itself. The walk goes by exact type: dict, list
+and tuple are described in the spec, plain values (int, float, str, bytes, bool, None) are sent in the
+message, strided CPU tensors and numpy arrays are *leaves*, and everything else is an object, which is pickled
+without the leaves in it.
 
-A tree of more than `PARTS` parts is a single object. Pickling works on it in C, and what changes with every
-batch (the number of annotations, the keys of a dict) costs no new spec. A long text is an object as well, and
-so is a tree of many texts: what a message has no room for would need new memory for each batch. Small arrays
-stay in the pickle that they lie in.
+A tree of more than `PARTS` parts is a single object. Pickling processes it in C, and variable parts (the
+number of annotations, the keys of a dict) need no new spec. A long text is an object, too, and so is a tree
+of many texts: a message too long for the socket would need new memory for each batch. Small arrays inside a
+pickled object stay in the pickle.
 
-A *segment* is the memory of one leaf, or of tensors of one storage whose bytes overlap: they alias on the
-other side as well. Its *span* is where it starts and ends in this process.
+A *segment* is the memory of one leaf, or of tensors of one storage whose bytes overlap: these also overlap in
+the consumer. Its *span* is its start and end address in this process.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.packing.pickling import PLAIN_DTYPES, is_leaf
 from fastq_loader.packing.spec import DEEPEST, contiguous_strides
 
-#: Parts up to which a tree is walked here: members of its containers, without tensors, which cost the same
-#: either way. From 100 (tuples of numbers) to 300 (fields of a dict) on, pickling the whole tree is faster
-#: than the walk, the message and the way back. Where each batch needs a new spec it is faster from 30 on, and
-#: 10 times as fast at 2,000.
+#: Largest number of parts of a tree that is walked: members of its containers, without tensors, which cost
+#: the same either way. Above 100 (tuples of numbers) to 300 (fields of a dict), pickling the whole tree is
+#: faster than walking, sending and rebuilding it. If each batch needs a new spec, it is faster above 30,
+#: and 10 times as fast at 2,000.
 PARTS = 128
-#: Values of a list of plain values that is one part: so many travel in a message as fast as in a pickle.
+#: Longest list of plain values that counts as one part: as fast in a message as in a pickle.
 LONGEST_LIST = 1024
-#: Batches of a worker that are pickled whole after one that had more.
+#: Number of batches of a worker that are pickled whole after one that exceeded a limit.
 BATCHES_UNWALKED = 15
 
-#: Characters or bytes of all texts in a message, and bytes of the largest array in a pickle. As a leaf
-#: an array costs 3 µs, and 7 more when its shape is new; in a pickle 2 µs and some more copies.
+#: Limit for the characters and bytes of all texts in a message, and bytes of the largest array in a pickle.
+#: An array costs 3 µs as a leaf, and 7 more if its shape is new; in a pickle 2 µs and some more copies.
 LONGEST, SMALL_ARRAY = 16384, 4096
 
 _TEXTS, _NUMBERS = frozenset((str, bytes)), frozenset((float, bool, type(None)))
@@ -48,8 +48,8 @@ _PLAIN = frozenset((*_TEXTS, *_NUMBERS))
 _STRINGS, _INTEGERS = frozenset((str,)), frozenset((int,))
 _TENSOR, _ARRAY = torch.Tensor, np.ndarray
 
-#: Bytes of the largest element. A segment of several leaves starts at a multiple of it from the start of the
-#: storage, so that each leaf starts at a whole number of its own elements, whatever their size.
+#: Bytes of the largest element. A segment of several leaves starts at a multiple of this from the start of
+#: the storage, so that the start of each leaf is a multiple of its own element size.
 _LARGEST_ELEMENT = 16
 
 Span = tuple[int, int]
@@ -57,25 +57,25 @@ Metas = tuple[tuple[Any, ...], ...]
 
 
 class _Unwalkable(Exception):
-    """The tree is too deep, or has a cycle or a shared list or dict: pickle the whole of it."""
+    """The tree is too deep, or has a cycle or a shared list or dict: it must be pickled whole."""
 
 
 class _Sprawling(_Unwalkable):
-    """The tree has more parts than are worth a walk, or more text."""
+    """The tree has too many parts, or too much text, to be worth a walk."""
 
 
 class Walker:
     """Takes batches apart, one after the other.
 
     Attributes:
-        leaves, values, objects: of the batch that was walked last, in the order in which its tree names them.
-        containers: ids of its lists and dicts.
+        leaves, values, objects: parts of the last batch, in the order of its tree.
+        containers: ids of the lists and dicts of that batch.
     """
 
     is_leaf = staticmethod(is_leaf)
 
     def __init__(self) -> None:
-        self._sprawling = 0  # so many batches are not walked any more
+        self._sprawling = 0  # number of batches that are still pickled without a walk
         self.clear()
 
     def clear(self) -> None:
@@ -89,7 +89,7 @@ class Walker:
         self._parts = self._text = 0
 
     def walk(self, batch: Any) -> Any:
-        """The tree of a batch; one that cannot be walked, or is not worth it, is a single object."""
+        """The tree of a batch; a single object if it cannot be walked or is not worth a walk."""
         if self._sprawling:
             self._sprawling -= 1
             return self.whole(batch)
@@ -100,7 +100,7 @@ class Walker:
         return self.whole(batch)
 
     def whole(self, batch: Any) -> Any:
-        """The tree of a batch that is a single object."""
+        """The tree of a batch as a single object."""
         self.clear()
         self.objects.append(batch)
         return "O"
@@ -129,7 +129,7 @@ class Walker:
                     return "v"
                 return "l", self._walk_all(value)
             keys = tuple(value)
-            # Keys are part of the spec's identity, where True, 1 and 1.0 would be the same.
+            # Keys are part of the spec's identity, in which True, 1 and 1.0 would be equal.
             if _STRINGS.issuperset(map(type, keys)) or all(
                 type(key) is str or (type(key) is int and packs(key)) for key in keys
             ):
@@ -151,7 +151,7 @@ class Walker:
         return trees
 
     def _is_flat(self, values: list[Any]) -> bool:
-        """Whether a list holds nothing but plain values."""
+        """Whether a list contains only plain values."""
         kinds = set(map(type, values))
         if kinds == _INTEGERS:
             return packs(min(values)) and packs(max(values))
@@ -168,14 +168,14 @@ class Walker:
             raise _Sprawling
 
     def add_leaf(self, leaf: Any) -> int:
-        """The number of a leaf; the same object gets the same number."""
+        """Add a leaf, and return its number; the same object gets the same number."""
         number = self._leaf_of.setdefault(id(leaf), len(self.leaves))
         if number == len(self.leaves):
             self.leaves.append(leaf)
         return number
 
     def leaf_in_pickle(self, leaf: Any) -> int | None:
-        """The number of a leaf in an object; None: it stays in the pickle."""
+        """The number of a leaf in an object, or None if it stays in the pickle."""
         if type(leaf) is _ARRAY and leaf.nbytes <= SMALL_ARRAY and id(leaf) not in self._leaf_of:
             return None
         return self.add_leaf(leaf)
@@ -185,9 +185,9 @@ class Walker:
 
 
 def segments_of(leaves: list[Any]) -> tuple[Metas, list[Span]]:
-    """The `leaves` of the spec, and the spans of the segments.
+    """The `leaves` field of the spec, and the spans of the segments.
 
-    An array that is not contiguous is replaced in `leaves` by a copy that is.
+    A non-contiguous array in `leaves` is replaced by a contiguous copy.
     """
     metas: list[tuple[Any, ...]] = []
     spans: list[Span] = []
@@ -214,14 +214,14 @@ def segments_of(leaves: list[Any]) -> tuple[Metas, list[Span]]:
         metas.append(("A", leaf.dtype.str, leaf.shape, strides, number, 0))
     bounds = list(chain.from_iterable(sorted(spans)))
     if bounds == sorted(bounds):
-        return tuple(metas), spans  # no two overlap, as in nearly every batch
+        return tuple(metas), spans  # no overlaps, as in nearly every batch
     return _merge(leaves, metas, spans)
 
 
 def _merge(leaves: list[Any], metas: list[tuple[Any, ...]], spans: list[Span]) -> tuple[Metas, list[Span]]:
-    """`segments_of` where leaves overlap: tensors of one storage that do share a segment."""
+    """`segments_of` with overlapping leaves: tensors of one storage that overlap share a segment."""
     storages: dict[int, list[int]] = {}
-    for number, leaf in enumerate(leaves):  # an array shares nothing: a storage of its own
+    for number, leaf in enumerate(leaves):  # each array counts as a storage of its own
         storage = leaf.untyped_storage().data_ptr() if type(leaf) is _TENSOR else -1 - number
         storages.setdefault(storage, []).append(number)
     merged: list[Span] = []
@@ -245,16 +245,16 @@ def _merge(leaves: list[Any], metas: list[tuple[Any, ...]], spans: list[Span]) -
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """Bytes from the first element of a tensor that is not contiguous to the end of its last one."""
+    """Bytes from the first element of a non-contiguous tensor to the end of its last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.itemsize if tensor.numel() else 0
 
 
 def device_segments(metas: Metas) -> list[int]:
-    """The segments that go to a device: those of tensors, ascending."""
+    """The segments of tensors, which go to a device, in ascending order."""
     return sorted({meta[4] for meta in metas if meta[0] == "T"})
 
 
 def device_bytes(spans: list[Span], segments: list[int]) -> int:
-    """Bytes that segments take up in a batch for a device, one behind the other."""
+    """Total bytes of these segments, one after the other, in a batch for a device."""
     return sum([device_aligned(spans[segment][1] - spans[segment][0]) for segment in segments])

@@ -1,4 +1,4 @@
 """Reading a dataset by torch's rules: indices, samples, batches and seeds.
 
-Runs in the workers; without workers, and for the indices, in the consumer.
+Runs in the workers; in the consumer without workers, and for drawing indices.
 """

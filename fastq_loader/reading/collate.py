@@ -1,14 +1,13 @@
-"""torch's default collate: a shorter way through the samples, and into shared memory.
+"""torch's default collate, with a shorter path through the samples and results in shared memory.
 
-`default` gives what torch's `default_collate` gives. It runs in workers, and in the consumer with
-num_workers=0, and changes nothing of torch's. torch asks every tuple and dict for abstract classes, and
-measures all samples in a generator: for 64 samples of two fields that is 70 calls of Python, more than
+`default` returns what torch's `default_collate` returns. It runs in workers, and in the consumer with
+num_workers=0, and changes nothing in torch. torch checks every tuple and dict against abstract classes, and
+compares all lengths in a generator: for 64 samples of two fields these are 70 Python calls, more than
 everything else that a loader without workers does for them.
 
-`install` is for workers: it replaces the functions that stack tensors, arrays and Python's numbers, in
-torch's table of collate functions (`default_collate_fn_map`), whether the loader or a user's collate calls
-`default_collate`. torch's own make a fresh shared-memory segment for every tensor. Ours stack into a block
-that was used before, in one pass.
+`install` is for workers: it replaces the functions that stack tensors, arrays and Python numbers in torch's
+table of collate functions (`default_collate_fn_map`), also for a user's calls of `default_collate`. torch's
+own allocate a new shared-memory segment for every tensor. Ours stack into a recycled block, in one pass.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def default(batch: Any) -> Any:
 
 
 def _collate(batch: Any, table: dict[Any, Any]) -> Any:
-    """torch's `collate` for samples that are plain tuples, lists or dicts; all others go to torch's own.
+    """torch's `collate` for plain tuples, lists and dicts; all other samples are passed to torch's own.
     (torch/utils/data/_utils/collate.py)"""
     first = batch[0]
     kind = type(first)
@@ -49,7 +48,7 @@ def _collate(batch: Any, table: dict[Any, Any]) -> Any:
         if kind is dict:
             try:
                 return {key: _collate([sample[key] for sample in batch], table) for key in first}
-            except TypeError:  # as torch, which tries again without a copy of the first one
+            except TypeError:  # like torch, which tries again without a copy of the first sample
                 return {key: _torchs([sample[key] for sample in batch], table) for key in first}
         if set(map(type, batch)) == {kind} and len(set(map(len, batch))) == 1:
             try:
@@ -70,14 +69,14 @@ _CONTAINERS = _SEQUENCES | {dict}
 
 
 def stack_tensors(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    """Stack tensors of one shape along a new first dimension, in a block if the result is worth one.
+    """Stack tensors of one shape along a new first dimension, in a block if the result is large enough.
 
     Args:
         batch: at least one tensor.
         collate_fn_map: part of torch's interface for collate functions; unused.
 
     Raises:
-        RuntimeError: the shapes differ, with torch's own text.
+        RuntimeError: the shapes differ; the message is torch's.
     """
     first = batch[0]
     if type(first) is not torch.Tensor or first.is_nested or first.layout is not torch.strided:
@@ -91,8 +90,8 @@ def stack_tensors(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         stacked = torch.stack(batch, 0)
         if stacked.dtype is first.dtype and stacked.is_contiguous():
             return stacked
-        # torch's worker stacks into a contiguous tensor of the first sample's dtype, whatever the
-        # others are and in whatever order the memory of the samples lies.
+        # torch's worker stacks into a contiguous tensor of the first sample's dtype, regardless of the
+        # dtypes of the others and of the samples' memory order.
         out = torch.empty(shape, dtype=first.dtype)
     elif use_nontemporal(first.nbytes) and _lie_as_stacked(batch):
         nontemporal.copy(out.data_ptr(), list(map(torch.Tensor.data_ptr, batch)), first.nbytes)
@@ -101,7 +100,7 @@ def stack_tensors(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
 
 
 def _lie_as_stacked(batch: Any) -> bool:
-    """Whether the memory of each tensor is byte for byte what stacking writes for it."""
+    """Whether the memory of each tensor equals, byte for byte, what stacking would write for it."""
     first, tensor = batch[0], torch.Tensor
     return (
         set(map(type, batch)) == {tensor}
@@ -117,21 +116,21 @@ _NESTED, _LOOKS = attrgetter("is_nested"), attrgetter("dtype", "shape", "layout"
 
 
 def stack_arrays(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    """Stack numpy arrays into one tensor, in a block if the result is worth one.
+    """Stack numpy arrays into one tensor, in a block if the result is large enough.
 
-    torch makes a tensor of every array first; where all are alike, numpy stacks them in one pass.
+    torch converts every array to a tensor first; numpy stacks arrays of one dtype and shape in one pass.
 
     Args:
         batch: at least one array.
         collate_fn_map: the table in use.
 
     Raises:
-        TypeError, RuntimeError: strings and objects, or shapes that differ, with torch's own texts.
+        TypeError, RuntimeError: strings and objects, or different shapes; the messages are torch's.
     """
     first = batch[0]
     if (
         collate_fn_map is not None
-        and collate_fn_map.get(torch.Tensor) is stack_tensors  # else tensors are the user's business
+        and collate_fn_map.get(torch.Tensor) is stack_tensors  # else the user replaced it
         and first.dtype.str in _TORCH_TYPES
         and first.size
         and set(map(type, batch)) == {np.ndarray}
@@ -143,7 +142,7 @@ def stack_arrays(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
             out = np.empty(shape, first.dtype)
         if use_nontemporal(first.nbytes) and all(map(_CONTIGUOUS, batch)):
             nontemporal.copy(address_of(out), list(map(address_of, batch)), first.nbytes)
-        elif first.ndim:  # the same bytes as np.stack, which makes a view of every array first
+        elif first.ndim:  # the same bytes as np.stack, which first creates a view of every array
             np.concatenate(batch, out=out.reshape(-1, *first.shape[1:]))
         else:
             np.stack(batch, out=out)
@@ -156,7 +155,7 @@ _KIND, _CONTIGUOUS = attrgetter("dtype", "shape"), attrgetter("flags.c_contiguou
 
 
 def _stack_numbers(torchs_own: Collate) -> Collate:
-    """A tensor of Python's bools, ints or floats. torch examines each of them several times for a dtype."""
+    """Stacks Python bools, ints or floats. torch's own examines each several times to find the dtype."""
 
     def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         kinds = set(map(type, batch))
@@ -169,7 +168,7 @@ def _stack_numbers(torchs_own: Collate) -> Collate:
     return stack
 
 
-#: What torch makes of lists of these; a list of several kinds is left to torch.
+#: Dtypes that torch chooses for lists of one of these types; mixed lists are left to torch.
 _NUMBERS: dict[type, Any] = {bool: np.bool_, int: np.int64, float: np.float64}
 
 torch_ints, torch_floats = torch_collate.collate_int_fn, torch_collate.collate_float_fn
@@ -178,7 +177,7 @@ _TORCH_TYPES = frozenset(TYPESTR.values())
 
 
 def install() -> None:
-    """Let torch's default collate of this process stack into blocks; a user's own entries stay."""
+    """Make torch's default collate in this process stack into blocks; entries set by the user stay."""
     table = torch_collate.default_collate_fn_map
     for kind, (torchs_own, ours) in _REPLACED.items():
         if table.get(kind) is torchs_own:

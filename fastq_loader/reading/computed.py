@@ -1,10 +1,10 @@
-"""Samplers whose order is computed from a seed and the epoch: a shuffle, a draw by weights, and the part that
-a rank has of any other sampler's order.
+"""Samplers whose order is computed from a seed and the epoch: a shuffle, a weighted draw, and a rank's share
+of any other sampler's order.
 
 Runs in the consumer, on the thread that calls `next()`. Nothing is drawn from the generators of the process.
-A keyed permutation gives the item of a shuffle at any position by itself, and the random number behind a draw
-by weights. So these orders take no memory of their own, begin at once and go on from any position, on any
-rank; only a draw without replacement is sorted when an epoch begins. All bits are the same on every machine.
+A keyed permutation computes the item at any position of a shuffle on its own, or the random number of a
+weighted draw. So these orders need no memory, begin at once and continue from any position, on any rank; only
+a draw without replacement is sorted when an epoch begins. All bits are the same on every machine.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from fastq_loader.reading import generators
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
-#: Indices that are computed at a time; more are no quicker.
+#: Indices computed at a time; larger chunks are not faster.
 CHUNK = 8192
 
 _ROUNDS = 24
-#: So many numbers take less time to sort than the network takes to be set up.
+#: Sorting up to this many numbers takes less time than setting up the network.
 _FEW = 1024
 _MULTIPLIER = np.uint64(0xD2B74407B1CE6E93)
 _LOW = np.uint64(0xFFFFFFFF)
 
 
 class Permutation:
-    """A permutation of the numbers from 0 to n-1, drawn by a key.
+    """A permutation of the numbers from 0 to n-1, determined by a key.
 
     VariablePhilox with 24 rounds (Mitchell, Stokes, Frank, Holmes: "Bandwidth-Optimal Random Shuffling for
     GPUs", ACM Transactions on Parallel Computing 9, 2022), which Thrust's `shuffle` uses: an unbalanced
-    Feistel network over as many bits as n needs. A number of n or more is put through it
-    again, until it is below n (cycle walking; Black, Rogaway: "Ciphers with Arbitrary Finite Domains",
-    CT-RSA 2002), which is less than twice on average. Such a network gives even permutations of its 2^bits
-    numbers only, and on 4 bits not all of them alike: a few numbers are sorted by random words instead.
+    Feistel network over as many bits as n needs. An output of n or more is put through the network again
+    until it is below n (cycle walking; Black, Rogaway: "Ciphers with Arbitrary Finite Domains", CT-RSA
+    2002), which takes fewer than two passes on average. Such a network yields only even permutations of its
+    2^bits numbers, and on 4 bits not all equally often: up to `_FEW` numbers are sorted by random words.
 
     Args:
         n: how many numbers, from 0 to 2^62.
@@ -62,7 +62,7 @@ class Permutation:
         self._keys = words.generate_state(_ROUNDS).astype(np.uint64)
 
     def __call__(self, positions: Any) -> Any:
-        """The numbers at these positions: both uint64 arrays of one dimension, from 0 to n-1."""
+        """Return the numbers at `positions`; both are one-dimensional uint64 arrays, from 0 to n-1."""
         if self._few is not None:
             return self._few[positions]
         numbers = self._round_trip(positions)
@@ -80,10 +80,10 @@ class Permutation:
 
 
 class ComputedSampler(Sampler[int]):
-    """Base class of samplers whose whole order can be computed from any position on.
+    """Base class of samplers whose order can be computed from any position on.
 
     Args:
-        count: how many indices the order has, for all replicas together.
+        count: how many indices the order has, over all replicas.
         seed, num_replicas, rank, drop_last: see `PermutationSampler`.
     """
 
@@ -95,25 +95,25 @@ class ComputedSampler(Sampler[int]):
 
     @abstractmethod
     def _order(self) -> Callable[[_Array], _Array]:
-        """The order of this epoch: from uint64 positions to indices, of 64 bits each."""
+        """The order of this epoch: a function from uint64 positions to 64-bit indices."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next: each has an order of its own. Without it all have the same.
+        """Set the number of the next epoch: each has its own order; without this call all have the same.
 
         Raises:
-            TypeError, ValueError: it is not a number of at least 0.
+            TypeError, ValueError: `epoch` is not an integer of at least 0.
         """
         self.epoch = _whole("epoch", epoch)
 
     def __len__(self) -> int:
-        """How many indices this replica gets."""
+        """The number of indices for this replica."""
         return _part(self._count, self.num_replicas, self.drop_last)
 
     def __iter__(self) -> Iterator[int]:
         return self.iterate_from(0)
 
     def iterate_from(self, position: int) -> Iterator[int]:
-        """The indices of this epoch from a position on, at once."""
+        """The indices of this epoch from a position on, without drawing the earlier ones."""
         for chunk in self.chunks(position, CHUNK):
             yield from chunk.tolist()
 
@@ -133,25 +133,25 @@ class ComputedSampler(Sampler[int]):
 
 
 class PermutationSampler(ComputedSampler):
-    """Shuffles any number of items anew in every epoch, in memory of constant size.
+    """Shuffles any number of items anew in every epoch, in constant memory.
 
-    Takes the place of `RandomSampler` and `DistributedSampler` where `torch.randperm` takes seconds and
-    gigabytes, and of either where an epoch is to be resumed at once: the order follows from `seed` and the
-    epoch alone. With a `DataLoader` of ours whole batches are computed at a time.
+    Replaces `RandomSampler` and `DistributedSampler` where `torch.randperm` takes seconds and gigabytes, or
+    where an epoch must resume at once: the order depends only on `seed` and the epoch. Our `DataLoader`
+    computes whole batches at a time.
 
     Args:
         n: how many items, from 0 to 2^62; the sampler yields ints from 0 to n-1.
-        seed: decides on the order, with the epoch; at least 0.
-        num_replicas: processes that share an epoch; the order is dealt out to them.
-        rank: which of them this one is.
-        drop_last: if n is not a multiple of `num_replicas`, leave items out. Else the first of the order come
-            twice. Both as in torch's DistributedSampler.
+        seed: determines the order, together with the epoch; at least 0.
+        num_replicas: number of processes that share an epoch; the order is divided among them.
+        rank: number of this process among them, from 0 on.
+        drop_last: if n is not a multiple of `num_replicas`, leave items out. Otherwise the first of the order
+            come twice. Both as in torch's DistributedSampler.
 
     Attributes:
-        epoch: set by `set_epoch`; 0 at first.
+        epoch: set by `set_epoch`; initially 0.
 
     Raises:
-        TypeError, ValueError: an argument is no such number.
+        TypeError, ValueError: an argument has the wrong type or is out of range.
 
     >>> sampler = PermutationSampler(10**12, seed=1)
     >>> DataLoader(range(10**12), 4, sampler=sampler).sampler is sampler
@@ -160,7 +160,7 @@ class PermutationSampler(ComputedSampler):
     [0, 1, 2, 3, 4, 5, 6, 7]
     """
 
-    set_epoch = ComputedSampler.set_epoch  # which the reference shows
+    set_epoch = ComputedSampler.set_epoch  # so that the API reference shows it
 
     def __init__(
         self, n: int, seed: int = 0, *, num_replicas: int = 1, rank: int = 0, drop_last: bool = False
@@ -176,36 +176,36 @@ class PermutationSampler(ComputedSampler):
 
 
 class WeightedSampler(ComputedSampler):
-    """Draws items with probabilities in proportion to their weights, from any number of items.
+    """Draws items with probabilities proportional to their weights, from any number of items.
 
-    Takes the place of `WeightedRandomSampler`, whose `torch.multinomial` takes 2^24 items at most, and which
-    knows no ranks. The order follows from the arguments and the epoch alone, so an epoch is resumed exactly.
+    Replaces `WeightedRandomSampler`, whose `torch.multinomial` accepts at most 2^24 items and which does not
+    support ranks. The order depends only on the arguments and the epoch, so an epoch resumes exactly.
 
-    With replacement each draw is one number below the sum of the weights, which is found in their cumulative
-    sums: O(log n) for each index, from any position on, after one pass over the weights when the sampler is
-    made. An item whose part of the sum is below 2^-53 may never come.
+    With replacement each draw is one number below the sum of the weights, which is looked up in their
+    cumulative sums: O(log n) per index, from any position on, after one pass over the weights when the
+    sampler is created. An item whose share of the sum is below 2^-53 may never be drawn.
 
-    Without replacement an item is drawn among those that are left, by their weights, one after the other, as
-    by `torch.multinomial`. That is the order of the keys weight / e with e from the exponential distribution
+    Without replacement items are drawn one after the other from the remaining ones, by their weights, as by
+    `torch.multinomial`. That is the order of the keys weight / e with e from the exponential distribution
     (algorithm A of Efraimidis, Spirakis: "Weighted random sampling with a reservoir", Information Processing
     Letters 97, 2006, in logarithms): O(n + num_samples log num_samples) at the beginning of an epoch, which
-    is O(log n) for each index where all are drawn.
+    is O(log n) per index if all are drawn.
 
     Args:
-        weights: of the items 0 to n-1: finite numbers of at least 0, not all 0, of one dimension. They are
-            copied, as float64: for others make another sampler.
-        num_samples: how many indices an epoch has, for all replicas together; at least 1.
+        weights: one-dimensional, for the items 0 to n-1: finite numbers of at least 0, not all 0. They are
+            copied as float64; to change them, create another sampler.
+        num_samples: how many indices an epoch has, over all replicas; at least 1.
         replacement: whether an item may be drawn again.
         seed, num_replicas, rank, drop_last: as for `PermutationSampler`. Together the replicas have the order
-            that one alone would have.
+            of a single process.
 
     Attributes:
-        epoch: set by `set_epoch`; 0 at first.
-        weights_checksum: by which a saved state knows the weights.
+        epoch: set by `set_epoch`; initially 0.
+        weights_checksum: identifies the weights in a saved state.
 
     Raises:
-        TypeError, ValueError: an argument is no such value, or fewer items than `num_samples` have a weight
-            above 0, without replacement.
+        TypeError, ValueError: an argument has the wrong type or is out of range; without replacement
+            `num_samples` is at most the number of weights above 0.
 
     >>> list(WeightedSampler([0.0, 3.0, 0.0], 4))
     [1, 1, 1, 1]
@@ -213,7 +213,7 @@ class WeightedSampler(ComputedSampler):
     [0, 2]
     """
 
-    set_epoch = ComputedSampler.set_epoch  # which the reference shows
+    set_epoch = ComputedSampler.set_epoch  # so that the API reference shows it
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class WeightedSampler(ComputedSampler):
         super().__init__(self.num_samples, seed, num_replicas, rank, drop_last)
         self.weights_checksum = zlib.crc32(shares.tobytes())
         self._items = len(shares)
-        # Added up one after the other, which is the same everywhere.
+        # Summed one after the other, which gives the same result everywhere.
         self._weights = np.cumsum(shares) if replacement else shares
 
     def _order(self) -> Callable[[_Array], _Array]:
@@ -250,7 +250,7 @@ class WeightedSampler(ComputedSampler):
         sums, random = self._weights, Permutation(1 << 62, self.seed, self.epoch)
 
         def items(positions: _Array) -> _Array:
-            # 53 bits of 62: the product is below the sum also when it is rounded.
+            # 53 of the 62 bits: the product is below the sum even after rounding.
             below = (random(positions) >> np.uint64(9)) * 2.0**-53 * sums[-1]
             found: _Array = np.searchsorted(sums, below, side="right")
             return found
@@ -276,7 +276,7 @@ class WeightedSampler(ComputedSampler):
 
 
 def _shares(weights: Any) -> _Array:
-    """Weights as parts of the largest, so that no sum of them is too large."""
+    """Validate weights and divide them by the largest, so that their sum cannot overflow."""
     try:
         values = torch.as_tensor(weights, dtype=torch.float64).detach().cpu().numpy()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -292,10 +292,10 @@ def _shares(weights: Any) -> _Array:
 
 
 def _exponentials(words: _Array) -> _Array:
-    """Numbers of the exponential distribution, of random 64-bit words.
+    """Exponentially distributed numbers, computed from random 64-bit words.
 
-    By operations whose results every processor rounds alike. That of `np.log` depends on the processor: a
-    rank on another kind of machine would have another order.
+    Uses only operations that every processor rounds alike. The result of `np.log` depends on the processor:
+    a rank on another kind of machine would have another order.
     """
     mantissas, exponents = np.frexp(((words >> np.uint64(12)) + 0.5) * 2.0**-52)
     ratios = (mantissas - 1) / (mantissas + 1)
@@ -306,29 +306,29 @@ def _exponentials(words: _Array) -> _Array:
 
 
 class Distributed(Sampler[Any]):
-    """Deals out the order of any sampler to the processes that share an epoch.
+    """Divides the order of any sampler among the processes that share an epoch.
 
-    Each replica draws the whole order and takes every `num_replicas`-th index of it, or every such batch of a
-    batch sampler. It is the same order for all of them, because it is drawn while the generators of the
-    process (torch's, `random`, numpy's), and those that the sampler has as attributes, are seeded from `seed`
-    and the epoch; after that they are put back, so nothing is drawn from them. What a sampler draws from
-    anywhere else (a module's own generator, `secrets`, the time), or counts by itself, must be the same on
-    all replicas by its own care. The order is drawn at the first index, and must end.
+    Each replica draws the whole order and takes every `num_replicas`-th index (or batch, of a batch sampler).
+    All draw the same order, because the generators of the process (torch's, `random`, numpy's) and in the
+    sampler's attributes are seeded from `seed` and the epoch for the draw, and restored afterwards, so
+    nothing is drawn from them. The sampler must ensure that anything else it depends on (a module's own
+    generator, `secrets`, the time, its own counters) is the same on all replicas. The order is drawn at the
+    first index, and must be finite.
 
     Args:
-        sampler: any that ends. Its `set_epoch`, or that of a sampler in it, is called by the one here.
-        seed: decides on the order, with the epoch; from 0 to 2^63 - 1.
-        num_replicas, rank: processes that share an epoch, and which of them this one is. None: those of
-            torch's process group, as in torch's DistributedSampler.
-        drop_last: if the length is not a multiple of `num_replicas`, leave indices out. Else the first of the
-            order come twice. Both as there.
+        sampler: any finite sampler. `set_epoch` calls its `set_epoch`, or that of a sampler inside it.
+        seed: determines the order, together with the epoch; from 0 to 2^63 - 1.
+        num_replicas, rank: number of processes that share an epoch, and number of this process. None: taken
+            from torch's process group, as in torch's DistributedSampler.
+        drop_last: if the length is not a multiple of `num_replicas`, leave indices out. Otherwise the first
+            indices of the order come twice. Both as in DistributedSampler.
 
     Attributes:
-        epoch: set by `set_epoch`; 0 at first.
+        epoch: set by `set_epoch`; initially 0.
 
     Raises:
-        TypeError, ValueError: an argument is no such value.
-        RuntimeError: a number is None, and there is no process group.
+        TypeError, ValueError: an argument has the wrong type or is out of range.
+        RuntimeError: `num_replicas` or `rank` is None, and there is no process group.
 
     >>> weighted = torch.utils.data.WeightedRandomSampler([1.0, 0.0, 3.0], num_samples=6)
     >>> ranks = [list(Distributed(weighted, num_replicas=2, rank=rank)) for rank in range(2)]
@@ -348,8 +348,8 @@ class Distributed(Sampler[Any]):
         if num_replicas is None or rank is None:
             if not (dist.is_available() and dist.is_initialized()):
                 raise RuntimeError(
-                    f"num_replicas={num_replicas}, rank={rank}: there is no process group that could say "
-                    "them. Give both, or call torch.distributed.init_process_group() before"
+                    f"num_replicas={num_replicas}, rank={rank}: there is no process group to take them "
+                    "from. Pass both, or call torch.distributed.init_process_group() first"
                 )
             num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
             rank = dist.get_rank() if rank is None else rank
@@ -362,10 +362,10 @@ class Distributed(Sampler[Any]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next, here and to the sampler, if it wants to know.
+        """Set the number of the next epoch, here and in the sampler, if that has a `set_epoch`.
 
         Raises:
-            TypeError, ValueError: it is not a number of at least 0.
+            TypeError, ValueError: `epoch` is not an integer of at least 0.
         """
         self.epoch = _whole("epoch", epoch)
         part = self.sampler
@@ -375,7 +375,7 @@ class Distributed(Sampler[Any]):
             part.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """How many indices this replica gets."""
+        """The number of indices for this replica."""
         return _part(len(self.sampler), self.num_replicas, self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
@@ -392,12 +392,12 @@ class Distributed(Sampler[Any]):
 
 
 def _part(count: int, num_replicas: int, drop_last: bool) -> int:
-    """How many of so many indices each replica gets, as with torch's DistributedSampler."""
+    """The number of indices for each replica out of `count`, as in torch's DistributedSampler."""
     return count // num_replicas if drop_last else -(-count // num_replicas)
 
 
 def _replica(num_replicas: Any, rank: Any) -> tuple[int, int]:
-    """Both numbers, checked."""
+    """Validate and return both numbers."""
     num_replicas, rank = _whole("num_replicas", num_replicas, 1), _whole("rank", rank)
     if rank >= num_replicas:
         raise ValueError(f"rank={rank} must be below num_replicas={num_replicas}")
@@ -405,7 +405,7 @@ def _replica(num_replicas: Any, rank: Any) -> tuple[int, int]:
 
 
 def _whole(name: str, value: Any, least: int = 0, most: int | None = None) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool):  # numpy's integers are some, too
+    if not isinstance(value, Integral) or isinstance(value, bool):  # numpy's integers are allowed
         raise TypeError(f"{name}={value!r} must be an int")
     number = int(value)
     if number < least:

@@ -19,9 +19,9 @@ InitFn = Callable[[int], Any]
 
 
 def draw_shared_seed(dataset: Any, generator: torch.Generator | None) -> int | None:
-    """The seed that every shuffling pipe of a graph shares in one epoch; None for other datasets.
+    """Draw the seed that all shuffling pipes of a graph share in one epoch; None for other datasets.
 
-    One `int64.random_()` from `generator`, as torch draws it; with a process group, rank 0's.
+    One `random_()` of an int64 tensor from `generator`, as torch draws it; in a process group, rank 0's.
     """
     if not isinstance(dataset, IterDataPipe):
         return None
@@ -32,7 +32,7 @@ def draw_shared_seed(dataset: Any, generator: torch.Generator | None) -> int | N
 
 
 def apply_seed(dataset: Any, shared_seed: int | None) -> Any:
-    """The graph with its shuffling pipes seeded."""
+    """The dataset, with shuffling pipes seeded if there is a seed."""
     if shared_seed is None:
         return dataset
     generator = torch.Generator()
@@ -48,7 +48,7 @@ def world_size_and_rank() -> tuple[int, int]:
 
 
 def shard(dataset: Any, instances: int, instance: int) -> None:
-    """Let a graph yield the part of one of `instances` readers; other datasets are left alone."""
+    """Make a graph yield the share of one of `instances` readers; other datasets are left alone."""
     if isinstance(dataset, (IterDataPipe, MapDataPipe)):
         graph_settings.apply_sharding(dataset, instances, instance)
 

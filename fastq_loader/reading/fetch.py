@@ -1,10 +1,10 @@
 """From an index to a batch: read the samples, collate them.
 
-Runs in workers, and in the consumer with num_workers=0. The rules are those of torch's
+Runs in workers, and in the consumer with num_workers=0. It follows torch's
 `torch/utils/data/_utils/fetch.py`, with two differences. A StopIteration from a map-style dataset or a
 collate function is an error in user code and becomes a RuntimeError, as in generators (PEP 479); torch
-silently ends the epoch. And a `__getitems__` inherited from `Subset` is not used when a subclass overrides
-`__getitem__` below it: the override is what the user means (pytorch#163184).
+silently ends the epoch. And a `__getitems__` inherited from `Subset` is not used if a subclass overrides
+`__getitem__`: the user means the override (pytorch#163184).
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ class EndOfStream(Exception):
 
 Collate = Callable[[Any], Any]
 
-#: Nanoseconds for each sample from which on the next batch's samples are timed one by one, which costs 0.1 µs
-#: each: half a percent at most.
+#: Nanoseconds per sample above which the samples of the next batch are timed one by one. Timing costs 0.1 µs
+#: per sample: half a percent at most.
 _WORTH_TIMING = 25_000
 
 
 class Fetcher:
-    """Loads the batches of one epoch; of an iterable dataset it calls `iter(dataset)` when it is made.
+    """Loads the batches of one epoch. For an iterable dataset the constructor calls `iter(dataset)`.
 
-    The attributes have torch's names, because code outside reads them from an iterator's `_dataset_fetcher`;
-    beyond torch's, of the batch that was loaded last:
+    Attributes that torch's fetcher has, too, keep torch's names, because outside code reads them from an
+    iterator's `_dataset_fetcher`.
 
     Attributes:
-        began, fetched: when it was asked for, and when its samples were there; nanoseconds of the monotonic
-            clock.
-        slowest, slowest_at: nanoseconds of the sample that took longest, and its place in the batch; 0, 0
-            where they were not timed.
-        dataset_iter, ended: of an iterable dataset, its iterator, and whether that gave a batch that was not
+        began, fetched: when the last batch was requested, and when its samples had been read; nanoseconds of
+            the monotonic clock.
+        slowest, slowest_at: nanoseconds that the slowest sample of the last batch took, and its position in
+            the batch; 0, 0 if the samples were not timed.
+        dataset_iter, ended: the iterator of an iterable dataset, and whether it ended before a batch was
             full.
-        stateful: whether the dataset or its iterator says where it stands; None until somebody wants to know.
-        bad, error: the samples that could not be read, where that is allowed, and the last error; see
-            `tolerance`.
+        stateful: whether the dataset or its iterator can save its position; None until first determined.
+        bad, error: samples of the last batch that could not be read, if errors are tolerated, and the last
+            error; see `tolerance`.
     """
 
     dataset_iter: Any = None
@@ -74,7 +74,7 @@ class Fetcher:
             self.dataset_iter = iter(dataset)
 
     def fetch(self, index: Any) -> Any:
-        """The batch for an index.
+        """Load the batch for an index.
 
         Raises:
             EndOfStream: an iterable dataset is exhausted.
@@ -136,14 +136,14 @@ class Fetcher:
         return data
 
     def _compare(self, ends: list[int]) -> None:
-        """The samples were there at these times; the first one is that of the beginning."""
+        """Record the slowest sample. `ends`: start of the batch, then the time after each sample."""
         took = list(map(sub, ends[1:], ends))
         self.slowest = max(took, default=0)
         self.slowest_at = took.index(self.slowest) if took else 0
 
 
 def _has_getitems(dataset: Any) -> bool:
-    # torch also asks for a true value: datasets set `__getitems__ = None` to opt out.
+    # torch also requires a true value: datasets set `__getitems__ = None` to opt out.
     if not getattr(dataset, "__getitems__", None):
         return False
     for kind in type(dataset).__mro__:

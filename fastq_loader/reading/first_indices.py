@@ -1,7 +1,7 @@
-"""The beginning of an epoch's order, to be compared with that of another epoch; and a digest of all of it.
+"""Digests of an epoch's order: of its beginning, for comparison with other epochs, and of all of it.
 
-Pure. The beginning is kept only for samplers that want to be told the epoch, as a digest: batches of
-thousands of indices would take megabytes.
+Pure. The beginning is recorded only for samplers that need `set_epoch`, and as a digest: batches of thousands
+of indices would take megabytes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from zlib import crc32
 
 from fastq_loader.ipc.messages import decode_index
 
-#: Batches that are looked at.
+#: Batches that are recorded.
 KEPT = 32
-#: Indices of a batch that are digested, at either end of it.
+#: Indices that are digested at each end of a batch.
 _ENDS = 8
 
 
-#: What is known after some batches: a digest of all their indices, how many samples these are, and how often
-#: an index was less than the one before it.
+#: Summary of the batches so far: a digest of their indices, the number of samples, and how often an index was
+#: less than the one before it.
 _Mark = tuple[bytes, int, int]
 _START: _Mark = b"", 0, 0
 
@@ -31,27 +31,27 @@ class FirstIndices:
     """The indices of the first batches of one epoch.
 
     Args:
-        sampler: what the sampler is called that wants to be told the epoch.
+        sampler: class name of the sampler that needs `set_epoch`.
 
     Attributes:
-        complete: there is no use in adding more.
+        complete: enough batches are recorded, or their indices cannot be compared.
     """
 
     def __init__(self, sampler: str) -> None:
         self.sampler = sampler
         self.complete = False
         self._marks = [_START]
-        self._last: list[Any] = []  # the last index, once there is one
+        self._last: list[Any] = []  # the last index, if any
 
     def add(self, index: Any) -> None:
-        """A batch was drawn. One whose indices cannot be compared makes the whole of no use."""
+        """Record the indices of a batch. Indices that cannot be compared disable the comparison."""
         digest, samples, descents = self._marks[-1]
         try:
             index = decode_index(index)
             if _kind(index) in _ARRAYS:
                 index = index.tolist()
             indices = index if type(index) is list else [index]
-            # Version 2 writes the same bytes for the same values; later ones say where an object comes again.
+            # Version 2 writes the same bytes for the same values; later ones refer to repeated objects.
             digest = hashlib.blake2b(digest + marshal.dumps(indices, 2), digest_size=16).digest()
             descents += sum(bool(after < before) for before, after in pairwise(chain(self._last, indices)))
         except (TypeError, ValueError):
@@ -62,26 +62,26 @@ class FirstIndices:
         self.complete = len(self._marks) > KEPT
 
     def repeats(self, other: FirstIndices) -> int:
-        """How many samples the shorter of the two has, if the other has begun with the same ones in the same
-        order; else 0. Also 0 where there are not two batches, and where the order is no shuffle: it ascends,
-        and may begin anew once, as the part of a rank does that is filled up from the beginning."""
+        """Number of samples in the shorter of the two, if the other begins with the same ones in the same
+        order; else 0. Also 0 for fewer than two batches, and for an order that is not a shuffle: one that
+        ascends, with at most one restart, as in a rank's share that is padded from the beginning."""
         batches = min(len(self._marks), len(other._marks)) - 1
         _, samples, descents = mark = self._marks[batches]
         return samples if batches > 1 and mark == other._marks[batches] and descents > 1 else 0
 
 
 def digested(digest: int, index: Any) -> int:
-    """A digest with one more index, or batch of indices. Those that are neither integers nor values that
+    """Update a digest with an index, or a batch of indices. Indices that are neither integers nor values that
     `marshal` writes (strings, tuples, …) do not change it."""
     is_array = _kind(index) in _ARRAYS
     part: Any = index if type(index) is list else index.reshape(-1) if is_array else [index]
-    both = part[:_ENDS], part[-_ENDS:]  # of an array at once: its items one by one take ten times as long
+    both = part[:_ENDS], part[-_ENDS:]  # arrays are converted by slices: ten times as fast as by items
     ends = [item for end in both for item in (end.tolist() if is_array else end)]
     if not {kind.__module__ for kind in set(map(type, ends))} <= _NOT_THE_USERS:
         return digest
     try:
         return crc32(array("q", ends), digest)
-    except (TypeError, OverflowError):  # no integers, or larger ones
+    except (TypeError, OverflowError):  # not integers, or too large ones
         try:  # version 2 writes the same bytes for the same values
             return crc32(marshal.dumps(ends, 2), digest)
         except ValueError:
@@ -93,6 +93,6 @@ def _kind(index: Any) -> tuple[str, str]:
     return kind.__module__, kind.__qualname__
 
 
-#: Arrays and tensors; and where classes come from that run no code of the user's when a number is wanted.
+#: Arrays and tensors; and modules whose classes run no user code when they are converted to an integer.
 _ARRAYS = {("numpy", "ndarray"), ("torch", "Tensor")}
 _NOT_THE_USERS = {"builtins", "numpy", "torch"}

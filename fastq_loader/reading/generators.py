@@ -1,12 +1,12 @@
-"""Random number generators: where they are, how they are seeded while a dataset is read, and their states.
+"""Random number generators: finding them, seeding them while a dataset is read, and their states.
 
 Runs in the consumer and in workers. A generator is a `torch.Generator`, `random` or a `random.Random`,
-`numpy.random` or one of its `RandomState` and `Generator`. A state is kept as it was got until somebody wants
-it as text: JSON, with arrays in base64, of 4 to 7 kB for a Mersenne twister.
+`numpy.random` or an instance of its `RandomState` or `Generator`. A state keeps its native form until text is
+needed: JSON, with arrays in base64, of 4 to 7 kB for a Mersenne twister.
 
-There are two ways in which the generators follow from the base seed that the consumer drew. One is torch's,
-to the bit: a seed for each worker (`torch/utils/data/_utils/worker.py`). The other is a seed for each batch,
-which depends neither on who loads it nor on what was loaded before.
+Generators are seeded from the base seed that the consumer drew in one of two ways. One is torch's, bit for
+bit: a seed for each worker (`torch/utils/data/_utils/worker.py`). The other is a seed for each batch, which
+depends neither on the worker that loads the batch nor on earlier batches.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from typing import Any
 import numpy as np
 import torch
 
-# numpy imports this module when it is first used: in every forked worker, for 11 ms each.
+# numpy imports this module on first use: otherwise in every forked worker, for 11 ms each.
 from numpy import random as numpy_random
 
 from fastq_loader.system.attributes import held, inherits
 
-#: Objects that `find` visits, and members of a container: generators of an object's own are few and near.
+#: Limits of `find`: objects visited, and members of a container. An object's own generators are few and near.
 _MOST_OBJECTS, _MOST_MEMBERS = 1000, 100
 
-#: Classes of generators, and what gives and takes the state of each.
+#: Classes of generators, and the attributes that get and set the state of each.
 _KINDS: dict[type, tuple[str, ...]] = {
     torch.Generator: ("get_state", "set_state"),
     random.Random: ("getstate", "setstate"),
@@ -49,7 +49,7 @@ _CONTAINERS: dict[Any, Callable[[Any], Iterable[Any]]] = {
 }
 _PLAIN = {str, bytes, int, float, bool, type(None)}
 
-#: Of numpy's `mt19937_state`: 624 words and the position among them.
+#: Size of numpy's `mt19937_state`: 624 words and the position among them.
 _MT19937_BYTES = 625 * 4
 
 #: The generators that all code of a process shares, by name.
@@ -57,14 +57,14 @@ GLOBAL: dict[str, Any] = {"torch": torch.default_generator, "random": random, "n
 
 
 def find(roots: dict[str, Any], but: Iterable[Any] = ()) -> dict[str, Any]:
-    """The generators among `roots`, and among what they have as attributes.
+    """Find the generators in `roots` and in their attributes.
 
     Args:
         roots: name → object.
-        but: objects that are not looked into.
+        but: objects to leave out.
 
     Returns:
-        Name → generator, where a name is a way like "sampler.generator"; each generator once, in an order
+        Name → generator, where a name is a path like "sampler.generator"; each generator once, in an order
         that only depends on the attributes.
     """
     found: dict[str, Any] = {}
@@ -81,16 +81,16 @@ def find(roots: dict[str, Any], but: Iterable[Any] = ()) -> dict[str, Any]:
         if base is None:
             todo += [(f"{name}.{key}", member) for key, member in _members(part)]
         elif inherits(part, base, _KINDS[base]):
-            found[name] = part  # else only code of the user's knows its state
+            found[name] = part  # else only user code can save its state
     return found
 
 
 def _members(part: Any) -> list[tuple[Any, Any]]:
-    """Parts of an object, found without any code of its class."""
+    """Members of an object, read without running code of its class."""
     for base, items in _CONTAINERS.items():
         if issubclass(type(part), base):
             members = list(enumerate(items(part) if base.__len__(part) <= _MOST_MEMBERS else ()))
-            if base is dict:  # a key that is not plain would have to be printed
+            if base is dict:  # keys of other types have no name without their `repr`
                 return [(key if type(key) in _PLAIN else at, member) for at, (key, member) in members]
             return members
     return list(held(part).items())
@@ -100,7 +100,7 @@ def _members(part: Any) -> list[tuple[Any, Any]]:
 
 
 def state_of(generator: Any) -> Any:
-    """Its state, which later draws do not change. Raises whatever a class of the user's raises."""
+    """Copy the state of a generator. Raises whatever a user's class raises."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy()
     if generator is numpy_random or isinstance(generator, numpy_random.RandomState):
@@ -111,7 +111,7 @@ def state_of(generator: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Put a generator into a state."""
+    """Restore a generator to a state."""
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.from_numpy(state))
     elif generator is numpy_random or isinstance(generator, numpy_random.RandomState):
@@ -123,28 +123,28 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def same(state: Any, other: Any) -> bool:
-    """Whether two states of one generator, or two dicts or tuples of states, are the same."""
+    """Whether two states of one generator, or two dicts or tuples of states, are equal."""
     if isinstance(state, dict) and isinstance(other, dict):
         return state.keys() == other.keys() and all(same(each, other[name]) for name, each in state.items())
     if isinstance(state, (tuple, list)) and isinstance(other, (tuple, list)):
-        with contextlib.suppress(ValueError):  # of arrays in it, which are compared one by one
+        with contextlib.suppress(ValueError):  # of arrays inside, which are compared one by one below
             if state == other:
                 return True
         return len(state) == len(other) and all(map(same, state, other))
-    if isinstance(state, np.ndarray) and isinstance(other, np.ndarray):  # `array_equal` takes ten times this
+    if isinstance(state, np.ndarray) and isinstance(other, np.ndarray):  # `array_equal` is ten times slower
         return state.dtype == other.dtype and state.tobytes() == other.tobytes()
     return bool(state == other)
 
 
 class restored:
-    """A context that leaves generators as they were, whatever is drawn from them or set in it.
+    """Context that restores generators on exit, whatever was drawn from them or set inside.
 
     Args:
-        generators: these.
-        states: of some of them, to be set on entry.
+        generators: to be restored.
+        states: (generator, state) pairs to set on entry.
 
-    A class and not `contextlib.contextmanager`: what an interrupt left behind would be ended by a garbage
-    collection, perhaps while torch holds the lock of its random number generator.
+    A class and not `contextlib.contextmanager`: a context that an interrupt abandoned would be closed by the
+    garbage collector, perhaps while torch holds the lock of its random number generator.
     """
 
     def __init__(self, generators: Iterable[Any], states: Iterable[tuple[Any, Any]] = ()) -> None:
@@ -162,8 +162,8 @@ class restored:
 
 
 def as_at(states: dict[str, Any]) -> restored:
-    """A context in which shared generators are in these states. Those that are when it begins go on as they
-    are drawn from in it; others are put back."""
+    """Context in which shared generators start from these states. A generator that already has its state on
+    entry keeps the draws made inside; the others are restored."""
     moved = [
         (GLOBAL[name], state) for name, state in states.items() if not same(state, state_of(GLOBAL[name]))
     ]
@@ -174,9 +174,9 @@ def as_at(states: dict[str, Any]) -> restored:
 
 
 def _seed_torch(seed: int) -> None:
-    """torch.manual_seed, for the devices that this build of torch knows.
+    """Like torch.manual_seed, for the devices that this build of torch supports.
 
-    For every kind of device that is not in use yet, known or not, torch formats the stack of the call, and
+    For every kind of device that is not in use yet, supported or not, torch formats the stack of the call and
     reads the source files of its frames: milliseconds in a worker that was just forked.
     """
     if (
@@ -187,7 +187,7 @@ def _seed_torch(seed: int) -> None:
         torch.manual_seed(seed)
         return
     torch.default_generator.manual_seed(seed)
-    # torch's own condition: forked from a process that uses CUDA, this one cannot.
+    # torch's own condition: a process forked from one that uses CUDA cannot use it.
     if torch.backends.cuda.is_built() and not torch.cuda._is_in_bad_fork():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
 
@@ -210,7 +210,7 @@ def seed_worker(base_seed: int, worker_id: int) -> int:
 
 
 def draw_base_seed(generator: torch.Generator | None) -> int:
-    """The seed of an iteration: exactly one `int64.random_()`, as torch draws it."""
+    """The seed of an iteration: exactly one `random_()` of an int64 tensor, as torch draws it."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
@@ -221,10 +221,10 @@ def seed_batch(base_seed: int, batch: int, own: Mapping[str, Any] = MappingProxy
     """Seed torch's CPU generator, `random` and numpy's global generator for one batch, and others by name.
 
     The seeds are parts of a BLAKE2b hash of both numbers, so neighbouring batches have nothing in common:
-    64 bits for torch and for `random`, and 32 for numpy. More would have to be an array, for which numpy's
-    legacy generator needs up to 160 us (6 us for an integer). Generators of devices are left alone: to seed
-    one that is not in use yet costs torch milliseconds. Those of `own` get 64 bits of a hash of both numbers
-    and their name; see `_seed`.
+    64 bits for torch and for `random`, and 32 for numpy. A longer seed would have to be an array, for which
+    numpy's legacy generator needs up to 160 us (6 us for an integer). Generators of devices are left alone:
+    seeding one that is not in use yet costs torch milliseconds. Each generator in `own` gets 64 bits of a
+    hash of both numbers and its name; see `_seed`.
 
     Args:
         base_seed, batch: from -2^63 to 2^63 - 1.
@@ -245,8 +245,8 @@ def seed_batch(base_seed: int, batch: int, own: Mapping[str, Any] = MappingProxy
 
 
 def _seed(generator: Any, seed: int) -> None:
-    """Seed one that `find` returned, without code of the user's. numpy's take a state that is made of the
-    seed. One of a device, or of bits that are not numpy's, is left alone."""
+    """Seed a generator that `find` returned, without running user code. numpy's get a state derived from the
+    seed. Generators of devices, and bit generators not from numpy, are left alone."""
     if isinstance(generator, torch.Generator):
         if generator.device.type == "cpu":
             torch.Generator.manual_seed(generator, seed)
@@ -264,29 +264,30 @@ def _seed(generator: Any, seed: int) -> None:
 
 
 def set_shared(states: dict[str, Any]) -> None:
-    """Put those of the three generators that `states` names into their states."""
+    """Restore the shared generators that `states` names."""
     for name in states.keys() & GLOBAL.keys():
         set_state(GLOBAL[name], states[name])
 
 
 def put_back() -> restored:
-    """A context that leaves the three generators as they were, whatever is drawn or seeded in it."""
+    """Context that restores the three shared generators on exit, whatever was drawn or seeded inside."""
     return restored(GLOBAL.values())
 
 
 def states(*roots: Any) -> tuple[Any, ...]:
-    """States that user code draws from, to be compared: of the three generators, and of those that `roots`
-    (a dataset, a collate function) or something in them has as attributes."""
+    """Comparable states of the generators that user code draws from: the three shared ones, and the ones in
+    `roots` (a dataset, a collate function)."""
     own = find({str(number): root for number, root in enumerate(roots)})
     return tuple(map(_comparable, [*GLOBAL.values(), *own.values()]))
 
 
 class Glance:
-    """The states of the three generators, to find which of them a call has drawn from: in a tenth of the time
-    of `states`, because numpy takes 80 us to say its own.
+    """Snapshot of the three shared generators, to find which of them a call has drawn from. It takes a tenth
+    of the time of `states`, because numpy needs 80 us to return its state.
 
-    A glance at numpy's is at its memory, which each draw changes but that of a normal number that waits:
-    such draws come in pairs. So that none waits is found out once for each content of the memory.
+    Of numpy's it compares the memory. Every draw changes that, except one of a cached normal number: these
+    are drawn in pairs. While one is cached, full states are compared; that none is cached is determined once
+    for each content of the memory.
     """
 
     _none_waits = b""
@@ -302,7 +303,7 @@ class Glance:
         self._torch = torch.default_generator.get_state()
 
     def drawn(self) -> list[str]:
-        """The names of those that were drawn from, seeded or set since."""
+        """Names of the generators that were drawn from, seeded or set since."""
         whole = self._numpy is not None
         moved = {
             "torch": not torch.equal(self._torch, torch.default_generator.get_state()),
@@ -315,7 +316,7 @@ class Glance:
 
     @staticmethod
     def _of_numpy() -> bytes:
-        """The memory of numpy's generator; empty if it is one of another kind."""
+        """The memory of numpy's generator; empty if that is not an MT19937."""
         bits = GLOBAL["numpy"].get_bit_generator()
         if type(bits) is not numpy_random.MT19937:
             return b""
@@ -323,7 +324,7 @@ class Glance:
 
 
 def _comparable(generator: Any) -> Any:
-    # A class of the user's may have more of a state than its base says: nobody can tell if it was drawn from.
+    # A user's subclass may have state that its base class does not return: draws cannot be detected.
     known = isinstance(generator, ModuleType) or type(generator) in _KINDS
     return pickle.dumps(state_of(generator)) if known else object()
 
@@ -332,18 +333,18 @@ def _comparable(generator: Any) -> Any:
 
 
 def dump(value: Any) -> str:
-    """A state, or what else is made of dicts, tuples, arrays and plain values, as text."""
+    """Convert a state, or any value made of dicts, tuples, arrays and plain values, to text."""
     return json.dumps(value, default=_plain)
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return {"dtype": value.dtype.str, "base64": base64.b64encode(value.tobytes()).decode()}
-    return value.item()  # a scalar of numpy's
+    return value.item()  # a numpy scalar
 
 
 def load(text: str) -> Any:
-    """Load what `dump` wrote; lists have become tuples."""
+    """Convert the text from `dump` back; lists become tuples."""
     return _as_it_was(json.loads(text, object_hook=_dict))
 
 
@@ -354,12 +355,12 @@ def _dict(value: dict[str, Any]) -> Any:
 
 
 def _as_it_was(value: Any) -> Any:
-    """Tuples, which JSON writes as lists."""
+    """Convert lists back to tuples, which JSON writes as lists."""
     return tuple(map(_as_it_was, value)) if isinstance(value, list) else value
 
 
 def fits(generator: Any, state: Any) -> str:
-    """Why a generator cannot take a state, which is tried; "" if it can. It is left as it was."""
+    """Why a generator refuses a state; "" if it accepts it. Tries the state, and restores the generator."""
     before = state_of(generator)
     try:
         set_state(generator, state)

@@ -1,8 +1,8 @@
-"""Where a dataset or a sampler stands, in its own words: `state_dict` and `load_state_dict`, with torchdata's
-meaning.
+"""The position of a dataset or a sampler, saved and restored by its own `state_dict` and `load_state_dict`,
+with torchdata's meaning.
 
-Runs in workers, and in the consumer: for samplers, and without workers. An iterable dataset and a sampler are
-asked, and their iterators; of an object with indices only the dataset.
+Runs in workers, and in the consumer: for samplers, and without workers. Of an iterable dataset and of a
+sampler both the object and its iterator are saved; of a map-style dataset only the dataset.
 (torchdata/stateful_dataloader/worker.py: `_make_state_dict`)
 """
 
@@ -24,26 +24,26 @@ T = TypeVar("T")
 
 
 class Stateful(Protocol):
-    """It can say where it stands, and be put there."""
+    """An object that can save and restore its position."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
 def is_stateful(part: Any) -> TypeGuard[Stateful]:
-    """Whether an object can say where it stands, and be put there."""
+    """Whether an object can save and restore its position."""
     return callable(attribute(part, "state_dict")) and callable(attribute(part, "load_state_dict"))
 
 
 def is_known(fetcher: Fetcher) -> bool:
-    """Whether the dataset or its iterator says where it stands."""
+    """Whether the dataset or its iterator can save its position."""
     if fetcher.stateful is None:
         fetcher.stateful = is_stateful(fetcher.dataset) or is_stateful(fetcher.dataset_iter)
     return fetcher.stateful
 
 
 def place_of(part: Any, iterator: Any) -> dict[str, Any]:
-    """Where a dataset or sampler and its iterator stand, as far as they say it. Raises what they raise."""
+    """Positions of a dataset or sampler and its iterator, if stateful. Raises errors of `state_dict`."""
     place: dict[str, Any] = {}
     if is_stateful(iterator):
         place["iterator"] = iterator.state_dict()
@@ -53,10 +53,10 @@ def place_of(part: Any, iterator: Any) -> dict[str, Any]:
 
 
 def packed(fetcher: Fetcher, **more: Any) -> bytes:
-    """A pickle of where the dataset stands between two batches, and of what else a reader says; b"": nothing.
+    """A pickle of the dataset's position between two batches, and of a reader's other fields; b"" if empty.
 
-    The "position" is its place, and whether the iterator has "ended" with a batch that was not full. What
-    user code raises takes its place: it does not concern a loader that is only iterated.
+    The "position" includes whether the iterator has "ended" with a batch that was not full. An error of user
+    code is recorded in its place: it must not fail a loader that is only iterated.
     """
     try:
         state = dict(more)
@@ -69,7 +69,7 @@ def packed(fetcher: Fetcher, **more: Any) -> bytes:
 
 
 def fetcher_at(place: dict[str, Any] | None, dataset: Any, **rules: Any) -> Fetcher:
-    """`make_fetcher(dataset, **rules)`, of a dataset that is put where it stood; None: that is not known."""
+    """`make_fetcher(dataset, **rules)` of a dataset restored to `place`, unless that is None."""
     place = place or {}
     make = partial(make_fetcher, dataset, **rules)
     fetcher = begun_at(place, dataset, make, lambda made: made.dataset_iter)
@@ -78,10 +78,10 @@ def fetcher_at(place: dict[str, Any] | None, dataset: Any, **rules: Any) -> Fetc
 
 
 def begun_at(place: dict[str, Any], part: Any, begin: Callable[[], T], iterator_of: Callable[[T], Any]) -> T:
-    """Return what `begin` makes, an iterator over a dataset or sampler, with both put where they stood.
+    """Return the result of `begin`, an iterator over a dataset or sampler, with both restored to `place`.
 
-    A part that has "ended" is asked once more: it may note in its iterator that it was put somewhere, and
-    would begin its next iteration there.
+    An iterator that has "ended" is advanced once more: it may remember that it was restored, and would begin
+    the next iteration at that position.
     """
     _set(part, place, "dataset")  # before it is iterated
     begun = begin()

@@ -1,13 +1,13 @@
-"""The reader of a dataset: the batches of one epoch after the other, from where they begin or go on.
+"""The reader of a dataset: loads the batches of each epoch, from its beginning or from a saved state.
 
-Runs in workers, and in the consumer with num_workers=0, on the thread that asks for batches. Random numbers
-are left to the user's generators, or seeded anew for each batch.
+Runs in workers, and in the consumer with num_workers=0, on the thread that requests batches. The random
+generators of user code are used as they are, or seeded anew for each batch.
 
-What a resumed epoch needs from a reader is its state: a dict with what `position` says of the dataset and,
-where it was asked for, the states of its generators. It comes back with the epoch, with the number of the
-reader's batches that were handed out before. Of an iterable dataset those are passed over; where there is no
-position, they are read again. A state that is "over" is of the end of the epoch before: the new one begins
-from there. One that has a "seed" knows of no generators.
+A resumed epoch needs the reader's state: a dict with the dataset's position (see `position`) and, if
+requested, the states of its generators. It comes back with the number of the reader's batches that were
+delivered before. Of an iterable dataset these are skipped, or without a position read again. A state that is
+"over" is from the end of the previous epoch: the new one begins there. A state with a "seed" has no states of
+generators.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from fastq_loader.reading.tolerance import Tolerance, TolerantFetcher
 
 
 class HandedOutBefore(Exception):
-    """The batch was handed out before the epoch was resumed."""
+    """The batch was delivered before the epoch was resumed."""
 
 
 class Reader:
-    """The user's objects, from which batches are loaded.
+    """Loads batches with the user's dataset and collate function.
 
     Args:
-        dataset, collate, errors: the user's; None for `errors`: each is raised.
+        dataset, collate, errors: the user's; `errors=None` raises every error.
         rules: how samples become batches: the arguments of `Fetcher`.
-        number, readers: which one it is, of how many.
-        saves_generators: whether its state has the generators that user code may draw from.
-        reseeds: whether those of dataset and collate function are seeded for each batch, too.
+        number, readers: the number of this reader, and how many there are.
+        saves_generators: whether the state includes the generators that user code may draw from.
+        reseeds: whether the generators of dataset and collate function are seeded for each batch, too.
 
     Attributes:
         dataset: may be set before an epoch begins.
-        fetcher: of the epoch.
-        ended: nothing more is to be loaded in this epoch.
-        to_pass: batches that are still to be passed over.
-        base_seed: which every batch is seeded from; None: none is.
+        fetcher: of the current epoch.
+        ended: nothing is left to load in this epoch.
+        to_pass: number of batches still to be skipped.
+        base_seed: seed from which the seed of every batch is derived; None: batches are not seeded.
     """
 
     fetcher: Fetcher
@@ -62,17 +62,17 @@ class Reader:
         self._number, self._readers = number, readers
         self._iterable = rules["iterable"]
         self._saves_generators, self._reseeds = saves_generators, reseeds
-        self._epoch = self._asked = 0  # of the epoch, how many batches were asked for
-        self._replays = False  # what is passed over has to be read again
+        self._epoch = self._asked = 0  # its number, and how many of its batches were requested
+        self._replays = False  # skipped batches have to be read again
         self._resumed: dict[str, Any] = {}  # the state to go on from
 
     def begin(self, epoch: int, base_seed: int | None, delivered: int, state: dict[str, Any] | None) -> None:
-        """Make the fetcher of an epoch.
+        """Create the fetcher of an epoch.
 
         Args:
             epoch: its number.
-            base_seed: of its batches, or None.
-            delivered, state: see above; None: it begins.
+            base_seed: see the attribute.
+            delivered, state: see the module; `state=None`: the epoch starts from the beginning.
 
         Raises:
             Exception: whatever user code raises.
@@ -96,7 +96,7 @@ class Reader:
         self._set_generators()
 
     def _set_generators(self) -> None:
-        """Not before the batches that are read again: they draw."""
+        """Restore the generators, but not before batches have been read again: these draw from them."""
         if self.to_pass and self._replays:
             return
         for name, state in self._resumed.pop("generators", {}).items():
@@ -110,16 +110,16 @@ class Reader:
         return generators.find({"dataset": self.dataset, "collate_fn": self._collate})
 
     def put_back(self) -> generators.restored:
-        """A context that leaves all generators as they were that are seeded for a batch in it."""
+        """Context that restores, on exit, all generators that are seeded for each batch."""
         own = self._own_generators() if self._reseeds else {}
         return generators.restored([*generators.GLOBAL.values(), *own.values()])
 
     def load(self, seq: int, index: Any) -> Any:
-        """Batch number `seq` of the epoch.
+        """Load batch number `seq` of the epoch.
 
         Raises:
-            EndOfStream: an iterable dataset has no further one.
-            HandedOutBefore: the epoch was resumed after this batch.
+            EndOfStream: an iterable dataset has no further batch.
+            HandedOutBefore: the batch was delivered before the epoch was resumed.
             Exception: whatever user code raises.
         """
         fetcher = self.fetcher
@@ -137,8 +137,8 @@ class Reader:
             raise
 
     def _seed(self, base_seed: int, seq: int) -> int:
-        """A batch is seeded by its number. Of an iterable dataset it is the number that it has if no reader
-        ends before: how many tasks the others still get depends on when they end."""
+        """Seed a batch by its number. For an iterable dataset that is its number if no reader ended early:
+        how many tasks the others still get depends on when one ends."""
         number = self._asked * self._readers + self._number if self._iterable else seq
         own = self._own_generators() if self._reseeds else {}
         return generators.seed_batch(base_seed, number, own)
@@ -150,16 +150,16 @@ class Reader:
             except EndOfStream:
                 self.ended = True
                 raise
-            except Exception:  # of user code; it was raised at its position before
+            except Exception:  # of user code; it was already raised at this position
                 pass
         self.to_pass -= 1
         self._set_generators()
         raise HandedOutBefore
 
     def said(self) -> bytes:
-        """A pickle of what it goes on from if the last batch is the last that is handed out; b"": nothing."""
+        """A pickle of the state to resume from after the batch loaded last; may be empty (b"")."""
         fetcher = self.fetcher
-        if fetcher.stateful is False and not self._saves_generators:  # as a rule; and quicker so
+        if fetcher.stateful is False and not self._saves_generators:  # a shortcut for the usual case
             return b""
         more: dict[str, Any] = {}
         if self._saves_generators:

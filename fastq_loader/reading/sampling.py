@@ -1,9 +1,9 @@
-"""The indices of an epoch: the sampler's own, drawn in whole batches where that gives the same.
+"""The indices of an epoch: the sampler's own, drawn in whole batches where the result is the same.
 
-Runs in the consumer, on the thread that calls `next()`. torch's BatchSampler over its RandomSampler hands
+Runs in the consumer, on the thread that calls `next()`. torch's BatchSampler over its RandomSampler passes
 4096 integers through two generators one by one, which takes longer than a batch of a vectorised dataset.
 Here the same permutation is cut into batches: the same draws from the same generator at the same moments.
-What `computed` has is computed in whole batches, too, and from any position on.
+`PermutationSampler` and `WeightedSampler` also yield whole batches, from any position on.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _Array = np.ndarray[Any, np.dtype[np.int64]]
 def iterate_from(
     index_sampler: Any, skip: int, *, packed: bool = False, note: Callable[[torch.Tensor], Any] = id
 ) -> tuple[Iterator[Any], int]:
-    """`iter(index_sampler)` without the first `skip` indices, where they need not be drawn one by one; faster
-    where the sampler is torch's own shuffle, or computed.
+    """`iter(index_sampler)` without the first `skip` indices, if they need not be drawn one by one. Faster
+    for torch's own shuffle and for computed samplers.
 
-    A subclass may mean something else, and so may a class whose `__iter__` was replaced: those, and every
-    other sampler, are iterated as they are.
+    A subclass, or a class whose `__iter__` was replaced, may behave differently: it is iterated as it is,
+    like every other sampler.
 
     Args:
         index_sampler: yields indices, or lists of them.
-        skip: so many.
-        packed: give a batch of a shuffle as `Indices`, as it goes into a message.
+        skip: how many indices to skip.
+        packed: yield the batches of a shuffle or computed sampler as `Indices`, the form used in messages.
         note: called with each permutation of a shuffle.
 
     Returns:
-        The indices, and how many of them have still to be skipped.
+        The indices, and how many of them still have to be skipped.
     """
     form = _packed if packed else np.ndarray.tolist
     if is_shuffle(index_sampler):
@@ -51,7 +51,7 @@ def iterate_from(
 
 
 def _packed(indices: _Array) -> Indices:
-    # As `Indices()`, and quicker.
+    # The same as `Indices()`, but faster.
     return tuple.__new__(Indices, (indices.tobytes(),))
 
 
@@ -59,7 +59,7 @@ _COMPUTED = (PermutationSampler, WeightedSampler)
 
 
 def _cuts(index_sampler: Any, *kinds: type) -> bool:
-    """Whether it is torch's own BatchSampler over just such a sampler."""
+    """Whether it is torch's own BatchSampler over a sampler of exactly one of these types."""
     return (
         type(index_sampler) is BatchSampler
         and type(index_sampler.sampler) in kinds
@@ -68,7 +68,7 @@ def _cuts(index_sampler: Any, *kinds: type) -> bool:
 
 
 def is_shuffle(index_sampler: Any) -> bool:
-    """Whether it is torch's own shuffle, in batches."""
+    """Whether it is torch's own BatchSampler over its own shuffle."""
     return (
         _cuts(index_sampler, RandomSampler)
         and not index_sampler.sampler.replacement
@@ -109,11 +109,11 @@ def _shuffled(
         yield form(indices[start : start + size])
         start += size
         if not drop_last:
-            size = index_sampler.batch_size  # torch asks for it again before every batch
+            size = index_sampler.batch_size  # torch reads it again before every batch
 
 
 def _permutations(sampler: RandomSampler) -> Iterator[torch.Tensor]:
-    """The generator that RandomSampler draws from; torch 2.6 to 2.13 draw like this."""
+    """Permutations drawn as by RandomSampler in torch 2.6 to 2.13."""
     count = len(sampler.data_source)
     generator = sampler.generator
     if generator is None:

@@ -1,10 +1,10 @@
-"""A batch of a table: one gather for each field, in place of a call for each row and a stack.
+"""Batches of tables: one gather for each field, instead of a call for each row and a stack.
 
 Runs in workers, and in the consumer with num_workers=0. Only for torch's own `TensorDataset`, and its own
-`Subset`, `StackDataset` and `ConcatDataset` of such, whose rows cannot be anything but slices of plain
-tensors. Whatever else it finds is left to the usual way, which also raises the errors: a subclass, a method
-that somebody has replaced, an index that is no int or out of range, a tensor that is not dense, contiguous,
-on the CPU and without grad, parts of a concatenation that are not alike.
+`Subset`, `StackDataset` and `ConcatDataset` of these, whose rows can only be slices of plain tensors.
+Everything else is left to the usual path, which also raises the errors: a subclass, a replaced method, an
+index that is not an int or is out of range, a tensor that is not dense, contiguous, on the CPU and without
+grad, or parts of a concatenation that differ.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Gatherer:
     """Gathers the batches of a table, for one epoch."""
 
     def __init__(self) -> None:
-        # What was looked at is not looked at again: 50 fields would take as long as their gather. Of each
-        # table its fields, and bytes of a row of each; None: they are not plain.
+        # id of a table's fields → the fields, and the bytes of a row of each; None: they are not plain. A
+        # cache, because checking 50 fields takes as long as gathering them.
         self._looked_at: dict[int, tuple[Any, list[int] | None]] = {}
-        self._kinds, self._allows = 0, False  # of the table of collate functions
+        self._kinds, self._allows = 0, False  # see `_is_default`
 
     def gather(self, dataset: Any, index: Any) -> Any:
-        """Rows of a table as torch's default collate makes them; None: that has to be asked."""
+        """Gather rows as torch's default collate would return them; None: the usual path has to be taken."""
         if not (_is_torchs() and self._is_default() and _ints(index)):
             return None
         try:
@@ -47,14 +47,15 @@ class Gatherer:
             return None  # also for a negative index
 
     def _rows(self, dataset: Any, index: list[int], to_be_sent: bool) -> Any:
-        """
+        """Gather rows of a table and of the tables in it.
+
         Raises:
-            TypeError, and what numpy and torch raise: the rows have to be read one by one.
+            TypeError, and errors of numpy and torch: the rows have to be read one by one.
         """
         while type(dataset) is Subset and len(vars(dataset)) == 2:
             index, dataset = _through(dataset.indices, index), dataset.dataset
             if not _ints(index):
-                raise TypeError("indices that are no ints")
+                raise TypeError("indices that are not ints")
         kind = type(dataset)
         if kind is TensorDataset and len(vars(dataset)) == 1:
             return self._select(dataset.tensors, index, to_be_sent)
@@ -65,7 +66,7 @@ class Gatherer:
             return [self._rows(part, index, to_be_sent) for part in parts]
         if kind is ConcatDataset and len(vars(dataset)) == 2:
             return self._concatenated(dataset, np.array(index), to_be_sent)
-        raise TypeError(f"{kind} is no table")
+        raise TypeError(f"{kind} is not a table")
 
     def _concatenated(self, dataset: Any, rows: Any, to_be_sent: bool) -> Any:
         ends = np.array(dataset.cumulative_sizes)
@@ -81,7 +82,7 @@ class Gatherer:
         return _merge(found, order, to_be_sent)
 
     def _select(self, fields: Any, index: list[int], to_be_sent: bool) -> list[torch.Tensor]:
-        """Rows of fields, in blocks if they are `to_be_sent` and worth one."""
+        """Rows of fields, in blocks if they are `to_be_sent` and large enough."""
         known, row_bytes = self._looked_at.get(id(fields), (None, None))
         if known is not fields:
             row_bytes = _row_bytes(fields)
@@ -94,7 +95,7 @@ class Gatherer:
         return list(map(_select, fields, repeat(rows), row_bytes))
 
     def _is_default(self) -> bool:
-        """Whether nobody has told torch's default collate what to make of tuples, dicts or tensors."""
+        """Whether torch's default collate has no user-defined function for tuples, dicts or tensors."""
         functions = torch_collate.default_collate_fn_map
         if len(functions) != self._kinds:
             self._kinds = len(functions)
@@ -103,7 +104,7 @@ class Gatherer:
 
 
 def _is_torchs() -> bool:
-    """Whether the rows are read by torch's own code."""
+    """Whether the rows are read by torch's own, unmodified methods."""
     return _FOUND_TORCHS and _methods() == _METHODS
 
 
@@ -120,8 +121,8 @@ _FOUND_TORCHS = {each.__module__ for each in _METHODS if each is not None} == {S
 
 
 def is_table(dataset: Any) -> bool:
-    """Whether a dataset is made of torch's own tables only, a thousand at most: one may hold itself. What
-    they hold is looked at with each batch."""
+    """Whether a dataset consists only of torch's own tables, a thousand at most, as one may contain itself.
+    Their contents are checked with each batch."""
     todo = [dataset]
     for _ in range(_MOST_PARTS):
         if not todo:
@@ -141,12 +142,12 @@ def is_table(dataset: Any) -> bool:
 
 
 def _ints(index: Any) -> bool:
-    """Whether it is a batch of numbers of rows, which True and a tensor are not."""
+    """Whether it is a list of row numbers; True and tensors are rejected."""
     return type(index) is list and set(map(type, index)) == {int}
 
 
 def _through(indices: Any, index: list[int]) -> Any:
-    """The indices of a subset at these places; None: they are no list or array of integers."""
+    """The indices of a subset at these positions; None for types other than sequences and integer arrays."""
     if type(indices) is torch.Tensor:
         indices = indices.numpy()
     if type(indices) is np.ndarray:
@@ -155,7 +156,7 @@ def _through(indices: Any, index: list[int]) -> Any:
 
 
 def _row_bytes(fields: Any) -> list[int] | None:
-    """Bytes of a row of each field; None: one is not dense, contiguous, on the CPU, without grad."""
+    """Bytes of a row of each field; None if one is not dense, contiguous, on the CPU and without grad."""
     plain = (
         type(fields) is tuple
         and set(map(type, fields)) == {torch.Tensor}
@@ -171,22 +172,22 @@ _LOOKS = attrgetter("layout", "is_cpu", "requires_grad", "is_nested", "is_quanti
 
 
 def _select(field: torch.Tensor, rows: torch.Tensor, row_bytes: int) -> torch.Tensor:
-    """Rows of a field, in a block if they are worth one."""
+    """Rows of a field, in a block if they are large enough."""
     worth = row_bytes * len(rows) >= SMALLEST
     out = out_tensor((len(rows), *field.shape[1:]), field.dtype) if worth else None
     return torch.index_select(field, 0, rows, out=out)
 
 
 def _merge(parts: list[Any], order: torch.Tensor, to_be_sent: bool) -> Any:
-    """Batches of the parts of a concatenation as one, whose rows are in this order."""
+    """Merge batches of the parts of a concatenation into one, with the rows in this order."""
     first = parts[0]
     if type(first) is torch.Tensor:
         if len({(part.dtype, part.shape[1:]) for part in parts}) > 1:
-            raise TypeError("rows that are not alike")
+            raise TypeError("rows of different dtypes or shapes")
         whole = torch.cat(parts)
         return _select(whole, order, whole[:1].nbytes if to_be_sent else 0)
     if len({(type(part), tuple(part)) if type(part) is dict else (list, len(part)) for part in parts}) > 1:
-        raise TypeError("parts that are not alike")
+        raise TypeError("parts with different fields")
     if type(first) is dict:
         return {name: _merge([part[name] for part in parts], order, to_be_sent) for name in first}
     return [_merge(list(fields), order, to_be_sent) for fields in zip(*parts, strict=True)]

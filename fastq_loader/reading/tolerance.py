@@ -1,8 +1,8 @@
-"""Samples that cannot be read: what a user says of them with `errors=`, and the fetcher that goes by it.
+"""Samples that cannot be read: the policies for the argument `errors=`, and the fetcher that applies them.
 
-Runs in workers, and in the consumer with num_workers=0. Only what reading a sample raises counts: errors of
-collate functions, samplers and workers are raised as ever. Which sample takes the place of one that fails
-follows from the epoch, the batch, the position and the index: not from who loads the batch, or how often.
+Runs in workers, and in the consumer with num_workers=0. Only errors raised while a sample is read count:
+errors of collate functions, samplers and workers are raised as usual. The replacement of a failed sample
+depends only on the epoch, the batch, the position and the index, not on the worker or earlier attempts.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from fastq_loader.errors import add_note, is_int, shorten
 from fastq_loader.reading.fetch import EndOfStream, Fetcher
 from fastq_loader.system.interrupts import alarm_is_set, refuse_interrupt
 
-#: Samples that are tried in the place of one, and characters that are kept of an error.
+#: Replacements tried for one sample, and characters of an error that are recorded.
 _TRIES, _ERROR = 100, 200
-#: A share of the samples is a share of at least so many: one bad sample among the first is not 100 %.
+#: A share counts at least this many samples as read: one bad sample among the first is not 100 %.
 LEAST_READ = 1000
 
 
@@ -41,7 +41,7 @@ class LeftOut(Exception):
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Base class of policies for a sample that raises when it is read; for the arguments see `Replace`."""
+    """Base class of policies for samples that raise when they are read; see `Replace` for the arguments."""
 
     limit: int | float | None = 0.5
     only: type[Exception] | tuple[type[Exception], ...] = (Exception,)
@@ -54,12 +54,12 @@ class Tolerance:
         if limit is not None and (limit < 0 or (isinstance(limit, float) and not limit <= 1.0)):
             raise ValueError(f"{self}: limit must be at least 0, and a share at most 1.0")
         if not only or not all(isinstance(each, type) and issubclass(each, Exception) for each in only):
-            raise TypeError(f"{self}: only must be a class of exceptions, or a tuple of some")
+            raise TypeError(f"{self}: only must be an exception class, or a tuple of exception classes")
         if not (self.path is None or isinstance(self.path, (str, PathLike))):
-            raise TypeError(f"{self}: path must be that of a file")
+            raise TypeError(f"{self}: path must be a file's path")
 
     def allows(self, bad: int, read: int) -> bool:
-        """Whether so many samples of those read may have failed. @private"""
+        """Whether `bad` failures among `read` samples are within the limit. @private"""
         if isinstance(self.limit, float):
             return bad <= self.limit * max(read, LEAST_READ)
         return self.limit is None or bad <= self.limit
@@ -67,23 +67,23 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Replace(Tolerance):
-    """Another sample takes the place of one that raises when it is read, in `__getitem__`, `__getitems__` or
-    `__next__`: batches keep their sizes, and ranks stay in step.
+    """Replaces a sample that raises in `__getitem__` or `__getitems__` by another sample: batches keep their
+    sizes, and ranks stay in step.
 
-    Which one follows from the epoch's number, the batch's and the position: it is the same for any number of
-    workers, after their deaths and after a resume. It is one of those that the sampler may give, where that
-    is torch's `RandomSampler`, `SequentialSampler` or `DistributedSampler`, or a `PermutationSampler`; with
-    any other sampler it is another one of the same batch, so that no sample of a validation set comes in.
+    The replacement depends only on the epoch, the batch, the position and the index: it is the same for any
+    number of workers, after worker deaths and after a resume. With torch's `RandomSampler`,
+    `SequentialSampler` or `DistributedSampler`, or a `PermutationSampler`, it is any sample that the sampler
+    may yield; with any other it comes from the same batch, so that no sample of a validation set is used.
 
     Args:
-        limit: how many samples of an epoch may fail. A whole number, or a float from 0.0 to 1.0, which is the
-            share of those read, counting at least 1,000; None is any number. Beyond it the last error is
-            raised, with a list.
-        only: the exceptions that count, a class or several; others are raised as ever.
+        limit: how many samples of an epoch may fail: an int, or a float from 0.0 to 1.0 for a share of the
+            samples read, counted as at least 1,000; None: any number. Beyond it the last error is raised,
+            with a list.
+        only: exceptions to tolerate, a class or a tuple of classes; others are raised as usual.
         path: a file that gets a line of JSON for each such sample: epoch, batch, index, instead, error.
 
     Raises:
-        TypeError, ValueError: an argument is not such a value.
+        TypeError, ValueError: an argument has the wrong type or is out of range.
 
     >>> class Reciprocals(torch.utils.data.Dataset):
     ...     def __len__(self):
@@ -99,11 +99,11 @@ class Replace(Tolerance):
 
 @dataclass(frozen=True)
 class Skip(Tolerance):
-    """A sample that raises when it is read is left out: its batch is that much shorter, and one without any
-    sample does not come. Arguments and what is raised are those of `Replace`.
+    """Leaves out a sample that raises in `__getitem__`, `__getitems__` or `__next__`: its batch gets shorter,
+    and an empty batch is not delivered. The arguments and their errors are the same as for `Replace`.
 
-    An iterable dataset must go on after it has raised, which generators do not: where one has ended with an
-    error, that is raised.
+    An iterable dataset must continue after it has raised, which generators do not: an error that has ended a
+    generator is raised.
 
     >>> class Reciprocals(torch.utils.data.Dataset):
     ...     def __len__(self):
@@ -117,15 +117,15 @@ class Skip(Tolerance):
 
 
 def read_errors(errors: Any, iterable: bool = False) -> Tolerance | None:
-    """Read and check the argument `errors=`; None: every error is raised.
+    """Validate the argument `errors=`; None: every error is raised.
 
     Raises:
-        ValueError: it is a string without a meaning, or cannot go with an iterable dataset.
-        TypeError: it is nothing of the kind.
+        ValueError: `errors` is an unknown string, or cannot be used with an iterable dataset.
+        TypeError: `errors` has another type.
     """
     if isinstance(errors, Replace) and iterable:
         raise ValueError(
-            f"errors={errors} cannot go with an IterableDataset, which has no other sample to give: use "
+            f"errors={errors} cannot be used with an IterableDataset, which cannot be indexed: use "
             "Skip(), or let its __iter__ handle the error"
         )
     if isinstance(errors, (Replace, Skip)):
@@ -140,18 +140,18 @@ def read_errors(errors: Any, iterable: bool = False) -> Tolerance | None:
 def make_fetcher(
     dataset: Any, *, errors: Tolerance | None = None, population: int | None = None, **rules: Any
 ) -> Fetcher:
-    """The fetcher for a dataset; see `Fetcher` and `TolerantFetcher` for the arguments."""
+    """Create the fetcher for a dataset; see `Fetcher` and `TolerantFetcher` for the arguments."""
     if errors is None:
         return Fetcher(dataset, **rules)
     return TolerantFetcher(dataset, errors=errors, population=population, **rules)
 
 
 class TolerantFetcher(Fetcher):
-    """A fetcher that goes on after samples that cannot be read.
+    """A fetcher that tolerates samples which cannot be read.
 
     Args:
-        errors: what becomes of them.
-        population: what else may be read instead: indices below it; None: those of the same batch.
+        errors: the policy for such samples.
+        population: replacements are chosen from the indices below it; None: from the same batch.
 
     Attributes:
         place: numbers of the epoch and of the batch; to be set before each batch.
@@ -162,7 +162,7 @@ class TolerantFetcher(Fetcher):
         self._errors, self._population = errors, population
         self._ends: list[int] = []
         self._own_alarm = False  # see `refuse_interrupt`
-        self._failed: Exception | None = None  # what the stream raised when it was asked last
+        self._failed: Exception | None = None  # error of the last `next()` of the stream
         self.place = (0, 0)
 
     def fetch(self, index: Any) -> Any:
@@ -170,7 +170,7 @@ class TolerantFetcher(Fetcher):
         return super().fetch(index)
 
     def _read(self, index: Any) -> Any:
-        """The samples to be collated."""
+        """Read the samples to be collated."""
         indices = [index]
         if self.auto_collation:
             indices = index if type(index) is list else list(index)
@@ -195,23 +195,23 @@ class TolerantFetcher(Fetcher):
         return sample
 
     def _readable(self, index: Any) -> Any:
-        """The index, if the dataset gives its sample."""
+        """Return the index if the dataset can read its sample."""
         self.dataset.__getitems__([index])
         return index
 
     def _read_each(self, indices: list[Any], read: Callable[[Any], Any] | None) -> list[Any]:
         dataset, data = self.dataset, list[Any]()
         places, left_out = iter(indices), 0
-        while True:  # of what was read before an error, nothing is read again
+        while True:  # samples read before an error are not read again
             try:
                 if read is None:
-                    for index in places:  # quicker than a `map`
+                    for index in places:  # faster than `map`
                         data.append(dataset[index])
                 else:
                     data.extend(map(read, places))
                 if len(data) + left_out == len(indices):
                     break
-                raise StopIteration  # by user code: it has ended the `map`
+                raise StopIteration  # as user code did, which ended the `map`
             except self._errors.only as error:
                 refuse_interrupt(error, self._own_alarm)
                 position = len(data) + left_out
@@ -234,7 +234,7 @@ class TolerantFetcher(Fetcher):
         self.error = error
 
     def _instead(self, indices: list[Any], position: int, read: Callable[[Any], Any]) -> Any:
-        """The replacement of the sample that was noted last."""
+        """Read a replacement for the sample that was recorded last."""
         first = len(self.bad) - 1
         for attempt in range(_TRIES):
             index = self._other(indices, position, attempt)
@@ -254,12 +254,12 @@ class TolerantFetcher(Fetcher):
             assert self.error is not None, "it was noted"
             if not self._population and len(indices) == 1:
                 why = (
-                    "the batch has no other sample, and of a sampler that is not torch's no others are known"
+                    "the batch has no other sample, and indices of samplers other than torch's are not known"
                 )
-                add_note(self.error, f"errors={self._errors} finds nothing in its place: {why}")
+                add_note(self.error, f"errors={self._errors} finds no replacement: {why}")
             raise self.error
         finally:
-            self.error = None  # it holds this frame by its traceback
+            self.error = None  # its traceback refers to this frame
 
     def _other(self, indices: list[Any], position: int, attempt: int) -> Any:
         index = indices[position]
@@ -274,12 +274,12 @@ class TolerantFetcher(Fetcher):
             made = _alike(index, self._population, drawn)
         except TypeError as error:
             raise TypeError(
-                f"errors={self._errors} finds nothing in place of {shorten(index)}: {error}"
+                f"errors={self._errors} cannot read another sample in place of {shorten(index)}: {error}"
             ) from self.error
         return number % self._population if made is None else made
 
     def _read_stream_on(self, size: int) -> list[Any]:
-        """As `_read_stream`, past samples that raise."""
+        """Like `_read_stream`, but continues after samples that raise."""
         if self.ended:
             raise EndOfStream
         data: list[Any] = []
@@ -300,7 +300,7 @@ class TolerantFetcher(Fetcher):
         return self._some(data)
 
     def _refuse_to_end(self) -> None:
-        """A generator ends with an error: what would have come after it is lost."""
+        """Raise the error with which a generator has ended: the samples after it are lost."""
         error, self._failed = self._failed, None
         if error is None or not _has_ended_a_generator(error.__traceback__):
             return
@@ -309,13 +309,13 @@ class TolerantFetcher(Fetcher):
         try:
             raise error
         finally:
-            del error  # it holds this frame by its traceback
+            del error  # its traceback refers to this frame
 
 
 def _has_ended_a_generator(entries: TracebackType | None) -> bool:
-    """Whether an error came through a generator that the stream is read from. A generator expression in a
-    function is one only if something refers to it when the function has ended: `sum(x for x in parts)` is
-    over with its sample."""
+    """Whether an error came through a generator from which the stream is read. A generator expression in a
+    function counts only if it is still referenced afterwards: `sum(x for x in parts)` ends with its sample.
+    """
     within, expressions = False, set()
     for frame, _ in walk_tb(entries):
         code = frame.f_code
@@ -327,13 +327,13 @@ def _has_ended_a_generator(entries: TracebackType | None) -> bool:
             return True
     if not expressions:
         return False
-    clear_frames(entries)  # their variables may be all that keeps one
+    clear_frames(entries)  # their variables may be the only references to one
     found = (each for each in gc.get_objects() if type(each) is GeneratorType)
     return any(each.gi_frame is None and each.gi_code in expressions for each in found)
 
 
 def _alike(index: Any, population: int, drawn: random.Random) -> Any:
-    """Other indices in the form and number of those in `index`; None: it is a single one.
+    """Draw other indices in the same form and number as in `index`; None: it is a single one.
 
     Raises:
         TypeError: it has parts that are neither indices nor names.
@@ -368,16 +368,16 @@ def _alike(index: Any, population: int, drawn: random.Random) -> Any:
 
 
 def _part(value: Any, population: int, drawn: random.Random) -> Any:
-    if value is None or value is ... or isinstance(value, (str, bool)):  # such as a column
+    if value is None or value is ... or isinstance(value, (str, bool)):  # such as a column's name
         return value
     made = _alike(value, population, drawn)
     if made is None and not hasattr(value, "__index__"):
-        raise TypeError(f"{shorten(value)} is no index")
+        raise TypeError(f"{shorten(value)} is not an index")
     return drawn.randrange(population) if made is None else made
 
 
 def plain(index: Any) -> int | str | None:
-    """An index as a number or a text, as statistics and states show it."""
+    """Convert an index to a number or a text, as statistics and states show it."""
     if index is None or type(index) is str:
         return index
     with contextlib.suppress(Exception):  # a user's type may do anything

@@ -1,20 +1,20 @@
-"""A TCP connection between two machines that carries frames, once both sides have shown the pool's token.
+"""A TCP connection between two machines that carries frames, once both sides have proven to have the token.
 
-Runs on both sides. The handshake proves to each side that the other one
-has the token, which is never sent:
+Runs on both sides. The handshake proves to each side that the other one has the pool's token, which is never
+sent:
 
     client  MAGIC, a nonce of its own
     server  MAGIC, a nonce of its own, HMAC(token, "server", both nonces)
     client  HMAC(token, "client", both nonces, request), the request
     server  a frame: WELCOME or REPORT
 
-Until then a side keeps no more than the bytes of these lines, whose number is known. A frame is a header
-(kind, bytes of the payload, bytes of the body), the payload, and the body. A body is a batch, which is
-received where the receiver wants it.
+Until then a side stores only the bytes of these lines, whose number is fixed. A frame is a header (kind,
+bytes of the payload, bytes of the body), the payload, and the body. A body is a batch, which is received
+straight into the receiver's buffers.
 
-A side that falls silent is noticed: where nothing comes back for four seconds, the kernel ends the
-connection. With TLS each side shows a certificate, and accepts any that the authority has signed. The name in
-it does not matter: machines are known by addresses, which change from run to run.
+A silent side is detected: if nothing comes back for four seconds, the kernel ends the connection. With TLS
+each side shows a certificate, and accepts any that is signed by the authority. The name in it does not
+matter: machines are identified by addresses, which change from run to run.
 """
 
 from __future__ import annotations
@@ -36,52 +36,52 @@ from fastq_loader.system.calls import readable
 
 T = TypeVar("T")
 
-#: The first bytes of both sides; the last one is the version of the handshake and of the frames.
+#: The first bytes from both sides; the last one is the version of the handshake and of the frames.
 MAGIC = b"FQLr3"
 NONCE_BYTES = 32
 _MAC_BYTES = 32
 _REQUEST = struct.Struct("<?I")
 
 _HEADER = struct.Struct("<BIQ")
-#: Kinds of frames: the connection may be used; a message of `ipc.messages`; the stacks of a far worker.
+#: Kinds of frames: the connection is accepted; a message of `ipc.messages`; the stacks of a far worker.
 WELCOME, MESSAGE, REPORT = range(1, 4)
-#: Bytes of a payload, by kind. A message holds those values of a batch that are no arrays.
+#: Maximum bytes of a payload, by kind. A message contains the values of a batch that are not arrays.
 LONGEST = {WELCOME: 1024, MESSAGE: 1 << 30, REPORT: 1 << 20}
-#: Bytes of a body, which only a message has. No machine has an arena as large as that.
+#: Maximum bytes of a body, which only a message has. No machine has such a large arena.
 LARGEST_BODY = 1 << 46
 
-#: Seconds until a connection is there, and until the other side has sent what it sends at first.
+#: Seconds until a connection is made, and until the other side has sent its part of the handshake.
 PATIENCE = 10.0
-#: The kernel asks a side that has said nothing for a second whether it is there, once a second.
+#: After a second of silence, the kernel sends a probe to the other side every second.
 _ASK_AFTER, _ASK_EVERY, _ASKS = 1, 1, 4
-#: Milliseconds that bytes may wait for an acknowledgement. Those of the consumer's side are few, and the
-#: other system takes them as soon as they come. The kernel looks once a second, so a cable that is pulled is
-#: noticed within five. A worker's wait while the consumer's job is stopped, by Ctrl-Z perhaps.
+#: Milliseconds that sent bytes may remain unacknowledged. The consumer's side sends few, and the other system
+#: takes them at once. The kernel checks once a second, so a pulled cable is detected within five. Bytes of a
+#: worker may have to wait while the consumer's job is stopped, for example by Ctrl-Z.
 NOTICED_HERE, NOTICED_THERE = 4_000, 60_000
 
 
 class Lost(ConnectionError):
-    """A connection is of no use any more; the text says why."""
+    """The connection has ended or cannot be made; the text contains the reason."""
 
 
 class Refused(ProtocolError):
-    """The other side does not belong to this pool; the text says why."""
+    """The other side does not belong to this pool; the text contains the reason."""
 
 
 class Address(NamedTuple):
-    """Where a far worker listens."""
+    """The address at which a far worker listens."""
 
     host: str
     port: int
 
 
 class Frame(NamedTuple):
-    """A frame whose body, if it has one, is still to be received.
+    """A frame whose body, if it has one, has not been received yet.
 
     Attributes:
         kind: one of the kinds above.
         payload: its bytes.
-        body: how many bytes follow.
+        body: number of bytes that follow.
     """
 
     kind: int
@@ -90,7 +90,7 @@ class Frame(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it has on the wire, with its header."""
+        """Size of the frame on the wire, in bytes, with its header."""
         return _HEADER.size + len(self.payload) + self.body
 
 
@@ -98,8 +98,8 @@ class Request(NamedTuple):
     """Request of a client.
 
     Attributes:
-        asks: the client asks for the far worker's stacks; else it is its proxy.
-        worker: number in the pool that the far worker gets.
+        asks: whether the client requests the far worker's stacks; otherwise it is its proxy.
+        worker: number of the far worker in the pool.
     """
 
     asks: bool
@@ -124,7 +124,7 @@ def _check_mac(mac: bytes, token: bytes, *parts: bytes) -> None:
 
 
 def admit(connection: Connection, token: bytes, nonce: bytes) -> Request:
-    """The server's side of a handshake; returns the request of the client.
+    """The server's side of a handshake; returns the client's request.
 
     Args:
         connection: to the client.
@@ -162,10 +162,10 @@ def listen(host: str, ports: Iterable[int] = (0,)) -> socket.socket:
 
     Args:
         host: the address.
-        ports: those that may be used; 0 is any.
+        ports: ports that may be used; 0 is any.
 
     Raises:
-        OSError: none of them is free, or the address is not this machine's.
+        OSError: no port is free, or the address is not this machine's.
     """
     failure: OSError | None = None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -178,7 +178,7 @@ def listen(host: str, ports: Iterable[int] = (0,)) -> socket.socket:
 
 
 def configure(sock: socket.socket, noticed: int) -> None:
-    """No delay for small frames, and an end for a side that is silent for `noticed` milliseconds."""
+    """Send small frames without delay, and end the connection after `noticed` milliseconds of silence."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_NODELAY, 1),
@@ -194,9 +194,9 @@ class Tls(NamedTuple):
     """Files in PEM format, on each machine.
 
     Attributes:
-        certificate: what this side shows.
+        certificate: the certificate of this side.
         key: of the certificate.
-        authority: the certificate that has signed those of both sides.
+        authority: the certificate that signed the certificates of both sides.
     """
 
     certificate: str
@@ -204,9 +204,10 @@ class Tls(NamedTuple):
     authority: str
 
     def context(self, server: bool) -> ssl.SSLContext:
-        """
+        """Create the TLS context of one side.
+
         Raises:
-            OSError: a file is not there, or not what it should be.
+            OSError: a file does not exist, or is invalid.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -215,16 +216,16 @@ class Tls(NamedTuple):
         context.load_cert_chain(self.certificate, self.key)
         context.load_verify_locations(self.authority)
         if server:
-            context.num_tickets = 0  # there is no second connection, and readable bytes are a frame
+            context.num_tickets = 0  # there is no second connection, and readable bytes must be a frame
         return context
 
 
 class Encrypted:
-    """A connected socket that one thread may receive from while another one sends. OpenSSL takes one thread
-    at a time, so no thread waits inside of it. Has the calls of a socket that `Connection` makes.
+    """A connected socket on which one thread may receive while another one sends. OpenSSL allows one thread
+    at a time, so no thread blocks inside of it. Has the methods of a socket that `Connection` calls.
 
     Args:
-        sock: after the handshake of TLS.
+        sock: a socket of TLS.
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
@@ -262,11 +263,11 @@ class Encrypted:
 
 
 class Connection:
-    """A connection that carries frames. One thread receives, and one sends; they may be two.
+    """A connection that carries frames. One thread receives and one sends; they may be the same.
 
     Args:
         sock: connected, and blocking.
-        kinds: of the frames that the other side may send.
+        kinds: kinds of frames that the other side may send.
     """
 
     def __init__(self, sock: socket.socket, *kinds: int) -> None:
@@ -277,11 +278,12 @@ class Connection:
         self.close = self._socket.close
 
     def receive(self, block: bool = True) -> Frame | None:
-        """The next frame; without `block` None if none has begun to come. Its body is to be received next.
+        """Return the next frame; without `block`, None if none has begun to arrive. The caller then receives
+        its body.
 
         Raises:
             Lost: the connection has ended.
-            ProtocolError: the other side sent what it must not.
+            ProtocolError: the other side violated the protocol.
         """
         if not block and not readable([self.fileno()], 0):
             return None
@@ -292,7 +294,7 @@ class Connection:
         return Frame(kind, self.receive_exactly(payload), body)
 
     def receive_exactly(self, nbytes: int) -> bytes:
-        """Receive so many bytes.
+        """Receive exactly `nbytes` bytes.
 
         Raises:
             Lost: the connection has ended.
@@ -317,16 +319,16 @@ class Connection:
             buffer = buffer[received:]
 
     def send(self, kind: int, payload: bytes, body: Iterable[Any] = ()) -> None:
-        """Send a frame; returns when the system has all of it.
+        """Send a frame; returns when the system has taken all of it.
 
         Args:
             kind: of the frame.
             payload: its bytes.
-            body: buffers, one behind the other.
+            body: buffers, which are sent one after the other.
 
         Raises:
             Lost: the connection has ended.
-            ProtocolError: there is more of it than the other side takes.
+            ProtocolError: the frame is larger than the other side accepts.
         """
         parts = [memoryview(part) for part in body]
         self.send_all(header(kind, len(payload), sum(part.nbytes for part in parts)) + payload, *parts)
@@ -345,10 +347,10 @@ class Connection:
 
 
 def header(kind: int, payload: int, body: int = 0) -> bytes:
-    """The first bytes of a frame; its payload has as many bytes, and its body.
+    """Encode the header of a frame, from the sizes of its payload and body in bytes.
 
     Raises:
-        ProtocolError: these are too many.
+        ProtocolError: the frame is too large.
     """
     if payload > LONGEST[kind] or body > (LARGEST_BODY if kind == MESSAGE else 0):
         raise ProtocolError(f"a frame of kind {kind} with {payload} bytes and a body of {body} bytes")
@@ -369,18 +371,18 @@ def connect(
     """Connect to a far worker with a request.
 
     Args:
-        address: where it listens.
+        address: at which it listens.
         token: the pool's.
-        request: see there.
-        kinds: of the frames that may come.
+        request: of the client.
+        kinds: kinds of frames that may be received.
         tls: encrypts the connection.
-        patience: seconds until it has answered.
+        patience: seconds within which it has to answer.
 
     Returns:
-        The connection, and the first frame: it may be used.
+        The connection, and the first frame, which accepts it.
 
     Raises:
-        Lost: none answers there in time.
+        Lost: there is no answer in time.
         ProtocolError: the other side does not belong to this pool.
     """
     try:
@@ -405,7 +407,7 @@ def connect(
 
 
 def ask_for_stacks(address: Address, token: bytes, tls: Tls | None, patience: float) -> str:
-    """The Python stacks of a far worker as they are now; see `connect`."""
+    """Fetch the current Python stacks of a far worker; see `connect`."""
     connection, frame = connect(address, token, Request(True), REPORT, tls=tls, patience=patience)
     connection.close()
     return frame.payload.decode(errors="replace")

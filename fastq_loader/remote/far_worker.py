@@ -1,16 +1,16 @@
 """A worker on another machine: `workers.main.Worker`, with a connection in place of its socket.
 
-Runs in a process that is nothing else: an actor of Ray, or one that a test starts. It opens the user's
-objects and works on the main thread. A thread sends batches, so that the wire is busy while the next batch is
-loaded. Another one listens, and each connection has one of its own: it belongs to the proxy, or to whoever
-asks for stacks. Batches are written to blocks of an arena of its own. When their bytes have been sent, the
-blocks serve the next tasks; a pool like the consumer's says which.
+Runs in a process with no other purpose: an actor of Ray, or a process started by a test. It opens the user's
+objects and works on the main thread. One thread sends batches, so that the wire is busy while the next batch
+is loaded. Another one listens, and each connection, from the proxy or from a client that requests stacks, has
+a thread of its own. Batches are written to blocks of the process's own arena. Once their bytes are sent, the
+blocks are reused for the next tasks; a pool like the consumer's manages them.
 
-The proxy gives tasks out one by one. When it is gone there is nothing left to do: the main thread returns
-after its batch, and whoever has started the process ends it. If neither happens in time, it ends itself.
+The proxy sends tasks one by one. When it is gone there is nothing left to do: the main thread returns after
+its batch, and the starter of the process ends it. If neither happens in time, the process ends itself.
 
-A `FarSetup` is made in the consumer. It is pickled by cloudpickle, which includes what was defined in a
-notebook or a script, and excludes what cannot leave the machine.
+A `FarSetup` is made in the consumer. It is pickled by cloudpickle, which includes objects defined in a
+notebook or a script, and leaves out what exists only on this machine (folder, memory, descriptors).
 """
 
 from __future__ import annotations
@@ -65,19 +65,20 @@ from fastq_loader.workers.config import Setup
 from fastq_loader.workers.main import Worker, prepare_signals
 from fastq_loader.workers.payload import Descriptors, Payload, PickledPayload
 
-#: Answers that may wait to be sent. One is on its way then, and one is loaded.
+#: Answers that may wait to be sent, besides one that is being sent and one that is being loaded.
 _WAITING = 1
-#: Batches that blocks are kept for: one on its way, one that waits, and the one that is loaded.
+#: Number of batches whose blocks are retained: one being sent, one waiting, and one being loaded.
 _BATCHES = 3
-#: Connections that have not shown the token yet. Each takes two round trips; more come from a scan of ports.
+#: Connections that have not proven to have the token yet. Each takes two round trips; only a scan of ports
+#: makes more.
 _STRANGERS = 64
-#: Seconds for which this process outlives its proxy in the middle of a batch. Ray ends it sooner, and would
+#: Seconds by which this process outlives its proxy in the middle of a batch. Ray ends it sooner, and would
 #: print a warning if it ended by itself.
 _OUTLIVES = 3.0
-#: Seconds between two tries where descriptors or threads are used up.
+#: Seconds between two attempts when descriptors or threads are exhausted.
 _PAUSE = 0.1
 
-#: Payload and body of an answer, and the offsets of the blocks that the body lies in.
+#: Payload and body of an answer, and the offsets of the blocks that contain the body.
 _Packed = tuple[bytes, Sequence[Any], Sequence[int]]
 
 
@@ -88,8 +89,8 @@ class FarSetup:
     Attributes:
         setup: of any worker; the payload is pickled.
         tls: encrypts connections, or None.
-        path: the consumer's `sys.path`. Entries that the other machine lacks come at the end of its own.
-        versions: the consumer's, of all that has to be the same where workers run.
+        path: the consumer's `sys.path`. Entries missing on the other machine are appended to its own.
+        versions: the consumer's versions, which its workers must have, too.
     """
 
     setup: Setup
@@ -99,19 +100,20 @@ class FarSetup:
 
     @classmethod
     def of(cls, setup: Setup, tls: Tls | None) -> FarSetup:
-        """
+        """Pickle the payload of a setup for other machines.
+
         Raises:
             UnpicklableError: the dataset, or one of its functions, cannot be pickled.
         """
         payload = PickledPayload(_pickled(setup.plan.payload.open()), Descriptors())
-        # A far worker is sent the tasks that its proxy has claimed; it claims none.
+        # A far worker receives the tasks that its proxy has claimed; it claims none.
         plan = replace(setup.plan, payload=payload, dynamic=False, make_pool=None)
         sent = replace(setup, plan=plan, folder="", mapping=None, descriptors={})
         return cls(sent, tls, tuple(sys.path), versions())
 
 
 def versions() -> dict[str, str]:
-    """Versions that have to be the same in the consumer and where its workers run."""
+    """Versions that must be the same in the consumer and its workers."""
     return {
         "fastq_loader's protocol": str(VERSION),
         "Python": ".".join(platform.python_version_tuple()[:2]),
@@ -123,7 +125,7 @@ def versions() -> dict[str, str]:
 def _pickled(parts: dict[str, Any]) -> bytes:
     try:
         from cloudpickle import dumps
-    except ImportError:  # then the user's objects come from modules
+    except ImportError:  # then the user's objects must be importable from modules
         dumps = pickle.dumps
     try:
         pickled: bytes = dumps(parts)
@@ -139,19 +141,19 @@ def _pickled(parts: dict[str, Any]) -> bytes:
 
 
 class FarWorker:
-    """The far worker of this process. Made, which opens the user's objects, and run on the main thread.
+    """The far worker of this process. The main thread creates it, opening the user's objects, and runs it.
 
     Args:
         pickled: a `FarSetup`.
-        address: of this machine, where it listens.
-        ports: those that it may listen at; 0 is any.
+        address: of this machine, at which it listens.
+        ports: ports that it may listen at; 0 is any.
 
     Attributes:
-        port: where it listens.
+        port: at which it listens.
 
     Raises:
-        ProtocolError: a version is another one here.
-        OSError: no port is free, or a certificate is not there.
+        ProtocolError: a version differs from the consumer's.
+        OSError: no port is free, or a certificate is missing.
     """
 
     def __init__(self, pickled: bytes, address: str, ports: Sequence[int]) -> None:
@@ -159,11 +161,11 @@ class FarWorker:
         if sent.versions != (here := versions()):
             raise ProtocolError(f"this machine has {here}, and the consumer {sent.versions}")
         prepare_signals()
-        multiprocessing.current_process().daemon = True  # as workers are in torch
+        multiprocessing.current_process().daemon = True  # like torch's workers
         sys.path += [folder for folder in sent.path if folder not in sys.path]
         self._setup = sent.setup
         self._tls = None if sent.tls is None else sent.tls.context(server=True)
-        with contextlib.suppress(Exception):  # the worker finds the same failure, and reports it
+        with contextlib.suppress(Exception):  # the worker fails in the same way, and reports it
             plan = self._setup.plan
             opened = replace(plan, payload=Payload(*plan.payload.open().values()))
             self._setup = replace(self._setup, plan=opened)
@@ -188,14 +190,14 @@ class FarWorker:
         setup = replace(self._setup, worker=number)
         proxy = ProxySocket(client, blocks)
         try:
-            # The claim table is its own, and of no importance.
+            # The claim table is its own, and has no effect.
             Worker(setup, blocks, proxy, ClaimTable(arena.fd, arena.mapping.claims)).run()
             proxy.finish()
         except Lost:
             pass
         finally:
             self._over = True
-            with contextlib.suppress(OSError):  # it is gone
+            with contextlib.suppress(OSError):  # it is closed already
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     # ---- connections, in threads --------------------------------------------------------------
@@ -206,13 +208,13 @@ class FarWorker:
                 sock, _ = self._listener.accept()
                 sock.settimeout(connection.PATIENCE)
                 connection.configure(sock, connection.NOTICED_THERE)
-                if self._tls is not None:  # its handshake is a part of the first read
+                if self._tls is not None:  # the TLS handshake is part of the first read
                     sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
                 if len(self._strangers) == _STRANGERS:
                     socket.socket.shutdown(self._strangers.popleft(), socket.SHUT_RDWR)
                 self._strangers.append(sock)
                 threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
-            except (OSError, RuntimeError, IndexError):  # the other side has left, or something is used up
+            except (OSError, RuntimeError, IndexError):  # the client has left, or a resource is exhausted
                 time.sleep(_PAUSE)
 
     def _serve(self, sock: socket.socket) -> None:
@@ -221,7 +223,7 @@ class FarWorker:
             try:
                 request = connection.admit(client, self._setup.token, os.urandom(connection.NONCE_BYTES))
             finally:
-                with contextlib.suppress(ValueError):  # it has waited for longest, and was ended
+                with contextlib.suppress(ValueError):  # it was the oldest, and `_accept` ended it
                     self._strangers.remove(sock)
             if request.asks:
                 client.send(REPORT, _stacks())
@@ -232,7 +234,7 @@ class FarWorker:
                 self._end_with(sock)
 
     def _end_with(self, sock: socket.socket) -> None:
-        """End this process if it outlives its proxy, whatever the main thread is doing."""
+        """End this process if it outlives its proxy, even if the main thread is busy."""
         poller = select.poll()
         poller.register(sock, select.POLLRDHUP)
         poller.poll()
@@ -242,7 +244,7 @@ class FarWorker:
 
 
 def _stacks() -> bytes:
-    """The Python stacks of all threads of this process."""
+    """Dump the Python stacks of all threads of this process."""
     with open(calls.memfd_create("fastq_loader stacks"), "w+b") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -250,15 +252,15 @@ def _stacks() -> bytes:
 
 
 class SentBlocks(Allocator):
-    """The blocks of a far worker: those whose bytes were sent are granted to the next task.
+    """The blocks of a far worker, which are granted to the next task once their bytes are sent.
 
     Args:
         arena: its own.
         for_device: see `Allocator`.
 
     Attributes:
-        sent: offsets of blocks whose bytes were sent; the thread that sends appends to it.
-        shipped: the blocks of the batch that was answered last.
+        sent: offsets of blocks whose bytes were sent; the sending thread appends to it.
+        shipped: the blocks of the last answer's batch.
     """
 
     def __init__(self, arena: Arena, for_device: bool) -> None:
@@ -286,11 +288,11 @@ class SentBlocks(Allocator):
 
 
 class ProxySocket:
-    """Socket of a far worker. A child that user code forked there ends when it uses it.
+    """Socket of a far worker. A child forked there by user code ends when it uses the socket.
 
     Args:
         connection: to the proxy.
-        blocks: where batches lie.
+        blocks: the blocks of the batches.
     """
 
     def __init__(self, connection: Connection, blocks: SentBlocks) -> None:
@@ -305,7 +307,7 @@ class ProxySocket:
     # ---- in -----------------------------------------------------------------------------------
 
     def receive(self, block: bool) -> Task | Epoch | Space | Stop | Ping | None:
-        """The next message; without `block` None if there is none now.
+        """Return the next message; without `block`, None if none has arrived.
 
         Raises:
             Lost: the connection has ended.
@@ -323,7 +325,7 @@ class ProxySocket:
         return None if frame is None else frame.payload
 
     def told_to_stop(self) -> bool:
-        """Whether a Stop has come and was not read; it stays there."""
+        """Whether a Stop has arrived and was not read; it stays in the queue."""
         process_id.stay_in(self._pid)
         while (payload := self._payload(block=False)) is not None:
             self._frames.append(payload)
@@ -332,7 +334,7 @@ class ProxySocket:
     # ---- out ----------------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
-        """Send an answer, behind those that are on their way.
+        """Send an answer after those already queued.
 
         Raises:
             Exception: it does not fit into a message.
@@ -345,16 +347,16 @@ class ProxySocket:
         if len(payload) > LONGEST[MESSAGE]:
             raise ValueError(f"{len(payload)} bytes of plain values do not fit into a message")
         self._blocks.shipped = ()
-        if not body:  # an error in place of a batch that does not fit
+        if not body:  # an error that replaces a batch too large for a message
             self._blocks.sent.extend(offset for offset, _ in used)
             used = ()
         self._sending.put((payload, body, [offset for offset, _ in used]))
 
     def _taken_apart(self, handle: Handle | None, used: Used) -> tuple[Handle | None, list[Any]]:
-        """A handle whose segments say how many bytes each has, instead of where it lies, and these bytes.
+        """Return a handle whose segments have sizes in place of locations, and the bytes of the segments.
 
-        Only those are sent that the batch needs. So each begins with the first byte of its segment, but for
-        a packet: its third number is how many bytes it has.
+        Only the bytes that the batch needs are sent. So each part starts with the first byte of its segment;
+        the third number of a packet is its size.
         """
         if handle is None or not handle.segments:
             return handle, []
@@ -368,11 +370,11 @@ class ProxySocket:
     def _send_all(self) -> None:
         while (answer := self._sending.get()) is not None:
             payload, body, offsets = answer
-            with contextlib.suppress(Lost):  # the main thread finds that, too
+            with contextlib.suppress(Lost):  # the main thread detects that, too
                 self._connection.send(MESSAGE, payload, body)
             self._blocks.sent.extend(offsets)
 
     def finish(self) -> None:
-        """All answers are sent when this returns."""
+        """Wait until all answers are sent."""
         self._sending.put(None)
         self._thread.join()

@@ -1,13 +1,13 @@
-"""The proxy of a worker on another machine: for the consumer it is the worker.
+"""The proxy of a worker on another machine, which acts as the worker towards the consumer.
 
-Runs in a process of its own, on one thread. It has the worker's number,
-socket, claims and blocks. A task that it has is forwarded to the far worker. When the head of the answer has
-come, the next task is claimed and forwarded, so that the far worker never waits for bytes. Then the bytes are
-received straight into blocks, and the usual answer is sent, which says where they lie now.
+Runs in a process of its own, on one thread. It has the worker's number, socket, claims and blocks, and
+forwards its tasks to the far worker. When the head of an answer has arrived, it claims and forwards the next
+task, so that the far worker never waits for bytes. Then it receives the bytes straight into blocks, and sends
+the usual answer, with their new location.
 
-A proxy without a far worker waits for a place. One that loses its far worker waits for another one if no
-batch is lost with it, and if that makes no difference. Else it dies of it, as a worker would. Of places it
-hears over a pipe, where it says in return how it fares: a `Status`.
+A proxy without a far worker waits for a place. One that loses its far worker waits for another place if no
+batch is lost and the change has no effect on results. Otherwise it dies, as a worker would. It receives
+places over a pipe, and sends its `Status` back.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from fastq_loader.workers.config import Setup
 from fastq_loader.workers.main import open_socket, prepare_signals
 from fastq_loader.workers.task_queue import TaskQueue
 
-#: Places, one after the other, where no far worker was to be had, until the proxy gives up.
+#: Consecutive places without a reachable far worker after which the proxy gives up.
 _ATTEMPTS = 3
-#: Tasks that a proxy without a far worker keeps before it looks which of them others have claimed.
+#: Tasks that a proxy without a far worker queues before it drops the claimed ones among them.
 _UNREAD = 256
 
 
 class Place(NamedTuple):
-    """Where a worker may run: to a proxy that waits for one.
+    """A place to run a worker. Sent to a waiting proxy.
 
     Attributes:
         address: of the far worker there.
         pid: its process id.
-        node: what that machine is called.
+        node: name of that machine.
     """
 
     address: Address
@@ -54,18 +54,18 @@ class Place(NamedTuple):
 
 
 class NoPlace(NamedTuple):
-    """There is no place, and none will come: to a proxy that waits for one. `why`: in words."""
+    """Sent to a waiting proxy when no machine will be available; `why` is the reason."""
 
     why: str
 
 
 class Status(NamedTuple):
-    """From a proxy.
+    """Sent by a proxy.
 
     Attributes:
-        waits: it waits for a place.
-        pid: of its far worker, which is up; or 0.
-        why: it is about to exit, because its far worker is lost or was not to be had; or "".
+        waits: whether it waits for a place.
+        pid: process id of its far worker, once connected; else 0.
+        why: why it is about to exit: its far worker is lost, or could not be had; else "".
     """
 
     waits: bool = False
@@ -79,7 +79,7 @@ def main(setup: Setup, tls: Tls | None, pipe: Pipe[Any, Any], traffic: memoryvie
     children.leave_with(setup.consumer, setup.folder)
     assert setup.mapping is not None, "it is inherited"
     claims = ClaimTable(setup.mapping.fd, setup.mapping.claims)
-    if not os.path.isdir(setup.folder):  # the loader was closed before this was up
+    if not os.path.isdir(setup.folder):  # the loader was closed before this process was up
         return
     blocks = Allocator(setup.mapping, setup.worker, setup.space, setup.plan.for_device)
     socket = open_socket(setup, blocks)
@@ -93,12 +93,12 @@ class Proxy:
     """The loop of a proxy.
 
     Args:
-        setup: what the worker is told.
+        setup: the worker's.
         tls: encrypts the connection, or None.
         pipe: to the consumer's `ProxyPool`.
-        traffic: bytes that have come, by the number of the worker.
+        traffic: bytes received, by worker number.
         socket: to the consumer.
-        claims: who loads which shared task.
+        claims: the claims of shared tasks by workers.
         blocks: where answers are received.
     """
 
@@ -123,13 +123,13 @@ class Proxy:
         self._tasks = TaskQueue(claims, self._shared_tasks, setup.worker)
         self._far: Connection | None = None
         self._greeted = False
-        self._pings: list[Ping] = []  # not sent back
+        self._pings: list[Ping] = []  # not answered yet
         self._epoch: Epoch | None = None
         self._stopping = False
         self._failures = 0
-        self._unsent: list[Task | Epoch] = []  # what the far worker has to hear before it can be sent a task
+        self._unsent: list[Task | Epoch] = []  # to be sent to the far worker before the next task
         self._due: deque[Task] = deque()  # forwarded, and not answered
-        self._heads = 0  # of those, from the left, whose answers have begun to come
+        self._heads = 0  # how many of those, from the left, have answers that began to arrive
 
     def run(self) -> None:
         self._report(Status(waits=True))
@@ -152,7 +152,8 @@ class Proxy:
                 self._take_place()
 
     def _wait(self) -> list[object]:
-        """Sleep until something has come, unless a task that might be claimed is being claimed by another."""
+        """Sleep until something arrives. Returns at once if the far worker is idle and a queued task is being
+        claimed by another worker."""
         descriptors = [self._pipe.fileno()]
         if self._far is not None:
             descriptors.append(self._far.fileno())
@@ -185,12 +186,12 @@ class Proxy:
                 self._stopping = True
 
     def _answer_pings(self) -> None:
-        """Send them back; not before the greeting: until then there is no way back to the consumer."""
+        """Answer pings, but not before the greeting, which opens the way back to the consumer."""
         while self._greeted and self._pings:
             self._socket.send(self._pings.pop())
 
     def _add(self, task: Task) -> None:
-        if not self._shared_tasks:  # all are this worker's: the far one sees to their order
+        if not self._shared_tasks:  # all are this worker's, and the far worker observes their order
             self._unsent.append(task)
             return
         self._tasks.add(task)
@@ -200,7 +201,7 @@ class Proxy:
     # ---- to the far worker --------------------------------------------------------------------
 
     def _forward(self) -> None:
-        """Tell the far worker what it has to know, and give it a task if it has none.
+        """Send unsent messages to the far worker, and a task if it has none.
 
         Raises:
             Lost: it is gone.
@@ -221,12 +222,12 @@ class Proxy:
         connection.send(MESSAGE, pass_on(message))
 
     def _mark(self) -> None:
-        """Note at which task this worker would die now: one that is loaded, rather than one that was."""
+        """Record the task to blame if this worker dies: one being loaded, rather than one already loaded."""
         at = min(self._heads, len(self._due) - 1)
         self._claims.begin(self._setup.worker, self._due[at].ticket if self._due else None)
 
     def _see_off(self) -> None:
-        """Let the far worker finish, and wait until it has ended. The consumer does not wait for ever."""
+        """Let the far worker finish, and wait for its end. The consumer limits this time."""
         if self._far is None:
             return
         with contextlib.suppress(Lost, ProtocolError):
@@ -237,10 +238,10 @@ class Proxy:
     # ---- from the far worker ------------------------------------------------------------------
 
     def _receive(self, connection: Connection) -> None:
-        """An answer: its head, and then its bytes.
+        """Receive an answer: its head, and then its bytes.
 
         Raises:
-            Lost, ProtocolError: the far worker is of no use any more.
+            Lost, ProtocolError: the connection to the far worker has failed.
         """
         frame = connection.receive()
         assert frame is not None, "it was waited for"
@@ -268,10 +269,10 @@ class Proxy:
     def _receive_body(
         self, connection: Connection, handle: Handle | None, body: int
     ) -> tuple[Handle | None, list[tuple[int, int]]]:
-        """The handle with the blocks that the bytes lie in now, and these as (offset, bytes used)."""
+        """Return the handle with the blocks that contain the bytes, and these blocks as (offset, bytes)."""
         announced = () if handle is None else handle.segments
         if sum(nbytes for _, nbytes, _ in announced) != body:
-            raise ProtocolError(f"a body of {body} bytes that is not what the answer says")
+            raise ProtocolError(f"a body of {body} bytes differs from the size in its answer")
         segments, used = [], []
         for _, nbytes, third in announced:
             block = self._blocks.take(nbytes)
@@ -283,7 +284,7 @@ class Proxy:
     # ---- places -------------------------------------------------------------------------------
 
     def _take_place(self) -> None:
-        """The consumer has found a place: connect to the far worker there."""
+        """Take a place from the consumer, and connect to the far worker there."""
         try:
             place: Place | NoPlace = self._pipe.recv()
         except EOFError:  # the consumer is gone, or about to end this process
@@ -308,11 +309,11 @@ class Proxy:
             self._answer_pings()
 
     def _report(self, status: Status) -> None:
-        with contextlib.suppress(OSError):  # the consumer is gone, and in a moment this process, too
+        with contextlib.suppress(OSError):  # the consumer is gone, and this process will soon be, too
             self._pipe.send(status)
 
     def _lose(self, why: str, final: bool = False) -> None:
-        """There is no far worker any more: wait for another one, if that makes no difference."""
+        """The far worker is gone: wait for another one if that has no effect on results, otherwise exit."""
         had_one, self._far = self._far is not None, None
         if final or self._due or (had_one and not self._shared_tasks):
             self._die(why)
@@ -326,7 +327,7 @@ class Proxy:
 
 
 def _at_this_clock(answer: Answer, now: int) -> Answer:
-    """An answer in whose times it was finished `now`: the clocks of two machines begin anywhere."""
+    """Shift the times of an answer so that it finished `now`: machines' clocks start at different times."""
     shift = now - answer.finished
     return answer._replace(
         started=answer.started + shift,

@@ -1,17 +1,16 @@
-"""A pool whose workers run on other machines, as the consumer's group of workers sees it.
+"""A pool whose workers run on other machines, behind the usual interface of a worker pool.
 
-Runs in the consumer. Behind each number is a proxy (see there), so the group deals with processes of this
-machine. The other machines show in words and numbers alone: how a far worker died, the stacks of one that
-hangs, which it sends when it is asked, and statistics.
+Runs in the consumer. Each worker number belongs to a proxy (see `proxy`), so the consumer handles processes
+of this machine only. Other machines appear in texts and numbers alone: how a far worker died, its stacks if
+it hangs, which it sends on request, and statistics.
 
-A `Placement` finds places where workers run. A thread hands them to the proxies that wait for one, because
-places come and proxies lose them while the consumer is in a training step. It has the consumer's end of each
-proxy's pipe. Places are looked for before any proxy is up; one that is lost is given back, and another one is
-found.
+A `Placement` finds places for workers. A thread passes them to waiting proxies, because places appear and
+proxies lose them while the consumer is in a training step. It has the consumer's end of each proxy's pipe.
+The search for places begins before any proxy is up; a lost place is returned, and another one is found.
 
-Proxies are forked by a zygote (see `workers.children`), which was forked when the pool began: a proxy costs
-milliseconds, and the few pages that it changes. Where the system has no process descriptors, the consumer
-forks them itself.
+Proxies are forked by a zygote (see `workers.zygote`), which was forked when the pool began: a proxy costs
+milliseconds, and the few pages that it changes. If the system has no process descriptors, the consumer forks
+them itself.
 """
 
 from __future__ import annotations
@@ -45,57 +44,56 @@ from fastq_loader.workers.zygote import Zygote, copy_of_consumer, fork_copy
 if TYPE_CHECKING:
     from fastq_loader.statistics.counters import Counters
 
-#: Seconds that a far worker has to send its stacks.
+#: Seconds for a far worker to send its stacks.
 _STACKS = 2.0
 _FORK = multiprocessing.get_context("fork")
 
 
 class Placement(Protocol):
-    """Starts far workers on other machines (see there), for one pool. Each is a place, to one proxy.
+    """Starts far workers of one pool on other machines. Each is a place for one proxy.
 
     Attributes:
-        pause: seconds after which `find` is to be called again, if nothing happens before; None: never.
+        pause: seconds after which to call `find` again, if nothing happens before; None: never.
     """
 
     pause: float | None
 
     def start(self, setup: bytes, places: int) -> None:
-        """A pool starts: look for so many places, with far workers that get this setup."""
+        """Start a pool: look for `places` places, whose far workers get this setup."""
 
     def find(self, lost: Sequence[Place], wanted: int) -> Sequence[Place | NoPlace]:
-        """Called on one thread, again and again. It may start far workers and wait for them.
+        """Find places. Called repeatedly, on one thread. May start far workers and wait for them.
 
         Args:
-            lost: places that are of no use any more: what runs there is to be ended, and others are to be
-                found. A machine may be gone with them.
-            wanted: how many proxies wait.
+            lost: places that failed and must be replaced: end their far workers. Machines may be gone, too.
+            wanted: number of proxies that wait.
 
         Returns:
-            Places for some of them. The others wait, for a machine that will join perhaps, or die of a
-            `NoPlace`.
+            Places for some of them; a `NoPlace` ends a proxy. The others wait, for example for a machine that
+            will join.
         """
 
     def death(self, place: Place) -> str:
-        """How the far worker of a lost place died ("it exited with code 7"); "" if it did not, or
-        if that is unknown. Is called on any thread."""
+        """How the far worker of a lost place died ("it exited with code 7"); "" if it did not die, or the
+        cause is unknown. May be called on any thread."""
 
     def close(self) -> None:
-        """No more places are needed: end the far workers. May be called after a `start` that failed, or
+        """End the far workers: no more places are needed. May be called after a `start` that failed, or
         without one."""
 
 
 @dataclass(eq=False)
 class _Proxy:
-    """The consumer's end of a pipe to a proxy, and what came out of it.
+    """The consumer's end of a pipe to a proxy, and the information received from it.
 
     Attributes:
         pipe: the end.
-        place: that the proxy has, or had last.
-        placed: it has that place.
-        waits: it waits for one.
+        place: the proxy's place, or its last one.
+        placed: whether it has that place.
+        waits: whether it waits for a place.
         pid: of its far worker; 0 until it is up.
-        why: it said that it would die, and of what.
-        death: how it died, once that was asked.
+        why: why the proxy exits, as it reported; else "".
+        death: how it died, once `death` was called; else "".
     """
 
     pipe: Pipe[Any, Any]
@@ -111,8 +109,8 @@ class ProxyPool(WorkerPool):
     """The proxies of one pool.
 
     Args:
-        plan: what the workers do.
-        placement: where they run.
+        plan: the work of the workers.
+        placement: finds places for them.
         tls: encrypts the connections.
     """
 
@@ -122,15 +120,15 @@ class ProxyPool(WorkerPool):
         self._tls = tls
         self._token = b""
         self._zygote: Zygote | None = None
-        self._proxies: dict[int, _Proxy] = {}  # of the workers, by number
-        # Bytes that have come over the network: a word of shared memory for each worker. Its proxy adds to
-        # it, a successor goes on with it, and the consumer reads it when it is asked for statistics.
+        self._proxies: dict[int, _Proxy] = {}  # by worker number
+        # Bytes received over the network: a word of shared memory for each worker. Its proxy adds to it, a
+        # successor continues it, and the consumer reads it for statistics.
         self._traffic = memoryview(mmap.mmap(-1, 8 * plan.workers)).cast("Q")
         self._counters: Counters | None = None
         self._pid = process_id.current()
-        self._lock = threading.RLock()  # for what follows, and the proxies' pipes
+        self._lock = threading.RLock()  # for the following attributes, and the proxies' pipes
         self._open: list[_Proxy] = []  # proxies that have not ended
-        self._lost: list[Place] = []  # places that the placement has to hear of
+        self._lost: list[Place] = []  # lost places to report to the placement
         self._over = False
         self._wake = -1
         self._thread = threading.Thread(target=self._run, name="fastq_loader: places", daemon=True)
@@ -143,11 +141,11 @@ class ProxyPool(WorkerPool):
         sent = pickle.dumps(FarSetup.of(setup, self._tls))
         self._wake = calls.wake_up()
         self._placement.start(sent, self._plan.workers)
-        with without_signals():  # they are for the main thread, which may keep them out of a start
+        with without_signals():  # they are for the main thread, which may block them during a start
             self._thread.start()
 
     def _process(self, setup: Setup) -> BaseProcess:
-        return _FORK.Process(daemon=True)  # `_made` makes it where it is forked
+        return _FORK.Process(daemon=True)  # a placeholder: `_made` creates the proxy where it is forked
 
     def _launch(self, setup: Setup) -> Launch:
         return partial(self._fork, setup)
@@ -168,14 +166,14 @@ class ProxyPool(WorkerPool):
         return forked
 
     def _made(self, fields: dict[str, Any], its: int) -> BaseProcess:
-        """A proxy, to be started where this runs. Its end of the pipe is the descriptor `its`."""
+        """Create a proxy, to be started in this process. `its` is the descriptor of its end of the pipe."""
         arguments = self._setup_for(**fields), self._tls, Pipe(its), self._traffic
         return _FORK.Process(target=main, args=arguments, daemon=True)
 
     # ---- places -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """In the thread: hand out places until all proxies have ended."""
+        """Body of the thread: pass on places until the pool is closed."""
         pause: float | None = 0
         descriptors: list[int] = []
         while not self._over:
@@ -187,14 +185,14 @@ class ProxyPool(WorkerPool):
                 descriptors = [proxy.pipe.fileno() for proxy in self._open]
                 waiting = [proxy for proxy in self._open if proxy.waits]
                 lost, self._lost = self._lost, []
-            if self._setup is None:  # it was stopped: no more places are needed
+            if self._setup is None:  # the pool was stopped: no more places are needed
                 pause = None
                 continue
             found: Sequence[Place | NoPlace]
             try:
                 found = self._placement.find(lost, len(waiting))
                 pause = self._placement.pause
-            except Exception as error:  # a proxy that waits for a place says so
+            except Exception as error:  # waiting proxies report it
                 found = [NoPlace(f"{type(error).__name__}: {error}")] * len(waiting)
             with self._lock:
                 for proxy, place in zip(waiting, found, strict=False):
@@ -207,12 +205,12 @@ class ProxyPool(WorkerPool):
                 self._lost.append(place)
                 return
             proxy.place, proxy.placed, proxy.pid = place, True, 0
-        with contextlib.suppress(OSError):  # it has ended; `_read` finds that, too
+        with contextlib.suppress(OSError):  # it has ended; `_read` detects that, too
             proxy.pipe.send(place)
 
     def _read(self, proxy: _Proxy) -> None:
-        """Take note of what a proxy has said by now. May be called on any thread."""
-        if process_id.current() != self._pid:  # a thread that a forked copy lacks may have the lock
+        """Process the statuses that a proxy has sent so far. May be called on any thread."""
+        if process_id.current() != self._pid:  # in a forked copy, a thread that it lacks may own the lock
             return
         with self._lock:
             try:
@@ -229,11 +227,11 @@ class ProxyPool(WorkerPool):
                 proxy.pipe.close()
 
     def _give_back_place(self, proxy: _Proxy) -> None:
-        """A proxy has no place any more, if it had one."""
+        """Return the place of a proxy, if it has one."""
         if proxy.place is not None and proxy.placed:
             self._lost.append(proxy.place)
         proxy.placed = proxy.waits = False
-        calls.wake(self._wake)  # another thread may have been faster than `_run`
+        calls.wake(self._wake)  # the caller may be another thread than `_run`
 
     # ---- on the other machines ----------------------------------------------------------------
 
@@ -256,7 +254,7 @@ class ProxyPool(WorkerPool):
         return proxy.death, torch_text
 
     def _how_lost(self, proxy: _Proxy) -> str:
-        """How a proxy lost its far worker."""
+        """Describe how a proxy lost its far worker."""
         if proxy.place is None or not proxy.pid:
             return f"found no place on another machine: {proxy.why};"
         how = self._placement.death(proxy.place) or "its connection broke"

@@ -1,9 +1,9 @@
 """Shares of a cluster among the ranks of a job, each of which has a loader of its own.
 
-Runs in the consumer, on the thread of the pool. Pure, but for the store that a `Board` is given.
+Runs in the consumer, on the thread of the pool. Pure, except for the store of a `Board`.
 
-Each rank asks for an equal part of what others leave to the ranks. Each publishes how many of its workers
-have room, and a rank that stays without any is given some by those that have more.
+Each rank requests an equal part of the resources that others leave to the ranks. Each publishes how many of
+its workers have room, and ranks with several workers give up room for a rank without any.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 Resources = Mapping[str, float]
 
-#: Seconds that a rank is without room until another one gives some up, and until the next one does. Ray takes
-#: some to start an actor that has room.
+#: Seconds without room after which another rank gives some up, and after which the next one does. Ray takes
+#: some seconds to start an actor that has room.
 TURN = 10
-#: Of keys in the store.
+#: Namespace of the keys in the store.
 _SPACE = "fastq_loader"
 
 
@@ -32,19 +32,19 @@ def share(room: Resources, takes: Resources, ranks: int, workers: int) -> int:
     """Workers of each rank: an equal part of the room, at least one, and at most `workers`.
 
     Args:
-        room: resources of the cluster that others leave, by name.
-        takes: resources that each worker takes.
+        room: resources of the cluster that others leave free, by name.
+        takes: resources of each worker.
     """
     parts = [math.floor(room.get(name, 0) / ranks / amount + 1e-9) for name, amount in takes.items()]
     return min(workers, max(1, min(parts, default=workers)))
 
 
 class Holding(NamedTuple):
-    """A rank's pool, as the others see it.
+    """State of a rank's pool, published to the others.
 
     Attributes:
-        workers: that have room.
-        waited: whole seconds that none has had any.
+        workers: number of workers that have room.
+        waited: whole seconds in which none had any.
     """
 
     workers: int
@@ -52,15 +52,15 @@ class Holding(NamedTuple):
 
     @property
     def starves(self) -> bool:
-        """Whether others are to leave it room."""
+        """Whether others should leave room to it."""
         return not self.workers and self.waited >= TURN
 
 
 def gifts(pools: Mapping[str, Holding], mine: str) -> set[tuple[str, int]]:
-    """Workers that the pool `mine` is to give up: for each a starving pool and its turn.
+    """Workers that the pool `mine` should give up: for each a starving pool and its turn.
 
-    In each turn one of the pools that have more than one worker gives one up for each pool that starves, the
-    richest first. It may be dead, or its room may not fit; then the next one follows.
+    In each turn one of the pools with more than one worker, the richest first, gives one up for each starving
+    pool. It may be dead, or its room may not fit; then the next one follows in the next turn.
     """
     rich = sorted(
         (name for name in pools if pools[name].workers > 1), key=lambda name: (-pools[name].workers, name)
@@ -75,13 +75,13 @@ def gifts(pools: Mapping[str, Holding], mine: str) -> set[tuple[str, int]]:
 
 
 def waits_for(starting: Sequence[str | None], takes: Resources, total: Resources, free: Resources) -> str:
-    """The reason why workers have no place yet, in words.
+    """Describe why workers have no place yet.
 
     Args:
         starting: for each of them the machine where it has room, or None.
-        takes: resources that each takes.
+        takes: resources of each worker.
         total: resources of the cluster.
-        free: those that nobody holds.
+        free: unused resources of the cluster.
     """
     reasons = []
     if waiting := starting.count(None):
@@ -97,13 +97,13 @@ def waits_for(starting: Sequence[str | None], takes: Resources, total: Resources
 class Board:
     """The pools of a job's ranks: a key for each in the store of Ray's head.
 
-    All that changes is in the key, so one request reads all. The value is what others than these pools held
-    before the first of them began.
+    All variable data are in the key, so that one request reads all pools. The value is the resources that
+    others than these pools used before the first of them began.
 
     Args:
         store: the module `ray.experimental.internal_kv`.
-        job: what its ranks have in common, without blanks.
-        driver: Ray's name for the program that this process belongs to, its "job".
+        job: a name common to its ranks, without blanks.
+        driver: Ray's name for the program of this process, its "job".
     """
 
     def __init__(self, store: Any, job: str, driver: str) -> None:
@@ -112,11 +112,11 @@ class Board:
         self.name = f"{driver}-{uuid.uuid4().hex}"
         self._key = ""
         self._foreign = b""
-        self._first: dict[str, int] = {}  # seconds that others had waited when they were seen first
+        self._first: dict[str, int] = {}  # `waited` of pools without room when they were first read
 
     def join(self, others: Resources, ended: Collection[str]) -> dict[str, float]:
-        """Publish this pool; the part of the used resources that others than the ranks' pools hold. What
-        programs that have ended left in the store is taken away."""
+        """Publish this pool; return the used resources that do not belong to the ranks' pools. Removes the
+        entries of programs that have ended."""
         foreign = dict(others)
         for key in self._keys():
             if key.decode().split()[1].partition("-")[0] in ended:
@@ -129,8 +129,8 @@ class Board:
         return foreign
 
     def exchange(self, mine: Holding) -> dict[str, Holding]:
-        """Publish what this pool has; what all have. Left out are those without room for which no time
-        passes: their process has died, or they are new."""
+        """Publish this pool's state; return the states of all pools. Pools without room whose `waited` does
+        not grow are left out: their process has died, or they are new."""
         self._publish(mine)
         pools = {}
         for key in self._keys():
@@ -144,7 +144,7 @@ class Board:
         return {**pools, self.name: mine}
 
     def leave(self) -> None:
-        """Take this pool away."""
+        """Remove this pool."""
         self._store._internal_kv_del(self._key, namespace=_SPACE)
 
     def _keys(self) -> list[bytes]:

@@ -1,20 +1,20 @@
-"""Ray finds the machines: an actor for each worker, which holds what the worker takes, and is the worker.
+"""Finds machines with Ray: each worker is an actor, which reserves the worker's resources.
 
-Runs in the consumer; `find` on the thread of the pool. `_actor_class` is what runs in an actor. Ray is
+Runs in the consumer; `find` on the thread of the pool. The class in `_actor_class` runs in an actor. Ray is
 imported only here, and only when a pool starts.
 
-An actor that has opened the dataset is a place. It serves one proxy, and when that is gone it is ended,
-whatever it is doing, and makes way for a new one. Ray does not start it again (`max_restarts=0`): it would
-not be noticed here. An actor that waits for room is what an autoscaler sees. All that it does runs on the
-main thread of its process, as user code expects it. Ray moves the setup with the pickled dataset, once to
-each machine: bytes, because arrays that Ray itself moves are read-only.
+An actor that has opened the dataset is a place. It serves one proxy, and when that is gone it is ended at
+once, and makes way for a new one. Ray does not restart it (`max_restarts=0`), because this process would not
+notice. An actor that waits for room is visible to an autoscaler. All methods run on the main thread of the
+actor's process, as user code expects it. Ray moves the setup with the pickled dataset once to each machine,
+as bytes, because arrays that Ray itself moves are read-only.
 
-Each rank of a job asks for its share of the cluster, and leaves room to those that have none (see `ranks`).
-A pool that cannot go on waits for `start_timeout`; then those that wait for a place are sent the reason.
+Each rank of a job requests its share of the cluster, and leaves room to those without any (see `ranks`). A
+pool that cannot continue waits for `start_timeout`; then waiting proxies are sent the reason.
 
-A call to Ray, or a reference of Ray's that is dropped, ends the process without an exception if Ray is being
-shut down at that moment. So both happen only under the lock that Ray takes for that, and while Ray is the one
-that was there at the start. Answers are asked for, because what Ray calls back runs under no lock.
+A call to Ray, or dropping a reference of Ray's, ends the process without an exception if Ray is being shut
+down at that moment. So both happen only under the lock that Ray takes for that, and only while Ray is still
+the instance that was there at the start. Answers are polled, because callbacks of Ray run under no lock.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from fastq_loader.remote.proxy import NoPlace, Place
 from fastq_loader.remote.proxy_pool import Placement
 from fastq_loader.remote.ranks import Board, Holding, gifts, share, used, waits_for
 
-#: Seconds between two questions for answers, while any are due: an actor takes a second to start. And seconds
-#: to wait for Ray's lock.
+#: Seconds between two polls for answers, while any are due: an actor takes a second to start. And seconds to
+#: wait for Ray's lock.
 _PAUSE, _SOON = 0.1, 0.01
-#: Seconds in which Ray finds out why an actor has died, if its process has. Then one that has lost its proxy
-#: is ended.
+#: Seconds for Ray to find out why an actor has died, if its process has. Then an actor that has lost its
+#: proxy is ended.
 _TOMBSTONE = 1.0
-#: Actors, made one after the other, that may fail, before any has a place again, until no more are made.
+#: Consecutive failures of actors, without any success between them, after which no more are made.
 _TRIES = 3
-#: Seconds in which a Ray that was just started says whether it has an autoscaler.
+#: Seconds for a newly started Ray to report whether it has an autoscaler.
 _MONITOR = 15.0
-#: Seconds between two looks at what the other ranks have.
+#: Seconds between two reads of the other ranks' states.
 _LOOK = 2.0
-#: Characters of what Ray says.
+#: Maximum characters of a text from Ray.
 _LONGEST = 300
 
 _log = logging.getLogger("fastq_loader")
@@ -64,14 +64,14 @@ class _Actor:
 
     Attributes:
         handle: Ray's.
-        where: the reference that its machine comes with, or None.
-        opened: the reference that its place comes with, or None.
-        end: the reference that its end comes with, and why it has died.
-        tries: failures that had been counted when it was made.
-        machine: where it has room; None while it waits for that.
-        place: that it is, or None.
-        given: the place was given to a proxy.
-        lost: the proxy is gone.
+        where: reference to its machine, until that is read.
+        opened: reference to its place, until that is read.
+        end: reference to its end, and to the cause of its death.
+        tries: count of failures when it was made.
+        machine: the machine where it has room; None while it waits for one.
+        place: the placement, or None while waiting.
+        given: whether the place was given to a proxy.
+        lost: whether the proxy is gone.
         deadline: when it is ended, unless it is a place that is not lost.
     """
 
@@ -91,7 +91,7 @@ class RayPlacement(Placement):
     """The actors of one pool.
 
     Args:
-        options: what the user said, a `RayWorkers`. Its module imports this one.
+        options: the user's `RayWorkers`, whose module imports this one.
         flexible: whether few workers may do the work of many.
     """
 
@@ -100,25 +100,26 @@ class RayPlacement(Placement):
         self._options = options
         self._flexible = flexible
         self._ray: Any = None
-        self._far_worker: Any = None  # makes actors
-        self._setup: Any = None  # a reference to what they get
-        self._takes: dict[str, float] = {}  # each worker, of the cluster
-        self._most = 0  # actors that this pool may have
+        self._far_worker: Any = None  # creates actors
+        self._setup: Any = None  # a reference to their setup
+        self._takes: dict[str, float] = {}  # resources of each worker
+        self._most = 0  # maximum number of actors of this pool
         self._board: Board | None = None  # in a job of several ranks, unless all workers are needed
         self._others_starve = False
-        self._gifts: set[tuple[str, int]] = set()  # that were given
-        self._went_on = self._had_room = self._looked = 0.0  # when
+        self._gifts: set[tuple[str, int]] = set()  # room given up so far
+        self._went_on = self._had_room = self._looked = 0.0  # times of the last occurrence
         self._actors: list[_Actor] = []
-        self._deaths: dict[Place, str] = {}  # why they are gone
+        self._deaths: dict[Place, str] = {}  # causes of death
         self._lost: list[Place] = []
         self._failures = 0
-        self._why = ""  # of the last one
-        self._lock: Any = None  # Ray's, which is private: one that hides it may end the process as described
+        self._why = ""  # reason of the last failure
+        self._lock: Any = None  # Ray's, which is private: if it moves, the process may end as described above
         self._driver = ""  # Ray's name for this process, until Ray is shut down
         self._stopped = False
 
     def start(self, setup: bytes, places: int) -> None:
-        """
+        """Join or start Ray, and create the actors.
+
         Raises:
             Exception: Ray cannot be joined or started, or does not accept an option.
         """
@@ -129,9 +130,9 @@ class RayPlacement(Placement):
             ray.init(address=self._options.address)
         with self._lock:
             self._prepare(ray, setup, places)
-        # At its exit Ray is shut down before the loaders close, because it was imported after them.
+        # At exit, Ray is shut down before the loaders close, because it was imported after them.
         atexit.register(self._stop)
-        atexit.unregister(_disarm)  # it is there once, and stays when this ends
+        atexit.unregister(_disarm)  # registered only once, and not removed with this pool
         atexit.register(_disarm)
 
     def _prepare(self, ray: Any, setup: bytes, places: int) -> None:
@@ -155,7 +156,7 @@ class RayPlacement(Placement):
         if self._flexible and (ranks := _ranks()) > 1:
             total = ray.cluster_resources()
             others = used(total, ray.available_resources())
-            with suppress(Exception):  # the store is Ray's own, and another version may lack it
+            with suppress(Exception):  # the store is private to Ray, and another version may lack it
                 store = importlib.import_module("ray.experimental.internal_kv")
                 jobs = importlib.import_module("ray._private.state").jobs()
                 board = Board(store, _job(ranks), ray.get_runtime_context().get_job_id())
@@ -198,7 +199,7 @@ class RayPlacement(Placement):
             self.pause = None if self._board is None else _LOOK
 
     def _check_wait(self, wanted: int) -> None:
-        """Give up if the pool has not been able to go on for `start_timeout`."""
+        """Give up if the pool has not been able to continue for `start_timeout`."""
         now, limit = time.monotonic(), self._options.start_timeout
         free = sum(actor.place is not None and not actor.given for actor in self._actors)
         if any(actor.place for actor in self._actors) if self._flexible else free >= wanted:
@@ -210,7 +211,7 @@ class RayPlacement(Placement):
                 self._end(actor, "")
 
     def _overdue(self, starting: Sequence[str | None]) -> str:
-        """The reason why those that start on these machines, or wait for one, have not come in time."""
+        """Describe why workers did not start in time, by the machine of each, or None without one."""
         total, free = self._ray.cluster_resources(), self._ray.available_resources()
         reason = waits_for(starting, self._takes, total, free)
         limit = f"RayWorkers(start_timeout={self._options.start_timeout:g})"
@@ -222,7 +223,7 @@ class RayPlacement(Placement):
         with_room = [actor for actor in self._actors if actor.machine is not None]
         if with_room:
             self._had_room = now
-        elif self._failures >= _TRIES:  # room would be of no use
+        elif self._failures >= _TRIES:  # room would not help
             self._leave_board()
         if self._board is None or now < self._looked + _LOOK:
             return
@@ -230,7 +231,7 @@ class RayPlacement(Placement):
         mine = Holding(len(with_room), int(now - self._had_room))
         try:
             pools = self._board.exchange(mine)
-        except Exception:  # the head of the cluster may be away for a while
+        except Exception:  # the head of the cluster may be unreachable for a while
             return
         starving = {name for name, pool in pools.items() if pool.starves}
         self._gifts = {(name, turn) for name, turn in self._gifts if name in starving}
@@ -240,11 +241,11 @@ class RayPlacement(Placement):
 
     def _leave_room(self, due: set[tuple[str, int]], with_room: list[_Actor]) -> None:
         for actor in [actor for actor in self._actors if actor.machine is None]:
-            self._end(actor, "")  # it could be given the room before others
+            self._end(actor, "")  # it could get the room before the others
         new, self._gifts = due - self._gifts, self._gifts | due
         if self._options.max_restarts == 0:  # a batch may be lost with an actor
             return
-        with_room.sort(key=lambda actor: (actor.place is not None, actor.given))  # by what its end costs
+        with_room.sort(key=lambda actor: (actor.place is not None, actor.given))  # cheapest to end first
         for actor in with_room[: min(len(new), len(with_room) - 1)]:
             self._end(actor, "its room was given to a rank that had none")
 
@@ -261,7 +262,7 @@ class RayPlacement(Placement):
                 self._actors.append(_Actor(handle, where, opened, end, self._failures))
 
     def _hear(self) -> None:
-        """Read what actors, or Ray in their place, have answered."""
+        """Read the answers of actors, or of Ray in their place."""
         rooms = {actor.where: actor for actor in self._actors if actor.where is not None}
         pending = {actor.opened: actor for actor in self._actors if actor.opened is not None}
         ends = {actor.end: actor for actor in self._actors if actor.lost}
@@ -278,7 +279,7 @@ class RayPlacement(Placement):
 
     def _has_room(self, actor: _Actor) -> None:
         reference, actor.where = actor.where, None
-        with suppress(Exception):  # it has died, which its other answer says
+        with suppress(Exception):  # it has died, which another of its answers reports
             actor.machine = self._ray.get(reference)
             if actor.place is None and self._options.start_timeout:
                 actor.deadline = time.monotonic() + self._options.start_timeout
@@ -294,9 +295,9 @@ class RayPlacement(Placement):
         self._failures = 0
 
     def _failed(self, actor: _Actor, error: Exception) -> None:
-        """An actor has died, or could not be made, or cannot open the dataset. The death of one that had no
-        room is no failure: Ray places actors on a machine that is gone, until it knows. Nor is an actor that
-        cannot be reached for now."""
+        """Handle an actor that has died, could not be made, or cannot open the dataset. It is no failure if
+        it died without room (Ray places actors on a lost machine until it detects the loss), or if it is only
+        unreachable for now."""
         exceptions = self._ray.exceptions
         died = isinstance(error, exceptions.ActorDiedError) and not error.actor_init_failed
         if not (died and actor.machine is None) and not isinstance(error, exceptions.ActorUnavailableError):
@@ -304,16 +305,16 @@ class RayPlacement(Placement):
         self._end(actor, _text(error))
 
     def _count_failure(self, actor: _Actor, why: str) -> None:
-        if actor.tries >= self._failures:  # those that were made together fail together, once
+        if actor.tries >= self._failures:  # actors made together fail together, which counts once
             self._failures += 1
         self._why = why
 
     def _end(self, actor: _Actor, why: str) -> None:
-        """An actor is of no use any more."""
+        """End an actor that is not needed or has failed."""
         self._actors.remove(actor)
         if actor.place is not None:
             self._deaths[actor.place] = why
-        with suppress(Exception):  # it has died
+        with suppress(Exception):  # it has died already
             self._ray.kill(actor.handle)
 
     def _give(self, wanted: int) -> list[Place | NoPlace]:
@@ -336,7 +337,7 @@ class RayPlacement(Placement):
             return self._deaths.get(place, "")
 
     def _death(self, end: Any, patience: float) -> str:
-        """How an actor has died, as far as Ray knows; "" if it has not."""
+        """How an actor has died, according to Ray; "" if it has not."""
         try:
             self._ray.get(end, timeout=patience)
         except self._ray.exceptions.GetTimeoutError:
@@ -346,7 +347,7 @@ class RayPlacement(Placement):
         return ""
 
     def _stop(self) -> None:
-        """Call Ray no more from the thread."""
+        """Stop calls to Ray from the thread."""
         with self._lock:
             self._stopped = True
             if self._is_there():
@@ -358,7 +359,7 @@ class RayPlacement(Placement):
             return
         with self._lock:
             self._stopped = True
-            if self._is_there():  # else they have ended with it
+            if self._is_there():  # otherwise they ended with Ray
                 for actor in list(self._actors):
                     self._end(actor, "")
                 self._leave_board()
@@ -367,11 +368,11 @@ class RayPlacement(Placement):
     def _leave_board(self) -> None:
         board, self._board = self._board, None
         if board is not None:
-            with suppress(Exception):  # the head of the cluster is away
+            with suppress(Exception):  # the head of the cluster is unreachable
                 board.leave()
 
     def _is_there(self) -> bool:
-        """Whether Ray is still the one that was there at the start. It would start anew by itself."""
+        """Whether Ray is still the instance that was there at the start. A call would start a new one."""
         ray = self._ray
         return bool(ray.is_initialized() and ray.get_runtime_context().get_worker_id() == self._driver)
 
@@ -384,8 +385,8 @@ class RayPlacement(Placement):
 
 
 def _actor_class() -> type:
-    """The class of the actors. Made in here, it is pickled as it stands: where this package is missing, an
-    actor has room, and says what is missing."""
+    """Create the class of the actors. Defined locally, it is pickled by value: where this package is missing,
+    an actor still gets room, and reports the missing package."""
 
     class FarWorker:
         def where(self) -> str:
@@ -406,16 +407,17 @@ def _actor_class() -> type:
 
 
 def _disarm() -> None:
-    """The process is about to exit. Ray's handler of SIGTERM has set an alarm that aborts it after three
-    seconds, and workers may take longer for their sample. An alarm with a handler is the user's."""
+    """Cancel, at exit, the alarm that Ray's handler of SIGTERM has set. It would abort the process after
+    three seconds, and workers may need longer for their sample. An alarm with a handler is the user's."""
     if signal.getsignal(signal.SIGALRM) in (None, signal.SIG_DFL):
         signal.alarm(0)
 
 
 def _look_for_room(ray: Any, options: Any, takes: dict[str, float]) -> None:
-    """
+    """Check that some machine of the cluster can run a worker, now or after autoscaling.
+
     Raises:
-        ValueError: no machine could ever hold a worker.
+        ValueError: no machine ever could.
     """
     machines, grows = [node["Resources"] for node in ray.nodes() if node["Alive"]], False
     if not _fits(takes, machines):
@@ -439,7 +441,7 @@ def _fits(takes: dict[str, float], machines: list[dict[str, float]]) -> bool:
 
 
 def _addable() -> tuple[list[dict[str, float]], bool]:
-    """The kinds of machines that an autoscaler may add, as far as it says so; and if there may be others."""
+    """The kinds of machines that an autoscaler may add, if it lists them; and whether there may be others."""
     try:
         state = importlib.import_module("ray._private.state").state
         if (config := state.get_cluster_config()) is not None:
@@ -449,27 +451,27 @@ def _addable() -> tuple[list[dict[str, float]], bool]:
         while not (status := kv._internal_kv_get("__autoscaling_status")) and time.monotonic() < until:
             time.sleep(0.1)  # Ray has just been started
         nodes = json.loads(status)["autoscaler_report"]["node_type_mapping"]
-        # Without an autoscaler each machine is said to be a kind of its own.
+        # Without an autoscaler each machine is listed as a kind of its own.
         return [], any(not kind.startswith("node_") for kind in nodes.values())
-    except Exception:  # these are Ray's own, and another version may have others
+    except Exception:  # these names are private to Ray, and another version may have others
         return [], True
 
 
 def _ranks() -> int:
-    """How many processes train together, each with a loader of its own."""
+    """Number of processes that train together, each with a loader of its own."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_world_size()
-    told = os.environ.get("WORLD_SIZE", "")  # as torchrun says it
+    told = os.environ.get("WORLD_SIZE", "")  # set by torchrun
     return int(told) if told.isdecimal() else 1
 
 
 def _job(ranks: int) -> str:
-    """A name that the ranks of this job have in common, as far as their environment has one."""
+    """A name that is common to the ranks of this job, if their environment provides one."""
     return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}/{ranks}"
 
 
 def _text(error: BaseException) -> str:
-    """Text of an error of Ray's, without what it says of itself and of errors in general."""
+    """Text of an error of Ray's, without its general explanations."""
     text = str(error).partition("Some common causes include")[0]
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
     telling = [line for line in lines if line.startswith(("The actor is dead", "The actor died because"))]

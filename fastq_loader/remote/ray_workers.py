@@ -1,6 +1,6 @@
 """Workers on other machines, as an argument (`workers=`).
 
-Runs in the consumer. Ray is not imported here: options can be made, compared and stored where it is not
+Runs in the consumer. Ray is not imported here: options can be created, compared and stored where it is not
 installed.
 """
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from fastq_loader.workers.config import Plan
     from fastq_loader.workers.worker_pool import WorkerPool
 
-#: The oldest Ray that is tried.
+#: The oldest version of Ray that is tested.
 RAY = (2, 52)
-#: Machines of a cluster come and go, so the number is high; one that dies again and again comes to an end.
+#: Machines of a cluster come and go, so the number is high; yet endless deaths end the iteration.
 _RESTARTS = 100
 
 
@@ -32,48 +32,46 @@ _RESTARTS = 100
 class RayWorkers(WorkerKind):
     """Workers on the machines of a Ray cluster; `workers="ray"` is short for `RayWorkers()`.
 
-    `num_workers` is the most that will be used. Each is an actor that takes what is said here from the
-    cluster. One that finds no room waits for it, also for a machine that joins in the middle of an epoch.
-    With a "dynamic" schedule the others do its work meanwhile. With "round_robin", and with an iterable
-    dataset, the epoch waits for it, because no other worker may. An epoch that cannot go on ends after
-    `start_timeout`. Batches, their order and their bits are those of workers on this machine with the same
-    `schedule`.
+    `num_workers` is the maximum. Each worker is an actor that takes the resources below from the cluster. One
+    that finds no room waits for it, also for a machine that joins in the middle of an epoch. With a "dynamic"
+    schedule the others do its work meanwhile. With "round_robin", and with an iterable dataset, the epoch
+    waits for it, because no other worker may. An epoch that cannot continue ends after `start_timeout`.
+    Batches, their order and their bits are the same as with workers on this machine and the same `schedule`.
 
     In a job of several ranks (`torch.distributed` is initialised, or WORLD_SIZE set) a loader with a
-    "dynamic" schedule asks for its rank's part only: what others leave of the cluster when workers start,
-    divided by the ranks, and one worker at least. A rank that stays without any is given the room of a rank
-    that has more; but not with `max_restarts=0`, because a batch may be lost with it. Else Ray gives room to
-    the first that asks, and `persistent_workers` keep it: two loaders that are alive at once, as for training
-    and validation, need room for the workers of both.
+    "dynamic" schedule requests its rank's part only: the resources of the cluster that others leave free when
+    workers start, divided by the ranks, and one worker at least. A rank that stays without any is given the
+    room of a rank that has more; but not with `max_restarts=0`, because a batch may be lost with it.
+    Otherwise Ray gives room to the first request, and `persistent_workers` keep it: two loaders that are
+    alive at once, as for training and validation, need room for the workers of both.
 
-    Ray that was initialised before is used as it is. Otherwise `address` or the variable RAY_ADDRESS says
-    which cluster is joined. Without either a Ray of this machine's own is used. What was joined or started
-    stays until this process ends, or calls `ray.shutdown()`.
+    If Ray was initialised before, it is used as it is. Otherwise `address` or the variable RAY_ADDRESS names
+    the cluster to join. Without either, Ray is started on this machine alone. It stays joined or running
+    until this process ends, or calls `ray.shutdown()`.
 
     Args:
-        num_cpus: CPUs that each worker takes; may be a fraction. With 0 nothing limits how many share a
+        num_cpus: CPUs of each worker; may be a fraction. With 0 there is no limit to the workers on a
             machine.
-        num_gpus: GPUs that each worker takes; a whole number, or a fraction below 1. A worker sees its
-            own and no others.
-        resources: other resources of the cluster's that each takes, by name.
-        strategy: how machines are chosen: "SPREAD", "DEFAULT" (packed), or an object of
+        num_gpus: GPUs of each worker; a whole number, or a fraction below 1. A worker sees only its own.
+        resources: other resources of the cluster that each worker takes, by name.
+        strategy: the choice of machines: "SPREAD", "DEFAULT" (packed), or an object of
             `ray.util.scheduling_strategies`.
         runtime_env: Ray's, for the workers: packages, files, environment variables.
         address: of the cluster, "host:port"; "auto" is one that runs on this machine.
         ports: the first and the last TCP port that workers may listen on, for firewalls; None is any.
-        tls: a folder with `cert.pem`, `key.pem` and `ca.pem` on every machine, at the same path: connections
-            are encrypted, and both sides show a certificate; one core moves 0.6 GB/s so, and else 2.5. With
-            None both sides prove that they have the pool's token, and nothing is encrypted.
-        max_restarts: workers that may die in an iteration and be replaced, as in `Processes`. None is 100,
-            and with an iterable dataset 0, which is all that goes with it: a new worker would read its part
-            from the beginning.
-        start_timeout: seconds that an epoch waits until workers have room and have opened the dataset: one
-            of them with a "dynamic" schedule, else all. Then WorkerDied names the resources or the machine
+        tls: a folder with `cert.pem`, `key.pem` and `ca.pem` on every machine, at the same path. Connections
+            are then encrypted, and both sides show a certificate; one core moves 0.6 GB/s, and 2.5 without.
+            With None both sides prove that they have the pool's token, and nothing is encrypted.
+        max_restarts: number of workers that may die in an iteration and be replaced, as in `Processes`. None
+            is 100. With an iterable dataset it is 0, the only possible value, because a new worker would read
+            its part from the beginning.
+        start_timeout: seconds that an epoch waits until workers have room and have opened the dataset: one of
+            them with a "dynamic" schedule, otherwise all. Then WorkerDied names the resources or the machine
             that they wait for. 0 is no limit.
 
     Raises:
-        TypeError, ValueError: an argument, with its name, its value and what it may be. A loader with such
-            workers raises RuntimeError where Ray is not installed.
+        TypeError, ValueError: an argument is invalid; the text names it, its value and the allowed ones. A
+            loader with such workers raises RuntimeError if Ray is not installed.
 
     >>> RayWorkers(num_gpus=1.5)
     Traceback (most recent call last):
@@ -162,7 +160,7 @@ class RayWorkers(WorkerKind):
         return f"ray {RAY[0]}.{RAY[1]} or newer, which {found}: {install}"
 
     def make_pool(self, plan: Plan) -> WorkerPool:
-        from fastq_loader.remote.proxy_pool import ProxyPool  # some systems lack what it is made of
+        from fastq_loader.remote.proxy_pool import ProxyPool  # imports system calls that some systems lack
         from fastq_loader.remote.ray_placement import RayPlacement
 
         return ProxyPool(plan, RayPlacement(self, plan.shared_tasks), self._encryption())

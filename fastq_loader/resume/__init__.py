@@ -1,4 +1,4 @@
-"""An epoch that was stopped goes on: what is remembered of one, as a plain dict and back.
+"""Resuming a stopped epoch: its state as a plain dict, and a loader restored from one.
 
 Runs in the consumer, on the thread that calls `iter()`, `next()` and `state_dict()`.
 """

@@ -1,10 +1,10 @@
-"""The order of an epoch: how its indices are drawn, and how that is begun again.
+"""The order of an epoch: draws its indices, and draws them again when the epoch is resumed.
 
-Runs in the consumer, on the thread that calls `next()`. A sampler with a `state_dict` goes on from what it
-says, after the indices that were drawn ahead of the batches that were handed out. Any other is started again
-from the states that its generators had when the epoch began, and read on: no sample is loaded for that, and a
-digest shows whether it gives the same. What either draws on the way is put back, because it was drawn before
-the epoch was stopped.
+Runs in the consumer, on the thread that calls `next()`. A stateful sampler (one with `state_dict` and
+`load_state_dict`) resumes from its own state, after the indices that were drawn and not delivered. Any other
+is restarted from the states that its generators had when the epoch began, and read up to the position: no
+sample is loaded for that, and a digest shows whether it yields the same indices. Generators that either uses
+on the way are restored, because those random numbers were drawn before the epoch was stopped.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from fastq_loader.resume.read_ahead import ReadAhead
 from fastq_loader.scheduling.progress import START, Progress
 
 T = TypeVar("T")
-#: What was drawn: positions, whether the sampler is exhausted, and the states of the loader's own generators
-#: after that; see `Stopped`.
+#: The draws so far: number of positions, whether the sampler is exhausted, and the states of the loader's own
+#: generators after them; see `Stopped`.
 Drawn = tuple[int, bool, dict[str, Any]]
 
 _PLAIN = {int, float, bool, str, type(None)}
@@ -38,14 +38,14 @@ _PLAIN = {int, float, bool, str, type(None)}
 
 @dataclass
 class Beginning:
-    """How the order of an epoch began.
+    """The start of an epoch's order.
 
     Attributes:
-        states: of the generators that the sampler may have drawn from, when it was iterated.
-        first: of those that it may have drawn its first index from, right before, as far as they are others.
+        states: states of the generators that the sampler may draw from, right before it was iterated.
+        first: states right before the first index was drawn, where they differ from `states`.
         epochs: see `samplers.epochs`.
-        digest: how much was drawn, and `digested` of it: of batches, or the permutations of a shuffle. None
-            where the order follows from fields that are compared, or a sampler is asked.
+        digest: number and `digested` of the batches drawn, or of the permutations of a shuffle. None where
+            the order follows from compared fields, or the sampler is stateful.
     """
 
     states: dict[str, Any] = field(default_factory=dict)
@@ -56,15 +56,15 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Stopped:
-    """An order that is gone on with.
+    """The point at which an order was stopped and can be resumed.
 
     Attributes:
-        beginning: how it began.
-        drawn: positions that were drawn, also of batches that were not handed out.
-        exhausted: the sampler had nothing more after them; it may have drawn random numbers then.
-        generators: the states of the loader's own generators after that, by name.
-        place: where the sampler said that it stands then; see `position.place_of`.
-        ahead: if it said so, what was drawn and not handed out, as `as_plain` has it.
+        beginning: its start.
+        drawn: number of positions drawn, including undelivered ones.
+        exhausted: whether the sampler ended after them; it may have drawn random numbers then.
+        generators: states of the loader's own generators after these draws, by name.
+        place: state of a stateful sampler after them; see `position.place_of`.
+        ahead: of a stateful sampler, the indices drawn and not delivered, in the form of `as_plain`.
     """
 
     beginning: Beginning = field(default_factory=Beginning)
@@ -76,35 +76,35 @@ class Stopped:
 
 
 class Order(Iterator[Any]):
-    """The indices of one epoch, from where it begins or goes on, and how they are drawn.
+    """Iterator over the indices of one epoch, from its start or from the point where it is resumed.
 
-    Made when the epoch begins, before anything is drawn for it.
+    Created when the epoch begins, before anything is drawn for it.
 
     Args:
         index_sampler: the loader's.
         generator: the loader's, or None.
         dataset: the loader's; it is not searched for generators.
-        progress: how far the epoch has come: it goes on from there.
-        resumed: what it goes on from; None: it begins now.
-        traits: of the samplers in the epoch before, if there was one.
-        ahead: whether it is drawn ahead as far as time allows: for workers with a dynamic schedule.
+        progress: progress of the epoch, from which it continues.
+        resumed: where it resumes; None for a new order.
+        traits: of the samplers in the previous epoch, if there was one.
+        ahead: whether timing decides how far indices are drawn ahead: with workers and a dynamic schedule.
 
     Attributes:
-        progress: to be set with each batch that is handed out.
+        progress: the caller sets it with each batch delivered.
         position: of the next index.
         source: yields indices, or `Indices` in place of a list of int. May be replaced in the middle of an
-            epoch, as an iterator's `_sampler_iter` may.
+            epoch, through an iterator's `_sampler_iter`.
         traits: of the samplers.
         own: the generators that belong to the loader, by name.
-        beginning: how it began.
-        drawn: what was drawn so far, as one immutable record, which can be read in the middle of a draw.
-        drawing: whether that is now.
-        last: the position from which on the loader's own generators may be drawn from for any index.
-        states: of these generators, after what was drawn from them for indices.
-        pending: states of shared generators that the first index is still to be drawn from, where a state
-            says so.
-        first: what is drawn first in a new epoch, if a sampler has to be told the epoch; else None.
-        note: is called with each index that is drawn, if anything.
+        beginning: its start.
+        drawn: the draws so far, as one immutable record, which can be read in the middle of a draw.
+        drawing: whether a draw is in progress.
+        last: the position from which on any draw may use the loader's own generators.
+        states: of these generators, after the draws so far.
+        pending: states of shared generators that the first index will be drawn from, if a saved state fixes
+            them.
+        first: the first indices of a new epoch, recorded if a sampler needs `set_epoch`; else None.
+        note: called with each index drawn, unless None.
     """
 
     note: Callable[[Any], None] | None = None
@@ -126,20 +126,20 @@ class Order(Iterator[Any]):
         if traits is None or not traits.hold(index_sampler, generator, dataset):
             traits = samplers.Traits(index_sampler, generator, dataset)
         self.traits, self.own = traits, traits.own
-        self._differs = False  # what is drawn again is not what was expected
+        self._differs = False  # the indices drawn again have another digest
         self.drawing = False
-        self._lock = threading.RLock()  # held while a sampler draws that is asked where it stands
-        # What torch's samplers draw is known: see `break_off`.
+        self._lock = threading.RLock()  # held during a draw: a stateful sampler is saved between two
+        # For torch's own samplers, `break_off` restores the generators.
         self._reads_ahead = bool(ahead and self.own and not traits.torchs_only)
         self._read_ahead: ReadAhead | None = None
-        # Torch's samplers draw when they begin, and again at their end, which may be while the last batch is
-        # drawn. Others may draw for each index. A shuffle says when it has drawn.
+        # Torch's samplers use generators when they begin and at their end, which may come while the last
+        # batch is drawn. Others may use them for each index. A shuffle notes each permutation.
         self.last = sys.maxsize
         if traits.own and traits.shared and not traits.by_permutation:
             self.last = len(index_sampler) - 1 if samplers.draw_once(index_sampler) else 0
         name = None if resumed else traits.wants_epochs
         self.first = None if name is None else FirstIndices(name)
-        self._first = self.first  # None from the moment on in which there are enough
+        self._first = self.first  # None once enough are recorded
         if resumed is None:
             self.beginning, self._expected = Beginning(epochs=samplers.epochs(index_sampler)), None
         else:
@@ -147,19 +147,19 @@ class Order(Iterator[Any]):
             samplers.set_epochs(index_sampler, resumed.beginning.epochs)
         self._fresh = (
             resumed is None or not resumed.drawn
-        )  # the first index is drawn from the shared generators
+        )  # the next index is the first one, and shared generators are watched
         self.pending = {} if resumed is None or resumed.drawn else resumed.beginning.first
         self.source: Iterator[Any] = iter(())
         self._exhausted = resumed is not None and resumed.exhausted
-        self._queue: deque[tuple[Any, Exception | None]] = deque()  # drawn again, to be given out
-        self._given: dict[int, Any] | None = None  # by a sampler that is asked, as `as_plain` has it
-        self._plain = False  # from here on there is nothing to note but the position
+        self._queue: deque[tuple[Any, Exception | None]] = deque()  # drawn again, not yet yielded
+        self._given: dict[int, Any] | None = None  # undelivered indices of a stateful sampler, by position
+        self._plain = False  # from here on only the position has to be recorded
         self.note_drawn()
 
-    # ---- what was drawn -----------------------------------------------------------------------
+    # ---- the draws so far ---------------------------------------------------------------------
 
     def note_drawn(self) -> None:
-        """Replace what was drawn."""
+        """Record the draws so far, and the states of the loader's own generators."""
         self.states = self._own_states()
         self.drawn = self.position + len(self._queue), self._exhausted, self.states
 
@@ -168,35 +168,35 @@ class Order(Iterator[Any]):
         return {name: generators.state_of(generators.GLOBAL[name]) for name in self.traits.shared}
 
     def seen(self) -> Drawn:
-        """The draws so far, and the states of the loader's own generators now, from which others may have
-        drawn as well. In the middle of a draw, on any thread or in a handler of a signal, those before
-        it."""
+        """The draws so far, with the present states of the loader's own generators, from which others may
+        have drawn as well. During a draw (called on another thread, or in a signal handler), the record
+        from before it."""
         drawn, states = self.drawn, self._own_states()
         return drawn if self.drawing or self.drawn is not drawn else (*drawn[:2], states)
 
     @property
     def is_asked(self) -> bool:
-        """Whether the sampler, or its iterator, says where the epoch stands."""
+        """Whether the sampler or its iterator is stateful, so that a state contains theirs."""
         return self._given is not None
 
     def asked(self) -> tuple[Progress, Drawn, dict[str, Any], list[Any]]:
-        """How far the epoch has come, what was drawn, where the sampler says that it stands, and what was
-        drawn and not handed out, all of one moment.
+        """One consistent snapshot: progress, draws, the sampler's state, and the indices that were drawn and
+        not delivered.
 
         Raises:
-            RuntimeError: a handler of a signal asks in the middle of a draw.
-            Exception: whatever `state_dict` of the sampler raises.
+            RuntimeError: called in a signal handler in the middle of a draw.
+            Exception: raised by the sampler's `state_dict`.
         """
         with self._lock:
             if self.drawing:
                 raise RuntimeError(
-                    "state_dict() was called in the middle of a draw of the sampler, which says where it "
-                    "stands only between two draws: call it between two batches"
+                    "state_dict() was called in the middle of a draw of the sampler, whose own state_dict() "
+                    "is valid only between two draws: call it between two batches"
                 )
             assert self._given is not None
             progress, seen = self.progress, self.seen()
             asked, iterator = self.traits.asked, self.source
-            own = {} if self._read_ahead is None else self._read_ahead.states()  # which it may say
+            own = {} if self._read_ahead is None else self._read_ahead.states()  # may be part of its state
             with generators.restored(map(self.own.get, own), [(self.own[name], own[name]) for name in own]):
                 place = position.place_of(asked, None if id(asked) == id(iterator) else iterator)
             due = range(progress.head, self.position)
@@ -209,7 +209,7 @@ class Order(Iterator[Any]):
             )
 
     def show(self, progress: Progress | None) -> None:
-        """Record how far the epoch was handed out; None: to the end."""
+        """Set the generators to their states after the delivered batches; None: after the whole epoch."""
         if self._read_ahead is not None:
             with self._lock:
                 self.drawing = True
@@ -224,7 +224,7 @@ class Order(Iterator[Any]):
         return {name: generators.state_of(generator) for name, generator in self.own.items()}
 
     def _watch(self, draw: Callable[[], T], states: dict[str, Any]) -> T:
-        """Call something of the sampler's, and note in `states` what shared generators it draws from were."""
+        """Call `draw`, and record in `states` the prior states of the shared generators that it used."""
         before = self.shared_now()
         try:
             return draw()
@@ -232,16 +232,17 @@ class Order(Iterator[Any]):
             now = self.shared_now()
             states.update((name, was) for name, was in before.items() if not generators.same(was, now[name]))
 
-    # ---- an epoch begins, goes on, and is broken off ------------------------------------------
+    # ---- begin, resume and break off an epoch -------------------------------------------------
 
     def begin(self, packed: bool = False) -> Order:
-        """The indices. A new epoch with workers begins twice, as in torch; a resumed one goes on once.
+        """Begin or resume the order. With workers a new epoch calls it twice, as torch iterates the sampler
+        twice; only the first call resumes.
 
         Args:
-            packed: see `sampling.iterate`.
+            packed: see `sampling.iterate_from`.
         """
         if self._resumed is None:
-            if self.traits.still:  # torch's samplers draw nothing before they are asked
+            if self.traits.still:  # torch's samplers draw nothing before their first index
                 self._iterate_from(0, packed)
             else:
                 self.beginning.states = states = self._own_states()
@@ -268,7 +269,7 @@ class Order(Iterator[Any]):
         return skip
 
     def _note(self, drawn: Any) -> None:
-        """An index was drawn, or a permutation of a shuffle."""
+        """Add an index, or a permutation of a shuffle, to the digest."""
         if self.beginning.digest is None:
             return
         count, digest = self.beginning.digest
@@ -279,10 +280,10 @@ class Order(Iterator[Any]):
             self.states = self._own_states()
 
     def _begin_again(self, resumed: Stopped, packed: bool) -> None:
-        """Start the sampler as it was started, and draw what was drawn."""
+        """Restart the sampler from the saved generator states, and repeat its draws."""
         head = self.progress.head
         with self.as_at_start():
-            # One that was skipped is drawn: a shuffle does not draw before it is asked.
+            # One index fewer is skipped, and drawn instead: a shuffle draws only when it yields.
             skip = self._iterate_from(max(0, head - 1), packed)
             self._set_first()
             ended = self._draw_again(skip + min(head, 1), 0)
@@ -292,8 +293,8 @@ class Order(Iterator[Any]):
             raise ValueError(samplers.cannot_begin_again(self._sampler))
 
     def _ask_to_go_on(self, resumed: Stopped) -> None:
-        """Let the sampler go on from what it said. What it draws when it begins is drawn as it was; one that
-        sets a generator by itself is believed."""
+        """Resume a stateful sampler from its state. It is iterated with the generators as they were when the
+        epoch began; generators set by its `load_state_dict` keep the states set there."""
         set_by_it: dict[str, Any] = {}
 
         def begin() -> Iterator[Any]:
@@ -303,14 +304,14 @@ class Order(Iterator[Any]):
 
         self._given = {}
         self._queue.extend(map(_from_plain, resumed.ahead))
-        ended = resumed.exhausted or not resumed.drawn  # it says where its next iteration begins
+        ended = resumed.exhausted or not resumed.drawn  # its state is where its next iteration begins
         with self.as_at_start():
             at_start = self._own_states()
             place = {**resumed.place, "ended": ended}
             self.source = position.begun_at(place, self.traits.asked, begin, lambda begun: begun)
             if not (ended or set_by_it):
                 self._set_first()
-                if self._draw_again(0, 1):  # generator functions begin when they are asked
+                if self._draw_again(0, 1):  # a generator function starts at its first next()
                     self._exhausted = True
         if ended:
             with self.as_at_start():
@@ -319,7 +320,7 @@ class Order(Iterator[Any]):
             generators.set_state(self.own[name], state)
 
     def _draw_again(self, dropped: int, kept: int) -> bool:
-        """Draw indices: some to be dropped, and some to be given out later; whether there were too few."""
+        """Draw indices to be dropped, and others to be yielded later. Returns whether there were too few."""
         for number in range(dropped + kept):
             try:
                 drawn = self._draw()
@@ -330,8 +331,8 @@ class Order(Iterator[Any]):
         return False
 
     def break_off(self) -> None:
-        """Another epoch begins before this one is over: put the generators of torch's samplers where they
-        stand if nothing is drawn ahead. Not those that others drew from."""
+        """Set the generators of torch's samplers as if nothing had been drawn ahead, because another epoch
+        begins before this one is over. Generators used by other code meanwhile stay as they are."""
         (drawn, exhausted, _), delivered, digest = self.drawn, self.progress.delivered, self.beginning.digest
         ahead = drawn + exhausted - delivered
         drew_once = delivered and self.traits.by_permutation and digest and digest[0] == 1
@@ -350,14 +351,14 @@ class Order(Iterator[Any]):
                 generators.set_state(each, before)
 
     def as_at_start(self) -> generators.restored:
-        """A context in which the generators are in the states that they had when the epoch began."""
+        """Context manager: sets the generators to their states when the epoch began, then restores them."""
         known, states = {**generators.GLOBAL, **self.own}, self.beginning.states
         return generators.restored(
             known.values(), [(known[name], state) for name, state in states.items() if name in known]
         )
 
     def note_shared(self) -> None:
-        """Note that reads from here on draw from the shared generators."""
+        """Record the generators' states, because reads from here on draw from the shared ones."""
         if self._resumed is None:
             shared = {name: generators.state_of(each) for name, each in generators.GLOBAL.items()}
             self.beginning.states.update(self._own_states() | shared)
@@ -385,7 +386,7 @@ class Order(Iterator[Any]):
             self._exhausted = True
             self.note_drawn()
             raise
-        except Exception:  # it has its position
+        except Exception:  # it takes a position
             self.position += 1
             self.drawn = self.position, False, self.states
             raise
@@ -419,7 +420,7 @@ class Order(Iterator[Any]):
             try:
                 raise error
             finally:
-                del error  # it holds this frame by its traceback
+                del error  # its traceback refers to this frame
 
     def _watched(self) -> tuple[Any, Exception | None]:
         if not self._fresh:
@@ -438,11 +439,11 @@ class Order(Iterator[Any]):
                 index = self._read_ahead.draw(self.position + 1, partial(next, self.source))
         except StopIteration:
             raise
-        except Exception as raised:  # it has its position, and is not part of the digest
+        except Exception as raised:  # takes a position, but is not in the digest
             return None, raised
         if self.note is not None:
             self.note(index)
-        # torch's batches end with one that is not full: a sampler that is asked says where it begins again.
+        # torch's last batch is not full: a stateful sampler's state is then the start of its next iteration.
         if self._given is not None and type(index) is list and self.traits.asked is not self._sampler:
             self._exhausted |= len(index) < getattr(self._sampler, "batch_size", 0)
         return index, None
@@ -469,7 +470,7 @@ class Order(Iterator[Any]):
 
 
 def as_plain(index: Any, error: Exception | None = None) -> Any:
-    """A copy of an index that JSON keeps, if it consists of numbers and text; or the error in its place."""
+    """Copy an index, as JSON if it consists of numbers and text; or describe the error in its place."""
     if error is not None:
         return {"raised": f"{type(error).__name__}: {error}"}
     kind = type(index)

@@ -1,9 +1,9 @@
-"""The generators of a user's sampler that is read ahead: they stand where they would if it were not.
+"""Hides from a user's generators that the sampler is read ahead of delivery.
 
-Runs in the consumer, on the thread that calls `iter()` and `next()`. A sampler that is asked for an index
-draws from its generators, and how far ahead it is asked depends on the workers and on time. So between two
-draws the generators have the states that they had after the last index whose batch was handed out: whoever
-breaks off the epoch, saves them, or sends them to other ranks finds what a loader without workers leaves.
+Runs in the consumer, on the thread that calls `iter()` and `next()`. A sampler may use its generators for
+each index, and how far it is read ahead depends on the workers and on timing. So between two draws the
+generators are reset to their states after the last index whose batch was delivered: code that breaks off the
+epoch, saves the generators, or sends them to other ranks sees the same as with a loader without workers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ States = dict[str, Any]
 
 
 class ReadAhead:
-    """Some generators, of which each has two states: of what was drawn, and of what was handed out.
+    """Generators with two states each: after the last index drawn, and after the last batch delivered.
 
     Args:
         own: name → generator.
@@ -28,10 +28,10 @@ class ReadAhead:
     def __init__(self, own: dict[str, Any]) -> None:
         self._own = own
         self._drawn = self._shown = self._now()
-        self._moves: deque[tuple[int, States]] = deque()  # indices drawn → the states after that, if others
+        self._moves: deque[tuple[int, States]] = deque()  # (indices drawn, states after that), if changed
 
     def draw(self, count: int, draw: Callable[[], T]) -> T:
-        """Draw index number `count`, the first being 1, from the states of what was drawn."""
+        """Draw index number `count`, the first being 1, from the states after the previous draw."""
         self._follow()
         self._set(self._drawn)
         try:
@@ -43,7 +43,7 @@ class ReadAhead:
             self._set(self._shown)
 
     def show(self, count: float) -> None:
-        """The batches of so many indices were handed out."""
+        """Set the generators to their states after the first `count` indices, now delivered."""
         if self._moves and self._moves[0][0] <= count:
             self._follow()
             while self._moves and self._moves[0][0] <= count:
@@ -52,12 +52,12 @@ class ReadAhead:
                 generators.set_state(self._own[name], state)
 
     def states(self) -> States:
-        """The states of what was drawn, or those that others have left. Any thread."""
+        """The states after the last draw, or the present ones if other code has changed them. Any thread."""
         now = self._now()
         return self._drawn if generators.same(now, self._shown) else now
 
     def _follow(self) -> None:
-        """Where others have drawn from a generator, or have set it, forget what was drawn ahead of that."""
+        """If other code has used or set a generator, adopt the present states and drop the recorded ones."""
         if not generators.same(now := self._now(), self._shown):
             self._moves.clear()
             self._drawn = self._shown = now

@@ -1,7 +1,7 @@
-"""The epoch that a loader is in: where it began, and how far it has come.
+"""The epoch that a loader is in: its start and its progress.
 
-Runs in the consumer, on the thread that calls `iter()` and `next()`. Holds neither an iterator nor workers:
-`state_dict()` also works when those are gone.
+Runs in the consumer, on the thread that calls `iter()` and `next()`. References neither an iterator nor
+workers, so `state_dict()` also works when those are gone.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from fastq_loader.reading.position import is_stateful
 from fastq_loader.resume.order import Order, Stopped
 from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
 
-#: In place of a reader's state that is unknown.
+#: Stands in for a reader's state that is unknown.
 UNKNOWN = pickle.dumps({"unknown": True})
 
 
 class Position(NamedTuple):
-    """How far a loader has come.
+    """Progress of a loader.
 
     Attributes:
-        epoch: epochs that are over.
-        batch: batches of the next one that were handed out; with those that raised.
-        batches: batches that were handed out in all epochs.
+        epoch: number of epochs that are over.
+        batch: number of batches delivered in the current epoch, including errors.
+        batches: number of batches delivered in all epochs.
 
     >>> loader = DataLoader(range(8), 2)
     >>> batches = list(loader)
@@ -47,17 +47,17 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Saved:
-    """A state that was read, and fits its loader.
+    """A saved state that was read, and fits its loader.
 
     Attributes:
-        state: as it was given.
-        position: where the loader stands with it.
-        resumes: whether the next epoch goes on in the middle.
-        iterable: whether the dataset is one.
+        state: the state itself, as the user passed it.
+        position: the loader's position with it.
+        resumes: whether the next epoch continues in the middle.
+        iterable: whether the dataset is iterable.
         progress, order, base_seed, shared_seed: of that epoch.
-        shared: states of shared generators that a first epoch begins from.
-        bad_samples: what `consumer.bad_samples` goes on from, or {}.
-        lives_on: whether its workers would have gone on with the next epoch.
+        shared: states of shared generators with which a first epoch begins.
+        bad_samples: initial state for `consumer.bad_samples`, or {}.
+        lives_on: whether its workers would have served the next epoch, too.
     """
 
     state: dict[str, Any]
@@ -74,7 +74,7 @@ class Saved:
 
 
 def mixed(seed: int, *numbers: int) -> int:
-    """A seed that follows from another one and has nothing in common with it."""
+    """Derive an unrelated seed from a seed and further numbers."""
     packed = struct.pack(f"<{1 + len(numbers)}q", seed, *numbers)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
@@ -83,23 +83,24 @@ class EpochRecord:
     """One epoch of a loader.
 
     Args:
-        order: of its indices.
-        position: where it begins, or goes on.
-        saved: what it was resumed from, or None.
-        readers: who reads the dataset, if their progress is of use: one for each worker, or one without
-            workers.
+        order: the order of its indices.
+        position: where it begins or resumes.
+        saved: the state it was resumed from, or None.
+        readers: number of dataset readers whose progress is recorded (workers, or 1 without workers); 0 if
+            it is not needed.
 
     Attributes:
-        order: of its indices; `order.progress` is how far it has come.
-        began: where it began, or goes on.
+        order: the order of its indices, with the progress in it.
+        began: position at which it began or resumed.
         base_seed, shared_seed: see `generators` and `datapipes`.
-        continues_workers: it is the next epoch of workers that would have lived on.
-        tells_readers: whether its readers have to hear where they stand.
-        persistent: its readers go on with the next epoch.
-        lives_on: its workers go on with the next epoch, for which torch then draws no base seed.
-        constant: see `state.Constant`; None until somebody asks.
-        bad_samples: gives what a state has of them; None where they are not counted.
-        shown: of one that a `Prefetcher` reads ahead: the state and the position of what that has handed out.
+        continues_workers: it follows a saved epoch whose workers would have served this one, too.
+        tells_readers: whether its readers must be sent their saved progress.
+        persistent: whether its readers serve the next epoch, too.
+        lives_on: whether its workers serve the next epoch, for which torch then draws no base seed.
+        constant: see `state.Constant`; None until a state needs it.
+        bad_samples: returns their part of a state; None where they are not counted.
+        shown: of an epoch that a `Prefetcher` reads ahead: a function that returns the state after the
+            batches which that delivered, and the position there.
     """
 
     def __init__(self, order: Order, position: Position, saved: Saved | None, readers: int) -> None:
@@ -125,7 +126,7 @@ class EpochRecord:
 
     @property
     def over(self) -> bool:
-        """It was exhausted."""
+        """Whether the epoch was exhausted."""
         return self.progress.over
 
     @property
@@ -133,7 +134,7 @@ class EpochRecord:
         return self.position_at(self.progress)
 
     def position_at(self, progress: Progress) -> Position:
-        """Where the loader stands when the epoch has come that far."""
+        """The loader's position at some progress of this epoch."""
         began = self.began
         batches = began.batches - began.batch + progress.delivered
         if progress.over:
@@ -142,34 +143,36 @@ class EpochRecord:
 
     @property
     def next_position(self) -> Position:
-        """Where the next epoch begins, also if this one is broken off."""
+        """Position at which the next epoch begins, even if this one is broken off."""
         return Position(self.began.epoch + 1, 0, self.shown_position.batches)
 
     @property
     def shown_position(self) -> Position:
-        """As the user knows it, who may read through a `Prefetcher`."""
+        """Position visible to the user, which lags behind if a `Prefetcher` reads ahead."""
         return self.position if self.shown is None else self.shown[1]
 
-    # ---- what an iterator asks when it begins -------------------------------------------------
+    # ---- used by an iterator when the epoch begins --------------------------------------------
 
     def draw_base_seed(self, generator: torch.Generator | None) -> int:
-        """The seed of the iteration, drawn unless the epoch was resumed."""
+        """Return the seed of the iteration, drawn unless the epoch was resumed."""
         if self.saved is None:
             self.base_seed = generators.draw_base_seed(generator)
         return self.base_seed
 
     def follow_base_seed(self, seed: int) -> int:
-        """The seed of an epoch for which torch draws none, because its workers live on: it follows from that
-        of the epoch before."""
+        """Derive the seed of an epoch for which torch draws none, because its workers live on, from the seed
+        of the previous epoch."""
         if self.saved is None:
             self.base_seed = mixed(seed, self.began.epoch)
         return self.base_seed
 
     @property
     def pool_seed(self) -> int:
-        """The base seed of new workers. Not what they were seeded from before, if they do not go through
-        the same again: they would draw the same random numbers for other samples. If it is known which of
-        them have handed out something, those get a seed of their own."""
+        """The base seed of new workers.
+
+        Not the original one if the epoch is resumed in the middle: workers would draw the same random
+        numbers as before for other samples. If progress is recorded for each worker, those with delivered
+        batches get a seed of their own instead (see `resume`)."""
         progress = self.progress
         if self.saved is None or not progress.delivered or progress.workers:
             return self.base_seed
@@ -177,14 +180,14 @@ class EpochRecord:
 
     @property
     def replayed(self) -> int:
-        """Batches of an iterable dataset that have to be read again to come to where the epoch goes on."""
+        """Number of batches of an iterable dataset that are read again before the epoch resumes."""
         if self.saved is None or not self.saved.iterable:
             return 0
         return sum(count for count, state in self.resume if "position" not in (state or {}))
 
     @property
     def resume(self) -> list[tuple[int, dict[str, Any] | None]]:
-        """For each worker: the number of its batches that were handed out, and its state."""
+        """For each worker: the number of its delivered batches, and its state."""
         return [self._of_worker(worker) for worker in self.progress.workers] if self.tells_readers else []
 
     def _of_worker(self, worker: WorkerProgress) -> tuple[int, dict[str, Any] | None]:
@@ -194,12 +197,12 @@ class EpochRecord:
         return worker.delivered, state
 
     def end(self, said: Mapping[int, bytes]) -> None:
-        """The epoch is over; see `Progress.at_end`."""
+        """Record that the epoch is over; see `Progress.at_end`."""
         self.order.progress = self.progress.at_end(said)
 
     def left(self) -> tuple[WorkerProgress, ...]:
-        """Where the readers stand that go on with the next epoch. If this one was broken off, they have read
-        more than was handed out, and it is unknown how much."""
+        """Progress of the readers with which they enter the next epoch. If this one was broken off, it is
+        unknown: they have read beyond the delivered batches."""
         workers = self.progress.workers
         if self.over or not self.order.drawn[0]:
             return workers
@@ -213,14 +216,14 @@ def begin(
     saved: Saved | None,
     same_readers: bool = False,
 ) -> EpochRecord:
-    """The record of an epoch that begins.
+    """Create the record of an epoch that begins.
 
     Args:
-        loader: whose.
-        index_sampler: its iterator's: one that is set later counts from the next iterator on, as in torch.
-        newest: of the epoch before it; None: it is the first.
-        saved: what was loaded for it, or None.
-        same_readers: whether those of the epoch before it go on.
+        loader: the loader.
+        index_sampler: its iterator's: a sampler set later takes effect with the next iterator, as in torch.
+        newest: record of the previous epoch; None for the first.
+        saved: the state loaded for it, or None.
+        same_readers: whether the readers of the previous epoch serve it, too.
     """
     parts = index_sampler, loader.generator, loader.dataset
     dynamic = arguments.is_dynamic(loader)
@@ -248,7 +251,7 @@ def begin(
 
 
 def _readers(loader: Loader) -> int:
-    """Who reads the dataset, if each of them has a state or a part of its own; else 0."""
+    """Number of dataset readers, if each has a state or a part of the data of its own; else 0."""
     saves = loader.num_workers > 0 and arguments.saves_generators(loader)
     if arguments.is_iterable(loader) or is_stateful(loader.dataset) or saves:
         return max(1, int(loader.num_workers))

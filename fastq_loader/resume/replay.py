@@ -1,7 +1,7 @@
-"""A batch again: drawn and loaded as it was, on the thread that asks.
+"""Replay of one batch: drawn and loaded again as it was, on the calling thread.
 
-Runs in the consumer. A copy of the loader without workers, with copies of its samplers and generators, goes
-on right before the batch, so nothing of the loader, of the process's generators, or of its samplers changes.
+Runs in the consumer. A copy of the loader without workers, with copies of its samplers and generators, is
+resumed right before the batch, so the loader, its samplers and the process's generators do not change.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from fastq_loader.resume.order import Stopped
 from fastq_loader.resume.record import EpochRecord, Position, Saved
 from fastq_loader.scheduling.progress import Progress
 
-#: What is copied with a loader, because it draws.
+#: Attributes that are copied with a loader, because a draw changes them.
 _DRAWING = ("sampler", "batch_sampler", "generator")
 
 
 def replay(loader: Any, batch: int, epoch: int | None, state: Mapping[str, Any] | None) -> Any:
     """See `DataLoader.replay`."""
     if arguments.is_iterable(loader):
-        raise TypeError("replay() needs a dataset with indices: an iterable one is read from its beginning")
+        raise TypeError("replay() needs a map-style dataset: an iterable one is read from its beginning")
     if not is_int(batch) or batch < 0:
-        raise ValueError(f"batch={batch!r} must be the number of a batch, from 0 on")
+        raise ValueError(f"batch={batch!r} must be the number of a batch, 0 or more")
     if state is None:
         arguments.check_ours(loader, "replay() without a state")
     again = _alone(loader)
@@ -38,15 +38,15 @@ def replay(loader: Any, batch: int, epoch: int | None, state: Mapping[str, Any] 
     head = begun.progress.head if asked else batch
     if head > batch:
         raise ValueError(
-            f"batch={batch}: the sampler says where it stands, and this state was saved after batch "
-            f"{head - 1}: use one that was saved before"
+            f"batch={batch}: the sampler has state_dict(), and this state was saved after batch "
+            f"{head - 1}: use a state that was saved before the batch"
         )
     going_on = replace(begun, progress=Progress(head), position=Position(begun.position.epoch, head, head))
     again._resources.place = None, going_on
     if not arguments.is_dynamic(loader):
         warn_user(
-            "The samples of this batch are those that it had, but not what they draw from random generators: "
-            "with a round_robin schedule that depends on what the worker had loaded before. With "
+            "This batch has the same samples as before, but other random numbers: with a round_robin "
+            "schedule they depend on the batches that the worker had loaded before. With "
             "schedule='dynamic' each batch has random numbers of its own.",
             UserWarning,
         )
@@ -75,16 +75,16 @@ def _alone(loader: Any) -> Any:
 
 
 def _remembered(loader: Any, epoch: int | None) -> Saved:
-    """How one of the last epochs began, as a state from before its first batch."""
+    """The start of one of the last epochs, as a state saved before its first batch."""
     records: dict[int, EpochRecord] = {record.began.epoch: record for record in loader._resources.begun}
     record = records.get(max(records, default=0) if epoch is None else epoch)
     if record is None:
         raise ValueError(
-            f"epoch={epoch!r} is none of those that this loader remembers ({', '.join(map(str, records))}): "
-            "give a state that was saved in it"
+            f"epoch={epoch!r} is not one of the epochs that this loader remembers "
+            f"({', '.join(map(str, records))}): pass a state= that was saved in it"
         )
     if record.order.traits.asked is not None:
-        raise ValueError("its sampler says where it stands: give a state that was saved before the batch")
+        raise ValueError("the sampler has state_dict(): pass a state= that was saved before the batch")
     order = Stopped(copy.deepcopy(record.order.beginning), *record.order.drawn[:2])
     return Saved({}, record.began, record.base_seed, resumes=True, order=order)
 

@@ -1,6 +1,6 @@
-"""Saved states: one is read, compared with the loader, and only then taken by `load_state_dict()`.
+"""Loading of saved states: a state is read, compared with the loader, and only then applied.
 
-Runs in the consumer. Nothing of a loader changes before all of a state was found to fit it.
+Runs in the consumer, in `load_state_dict()`. A loader does not change before the whole state is known to fit.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from fastq_loader.workers.kinds import Auto
 Fields = dict[str, Any]
 Workers = tuple[WorkerProgress, ...]
 
-#: What is neither compared nor under the checksum.
+#: Keys that a state must have, besides the fields of `describe`.
 _BESIDES = ("_num_yielded", "_sampler_iter_yielded", "_iterator_finished", "workers", "rest", "checksum")
-#: Keys that an error names, of what is no state.
+#: Keys listed, at most, in the error for a dict that is not a state.
 _KEYS = 10
 
 
@@ -37,14 +37,14 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
     """Compare a state with a loader, without changing anything.
 
     Args:
-        state: what `state_dict()` returned.
-        loader: that is to go on from it.
+        state: returned by `state_dict()`.
+        loader: the loader to be restored from it.
         ignore: fields of `describe` that may differ, or "order".
 
     Raises:
-        ValueError: it is damaged or foreign, of another version, or of a loader that iterates something else:
-            names the field, what was saved and what is there. Or a name to ignore is unknown.
-        TypeError, RuntimeError: `ignore` is no collection of names; torch's own workers run, which cannot.
+        ValueError: the state is damaged or does not fit the loader, or a name to ignore is unknown.
+        TypeError: `ignore` is not a collection of names.
+        RuntimeError: torch's own workers run, which do not support it.
     """
     arguments.check_ours(loader, "load_state_dict()")
     described = describe(loader)
@@ -56,7 +56,7 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
     began, now = unpack(fields["rest"], fields["checksum"])
     _compare(fields, described, ignored)
     delivered = _delivered(fields, now)
-    finished = began.resumes and fields["_iterator_finished"]  # so says Accelerate, with the last batch
+    finished = began.resumes and fields["_iterator_finished"]  # Accelerate sets it with the last batch
     own = samplers.own_generators(loader._index_sampler, loader.generator, loader.dataset)
     _fit(now.generators, own)
     saved = Saved(
@@ -86,7 +86,7 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
 
 
 def _delivered(fields: Fields, now: Now) -> int:
-    """Which Accelerate may have counted back."""
+    """Number of delivered batches, which Accelerate may have reduced."""
     delivered, beyond = fields["_sampler_iter_yielded"], len(now.beyond)
     if not is_int(delivered) or not (not now.drawn or beyond <= delivered <= beyond + now.drawn):
         raise ValueError(
@@ -101,10 +101,10 @@ def _order(fields: Fields, began: Began, now: Now, loader: Loader, may_differ: b
     place = {part: fields[name] for part, name in names.items() if fields.get(name) is not None}
     if "dataset" in place and samplers.stateful_sampler(loader._index_sampler) is None:
         raise ValueError(
-            "field '_index_sampler_state': the sampler said where it stands, and that of the loader has no "
-            "state_dict and load_state_dict: use the one that was saved"
+            "field '_index_sampler_state': the sampler's state was saved, and the loader's sampler has no "
+            "state_dict and load_state_dict: use the sampler that was saved"
         )
-    # The digest is of another rank's part, or the caller says that it may differ.
+    # No digest if it is of another rank's part, or the caller allows another order.
     mine = not may_differ and now.part == samplers.part_of_data(loader._index_sampler)
     digest = now.digest if mine else None
     beginning = Beginning(began.states, began.first, began.epochs, digest)
@@ -113,7 +113,7 @@ def _order(fields: Fields, began: Began, now: Now, loader: Loader, may_differ: b
 
 
 def _workers(fields: Fields, began: Began, now: Now, loader: Loader, ignored: Container[str]) -> Workers:
-    """Nothing is known of them between two epochs, if they do not live on."""
+    """Progress of the workers; empty between two epochs, unless they live on."""
     places = fields["workers"]
     if not (isinstance(places, list) and len(places) == len(now.workers)):
         raise ValueError(f"field 'workers' is {places!r:.60}; it should be a list of {len(now.workers)}")
@@ -121,13 +121,13 @@ def _workers(fields: Fields, began: Began, now: Now, loader: Loader, ignored: Co
     for number, (place, (delivered, known)) in enumerate(zip(places, now.workers, strict=True)):
         if "unknown" in known:
             raise ValueError(
-                f"field 'workers.{number}': the epoch before was broken off, and worker {number} had not "
-                "said where that left it. Use a state that was saved before, or after its first batch"
+                f"field 'workers.{number}': the epoch before was broken off, and the position of worker "
+                f"{number} after that was unknown. Use a state from before that, or from after its next batch"
             )
         if place is None and delivered and is_stateful(loader.dataset):
             raise ValueError(
-                f"field 'workers.{number}' is None: the dataset did not say where it stood when the state "
-                "was saved"
+                f"field 'workers.{number}' is None: the state has no position of the dataset, which has "
+                "state_dict. Use a state that was saved with this dataset"
             )
         state = known if place is None else {**known, "position": place}
         workers.append(WorkerProgress(delivered, pickle.dumps(state) if state else b""))
@@ -136,17 +136,17 @@ def _workers(fields: Fields, began: Began, now: Now, loader: Loader, ignored: Co
 
 def _ours(state: Any) -> Fields:
     if not isinstance(state, Mapping):
-        raise ValueError(f"the state is a {type(state).__name__}, and not a dict that state_dict() returned")
+        raise ValueError(f"the state is a {type(state).__name__}, not a dict returned by state_dict()")
     if state.get("library") != LIBRARY:
         keys = ", ".join(map(repr, list(state)[:_KEYS]))
         raise ValueError(
-            f"field 'library' is {state.get('library')!r}, not {LIBRARY!r}: not a state of ours. If that is "
-            f"below a key of a checkpoint, give what is there: it has {keys}"
+            f"field 'library' is {state.get('library')!r}, not {LIBRARY!r}: this is not a loader's state. If "
+            f"it is a checkpoint that contains one, pass that entry: its keys are {keys}"
         )
     if state.get("version") != VERSION or not is_int(state["version"]):
         raise ValueError(
-            f"field 'version' is {state.get('version')!r}, and this release reads {VERSION}: use the release "
-            "of fastq_loader that saved it, and finish the epoch with that"
+            f"field 'version' is {state.get('version')!r}, and this release reads {VERSION}: finish the "
+            "epoch with the release of fastq_loader that saved it"
         )
     return dict(state)
 
@@ -162,20 +162,20 @@ def _compare(fields: Fields, now: Fields, ignored: Container[str]) -> None:
         if name == "num_workers" or name in ignored or fields[name] == now[name]:
             continue
         if "sampler" in ignored and None in (fields[name], now[name]):
-            continue  # what only the other sampler has
+            continue  # a field that only one of the two samplers has
         raise ValueError(
             f"field {name!r}: {fields[name]!r:.60} was saved, and the loader has {now[name]!r}. Make the "
-            f"loader as it was, or say load_state_dict(state, ignore=({name!r},)) where it may differ"
+            f"loader as it was, or allow the difference with load_state_dict(state, ignore=({name!r},))"
         )
 
 
 def _dealt(
     fields: Fields, resumes: bool, workers: Workers, loader: Loader, ignored: Container[str]
 ) -> Workers:
-    """The progress of the workers that there will be."""
+    """Divide the saved progress among the loader's workers."""
     known = any(worker.state for worker in workers)
     if isinstance(loader.num_workers, Auto) and known:
-        return workers  # the epoch goes on with as many
+        return workers  # the epoch resumes with the saved number of workers
     saved, wanted = fields["num_workers"], max(1, loader.num_workers)
     if len(workers) == wanted and saved == loader.num_workers:
         return workers
@@ -188,9 +188,9 @@ def _dealt(
     if "num_workers" in ignored and not (iterable and resumes):
         return ()
     raise ValueError(
-        f"field 'num_workers': {saved} was saved, and the loader has {loader.num_workers}. The dataset says "
-        "where it stands for each worker: use as many"
-        + (", or give it a method reshard_state_dicts(states, num_workers)" if iterable else "")
+        f"field 'num_workers': {saved} was saved, and the loader has {loader.num_workers}. The state has a "
+        "part for each worker: use the same number"
+        + (", or give the dataset a method reshard_state_dicts(states, num_workers)" if iterable else "")
     )
 
 
@@ -198,17 +198,17 @@ def _resharded(reshard: Callable[..., Any], workers: Workers, wanted: int) -> Wo
     states = [pickle.loads(worker.state).get("position") if worker.state else None for worker in workers]
     parts = list(reshard(states, wanted))
     if len(parts) != wanted:
-        raise ValueError(f"reshard_state_dicts gave {len(parts)} states for {wanted} workers")
+        raise ValueError(f"reshard_state_dicts returned {len(parts)} states for {wanted} workers")
     return tuple(
         WorkerProgress(0, pickle.dumps({"position": part}) if part is not None else b"") for part in parts
     )
 
 
 def take(loaded: Saved, loader: Loader) -> None:
-    """Put a loader's own generators, and its samplers, where they stood.
+    """Set a loader's own generators and its samplers to their saved states.
 
     Raises:
-        ValueError: a sampler does not take what it said; nothing has changed.
+        ValueError: a sampler refuses its own state; nothing has changed.
     """
     sampler, order = loader._index_sampler, loaded.order
     own = samplers.own_generators(sampler, loader.generator, loader.dataset)
@@ -219,14 +219,14 @@ def take(loaded: Saved, loader: Loader) -> None:
     for generator, state in states:
         generators.set_state(generator, state)
     epochs = order.beginning.epochs
-    if not loaded.resumes:  # the next one begins, which the user may have set already
+    if not loaded.resumes:  # an epoch begins, whose number the user may have set already
         now = samplers.epochs(sampler)
         epochs = {depth: max(epoch, now.get(depth, 0)) for depth, epoch in epochs.items()}
     samplers.set_epochs(sampler, epochs)
 
 
 def _put(part: Any, index_sampler: Any, order: Stopped) -> None:
-    """Put a sampler where it stood between two epochs, or before the first."""
+    """Set a sampler to its state from between two epochs, or before the first."""
     before, said = None, order.place["dataset"]
     iterated = index_sampler if order.exhausted else ()
     try:

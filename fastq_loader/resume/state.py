@@ -1,11 +1,11 @@
 """Layout of `state_dict()`: an epoch as a plain dict.
 
-Runs in the consumer. Two loaders are compared by fields of it, and what users' samplers and datasets say has
-fields of its own, which pass through `json.dumps` where that does. All the rest is one text with a checksum,
-so `load_state_dict` finds out whether a part is missing or was changed. Four of the keys are torchdata's
-(`StatefulDataLoader`), because Accelerate reads and edits them: `_num_yielded`, `_sampler_iter_yielded` are
-the batches that were handed out, `_iterator_finished` says that the epoch is over, `_index_sampler_state` is
-what the sampler said.
+Runs in the consumer. Some fields describe the loader, and are compared when a state is loaded. The states of
+users' samplers and datasets have fields of their own, which `json.dumps` accepts if it accepts those states.
+All the rest is one text with a checksum, so `load_state_dict` detects missing or changed parts. Four of the
+keys are torchdata's (`StatefulDataLoader`), because Accelerate reads and edits them: `_num_yielded` and
+`_sampler_iter_yielded` (batches delivered), `_iterator_finished` (whether the epoch is over), and
+`_index_sampler_state` (the sampler's state).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ LIBRARY = "fastq_loader"
 
 @dataclass(frozen=True)
 class Began:
-    """Fields that stay the same from batch to batch of an epoch, and that no loader is compared with.
+    """Fields that stay the same throughout an epoch, and are not compared with the loader.
 
     Attributes:
-        epoch, batches: epochs that are over, and batches that were handed out in them.
-        resumes: whether the epoch goes on in the middle.
+        epoch, batches: number of epochs that are over, and of batches delivered in them.
+        resumes: whether the epoch continues in the middle.
         base_seed, shared_seed, lives_on: see `EpochRecord`.
         states, first, epochs: see `order.Beginning`.
         shared: see `Resources`.
@@ -58,15 +58,14 @@ class Began:
 
 @dataclass(frozen=True)
 class Now:
-    """Fields that change with each batch, besides the four keys of torchdata's.
+    """Fields that change with each batch, besides torchdata's four keys.
 
     Attributes:
         beyond: see `Progress`.
         generators, drawn, exhausted: see `order.Stopped`.
-        digest, part: see `order.Beginning`, and of which part of the data it is.
-        workers: of each reader, how many of its batches were handed out, and its state without what the
-            dataset says.
-        bad_samples: what `BadSamples.state` returned, or {}.
+        digest, part: see `order.Beginning`, and `samplers.part_of_data` for the part that it belongs to.
+        workers: for each reader, the number of delivered batches, and its state without the dataset's.
+        bad_samples: result of `BadSamples.state`, or {}.
     """
 
     generators: dict[str, Any]
@@ -81,32 +80,32 @@ class Now:
 
 @dataclass(frozen=True)
 class Constant:
-    """The part of a state that stays the same from batch to batch: the fields, and `Began` as a text."""
+    """The part of a state that stays the same throughout an epoch: compared fields, and `Began` as text."""
 
     fields: dict[str, Any]
     began: str
 
 
 def unpack(text: Any, checksum: Any) -> tuple[Began, Now]:
-    """The blob that lies in a state besides the fields.
+    """Decode the text `rest` of a state.
 
     Raises:
         ValueError: it is damaged.
     """
     if type(text) is not str or checksum != crc32(text.encode()):
-        raise ValueError("field 'rest' is damaged, or was changed: its checksum is another one")
+        raise ValueError("field 'rest' is damaged, or was changed: its checksum differs")
     began, now = generators.load(text)
     return Began(**began), Now(**now)
 
 
 def describe(loader: Loader) -> dict[str, Any]:
-    """Description of the data, which must be the same when a state is loaded; `num_workers` only where it
-    matters."""
+    """Describe the data. When a state is loaded, the description must be the same; `num_workers` only where
+    it matters."""
     return {**dict.fromkeys(("dataset_kind", "dataset_length")), **_described(loader), **_length(loader)}
 
 
 def _described(loader: Loader) -> dict[str, Any]:
-    """The same without the length, for which the dataset is asked only where somebody wants a state."""
+    """The same without the length: `len(dataset)` is called only when a state is requested."""
     parts = loader._index_sampler, loader.generator, loader.dataset
     return {
         "dataset_kind": "iterable" if arguments.is_iterable(loader) else "map",
@@ -121,12 +120,12 @@ def _described(loader: Loader) -> dict[str, Any]:
 def _length(loader: Loader) -> dict[str, Any]:
     try:
         return {"dataset_length": None if arguments.is_iterable(loader) else len(loader.dataset)}
-    except Exception:  # it has none, or cannot say it
+    except Exception:  # no length, or `__len__` fails
         return {"dataset_length": None}
 
 
 def now(loader: Loader) -> dict[str, Any]:
-    """The state of a loader. May be called on any thread, and in a handler of a signal."""
+    """Return the state of a loader. May be called on any thread, and in a signal handler."""
     resources = loader._resources
     while True:  # once, unless another thread begins an epoch meanwhile
         held, place = resources.held, resources.place
@@ -138,10 +137,10 @@ def now(loader: Loader) -> dict[str, Any]:
 
 
 def begun(loader: Loader, begin: Callable[[], T]) -> T:
-    """Begin an epoch. Meanwhile the state of the loader is that of before; and if it was asked for before
-    the first epoch, this draws what it would have drawn then."""
+    """Begin an epoch. Meanwhile the loader's state is the previous one. If a state was requested before the
+    first epoch, this epoch draws as it would have drawn at that time."""
     resources = loader._resources
-    with contextlib.suppress(Exception):  # of user code; `now` raises it
+    with contextlib.suppress(Exception):  # raised by user code; `now` raises it again
         resources.held = _hold(loader)
     try:
         with generators.as_at(resources.shared):
@@ -153,8 +152,8 @@ def begun(loader: Loader, begin: Callable[[], T]) -> T:
 
 
 def _hold(loader: Loader) -> Callable[[], dict[str, Any]]:
-    """Return the function that gives the current state while an epoch begins. Few ask then: what cannot
-    change is read later."""
+    """Return a function that returns the current state while an epoch begins. It is rarely called, so the
+    parts that cannot change are read only in the call."""
     record, loaded = loader._resources.place
     if record and not loaded and record.over and not record.shown and record.order.traits.still:
         seen = record.order.seen()
@@ -171,7 +170,7 @@ def _of_place(loader: Loader) -> dict[str, Any]:
 
 
 def _shared(loader: Loader) -> dict[str, Any]:
-    """The states of the shared generators that an epoch draws from when it begins."""
+    """States of the shared generators that an epoch draws from when it begins."""
     names = set(samplers.shared_generators(loader._index_sampler))
     if loader.generator is None:
         names.add("torch")
@@ -179,12 +178,12 @@ def _shared(loader: Loader) -> dict[str, Any]:
 
 
 def state_of(loader: Loader, record: EpochRecord | None, seen: Drawn | None = None) -> dict[str, Any]:
-    """The state of a loader, in a dict of its own.
+    """Return the state of a loader, as a new dict.
 
     Args:
-        loader: whose.
-        record: of its newest epoch; None before the first.
-        seen: what `record.order.seen()` gave at the moment whose state is wanted; None: now.
+        loader: the loader.
+        record: record of its newest epoch; None before the first.
+        seen: what the record's order had `seen()` at the moment to be saved; None for now.
     """
     if record is None:
         own = samplers.own_generators(loader._index_sampler, loader.generator, loader.dataset)
@@ -198,14 +197,14 @@ def state_of(loader: Loader, record: EpochRecord | None, seen: Drawn | None = No
     place: dict[str, Any] = {}
     ahead: list[Any] = []
     while True:  # once, unless another thread takes batches meanwhile
-        # Before what was drawn, where another thread may draw: it has drawn at least what was digested.
+        # Read before the draws: if another thread draws meanwhile, they include at least what was digested.
         digest, progress, drawn = order.beginning.digest, order.progress, seen or order.seen()
         if order.is_asked:
             progress, drawn, place, ahead = order.asked()
         first = dict(order.beginning.first) if drawn[0] else order.pending or order.shared_now()
         if order.progress is progress and (drawn[0] or not order.drawn[0]):
             break
-    # Called after every step, this must cost next to nothing: what stays is kept.
+    # This may be called after every step, and must cost next to nothing: the constant part is cached.
     constant = record.constant
     if constant is None:
         constant = _constant(loader, record, first)
@@ -276,13 +275,13 @@ def _whole(
 
 
 def _said(place: dict[str, Any]) -> dict[str, Any]:
-    """Where a sampler and its iterator stand, by torchdata's names."""
+    """The states of a sampler and its iterator, under torchdata's names."""
     return {"_index_sampler_state": place.get("dataset"), "_sampler_iter_state": place.get("iterator")}
 
 
 def _before_first(loader: Loader) -> list[Any]:
-    """Without workers, where the dataset stands before the first epoch, if it says so without an iterator."""
-    with contextlib.suppress(Exception):  # of user code: it may say so later
+    """Without workers, the dataset's state before the first epoch, if it has one without an iterator."""
+    with contextlib.suppress(Exception):  # raised by user code, which may succeed later
         if loader.num_workers == 0 and (place := position.place_of(loader.dataset, None)):
             return [(0, {}, copy.deepcopy({"ended": False, **place}))]
     return []

@@ -1,4 +1,4 @@
-"""Who loads which batch and which one is handed out next, as state machines without any input or output.
+"""Decides which worker loads which batch, and which batch is delivered next: state machines without any I/O.
 
 Pure, so it runs anywhere; in the product it runs in the consumer.
 """

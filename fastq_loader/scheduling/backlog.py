@@ -1,13 +1,13 @@
-"""The messages that busy workers have not read: a worker that is far behind is passed over.
+"""Flow control: stops broadcasting tasks to workers that have not read earlier ones.
 
-Pure. Every worker is sent every shared task, so a worker that is busy for long would have in its queue all
-that the others load. After a number of messages each worker is sent a ping, which it sends back when it has
-read it. A worker that has as many messages behind the ping is passed over until then. When the ping is back,
-it is sent what it has missed, except for the tasks that were claimed meanwhile.
+Pure. Every worker is sent every shared task, so the queue of a worker that is busy for long would collect all
+tasks that the others load. After `limit` messages each worker is sent a ping, which it returns when it has
+read it. A worker with `limit` more messages behind an unreturned ping is passed over. When it returns the
+ping, it is sent the messages that it missed, except for tasks that were claimed meanwhile.
 
-An idle worker reads everything and is never passed over. A busy one may be done when all the tasks that it
-knows were claimed. It has a ping to send back then, and that wakes the consumer. The worker waits only where
-the consumer is in the middle of a training step, once in so many batches of the others.
+An idle worker reads everything and is never passed over. A busy one may finish when all the tasks it was sent
+are claimed. It then has a ping to return, which wakes the consumer. The worker waits only if the consumer is
+in the middle of a training step, once in about `limit` batches of the others.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ T = TypeVar("T")
 
 
 class Backlog(Generic[T]):
-    """The messages for all workers of one pool, of whatever type.
+    """Flow control of the messages broadcast to the workers of one pool; they may have any type.
 
     Args:
-        limit: messages from one ping to the next. With at least as many as the window has batches, no worker
-            is passed over in an epoch with order, because the others come no further past a batch.
+        limit: messages between two pings. If it is at least the window's size, no worker is passed over in an
+            ordered epoch, because the others get no further than that past a late batch.
 
     Attributes:
-        behind: workers that were passed over.
+        behind: workers that are passed over.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._sent = 0  # messages to all, ever
-        self._since: dict[int, int] = {}  # worker → of these, those up to its last ping
-        self._next = 0  # of these, those after which a worker is due for a ping or to be passed over
-        self._pinged: set[int] = set()  # workers that have not sent it back
-        self._missed: dict[int, T] = {}  # ticket → a task that a worker was not sent
+        self._sent = 0  # messages broadcast so far
+        self._since: dict[int, int] = {}  # worker → value of `_sent` at its last ping
+        self._next = 0  # value of `_sent` at which a worker is due for a ping or to be passed over
+        self._pinged: set[int] = set()  # workers that have not returned it
+        self._missed: dict[int, T] = {}  # ticket → a task that was not sent to every worker
         self._epoch: T | None = None
-        self._outdated: set[int] = set()  # workers that were not sent the epoch
+        self._outdated: set[int] = set()  # workers that were not sent the epoch's message
         self.behind: set[int] = set()
 
     def begin(self, worker: int) -> None:
-        """A worker starts, and will be told of the epoch and of its tasks."""
+        """Add a worker that starts, and will be sent the epoch and its tasks."""
         self._since[worker] = self._sent
         self._next = min(self._next, self._sent)
 
     def end(self, worker: int) -> None:
-        """A worker is dead."""
+        """Remove a dead worker."""
         self._since.pop(worker, None)
         for workers in (self._pinged, self._outdated, self.behind):
             workers.discard(worker)
@@ -56,7 +56,7 @@ class Backlog(Generic[T]):
             self._missed.clear()
 
     def announce(self, epoch: T) -> list[int]:
-        """An epoch begins: the message goes to all workers but those `behind`. Returns which to ping then."""
+        """Count an epoch's message, sent to all workers except `behind`. Returns the workers to ping then."""
         self._pass_over()
         self._missed.clear()
         self._epoch = epoch
@@ -65,10 +65,10 @@ class Backlog(Generic[T]):
         return self._due()
 
     def offer(self, tasks: Mapping[int, T], on_offer: Callable[[int], bool]) -> list[int]:
-        """These tasks, by ticket, go to all workers but those `behind`. Returns which to ping then.
+        """Count tasks, sent to all workers except `behind`. Returns the workers to ping then.
 
         Args:
-            tasks: they can be claimed.
+            tasks: ticket → task; all can be claimed.
             on_offer: whether a ticket can still be claimed.
         """
         if self._sent >= self._next:
@@ -81,18 +81,18 @@ class Backlog(Generic[T]):
         return self._due() if self._sent >= self._next else []
 
     def read(self, worker: int) -> None:
-        """A worker has sent its ping back.
+        """Record that a worker has returned its ping.
 
         Raises:
             ProtocolError: it was not sent one.
         """
         if worker not in self._pinged:
-            raise ProtocolError(f"worker {worker} sent a ping back that it had not got")
+            raise ProtocolError(f"worker {worker} returned a ping that it was not sent")
         self._pinged.discard(worker)
 
     def catch_up(self, on_offer: Callable[[int], bool]) -> tuple[dict[int, list[T]], list[int]]:
-        """The messages for the workers that were passed over and have read what came before; and which to
-        ping then."""
+        """Return the missed messages for each worker that was passed over and has read the earlier ones, and
+        the workers to ping then."""
         ready = self.behind - self._pinged
         if not ready:
             return {}, []

@@ -1,6 +1,6 @@
-"""Records that pass between the scheduler, which decides, and the event loop, which carries out.
+"""Records passed between the scheduler, which decides, and the event loop, which acts.
 
-Pure, immutable, and without behaviour. Those without fields are no tuples: empty ones would all be equal.
+Pure, immutable, and without behaviour. Records without fields are not tuples: all empty tuples are equal.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from fastq_loader.ipc.messages import Task
 
 @dataclass(frozen=True)
 class Draw:
-    """Ask the sampler for one more index, and report the answer; then the next batch may be there."""
+    """Draw one more index from the sampler and report the result; then the next batch may be ready."""
 
 
 class Send(NamedTuple):
-    """Send a task to `worker`, or to all workers (None): the first that is free claims it."""
+    """Send a task to `worker`, or to all workers (None): the first free one claims it."""
 
     worker: int | None
     task: Task
@@ -30,7 +30,7 @@ class Wait(NamedTuple):
         worker: has its task; None: whichever claimed it.
         behind: batches that are ready and wait for this one.
         attempt: how often its task was sent again.
-        blocked: some worker has nothing to do, although there is more to load: the window is full.
+        blocked: a worker is idle although there is more to load, because the window is full.
     """
 
     worker: int | None
@@ -54,10 +54,10 @@ class Finish:
 
 
 class Died(NamedTuple):
-    """`worker` is confirmed dead, and what it had sent has arrived.
+    """`worker` is confirmed dead, and everything it had sent has arrived.
 
     Attributes:
-        seq: the batch that it was working on; None if there was none.
+        seq: the batch that it was working on, or None.
         cause: how it died.
         claimed: tickets of the shared tasks that it had claimed and not answered.
     """

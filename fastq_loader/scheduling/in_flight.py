@@ -1,13 +1,13 @@
-"""The batches in flight, the reorder ring that puts them in order, and the tasks that are to be answered.
+"""The batches in flight, the reorder ring that puts them in order, and the unanswered tasks.
 
-Pure. A batch enters when its index is drawn and leaves when it is handed out. A batch that is ready early
-waits in the ring. One that will never come, because its worker's part of an iterable dataset had ended, is
+Pure. A batch enters when its index is drawn and leaves when it is delivered. A batch that is ready early
+waits in the ring. One that will never arrive, because its worker's part of an iterable dataset has ended, is
 skipped.
 
-`PendingTasks` are of this epoch and of older ones. A ticket is the number under which an attempt at a batch
-is claimed, and no other attempt ever has it. The table of claims is a ring: the slot of a ticket is its
-number modulo the slots. A task keeps its slot as long as it can be claimed, or as only the table knows who
-has claimed it. A number whose slot is taken is passed over, so a batch may be as late as it likes.
+`PendingTasks` contains unanswered tasks of this epoch and of older ones. A ticket is the number under which
+one attempt at a batch is claimed; it is never reused. The claim table is a ring: the slot of a ticket is its
+number modulo the number of slots. A task keeps its slot while it can be claimed, or while only the table
+knows its claimant. A number whose slot is taken is skipped, so a batch may be arbitrarily late.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ReorderRing(Generic[T]):
         self.filled += 1
 
     def pop(self) -> T | None:
-        """The head's item, and the head moves on; None if it is not here."""
+        """Remove and return the head's item, and advance the head; None if the item is not here."""
         slot = self.head % self.capacity
         item = self._slots[slot]
         if item is _EMPTY:
@@ -72,7 +72,7 @@ class ReorderRing(Generic[T]):
         return item
 
     def skip(self) -> None:
-        """Move past a head that will never come.
+        """Advance past a head that will never arrive.
 
         Raises:
             ValueError: the head's item is here and would be lost.
@@ -92,17 +92,17 @@ class ReorderRing(Generic[T]):
 
 
 class InFlight:
-    """The batches of one epoch that were asked for and not handed out.
+    """The batches of one epoch that were requested and not delivered.
 
     Args:
-        capacity: how many there can be.
-        head: the first one's number.
-        done: numbers that are passed over.
+        capacity: their greatest number.
+        head: sequence number of the first one.
+        done: sequence numbers to skip.
 
     Attributes:
-        drawn: the next one's number.
-        batches: by their numbers.
-        ring: those that have come, and wait for others.
+        drawn: sequence number of the next one.
+        batches: sequence number → batch.
+        ring: batches that have arrived and wait for earlier ones.
     """
 
     def __init__(self, capacity: int, head: int = 0, done: frozenset[int] = frozenset()) -> None:
@@ -119,8 +119,8 @@ class InFlight:
         return batch
 
     def upcoming(self, arrivals: Iterable[Any], count: int, in_order: bool) -> list[Answer]:
-        """The answers with a batch among the next `count` to be handed out, up to the first that has not
-        come: in order those of the first batches in flight, else those in `arrivals`."""
+        """The answers with a batch among the next `count` to be delivered, up to the first missing one: from
+        the first batches in flight if in order, else from `arrivals`."""
         batches: Iterable[Any] = (batch for batch in arrivals if type(batch) is Batch)
         if in_order:
             batches = filter(None, map(self.batches.get, range(self.ring.head, self.ring.head + count)))
@@ -128,12 +128,12 @@ class InFlight:
         return list(islice((answer for answer in answers if answer.kind == BATCH), count))
 
     def leave(self, batch: Batch, event: str) -> None:
-        """A batch was handed out, or never will be."""
+        """Remove a batch that was delivered, or never will be."""
         batch.move(event)
         del self.batches[batch.seq]
 
     def head_batch(self, exhausted: Callable[[int], bool]) -> Batch | None:
-        """The batch at the head, past those that will never come; None at the end.
+        """The batch at the head, after skipping batches that will never arrive; None at the end.
 
         Args:
             exhausted: whether a worker's part of an iterable dataset has ended.
@@ -149,13 +149,13 @@ class InFlight:
         return None
 
     def lost_by(self, worker: int) -> Batch | None:
-        """The lowest batch that a dead worker lost; None if there is none."""
+        """The lowest batch that was lost with a dead worker, or None."""
         return next(
             (batch for batch in self.batches.values() if batch.worker == worker and batch.state == LOST), None
         )
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all batches."""
         self.batches.clear()
         self.ring.clear()
 
@@ -165,10 +165,10 @@ class InFlight:
 
 
 class PendingTasks(dict[tuple[int, int], Batch]):
-    """(epoch, seq) → the batch of a task that is to be answered.
+    """(epoch, seq) → the batch of an unanswered task.
 
     Args:
-        slots: in the table of claims.
+        slots: number of slots in the claim table.
     """
 
     def __init__(self, slots: int) -> None:
@@ -178,14 +178,14 @@ class PendingTasks(dict[tuple[int, int], Batch]):
         self._next = 1  # 0 is not a ticket: a fresh table offers nothing
 
     def add(self, epoch: int, batch: Batch) -> None:
-        """A task is about to be sent, under a new ticket.
+        """Add a task that is about to be sent, under a new ticket.
 
         Raises:
             InvalidTransition: no slot is free for it; windows are narrower than the table.
         """
         if batch.worker is None:
             if len(self._taken) >= self._slots:
-                raise InvalidTransition(f"all {self._slots} slots of the table of claims are taken")
+                raise InvalidTransition(f"all {self._slots} slots of the claim table are taken")
             while self._next % self._slots in self._taken:
                 self._next += 1
             self._taken.add(self._next % self._slots)
@@ -194,30 +194,30 @@ class PendingTasks(dict[tuple[int, int], Batch]):
         self[epoch, batch.seq] = batch
 
     def settle(self, epoch: int, seq: int) -> Batch:
-        """A task was answered, or never will be."""
+        """Remove a task that was answered, or never will be."""
         batch = self.pop((epoch, seq))
         if batch.worker is None:
             self.free_slot(batch)
         return batch
 
     def free_slot(self, batch: Batch) -> None:
-        """It is known who has claimed a task: the table is not asked for it again."""
+        """Release the claim-table slot of a task whose claimant is known."""
         self._taken.discard(batch.ticket % self._slots)
 
     def due(self, worker: int, answer: Answer) -> Batch | None:
-        """The batch that is answered; None if `worker` has no such task, or this attempt is over."""
+        """The batch to which an answer belongs; None if `worker` has no such task, or the attempt is over."""
         batch = self.get((answer.epoch, answer.seq))
         if batch is None or batch.worker not in (None, worker) or batch.attempt != answer.attempt:
             return None
         return batch
 
     def lost_with(self, died: Died, now: int, last: bool) -> list[tuple[int, int]]:
-        """The tasks that will not be answered, now that a worker is dead.
+        """Keys of the tasks that will not be answered because a worker is dead.
 
         Args:
-            died: what is known of its death.
-            now: the epoch.
-            last: no worker is left to claim a task.
+            died: report of its death.
+            now: number of the current epoch.
+            last: whether no worker is left to claim a task.
         """
         return [
             key
@@ -227,16 +227,16 @@ class PendingTasks(dict[tuple[int, int], Batch]):
         ]
 
     def seq_of(self, epoch: int, ticket: int | None) -> int | None:
-        """The batch of an epoch that is to be answered under a ticket; None if there is none."""
+        """The sequence number of the unanswered task with this epoch and ticket, or None."""
         found = (seq for (of, seq), batch in self.items() if of == epoch and batch.ticket == ticket)
         return next(found, None)
 
     def tickets(self) -> list[int]:
-        """The tickets of the shared tasks of which it is not known who has claimed them."""
+        """The tickets of the shared tasks that have no known claimant."""
         return [batch.ticket for batch in self.values() if batch.worker is None]
 
     def leave_idle(self, workers: int) -> bool:
-        """Whether some of so many workers have nothing to do. A task that is to be claimed occupies one."""
+        """Whether some of `workers` workers have nothing to do. An unclaimed task occupies one worker."""
         busy: set[int] = set()
         claimable = 0
         for batch in self.values():
@@ -249,8 +249,8 @@ class PendingTasks(dict[tuple[int, int], Batch]):
         return workers > 0
 
     def check(self) -> None:
-        """Raise AssertionError unless exactly the tasks that can be claimed have a slot."""
+        """Raise AssertionError unless exactly the unclaimed shared tasks have a slot."""
         tickets = self.tickets()
         slots = {ticket % self._slots for ticket in tickets}
-        assert len(slots) == len(tickets), "two tasks have one slot in the table of claims"
-        assert slots == self._taken, "a slot is taken by no task, or a task has none"
+        assert len(slots) == len(tickets), "two tasks share a slot of the claim table"
+        assert slots == self._taken, "a slot is taken without a task, or a task has no slot"

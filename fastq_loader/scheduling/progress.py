@@ -1,7 +1,7 @@
-"""Which batches of an epoch were handed to the user.
+"""Progress of an epoch: the batches that were delivered to the user.
 
-Pure. What is counted is positions in the order: a batch, or the error that stood in its place. The batches of
-an iterable dataset are counted for each worker, because each reads a part of its own.
+Pure. It counts positions in the order: a batch, or the error in its place. Batches of an iterable dataset are
+counted for each worker, because each worker reads its own part.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ class WorkerProgress(NamedTuple):
     """Progress of one worker's batches.
 
     Attributes:
-        delivered: how many.
-        state: what the worker said of itself after the last of them (see `reading.reader`), or b"".
+        delivered: number of batches.
+        state: the worker's state after the last of them (see `reading.reader`), or b"".
     """
 
     delivered: int = 0
@@ -23,13 +23,13 @@ class WorkerProgress(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far an epoch has come.
+    """Progress of an epoch.
 
     Attributes:
-        delivered: positions that were handed out.
-        beyond: those past the first that was not; only without order.
-        workers: of each worker, where that is of use.
-        over: the epoch was exhausted.
+        delivered: number of positions delivered.
+        beyond: delivered positions after the first undelivered one; only without order.
+        workers: progress of each worker; empty where it is not needed.
+        over: whether the epoch was exhausted.
     """
 
     delivered: int = 0
@@ -39,12 +39,12 @@ class Progress(NamedTuple):
 
     @property
     def head(self) -> int:
-        """The lowest position that was not handed out."""
+        """The lowest position that was not delivered."""
         return self.delivered - len(self.beyond)
 
     def after(self, position: int) -> Progress:
-        """A position of a dataset with indices is handed out as well."""
-        if position == self.delivered and not self.beyond:  # as a rule; and quicker so
+        """Progress after another position of a map-style dataset was delivered."""
+        if position == self.delivered and not self.beyond:  # the usual case, made fast
             return tuple.__new__(Progress, (position + 1, self.beyond, self.workers, False))
         beyond, head = self.beyond | {position}, self.head
         while head in beyond:
@@ -52,11 +52,11 @@ class Progress(NamedTuple):
         return Progress(self.delivered + 1, beyond, self.workers)
 
     def after_worker(self, worker: int, state: bytes, position: int | None) -> Progress:
-        """A batch of a worker is handed out, which said `state` after it.
+        """Progress after a batch of a worker was delivered.
 
         Args:
             worker: its number.
-            state: b"": it said nothing.
+            state: the worker's state after the batch; b"" leaves its last one.
             position: of the batch; None for an iterable dataset.
         """
         after = (
@@ -69,12 +69,12 @@ class Progress(NamedTuple):
         return Progress(after.delivered, after.beyond, tuple(workers))
 
     def at_end(self, said: Mapping[int, bytes]) -> Progress:
-        """The epoch is over, at whose end workers `said` a state, by their numbers; others stand where they
-        stood after their last batch."""
+        """Progress at the end of the epoch. `said`: worker → its state at the end; other workers have the
+        state after their last batch."""
         workers = enumerate(self.workers)
         left = tuple(WorkerProgress(0, said.get(number, worker.state)) for number, worker in workers)
         return self._replace(workers=left, over=True)
 
 
-#: Nothing was handed out.
+#: Nothing was delivered.
 START = Progress()

@@ -1,22 +1,22 @@
-"""Who loads what next, and what is handed out next, as one state machine.
+"""Decides which worker loads which task, and which batch is delivered next, as one state machine.
 
-Pure: no socket, clock or process; the event loop does what it says, on the consumer's thread. The records and
-the tables that they move by are in `states`.
+Pure: no socket, clock or process; the event loop carries out its decisions, on the consumer's thread. Batches
+and workers, with their transition tables, are in `states`.
 
 The order is torch's (`_MultiProcessingDataLoaderIter`): tasks go to the active workers in turn, one index is
-drawn for every batch delivered and before it is handed out, arrivals are processed one at a time and only
-while the wanted batch is not here, and a worker whose part of an iterable dataset ended gives its turn away.
-What differs on purpose: an error of the sampler or of an index takes the position of its batch instead of
+drawn for every batch, right before it is delivered, arrivals are processed one at a time and only while the
+wanted batch is missing, and a worker whose part of an iterable dataset has ended loses its turn. Two things
+differ on purpose: an error of the sampler or of an index takes the position of its batch instead of
 overtaking the batches before it, and a dead worker is reported at the position of the batch that it lost.
 
-A *shared* task is sent to all workers, and the first that is free claims it. Who that was is known when the
-answer comes, or when the worker has died. With `restarts` a dead worker is replaced, and what it had not
-answered is sent again, as the next attempt; an answer to an older attempt does not count any more.
+A *shared* task is sent to all workers, and the first free one claims it. The claimant becomes known when its
+answer arrives, or when it has died. With `restarts` a dead worker is replaced, and its unanswered tasks are
+sent again, as the next attempt; an answer to an older attempt no longer counts.
 
-`begin_epoch` asks for as many indices as the window is wide. Each comes back to `drawn`, to `draw_failed`,
-or to `exhausted` if there is none. When the user calls `next()`, `ready` gives the batch that is next, with
-the number of indices that are to be drawn before it is handed out. If it is not here, `wanted` says why:
-`Draw` (and ask again), `Wait`, `Break` or `Finish`.
+`begin_epoch` requests as many indices as the window has batches. Each is passed to `drawn`, its error to
+`draw_failed`, and the sampler's end to `exhausted`. When the user calls `next()`, `ready` returns the next
+batch, and `to_draw` is the number of indices to draw before it is delivered. If it has not arrived, `wanted`
+returns what to do: `Draw` (and call it again), `Wait`, `Break` or `Finish`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import LOST, NEXT, Batch, WorkerTable
 
-#: A batch that has cost so many workers their lives is given up.
+#: A batch is given up after this many workers have died of it.
 DEADLY = 3
 
 
@@ -45,19 +45,19 @@ class Scheduler:
     Args:
         workers: number of workers, at least 1.
         pool: the blocks of shared memory.
-        window: how many batches may be asked for and not delivered.
+        window: limits the batches that are requested and not delivered.
         in_order: deliver in the order of the sampler; False delivers in the order of arrival.
-        shared_tasks: any worker may claim a task. Not for iterable datasets: their workers cannot stand in
-            for each other.
-        restarts: how many dead workers are replaced in an epoch.
-        slots: of the table of claims; more than the widest window and the workers together.
+        shared_tasks: any worker may claim a task. Not for iterable datasets: their workers cannot replace
+            each other.
+        restarts: number of dead workers that are replaced in an epoch.
+        slots: number of slots in the claim table; more than the widest window and the workers together.
 
     Attributes:
-        pending_tasks: those that are to be answered.
-        ring: batches that have come, in their order.
-        to_draw: indices that are to be drawn before the batch is handed out that came out last.
-        stale: answers that were dropped because their epoch was over.
-        refused: answers that could not be used.
+        pending_tasks: the unanswered tasks.
+        ring: batches that have arrived, in order.
+        to_draw: number of indices to draw before the batch that was returned last is delivered.
+        stale: number of answers dropped because their epoch was over.
+        refused: number of unusable answers.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class Scheduler:
         self._arrivals: deque[Batch | Died] = deque()
         self._restarts_left = self._restarts
         self._deaths: dict[int, int] = {}  # seq → workers that died of it
-        self._idle_deaths: list[int] = []  # workers that died between batches, and were not replaced
+        self._idle_deaths: list[int] = []  # workers that died between batches and were not replaced
         self.window.begin_epoch()
 
     @property
     def undelivered(self) -> int:
-        """Batches of this epoch that were asked for and not handed out."""
+        """Number of batches of this epoch that were requested and not delivered."""
         return len(self._in_flight.batches)
 
     @property
@@ -113,8 +113,7 @@ class Scheduler:
         return None if batch is None else batch.index
 
     def upcoming(self, count: int) -> list[Answer]:
-        """The answers with a batch among the next `count` to be handed out, up to the first that has not
-        come."""
+        """The answers with a batch among the next `count` to be delivered, up to the first missing one."""
         return self._in_flight.upcoming(self._arrivals, count, self.in_order)
 
     # ---- a new epoch --------------------------------------------------------------------------
@@ -126,14 +125,13 @@ class Scheduler:
         claimed: Mapping[int, int] | None = None,
         done: Progress = START,
     ) -> int:
-        """Begin an epoch; how many indices are to be drawn.
+        """Begin an epoch. Returns the number of indices to draw.
 
         Args:
             epoch: its number.
             taken_back: tickets of older shared tasks that no worker can claim any more.
-            claimed: ticket → worker of the older ones that a worker has claimed.
-            done: positions that are not drawn, because they were handed out before: the epoch is a resumed
-                one.
+            claimed: ticket → worker, of older shared tasks that were claimed.
+            done: progress of a resumed epoch: its delivered positions are not drawn.
 
         Raises:
             InvalidTransition: the number is not a new one.
@@ -150,12 +148,12 @@ class Scheduler:
         self.epoch = epoch
         self._worker_table.begin_epoch(done.head)
         self._reset(done)
-        if self.shared_tasks:  # else a dead worker is reported at the first batch that is its own
+        if self.shared_tasks:  # else a dead worker is reported at its first batch
             self._idle_deaths = list(filter(self._worker_table.is_dead, range(self.workers)))
         return self.window.size
 
     def abandon(self) -> None:
-        """Drop what arrived and was not delivered; answers that are still to come will be stale."""
+        """Drop undelivered answers; answers that arrive later will be stale."""
         waiting = self._answers()
         self._arrivals.clear()
         self._in_flight.clear()
@@ -163,7 +161,7 @@ class Scheduler:
             self._drop(answer)
 
     def _answers(self) -> list[Answer]:
-        """Those that wait to be handed out, in no particular order."""
+        """The undelivered answers, in no particular order."""
         arrived = [each.answer for each in self._arrivals if type(each) is Batch and each.answer is not None]
         return arrived + self._in_flight.answers()
 
@@ -173,12 +171,12 @@ class Scheduler:
     # ---- indices in ---------------------------------------------------------------------------
 
     def drawn(self, index: Any) -> Batch | None:
-        """The sampler yielded an index. Returns its batch, whose task is to be sent; None: there is nothing
-        to be sent."""
+        """The sampler yielded an index. Returns the batch whose task is to be sent, or None if there is
+        nothing to send."""
         worker = None
         if not self.shared_tasks:
             worker = self._worker_table.take_turn(None if self.in_order else self.window.size)
-            if worker is None:  # no worker has room, or more to read: torch loses the index here too
+            if worker is None:  # no worker has room or more to read: torch loses the index here, too
                 return None
         batch = self._in_flight.new(worker, index)
         if self.shared_tasks and (under_way := len(self._in_flight.batches)) > self.window.size:
@@ -194,7 +192,7 @@ class Scheduler:
     def _make_task(self, batch: Batch) -> Task:
         self.pending_tasks.add(self.epoch, batch)
         worker, ticket = batch.worker, batch.ticket
-        # As `batch.holder` and `Task()`, and quicker.
+        # Same as `Batch.holder` and `Task()`, but faster.
         holder = tuple.__new__(Holder, (None, ticket)) if worker is None else self._holders[worker]
         grants, promises = self.pool.grant(holder)
         head = self.epoch, batch.seq, batch.attempt, batch.index
@@ -212,7 +210,7 @@ class Scheduler:
         self.pool.give_back(offset for offset, _ in batch.blocks)
 
     def exhausted(self) -> None:
-        """The sampler has nothing more."""
+        """The sampler is exhausted."""
         self.window.close()
 
     def draw_failed(self, error: BaseException) -> None:
@@ -241,10 +239,10 @@ class Scheduler:
         """A worker has answered.
 
         Args:
-            batch: whose task, as `pending_tasks.due` has found it.
-            worker: who.
-            answer: what.
-            fault: why the answer cannot be used.
+            batch: the batch that it answers, from `PendingTasks.due`.
+            worker: number of the worker.
+            answer: its answer.
+            fault: error because of which the answer is unusable, or None.
         """
         del self.pending_tasks[answer.epoch, answer.seq]
         if batch.worker is None:
@@ -263,16 +261,17 @@ class Scheduler:
         if answer.epoch != self.epoch:
             self.stale += 1
             self._drop(answer)
-        elif answer.kind != SKIPPED:  # else its batch leaves when it is at the head
+        elif answer.kind != SKIPPED:  # else its batch is removed when it is at the head
             batch.answer = answer
             if self._arrivals or not self.in_order or answer.kind == ENDED:
                 self._arrivals.append(batch)
-            else:  # torch would take it off its queue later, and nothing would come of that
+            else:  # torch would take it off its queue later, with the same result
                 batch.state = NEXT[batch.state, "answer"]
                 self.ring.push(batch.seq, batch)
 
     def _refuse(self, batch: Batch, fault: ProtocolError) -> None:
-        """Its blocks stay the worker's until that has ended: it may still write to them."""
+        """Fail a batch with an unusable answer. Its blocks stay the worker's until that process has ended: it
+        may still write to them."""
         self.refused += 1
         if self._in_flight.batches.get(batch.seq) is batch:
             self._fail(batch, fault)
@@ -280,8 +279,8 @@ class Scheduler:
     # ---- deaths -------------------------------------------------------------------------------
 
     def died(self, event: Died) -> list[Send] | None:
-        """A worker is dead. Returns the tasks to be sent once another process has its number; None: it is not
-        replaced, and `wanted` says `Break` where it was needed."""
+        """A worker is dead. Returns the tasks to send once another process has its number; None if it is not
+        replaced: then `wanted` returns `Break` where it was needed."""
         worker = event.worker
         self._worker_table.move(worker, "die")
         lost = self._lose(event)
@@ -294,7 +293,7 @@ class Scheduler:
         return None
 
     def _lose(self, event: Died) -> list[Batch]:
-        """The batches of this epoch that were lost with a worker, ascending."""
+        """Settle the tasks lost with a worker. Returns this epoch's batches among them, ascending."""
         last = self._worker_table.is_dead(None) and not self._restarts_left
         lost = []
         for epoch, at in self.pending_tasks.lost_with(event, self.epoch, last):
@@ -302,7 +301,7 @@ class Scheduler:
             if batch.worker is None:
                 self._give_back(batch)
                 batch.worker = event.worker
-            if self._in_flight.batches.get(at) is batch:  # else of an older epoch, or past its worker's end
+            if self._in_flight.batches.get(at) is batch:  # else of an older epoch, or after its worker's end
                 batch.move("die")
                 lost.append(batch)
         return sorted(lost, key=lambda batch: batch.seq)
@@ -314,7 +313,7 @@ class Scheduler:
         if event.seq is not None:
             self._deaths[event.seq] = self._deaths.get(event.seq, 0) + 1
         sends: list[Send] = []
-        if self.shared_tasks:  # what the others have been sent already
+        if self.shared_tasks:  # the tasks that the others were sent already
             tasks = [batch.task for (of, _), batch in sorted(self.pending_tasks.items()) if of == self.epoch]
             sends += [Send(worker, task) for task in tasks if task is not None]
         for batch in lost:
@@ -332,13 +331,12 @@ class Scheduler:
     # ---- batches out --------------------------------------------------------------------------
 
     def ready(self) -> Batch | None:
-        """The batch that is next, with its answer or its error, if it has come: it is handed out. None: see
-        `wanted`."""
+        """Deliver the next batch, with its answer or its error, if it has arrived. None: see `wanted`."""
         batch = self.ring.pop()
         return None if batch is None else self._hand_out(batch)
 
     def wanted(self) -> Batch | Draw | Wait | Break | Finish:
-        """As `ready`, and else what has to be done: draw, wait, or end with the epoch or for a death."""
+        """Deliver the next batch, or return what to do first: draw, wait, or end (epoch over, or a death)."""
         while True:
             head = self._in_flight.head_batch(self._worker_table.exhausted)
             if head is None:
@@ -359,12 +357,12 @@ class Scheduler:
                 return found
 
     def idle(self) -> int:
-        """The next batch is late and nothing else has come. Returns how many indices more are to be drawn."""
+        """The next batch is late and nothing else has arrived. Returns how many more indices to draw."""
         unanswered = [epoch for epoch, _ in self.pending_tasks].count(self.epoch)
         return self.window.room(len(self._in_flight.batches), unanswered, self.pool.batch_bytes)
 
     def _process(self, arrival: Batch | Died) -> Batch | Draw | Break | None:
-        """One arrival, as torch takes one item off its result queue. None: take the next."""
+        """Process one arrival, as torch takes one item off its result queue. None: take the next."""
         if type(arrival) is Died:
             if self.in_order or self._worker_table.exhausted(arrival.worker):
                 return None
@@ -372,7 +370,7 @@ class Scheduler:
             return Break(arrival.worker, None, None) if lost is None else self._break(lost)
         assert type(arrival) is Batch
         if arrival.answer is not None and arrival.answer.kind == ENDED:
-            assert arrival.worker is not None, "a part of an iterable dataset is a worker's"
+            assert arrival.worker is not None, "a part of an iterable dataset belongs to a worker"
             self._in_flight.leave(arrival, "end")
             self._worker_table.move(arrival.worker, "end")
             return Draw()
@@ -389,13 +387,13 @@ class Scheduler:
         if self.shared_tasks:
             self.to_draw = self.window.delivered(len(self._in_flight.batches))
         else:
-            self.to_draw = 1  # torch asks a sampler again that has nothing more
+            self.to_draw = 1  # torch calls an exhausted sampler again
             if batch.worker is not None:
                 self._worker_table.gave(batch.worker)
         return batch
 
     def _break(self, batch: Batch) -> Break:
-        assert batch.worker is not None, "a lost batch is a worker's"
+        assert batch.worker is not None, "a lost batch belongs to a worker"
         self._in_flight.leave(batch, "break")
         if not self.shared_tasks:
             self._worker_table.gave(batch.worker)

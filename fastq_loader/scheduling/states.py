@@ -1,9 +1,9 @@
-"""The states of a batch and of a worker, as literal tables: what may follow what, and nothing else.
+"""The states of a batch and of a worker, as literal tables of the allowed transitions.
 
-Pure. The scheduler moves its records by these tables; a step that no table lists is a defect and raises. A
-`WorkerTable` is the workers of a pool as the scheduler sees them. Turns are torch's: they go round the
-workers that have something left to read. In an epoch without order they pass over workers that have their
-share of the window already.
+Pure. The scheduler changes states by these tables; a transition that is not listed is a defect and raises. A
+`WorkerTable` is the scheduler's view of a pool's workers. Turns are torch's: round-robin over the workers
+that have something left to read. In an epoch without order, workers that have their share of the window
+already are skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ACTIVE, DRY, DEAD, DRY_DEAD = "active", "dry", "dead", "dry_dead"
 WORKER_TRANSITIONS: dict[str, dict[str, str]] = {
     ACTIVE: {"end": DRY, "die": DEAD, "epoch": ACTIVE},
     DRY: {"die": DRY_DEAD, "epoch": ACTIVE},
-    DEAD: {"end": DRY_DEAD, "epoch": DEAD, "replace": ACTIVE},  # end: its last word came before its death
+    DEAD: {"end": DRY_DEAD, "epoch": DEAD, "replace": ACTIVE},  # end: sent before its death
     DRY_DEAD: {"epoch": DEAD},
 }
 
@@ -43,7 +43,7 @@ class _Table(dict[tuple[str, str], str]):
         raise InvalidTransition("a batch is {}: event {!r} is not allowed".format(*step))
 
 
-#: (state, event) → next state: the table of batches, for one look.
+#: (state, event) → next state: the table of batches, for a single lookup.
 NEXT = _Table(
     {(state, event): to for state, moves in BATCH_TRANSITIONS.items() for event, to in moves.items()}
 )
@@ -53,12 +53,12 @@ class Batch:
     """A batch between the draw of its index and its delivery.
 
     Attributes:
-        worker: who has its task. None: any worker may claim it, or its index could not be drawn.
-        attempt: how often it was sent again.
-        ticket: under which its task is claimed; -1 before it was sent.
-        task: as it was sent last.
-        answer: what it was answered with, from its arrival on.
-        error: why it failed without an answer, or with one that cannot be used.
+        worker: worker with its task. None: any worker may claim it, or its index could not be drawn.
+        attempt: how often its task was sent again.
+        ticket: number under which its task is claimed; -1 before it was sent.
+        task: the task, as sent last.
+        answer: the worker's answer, once it has arrived.
+        error: why the batch failed, with no answer or an unusable one.
     """
 
     __slots__ = ("answer", "attempt", "error", "index", "seq", "state", "task", "ticket", "worker")
@@ -76,12 +76,12 @@ class Batch:
 
     @property
     def holder(self) -> Holder:
-        """In whose name the pool keeps the blocks of its task."""
+        """Holder of its task's blocks, in the pool's records."""
         return Holder(None, self.ticket) if self.worker is None else Holder(self.worker)
 
     @property
     def blocks(self) -> Extents:
-        """Blocks that its task may write to, now or once it is let go."""
+        """Blocks that its task may write to: those granted, and those promised for when they are released."""
         return () if self.task is None else self.task.grants + self.task.promises
 
     def move(self, event: str) -> None:
@@ -106,10 +106,10 @@ class WorkerTable:
     """The states of a pool's workers, and their turns in an epoch.
 
     Args:
-        workers: how many there are.
+        workers: number of workers.
 
     Attributes:
-        some_dead: one is dead, at least.
+        some_dead: whether at least one is dead.
     """
 
     def __init__(self, workers: int) -> None:
@@ -127,7 +127,7 @@ class WorkerTable:
         self.some_dead = not _DEAD.isdisjoint(self._states)
 
     def begin_epoch(self, first: int = 0) -> None:
-        """A new epoch begins, with batch `first`."""
+        """Begin a new epoch, with batch `first`."""
         for worker in range(len(self)):
             self.move(worker, "epoch")
         self._turn = first % len(self)
@@ -138,7 +138,7 @@ class WorkerTable:
         return self._states[worker] in EXHAUSTED
 
     def active(self) -> int:
-        """Workers that can be given tasks."""
+        """Number of workers that have something left to read, including dead ones."""
         return sum(state not in EXHAUSTED for state in self._states)
 
     def is_dead(self, worker: int | None) -> bool:
@@ -149,10 +149,10 @@ class WorkerTable:
     # ---- turns --------------------------------------------------------------------------------
 
     def take_turn(self, share_of: int | None) -> int | None:
-        """The worker whose turn it is, which takes a batch; None if no worker can take one.
+        """Assign a batch to the worker whose turn it is, and return it; None if no worker can take a batch.
 
         Args:
-            share_of: batches of a window of which each worker may have its part; None: no limit.
+            share_of: window, in batches, of which each worker may have an equal share; None for no limit.
         """
         states = self._states
         for _ in states:
@@ -165,13 +165,13 @@ class WorkerTable:
 
     def _has_room(self, worker: int, window: int) -> bool:
         going = self.active()
-        # torch's window is a multiple of the workers. The part of any other is rounded up: an index that no
-        # worker takes would be lost.
+        # torch's window is a multiple of the workers. The share of any other window is rounded up: an index
+        # that no worker takes would be lost.
         share = -(-window // going) if window % len(self) else window // going
         return self._undelivered[worker] < share
 
     def gave(self, worker: int) -> None:
-        """A batch of the worker was handed out."""
+        """A batch of the worker was delivered."""
         self._undelivered[worker] -= 1
 
     def undelivered(self, worker: int) -> int:

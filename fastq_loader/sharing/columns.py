@@ -1,7 +1,7 @@
-"""Values as columns: of one type in Arrow's layout, tuples and dicts as a column for each field.
+"""Values as columns: values of one type in Arrow's layout, tuples and dicts as one column per field.
 
-Pure. Python's own objects cannot be shared by processes: to read one writes its reference count, which copies
-the page that it lies in. A column has no objects. `column[i]` makes a plain one each time.
+Pure. Processes cannot share Python objects: reading one writes its reference count, which copies its page. A
+column contains no objects. `column[i]` creates a plain one each time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-#: Of exactly these types, and None: a subclass would come back as its base.
+#: Only exactly these types, and None: a subclass would be read back as its base.
 _ARROW = {
     bool: pa.bool_(),
     int: pa.int64(),
@@ -22,14 +22,14 @@ _ARROW = {
     str: pa.large_string(),
     bytes: pa.large_binary(),
 }
-#: Fields of a tuple or dict that get a column each, and containers in containers that are looked into.
+#: Limits: fields of a tuple or dict that get a column each, and levels of nested containers with columns.
 _WIDEST, _DEEPEST = 64, 8
 
-Column = Any  # what one of the classes below gives: `len`, `[i]` and `nbytes`
+Column = Any  # one of the classes below, with `len`, `[i]` and `nbytes`
 
 
 class Numbers:
-    """Integers of 64 bits, or floats."""
+    """64-bit integers, or floats."""
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self._array = array
@@ -43,7 +43,7 @@ class Numbers:
 
 
 class Plain:
-    """Strings, bytes, bools; numbers among which there is None."""
+    """Strings, bytes or bools; numbers mixed with None."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -57,7 +57,7 @@ class Plain:
 
 
 class Pickled(Plain):
-    """Whatever else, each item pickled for itself."""
+    """All other values, each pickled separately."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         super().__init__(pa.array([pickle.dumps(value, 5) for value in values], pa.large_binary()))
@@ -67,7 +67,7 @@ class Pickled(Plain):
 
 
 class Fields:
-    """Tuples or lists of one length, or dicts of the same keys."""
+    """Tuples or lists of one length, or dicts with the same keys."""
 
     def __init__(self, length: int, columns: list[Column], kind: type, keys: tuple[str, ...]) -> None:
         self._length, self._columns, self._kind, self._keys = length, columns, kind, keys
@@ -84,7 +84,7 @@ class Fields:
 
 
 class Ragged:
-    """Tuples or lists of several lengths."""
+    """Tuples or lists of different lengths."""
 
     def __init__(self, values: Sequence[Any], kind: type, depth: int) -> None:
         self._ends = np.cumsum([0, *map(len, values)])
@@ -101,7 +101,7 @@ class Ragged:
 
 
 def column_of(values: Sequence[Any], depth: int = 0) -> Column:
-    """These values as a column."""
+    """Convert values to a column."""
     kinds = set(map(type, values))
     kind = next(iter(kinds - {type(None)}), type(None))
     try:
@@ -111,7 +111,7 @@ def column_of(values: Sequence[Any], depth: int = 0) -> Column:
             return Plain(pa.array(values, _ARROW[kind]))
         if kinds == {kind} and depth < _DEEPEST and (kind in (tuple, list) or kind is dict):
             return _of_containers(values, kind, depth + 1)
-    except (pa.ArrowException, OverflowError, UnicodeEncodeError):  # what Arrow does not hold
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError):  # values that Arrow cannot store
         return Pickled(values)
     return Pickled(values)
 

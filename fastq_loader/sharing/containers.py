@@ -1,7 +1,7 @@
-"""Replacements of lists, tuples and dicts: columns that are read as these were.
+"""Read-only replacements of lists, tuples and dicts, stored as columns.
 
-Runs in every process that reads a dataset. They cannot be changed, so copies are the same object. Pickled,
-their buffers go out of band with protocol 5.
+Runs in every process that reads a dataset. The replacements are immutable, so a copy is the same object. With
+pickle protocol 5 their buffers are sent out of band.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fastq_loader.sharing.columns import Column, column_of
 
 
 class Shared:
-    """Base class of the two.
+    """Base class of both replacements.
 
     Attributes:
-        before: bytes of what it replaces, about.
-        nbytes: of its columns.
-        source: keeps memory with a name findable; None: it has none.
+        before: approximate bytes of the original container.
+        nbytes: bytes of the columns.
+        source: keeps named memory available to other processes; None: the memory has no name.
     """
 
     kind: type
@@ -42,7 +42,7 @@ class Shared:
 
 
 class SharedSequence(Shared, Sequence[Any]):
-    """A list or tuple. Slices, and what it is compared or added to, are plain ones."""
+    """Replacement of a list or tuple. Slices and sums are plain ones, with which it can be compared."""
 
     def __init__(self, values: Sequence[Any], before: int) -> None:
         self.kind, self.before = type(values), before
@@ -94,7 +94,7 @@ class SharedSequence(Shared, Sequence[Any]):
 
 
 class SharedMapping(Shared, Mapping[Any, Any]):
-    """A dict. A key is found by its digest, which is sorted; there is no dict of Python's."""
+    """Replacement of a dict. Keys are looked up by their sorted digests; there is no Python dict."""
 
     kind = dict
 
@@ -122,7 +122,7 @@ class SharedMapping(Shared, Mapping[Any, Any]):
         return zip(self, map(self._values.__getitem__, range(len(self))), strict=True)
 
     def __getitem__(self, key: Any) -> Any:
-        hash(key)  # of a list, dict's own error
+        hash(key)  # raises dict's own error for a list
         digest = np.uint64(_digest(key))
         at = int(np.searchsorted(self._digests, digest))
         while at < len(self) and self._digests[at] == digest:
@@ -134,7 +134,7 @@ class SharedMapping(Shared, Mapping[Any, Any]):
 
 
 class _Items(ItemsView[Any, Any]):
-    """Without looking for the keys: one that is not a number is not equal to itself."""
+    """Items without looking up the keys: NaN as a key is not equal to itself."""
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         return self._mapping._pairs()  # type: ignore[attr-defined,no-any-return]
@@ -146,12 +146,12 @@ class _Values(ValuesView[Any]):
 
 
 def _digest(key: Any) -> int:
-    """64 bits that are the same in every process, and for keys that are equal."""
+    """64 bits that are the same in every process, and for equal keys."""
     if isinstance(key, tuple):
         data = b"".join(_digest(each).to_bytes(8, "little") for each in key)
     elif isinstance(key, (str, bytes)):
         data = key.encode("utf-8", "surrogatepass") if isinstance(key, str) else key
-    else:  # of numbers it does not depend on the process
+    else:  # the hash of a number does not depend on the process
         return 0 if key is None or key != key else hash(key) & ((1 << 64) - 1)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
@@ -164,10 +164,10 @@ def can_be_key(key: Any) -> bool:
 
 
 def release_memory() -> None:
-    """Give back what building columns took of Arrow's memory."""
+    """Release unused memory of Arrow's pool after building columns."""
     pa.default_memory_pool().release_unused()
 
 
 def shared(values: Any, before: int) -> SharedSequence | SharedMapping:
-    """Replacement of a list, tuple or dict of about so many bytes."""
+    """Create the replacement of a list, tuple or dict that takes about `before` bytes."""
     return SharedMapping(values, before) if type(values) is dict else SharedSequence(values, before)

@@ -1,8 +1,8 @@
-"""Memory that processes find by a name, and that ends with the last of them, however that ends.
+"""Memory that processes share by name, and that is freed when the last of them ends, even if that is killed.
 
 Runs in the program. The memory is a memfd, which has no name of its own: a small file in the temporary
-folder, locked while it is read or written, says which processes hold one, and where /proc shows their
-descriptor. Of a process that was killed nothing is left but its line, which the next one drops.
+folder, locked while it is read or written, lists the processes that have it open, and their descriptors in
+/proc. A killed process leaves only its line, which the next process removes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fastq_loader.memory import mapped
 
 
 class Differs(ValueError):
-    """Others hold something else under this name.
+    """Other processes share something else under this name.
 
     Args:
-        about: what theirs is of.
+        about: description of what they share.
     """
 
     def __init__(self, about: dict[str, Any]) -> None:
@@ -33,16 +33,16 @@ class Differs(ValueError):
 
 
 def once(name: str, about: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `make` gives in the first process that asks for it by this name.
+    """Return the result of `make` in the first process that used this name.
 
     Args:
         name: any text.
-        about: what it is of, as JSON has it; the same in all processes.
-        make: gives containers by name.
+        about: description of the contents, of JSON types; the same in all processes.
+        make: returns containers by name.
 
     Raises:
-        Differs: it is of something else.
-        PermissionError: the file of this name is another user's.
+        Differs: other processes share something else under this name.
+        PermissionError: the file of this name belongs to another user.
     """
     fd, source = descriptor(name, about, lambda: mapped.write(make()))
     shared: dict[str, Any] = mapped.read(fd)
@@ -52,10 +52,10 @@ def once(name: str, about: dict[str, Any], make: Callable[[], dict[str, Any]]) -
 
 
 def descriptor(name: str, about: dict[str, Any], make: Callable[[], int]) -> tuple[int, Any]:
-    """The same for a descriptor of memory.
+    """Like `once`, for a descriptor of memory.
 
     Returns:
-        It, and what keeps it open, in this process and for others.
+        The descriptor, and an object that keeps it open, in this process and for others.
     """
     with _registry(path := _path(name)) as file:
         known, lines = _read(file)
@@ -75,8 +75,8 @@ def descriptor(name: str, about: dict[str, Any], make: Callable[[], int]) -> tup
 
 
 def _release(path: str, pid: int, fd: int, inode: int) -> None:
-    """The last container of this process is gone: with the last process the file goes, too. Where another
-    thread or process has it now, the line stays, and is dropped by the next one."""
+    """Close the descriptor after the last container of this process; the last process removes the file. If
+    another thread or process has it locked, the line stays for the next one to remove."""
     if os.getpid() != pid:
         return
     os.close(fd)
@@ -89,7 +89,7 @@ def _release(path: str, pid: int, fd: int, inode: int) -> None:
 
 
 class _Source:
-    """Keeps a descriptor open for others, in this process."""
+    """Keeps a descriptor of this process open for others."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -109,7 +109,7 @@ def _registry(path: str, without_waiting: int = 0) -> Iterator[Any]:
     while not there:  # once, unless the last holder removes the file meanwhile
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with open(fd, "r+") as file:
-            if os.fstat(fd).st_uid != os.getuid():  # what it says is opened and unpickled
+            if os.fstat(fd).st_uid != os.getuid():  # the memory it names is unpickled
                 raise PermissionError(f"share(): {path} is another user's; use another name")
             fcntl.flock(fd, fcntl.LOCK_EX | without_waiting)
             if there := os.fstat(fd).st_nlink > 0:
@@ -132,7 +132,7 @@ def _write(file: Any, about: dict[str, Any], lines: list[list[int]]) -> None:
 
 
 def _open(pid: int, fd: int, inode: int) -> int:
-    """The memfd that another process holds; -1: it does not any more."""
+    """Open a memfd of another process; -1 if the process no longer has it."""
     try:
         opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:

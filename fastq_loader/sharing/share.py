@@ -1,6 +1,6 @@
-"""`share`: a dataset's large lists, tuples and dicts become columns, in its own attributes.
+"""`share`: replaces the large lists, tuples and dicts in a dataset's attributes by columns.
 
-Runs in the program, before it makes a loader.
+Runs in the program, before it creates a loader.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from fastq_loader.system import calls
 
 T = TypeVar("T")
 
-#: Bytes from which on a container is worth it, where the user names none, and items that are looked at.
+#: Least bytes of a container to share, if the user names none, and items inspected to estimate them.
 _LARGE, _SAMPLE = 1 << 20, 200
 _KINDS = (list, tuple, dict)
-#: Items of which the bytes are made at once, to be digested.
+#: Items that are serialized at a time for the digest.
 _CHUNK = 10_000
 
 logger = logging.getLogger("fastq_loader")
@@ -33,10 +33,10 @@ def share(dataset: T, *attributes: str, name: str | None = None) -> T:
     """Keep a dataset's lists, tuples and dicts of small objects once in memory, for any number of workers.
 
     A forked worker that reads a Python object writes its reference count, which copies its page; under spawn
-    every worker gets all of it pickled. The attributes become sequences and mappings over columns that are
-    read like what they replace: by index, slice and key, in loops, in comparisons. They give plain objects,
-    new ones each time, and cannot be changed. Strings, bytes, numbers, None, and tuples, lists and dicts of
-    these lie in Arrow's layout; other items are pickled one by one. What was replaced is logged at INFO.
+    every worker receives a pickled copy. The attributes become read-only sequences and mappings over columns,
+    used like the originals: by index, slice and key, in loops, in comparisons. They return plain objects, new
+    ones each time. Strings, bytes, numbers, None, and tuples, lists and dicts of these are stored in Arrow's
+    layout; other items are pickled one by one. The replaced attributes are logged at INFO.
 
     >>> dataset = torch.utils.data.TensorDataset(torch.arange(2))
     >>> dataset.names = ["a.png", "b.png"]
@@ -44,17 +44,17 @@ def share(dataset: T, *attributes: str, name: str | None = None) -> T:
     'b.png'
 
     Args:
-        dataset: is changed, and returned; so are the parts of torch's Subset and ConcatDataset.
-        attributes: names of the containers; none: those of 1 MB and more.
-        name: processes of this user on this machine that share under the same name have one memory. The
-            first of them makes it; it ends with the last.
+        dataset: is modified and returned; the parts of torch's Subset and ConcatDataset are modified, too.
+        attributes: names of the containers; without names all containers of 1 MB and more.
+        name: processes of this user on this machine that share under the same name use the same memory. The
+            first of them creates it; it is freed when the last one ends.
 
     Raises:
         AttributeError: the dataset has no such attribute.
-        TypeError: it is no list, tuple or dict, or a key is of a type that cannot be shared.
-        ValueError: what others share under this name is something else.
-        RuntimeError: there is no memory that could have a name (Linux has it).
-        ImportError: pyarrow is missing. Whatever is raised, nothing was replaced.
+        TypeError: it is not a list, tuple or dict, or a key has a type that cannot be shared.
+        ValueError: other processes share something else under this name.
+        RuntimeError: this system has no memory that can be named (Linux has it).
+        ImportError: pyarrow is missing. After any of these errors nothing is replaced.
     """
     try:
         from fastq_loader.sharing import containers
@@ -85,9 +85,9 @@ def _once(name: str, of: dict[str, Any], make: Callable[[], dict[str, Any]]) -> 
     if lacking := calls.missing():
         raise RuntimeError(
             f"share(name={name!r}) needs {lacking}, which this system or sandbox lacks; without a name each "
-            "process that is not forked has its own"
+            "process that is not forked has its own copy"
         )
-    from fastq_loader.sharing import named  # which not every system can import
+    from fastq_loader.sharing import named  # not every system can import it
 
     try:
         return named.once(name, of, make)
@@ -97,7 +97,7 @@ def _once(name: str, of: dict[str, Any], make: Callable[[], dict[str, Any]]) -> 
 
 
 def _put(chosen: list[tuple[Any, str, Any]]) -> None:
-    """Set attributes, all or none: a dataset may be frozen."""
+    """Set all attributes, or none if one cannot be set: a dataset may be frozen."""
     before: list[tuple[Any, str, Any]] = []
     try:
         for part, key, value in chosen:
@@ -110,7 +110,7 @@ def _put(chosen: list[tuple[Any, str, Any]]) -> None:
 
 
 def _chosen(dataset: Any, attributes: tuple[str, ...]) -> list[tuple[Any, str, Any]]:
-    """Datasets, the names of their attributes that are to be shared, and these."""
+    """The attributes to share: for each its dataset, its name and its value."""
     from fastq_loader.sharing.containers import Shared
 
     chosen, done = [], {key for key, _ in _shared(dataset)}
@@ -143,7 +143,7 @@ def _refused(value: Any) -> str:
 
 
 def sharing_report(dataset: Any) -> str:
-    """Report the shared attributes of a dataset, a line for each, and the bytes before and after.
+    """Report the shared attributes of a dataset, one a line, with their bytes before and after.
 
     >>> dataset = torch.utils.data.TensorDataset(torch.arange(2))
     >>> dataset.names = ["a.png", "b.png"]
@@ -166,7 +166,7 @@ def _shared(dataset: Any) -> list[tuple[str, Any]]:
 
 
 def _parts(dataset: Any) -> Iterator[Any]:
-    """A dataset, and those that it reads from."""
+    """A dataset, and the datasets that it reads from."""
     if hasattr(dataset, "__dict__"):
         yield dataset
         inner = vars(dataset).get("dataset")
@@ -176,13 +176,13 @@ def _parts(dataset: Any) -> Iterator[Any]:
 
 
 def _nbytes(value: Any, depth: int = 0) -> int:
-    """Bytes of a container with all that is in it, about: some items stand for the others."""
+    """Approximate bytes of a container and its contents, estimated from a sample of the items."""
     size = sys.getsizeof(value, 0)
     if type(value) not in _KINDS or not value or depth > 8:
         return size
     some = some_of(value)
     for items in zip(*some, strict=True) if type(value) is dict else [some]:
-        # Of items some may be one object: as many pairs of them as there are tell how many objects there are.
+        # Items may be the same object: the number of such pairs estimates the number of objects.
         counts = Counter(map(id, items))
         pairs = sum(count * (count - 1) for count in counts.values())
         objects = min(len(value), len(some) * (len(some) - 1) / pairs) if pairs else len(value)
@@ -192,12 +192,12 @@ def _nbytes(value: Any, depth: int = 0) -> int:
 
 
 def _about(value: Any) -> list[Any]:
-    """Description of a container, to be compared in other processes: type, length, a digest of its items."""
+    """Description of a container, for comparison in other processes: type, length, a digest of its items."""
     digest, items = hashlib.blake2b(digest_size=16), iter(value.items() if type(value) is dict else value)
     while chunk := list(islice(items, _CHUNK)):
         try:
             data = marshal.dumps(chunk, 2)  # version 2 writes the same bytes for the same values
-        except ValueError:  # what only a pickle holds, without saying which objects are one
+        except ValueError:  # only pickle can write the items; without references to repeated objects
             pickler = pickle.Pickler(file := io.BytesIO(), 5)
             pickler.fast = True
             pickler.dump(chunk)
@@ -207,7 +207,7 @@ def _about(value: Any) -> list[Any]:
 
 
 def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
-    """The first difference between what is shared and what should be."""
+    """Describe the first difference between the shared containers and the containers here."""
     keys = [key for key in there.keys() | here.keys() if there.get(key) != here.get(key)]
     key = min(keys, key=lambda key: (key not in there or key not in here, key))
     name, theirs, own = key.partition(".")[2], there.get(key), here.get(key)
@@ -221,6 +221,6 @@ def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
 
 
 def some_of(value: Any, number: int = _SAMPLE) -> Sequence[Any]:
-    """Items of a list or tuple, or pairs of a dict, that stand for all: evenly spread, about so many."""
+    """A sample of about `number` items of a list or tuple, or pairs of a dict, evenly spread."""
     step = max(1, len(value) // number)
     return list(islice(value.items(), 0, None, step)) if type(value) is dict else value[::step]

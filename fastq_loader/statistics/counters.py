@@ -1,8 +1,8 @@
-"""The counters of a loader, and the records of its calls that they are folded from.
+"""The counters of a loader, and the records of its calls from which they are computed.
 
-`Counters` belongs to the loader and outlives the pools of workers that come and go under it. It counts in
-the fields of the snapshots, which are frozen. Records are made on the threads that call `next()`, and folded
-there every some milliseconds, or by whoever asks, on any thread. Workers on other machines are counted by a
+`Counters` belongs to the loader and outlives its pools of workers. It counts in the fields of the snapshots,
+which themselves are frozen. Records are created on the threads that call `next()`, and folded there every
+10 ms, or whenever statistics are requested, on any thread. Workers on other machines are counted by a
 `Source`.
 """
 
@@ -23,28 +23,28 @@ from fastq_loader.statistics.workers import WorkerCounters
 if TYPE_CHECKING:
     from fastq_loader.ipc.messages import Answer
 
-#: Epochs that are kept one by one; their sums go on in what is kept of the older ones.
+#: Epochs that are stored one by one; older ones are added up.
 _EPOCHS = 100
-#: Nanoseconds between two calls that fold.
+#: Nanoseconds between two calls that fold records.
 _EVERY = 10_000_000
 
 
 class Source(Protocol):
-    """Knows what is counted elsewhere: a pool of workers on other machines."""
+    """A pool of workers on other machines, which counts for itself."""
 
     def count(self) -> int:
-        """Count what is known of the workers, on any thread; the bytes that they sent."""
+        """Update the counters of its workers, on any thread; returns the bytes that they sent."""
 
     def far_worker(self, pid: int) -> tuple[int, str] | None:
-        """The process id there and the machine of the worker that a process here stands for, 0 and "" if
-        there is none yet; None: it is none of these."""
+        """Process id and machine of the remote worker for which the local process `pid` stands, 0 and ""
+        before it has started; None if `pid` is not of this pool."""
 
 
 class StagingCounters(Counting, StagingStatistics):
-    """Counts for the way to a device.
+    """Counts copies to a device.
 
     Attributes:
-        records: where each copy leaves one; without a loader none are kept.
+        records: receives a record of each copy; without a loader they are discarded.
     """
 
     def __init__(self, device: str) -> None:
@@ -52,7 +52,7 @@ class StagingCounters(Counting, StagingStatistics):
         self.records: deque[Record] | list[Record] = deque(maxlen=0)
 
     def copied(self, nbytes: int, began: float, ended: float) -> None:
-        """A copy is known to have run, from when to when, in seconds."""
+        """Record a copy that has run, with its begin and end in seconds."""
         self.records.append((COPY, None, int(began * 1e9), int(ended * 1e9), 0, (), nbytes))
 
     def snapshot(self) -> StagingStatistics:
@@ -61,20 +61,20 @@ class StagingCounters(Counting, StagingStatistics):
 
 
 class EpochLog:
-    """Makes the records of one epoch's calls.
+    """Creates the records of one epoch's calls.
 
     Args:
         counters: the loader's.
-        epoch: what the records come to.
-        now: when `iter()` was called, which is the call under way.
+        epoch: the counters of the epoch, into which the records are folded.
+        now: when `iter()` was called, which is the call in progress.
 
     Attributes:
         epoch: its number.
-        steps: of the call under way; see `records`.
-        first_batches: worker → of its first 8 batches, a digest and the bytes that it was made of; only of an
-            iterable dataset.
-        drawn_from: names of generators of the user's own that batches drew from in workers, where it makes a
-            difference which of them loads a batch.
+        steps: of the call in progress; see `records`.
+        first_batches: worker → digest and bytes digested of each of its first 8 batches; only of an iterable
+            dataset.
+        drawn_from: names of the user's generators that batches drew from in workers, if it matters which
+            worker loads a batch.
     """
 
     def __init__(self, counters: Counters, epoch: EpochCounters, now: int) -> None:
@@ -84,11 +84,11 @@ class EpochLog:
         self.drawn_from: set[str] = set()
         self._counters, self._found = counters, epoch
         self._record = counters.records.append
-        self._entered, self._thread = now, counters.identify()  # the call under way; 0: there is none
+        self._entered, self._thread = now, counters.identify()  # the call in progress, or 0
         self._left = now
 
     def enter(self, now: int) -> None:
-        """`next()` was called."""
+        """Note that `next()` was called."""
         if self._entered:
             self.leave(CUT, now)
         self._entered, self._thread = now, self._counters.identify()
@@ -96,19 +96,19 @@ class EpochLog:
     def give(
         self, now: int, answer: Answer | None, seq: int | None, error: BaseException | type | None
     ) -> None:
-        """`next()` is about to return a batch, or to raise an error.
+        """Record that `next()` is about to return a batch, or to raise an error.
 
         Args:
             now: when.
-            answer: of the worker that loaded it, if there is one.
-            seq: the number of the batch, if the error has the place of one.
-            error: what is raised. The records are folded at once: its frames hold all that they refer to.
+            answer: of the worker that loaded the batch, if any.
+            seq: the number of the batch in whose place the error is raised, if any.
+            error: the error. The records are then folded at once: its frames keep alive all they refer to.
         """
-        steps = self.steps or ()  # an empty list is filled in the next call
+        steps = self.steps or ()  # an empty list is used again in the next call
         if steps:
             self.steps = []
         record = NEXT, self.epoch, self._entered, now, self._thread, steps, answer, seq, error
-        self._entered, self._left = 0, now  # before an interrupt could let the call be recorded twice
+        self._entered, self._left = 0, now  # first: an interrupt must not record the call twice
         self._record(record)
         counters = self._counters
         if now >= counters.fold_at or error is not None:
@@ -116,7 +116,7 @@ class EpochLog:
             counters.fold()
 
     def leave(self, kind: str, now: int, *more: Any) -> None:
-        """A call has ended otherwise, or something happened outside of calls: a record of this kind."""
+        """Record a call that ended in another way, or an event outside of calls, as this kind."""
         began = self._left if kind == CLOSE else self._entered
         record = kind, self.epoch, began, now, self._thread, self.steps, *more
         self._entered, self.steps = 0, []
@@ -127,24 +127,24 @@ class EpochLog:
             self._counters.fold()
 
     def counted(self) -> EpochCounters:
-        """Fold the records made so far."""
+        """The counters of the epoch, with all records so far folded."""
         self._counters.fold()
         return self._found
 
 
 class Counters(Counting, LoaderStatistics):
-    """Counts for a loader. What is known of epochs, waits, late batches, other machines and blocks is found
-    when a snapshot is taken.
+    """Counters of a loader. The fields for epochs, waits, late batches, other machines and blocks are filled
+    in when a snapshot is taken.
 
     Attributes:
-        records: those that are not folded yet, of all epochs, in the order in which the calls ended.
+        records: not folded yet, of all epochs, in the order in which the calls ended.
         fold_at: when a call folds them again, on the monotonic clock.
-        identify: gives the id of the calling thread for records, or 0.
-        traced: a trace is written.
-        sources: live pools that count elsewhere, too.
+        identify: returns the id of the calling thread for records, or 0.
+        traced: whether a trace is being written.
+        sources: live pools of workers on other machines.
     """
 
-    workers: tuple[WorkerCounters, ...]  # of which a snapshot has snapshots
+    workers: tuple[WorkerCounters, ...]  # a snapshot contains their snapshots
     staging: StagingCounters | None
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class Counters(Counting, LoaderStatistics):
         self.fold_at = 0
         self._folding = threading.Lock()
         self._epochs: dict[int, EpochCounters] = {}
-        self._older = EpochCounters(0, 0)  # the sum of those before
+        self._older = EpochCounters(0, 0)  # the sum of the earlier epochs
         self.follow()
         self.sources: set[Source] = set()
         self._look_at_memory_from = 0  # on the monotonic clock, in nanoseconds
@@ -166,25 +166,25 @@ class Counters(Counting, LoaderStatistics):
 
     @property
     def batch_bytes(self) -> float:
-        """Bytes of shared memory of a batch, on average."""
+        """Average bytes of shared memory per batch."""
         return self.bytes / max(1, self.batches)
 
     def begin_epoch(self, now: int, cpu: int) -> EpochLog:
-        """`iter()` was called: the log of a new epoch. See `EpochCounters` for `now` and `cpu`."""
+        """Create the log of a new epoch when `iter()` is called. See `EpochCounters` for `now` and `cpu`."""
         epoch = self._epochs[self.epochs] = EpochCounters(self.epochs, now, cpu)
         self.epochs += 1
         return EpochLog(self, epoch, now)
 
     def fold(self) -> None:
-        """Count all records. What another thread is counting just now, or this one where the handler of a
-        signal asks, is left to it."""
+        """Count all records, unless another thread is counting, or a signal handler interrupted this one in
+        it."""
         if not (self.records and self._folding.acquire(blocking=False)):
             return
         records, epochs, followers, done = self.records, self._epochs, self._followers, 0
         try:
             for record in records[:]:
                 done += 1
-                if record[1] in epochs:  # else it is a copy's, or of an epoch of long ago
+                if record[1] in epochs:  # else of a copy, or of an old epoch
                     epochs[record[1]].fold(record)
                 for follow in followers:
                     follow(record)
@@ -195,18 +195,18 @@ class Counters(Counting, LoaderStatistics):
             self._folding.release()
 
     def follow(self, *followers: Callable[[Record], None], identify: Callable[[], int] = int) -> None:
-        """Fold the records from now on with these, too, which want to know threads by this."""
+        """Pass future records to `followers`, too; `identify` returns their thread id."""
         self.fold()
         self._followers, self.traced, self.identify = followers, bool(followers), identify
 
     def stage(self, staging: StagingCounters | None) -> None:
-        """Batches go to a device from now on, or not."""
+        """Set the counters of copies to a device; None if batches stay on the host."""
         self.staging = staging
         if staging is not None:
             staging.records = self.records
 
     def ended(self, source: Source) -> None:
-        """A pool has ended: what it says now is the last."""
+        """Include the final counts of a pool that has ended."""
         if source in self.sources:
             self.wire_bytes += source.count()
             self.sources.discard(source)
@@ -216,7 +216,7 @@ class Counters(Counting, LoaderStatistics):
         return next(filter(None, (source.far_worker(pid) for source in list(self.sources))), None)
 
     def _look_at_memory(self) -> None:
-        """Of the workers. It takes up to a hundredth of the time of who asks for snapshots all the time."""
+        """Measure the workers' memory, in at most 1 % of the time of a caller that polls snapshots."""
         began = monotonic_ns()
         if began >= self._look_at_memory_from:
             for worker in self.workers:
@@ -224,7 +224,7 @@ class Counters(Counting, LoaderStatistics):
             self._look_at_memory_from = began + 100 * (monotonic_ns() - began)
 
     def snapshot(self, **now: Any) -> LoaderStatistics:
-        """The counts so far, and `now`: fields that others know."""
+        """The counts so far, with the fields in `now`, which the caller provides."""
         history = self.history
         self._look_at_memory()
         wire_bytes = sum((source.count() for source in list(self.sources)), self.wire_bytes)

@@ -1,22 +1,22 @@
-"""Where the wall time of one epoch goes.
+"""Breakdown of the wall time of one epoch by cause.
 
 Pure: a fold over the records of the epoch's calls (see `records`), in the order in which the calls ended; how
 many are folded at once makes no difference. The consumer is either outside of the loader (its training step)
-or inside a call of `iter()` or `next()`. Of a call it is known when it began and ended, and what of it was
+or inside a call of `iter()` or `next()`. For each call the record has the begin and the end, and the time
 spent on waiting, on the sampler and on the device; the rest is the loader's own work.
 
-What a wait was lost to is known when the batch that ends it is there, because its answer says when its worker
-began, had the samples, had the batch and had packed it:
+The causes of a wait are determined when the batch that ends it arrives, because its answer has the times at
+which its worker began, had read the samples, had collated and had packed them:
 
     wait           ├───────────────────────────────────────────────────────────────┤
     worker   busy with others ─┤ idle ├─ fetch ─┬─ collate ─┬─ pack ─┤
     lost to     workers         transport     workers         transport   transport
 
-While a worker is not up yet, a wait for its first batch counts as start-up's, whatever the others do. Else a
-wait counts as the head of the line's while later batches are ready and some worker has nothing to do, or
-more batches are ready than the window is wide before it widens: then more workers would not help. It counts
-as memory's while none is ready and some worker has nothing to do: the window is full. Memory's are new pages,
-too, which a worker maps before it writes to them.
+While a worker starts up, a wait for its first batch counts as start-up, whatever the other workers do.
+Otherwise a wait counts as head-of-line blocking while later batches are ready and some worker is idle, or
+while at least as many batches are ready as the window has before it widens: then more workers would not help.
+It counts as memory while no batch is ready and some worker is idle, because the window is full. New pages,
+which a worker maps before it writes to them, also count as memory.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics, Histogram
 if TYPE_CHECKING:
     from fastq_loader.ipc.messages import Answer
 
-#: Parts of an epoch for which it is known how many batches were ready, and the width that they begin with.
+#: Parts of an epoch for which ready batches are counted, and their initial width in nanoseconds.
 _PARTS, _WIDTH = 64, 1 << 24
-#: Batches of each worker that are compared with other workers'.
+#: First batches of each worker that are compared with other workers'.
 FIRST_BATCHES = 8
-#: Batches whose costs are kept for the model.
+#: Last batches whose costs are available to the model.
 _KEPT = 1024
 #: Batches that `statistics()` names as late.
 _LATE = 10
@@ -48,7 +48,7 @@ class Cost(NamedTuple):
 
     Attributes:
         seq: its number.
-        load: reading samples and making a batch of them.
+        load: reading samples and collating them.
         pack: writing it to shared memory.
     """
 
@@ -63,14 +63,14 @@ class EpochCounters:
     Args:
         epoch: its number, from 0 on.
         now: when `iter()` was called.
-        cpu: CPU time that this process had used then, with all its threads, in nanoseconds.
+        cpu: CPU time that this process had used by then, in all its threads, in nanoseconds.
 
     Attributes:
-        batches: handed out.
-        by_cause: nanoseconds.
-        waited: nanoseconds that `next()` waited for workers, or loaded.
-        in_transit: nanoseconds of the transport's that were waits; the others are work of `next()`.
-        cpu: CPU time that this process used in the epoch, in nanoseconds, when it was asked for last.
+        batches: number of delivered batches.
+        by_cause: cause → nanoseconds.
+        waited: nanoseconds in which `next()` waited for workers, or loaded a batch itself.
+        in_transit: the part of the transport's nanoseconds that was waiting; the rest is work of `next()`.
+        cpu: CPU time that this process used in the epoch, in nanoseconds, at the last measurement.
         over: there is no further batch.
         late: (epoch, batch) → a batch that held up others; the worst ones.
     """
@@ -82,22 +82,22 @@ class EpochCounters:
         self.over = False
         self.batches = self.waited = self.in_transit = 0
         self._costs: deque[tuple[int, int, int]] = deque(maxlen=_KEPT)
-        self._loads = self._load = 0  # batches of which the costs are known, and nanoseconds that they took
+        self._loads = self._load = 0  # batches with known costs, and nanoseconds to load them
         self.by_cause = dict.fromkeys(CAUSES, 0)
         self.late: dict[tuple[int, int], LateBatch] = {}
         self._held_up: dict[int, Any] = {}  # batches that hold up others → their indices
         self._calls = Histogram()
         self._began = self._left = now
-        self._sent: dict[int, int] = {}  # batch → when its task was given out
-        self._previous: dict[int, int] = {}  # batch → when its worker had finished the one before, or 0
+        self._sent: dict[int, int] = {}  # batch → when its task was sent
+        self._previous: dict[int, int] = {}  # batch → when its worker had finished the previous one, or 0
         self._finished: dict[int, int] = {}  # worker → when it had finished its last one
-        # Of each part of the epoch: how many more batches were ready at its end than at its beginning, and
-        # for how long each of these was, or was not any more, up to there.
+        # For each part of the epoch: the change in the number of ready batches, and the nanoseconds from each
+        # change to the end of the part, summed; negative for a delivery.
         self._changes, self._rests = [0], [0]
         self._width = _WIDTH
 
     def used_cpu(self, cpu: int, over: bool = False) -> None:
-        """The CPU time that this process has used by now; does not count once the epoch is over."""
+        """Set the CPU time that this process has used so far; ignored once the epoch is over."""
         if not self.over:
             self.cpu, self.over = cpu - self._cpu_before, over
 
@@ -110,7 +110,7 @@ class EpochCounters:
         for step in steps:
             what = step[0]
             if what == records.ANSWERED:
-                # By its places, which is several times as fast as by its names.
+                # By position, which is several times as fast as by name.
                 _, worker, process, answer = step
                 seq, started, finished, load = answer[1], answer[4], answer[5], answer[12] - answer[4]
                 previous, self._finished[worker.id] = self._finished.get(worker.id, 0), finished
@@ -144,7 +144,7 @@ class EpochCounters:
             if answer is not None:
                 self._count_ready(answer, ended)
         elif kind == records.PART or kind == records.DROP:
-            ended = began + counted  # how long the call lasted is not known
+            ended = began + counted  # the duration of the call is unknown
         elif kind != records.CUT:
             own = "start_up"
         by_cause[own] += ended - began - counted
@@ -159,11 +159,11 @@ class EpochCounters:
         self._loads += 1
         self._load += ended - began
 
-    # ---- what waits are lost to ---------------------------------------------------------------
+    # ---- causes of waits ----------------------------------------------------------------------
 
     def _count_waits(self, waits: tuple[records.Step, ...], answer: Answer | None) -> int:
-        """Count what the waits of a call were lost to, and return how many nanoseconds that are; the rest is
-        the transport's. `answer`: what ended them, if anything did."""
+        """Count the causes of a call's waits, and return their nanoseconds; the rest is the transport's.
+        `answer`: of the batch that ended them, if any."""
         counted = 0
         for _, began, ended, cause, seq, index in waits:
             self.waited += ended - began
@@ -190,7 +190,7 @@ class EpochCounters:
         return sorted(self.late.values(), key=lambda late: -late.seconds)[:_LATE]
 
     def _came_late(self, answer: Answer, index: Any) -> None:
-        """The answer for a batch that held up others, and its index."""
+        """Complete the entry of a batch that held up others, from its answer and its index."""
         late = self.late.get((self.epoch, answer.seq))
         if late is None:
             return
@@ -209,7 +209,7 @@ class EpochCounters:
     # ---- how far the workers are ahead --------------------------------------------------------
 
     def _count_ready(self, answer: Answer, now: int) -> None:
-        """Count a batch that is handed out now, and was ready since its answer."""
+        """Count a batch that is delivered now, and has been ready since its answer."""
         seq = answer[1]
         self._previous.pop(seq, 0)
         if seq in self._held_up:
@@ -217,7 +217,7 @@ class EpochCounters:
         begin, end = answer[5] - self._began, now - self._began
         if begin < 0:
             begin = 0
-        elif begin > end:  # clocks of other processes are the same, but who knows
+        elif begin > end:  # all processes should have the same clock
             begin = end
         while end >= _PARTS * self._width:
             self._double_width()
@@ -239,7 +239,7 @@ class EpochCounters:
         self._width = 2 * width
 
     def _ready(self) -> list[int]:
-        """Batches times nanoseconds in each part."""
+        """Ready batches times nanoseconds, for each part of the epoch."""
         width, changes, rests = self._width, list(self._changes), list(self._rests)
         before = accumulate(changes, initial=0)
         return [count * width + rest for count, rest in zip(before, rests, strict=False)]
@@ -247,7 +247,7 @@ class EpochCounters:
     # ---- reading ------------------------------------------------------------------------------
 
     def include(self, other: EpochCounters) -> None:
-        """Count what was counted in another epoch, too."""
+        """Add the counts of another epoch."""
         self.batches += other.batches
         self._calls.include(other._calls)
         self.cpu += other.cpu
@@ -259,23 +259,23 @@ class EpochCounters:
 
     @property
     def costs(self) -> list[Cost]:
-        """Of the last thousand batches, in the order of their answers."""
+        """Costs of the last thousand batches, in the order of their answers."""
         return [Cost(*cost) for cost in list(self._costs)]
 
     @property
     def load(self) -> float:
-        """Nanoseconds that a batch took to load, on average of all; needs one. The last thousand alone may
-        be unlike those before: data are cached, or begin with something slow."""
+        """Average nanoseconds to load a batch, over all; needs one. The last thousand alone may differ from
+        earlier ones: data are cached, or begin with something slow."""
         return self._load / self._loads
 
     @property
     def nanoseconds(self) -> int:
-        """From the call of `iter()` to the end of the last call, or as far as is known of one that an
-        interrupt cut short."""
+        """From the call of `iter()` to the end of the last call; of one that was interrupted, the recorded
+        part."""
         return sum(self.by_cause.values())
 
     def snapshot(self) -> EpochStatistics:
-        """The counts so far. May be called on any thread, so it looks once at what grows."""
+        """The counts so far. May be called on any thread, so it reads growing data only once."""
         ready = self._ready()
         widths = [self._width] * (len(ready) - 1)
         widths.append(max(1, self.nanoseconds - sum(widths)))
@@ -294,17 +294,17 @@ class EpochCounters:
 
 
 def _lost_to(cause: str, began: int, ended: int, answer: Answer, previous: int) -> dict[str, int]:
-    """Causes of a wait, in nanoseconds of each; the rest of it is the transport's.
+    """Nanoseconds of a wait by cause; the rest of it is the transport's.
 
     Args:
-        cause: what it seemed to be.
+        cause: the apparent one.
         began, ended: of the wait.
         answer: of the batch that ended it.
-        previous: when the worker of that had finished the batch before, or 0.
+        previous: when the worker of that batch had finished its previous one, or 0.
     """
     started, finished, collated = answer[4], answer[5], answer[12]
     lost, left, total = dict[str, int](), ended - began, finished - started or 1
-    busy = 0  # with the batch before, which is as like this one as can be known
+    busy = 0  # with the previous batch, which is assumed to be like this one
     if previous:
         busy = _overlap(began, ended, began, min(previous, started))
     else:
@@ -326,7 +326,7 @@ def _overlap(began: int, ended: int, since: int, until: int) -> int:
 
 
 def summed(epochs: list[EpochCounters]) -> EpochCounters:
-    """The counts of several epochs, as one."""
+    """The sum of the counts of several epochs."""
     total = EpochCounters(0, 0)
     for epoch in epochs:
         total.include(epoch)

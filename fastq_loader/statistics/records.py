@@ -1,40 +1,40 @@
-"""The records of a loader's calls: what statistics and traces are made of.
+"""The records of a loader's calls, from which statistics and traces are computed.
 
-Pure. A call leaves one record, a plain tuple that is made when the call ends:
+Pure. Each call leaves one record, a plain tuple that is created when the call ends:
 
     (kind, epoch, began, ended, thread, steps, …)
 
-`steps` holds what happened in the call, in that order, each as a tuple that begins with its kind, too; an
-answer of a worker is a step of the call in which it came. Times are nanoseconds of the monotonic clock, which
-is the same for all processes of a machine. `thread` is the id of the thread that called, 0 where no trace
-wants it. Records are folded many at a time: between two batches none of the code that counts is in a CPU's
-cache, and it would take more than twice as long.
+`steps` lists the events of the call in order, each as a tuple that also begins with its kind; a worker's
+answer is a step of the call in which it arrived. Times are nanoseconds of the monotonic clock, which is the
+same for all processes of a machine. `thread` is the id of the calling thread, 0 if no trace needs it. Records
+are folded many at a time: between two batches the counting code is not in a CPU's cache, and would take more
+than twice as long.
 
-    record    more                 made when
+    record    more                 created when
     ITER                           `iter()` returns
-    NEXT      answer, seq, error   `next()` is about to return a batch, or to raise; the place of the error
+    NEXT      answer, seq, error   `next()` is about to return a batch, or to raise in the place of batch seq
     CUT                            a call begins after one that an interrupt ended, or that left a batch out
     END       cpu                  `next()` has found no further batch; CPU time of the process
-    CLOSE                          the call before has ended the workers, too
-    PART                           answers came outside of calls, in `poll()`
-    DROP                           what was not handed out never will be
-    COPY      nbytes               a copy to the device is known to have run; of no epoch
+    CLOSE                          the previous call has also shut down the workers
+    PART                           answers arrived outside of calls, in `poll()`
+    DROP                           the undelivered batches of an epoch are dropped
+    COPY      nbytes               a copy to the device has run; belongs to no epoch
 
-    step      more                 what
+    step      more                 meaning
     DREW      since, until, seqs   indices were drawn, and the tasks of these batches sent; or sent again, in
                                    no time
-    DEVICE    since, until         something was done for the way to the device
+    DEVICE    since, until         the call worked on copies to the device
     LOADED    since, until, seq, fetched
-                                   the call has loaded a batch itself; when its samples were there
+                                   the call loaded a batch itself; fetched: when its samples had been read
     WAITED    since, until, cause, seq, index
-                                   it waited for workers, as it seemed for that cause; the index of a batch
+                                   the call waited for workers; cause: the apparent one; index: of a batch
                                    that held up others
     ANSWERED  counters, pid, answer
-                                   an answer of this epoch came: of which worker, and its process
+                                   an answer of this epoch arrived from this worker and process
     STALE     counters, pid, answer
-                                   one of an older epoch
+                                   an answer of an older epoch arrived
     REPLACED  now, worker, pid, report
-                                   another process does the work of a worker; how that one ended
+                                   a new process took over a worker; report: how the old one ended
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ SPANS = (DREW, DEVICE, LOADED, WAITED)
 
 
 def cause_of_wait(behind: int, blocked: bool, least: int) -> str:
-    """The cause of a wait, as it seems before its end.
+    """The apparent cause of a wait, before it has ended.
 
     Args:
-        behind: batches that are ready and wait for the one that is waited for.
-        blocked: some worker has nothing to do, because the window is full.
-        least: batches of the window before it widens.
+        behind: how many batches are ready behind the awaited one.
+        blocked: some worker is idle, because the window is full.
+        least: size of the window before it widens, in batches.
     """
     if behind and (blocked or behind >= least):
         return "head_of_line"

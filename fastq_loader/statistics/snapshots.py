@@ -1,7 +1,7 @@
-"""Snapshots of the counters, immutable, for users.
+"""Immutable snapshots of the counters, for users.
 
-Pure. The classes are frozen, so that later counting does not change a snapshot. `counters` counts in
-subclasses that are not.
+Pure. The classes are frozen, so that later counting does not change a snapshot. The counters are mutable
+subclasses of them.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass, fields
 from math import log2
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # else it would not allow the counters to count
+if TYPE_CHECKING:  # else mypy would not allow mutable subclasses
     from dataclasses import dataclass as frozen
 else:
     frozen = dataclass(frozen=True)
 
-#: What the wall time of an epoch can be spent on. `EpochStatistics` has the seconds of each.
+#: Causes among which the wall time of an epoch is divided. `EpochStatistics` has the seconds of each.
 CAUSES = (
     "consumer",
     "workers",
@@ -31,9 +31,9 @@ _PER_OCTAVE = 16
 
 
 class Histogram:
-    """Counts of durations in nanoseconds: percentiles without keeping every value. A value is counted in a
-    bucket that is 1/16 of an octave wide, so a percentile is within 3 % of it (half a bucket, 2^(1/32)).
-    HdrHistogram does the same with linear buckets."""
+    """Counts of durations in nanoseconds, for percentiles without storing every value. A bucket is 1/16 of an
+    octave wide, so a percentile is within 3 % of the value (half a bucket, 2^(1/32)). HdrHistogram does the
+    same with linear buckets."""
 
     __slots__ = ("_counts",)
 
@@ -41,17 +41,17 @@ class Histogram:
         self._counts: dict[int, int] = {}
 
     def add(self, nanoseconds: int) -> None:
-        """Count one; below 1 counts as 1."""
+        """Count one duration; values below 1 count as 1."""
         bucket = int(_PER_OCTAVE * log2(nanoseconds)) if nanoseconds > 1 else 0
         self._counts[bucket] = self._counts.get(bucket, 0) + 1
 
     def include(self, other: Histogram) -> None:
-        """Count all that another one has counted."""
+        """Add the counts of another histogram."""
         for bucket, count in list(other._counts.items()):
             self._counts[bucket] = self._counts.get(bucket, 0) + count
 
     def percentile(self, percent: float) -> float:
-        """The duration in seconds that so many percent of all do not exceed; 0.0 of none."""
+        """The duration in seconds that `percent` percent of all do not exceed; 0.0 without durations."""
         left = percent / 100 * sum(self._counts.values())
         for bucket, count in sorted(self._counts.items()):
             left -= count
@@ -66,25 +66,25 @@ class EpochStatistics:
     `seconds`.
 
     Attributes:
-        epoch: its number, from 0 on since the loader was made; None: all epochs together.
-        batches: handed out, with those that raised.
+        epoch: its number, from 0 on since the loader was created; None: all epochs together.
+        batches: number of batches delivered, errors in their place included.
         seconds: from the call of `iter()` to the end of the epoch, or so far.
-        cpu_seconds: CPU time that this process used meanwhile, with all its threads and the training step;
-            0.0 where the epoch was broken off, and not the newest.
+        cpu_seconds: CPU time that this process used meanwhile, in all its threads, including the training
+            step; 0.0 for an epoch that was broken off and is not the newest.
         consumer_seconds: spent outside of `next()`: the training step.
-        workers_seconds: `next()` waited, and the workers were loading; without workers, it loaded.
-        head_of_line_seconds: `next()` waited for one batch while later ones were ready, and workers had
-            nothing to do or were far ahead.
-        transport_seconds: batches were packed for the way to this process, were on the way, and were put
-            together again; with all that `next()` itself does.
-        memory_seconds: new pages were mapped for batches, or `next()` waited while workers had nothing to do
-            because the window was full.
-        sampler_seconds: the sampler was asked for indices.
-        device_copy_seconds: `next()` began copies to the device, pinned, or waited for the device.
-        start_up_seconds: `iter()`, waiting for a worker that was not up, and the end of the workers.
-        wait_p50, wait_p95, wait_p99: percentiles of the time that one call of `next()` took, within 3 %.
-        ready: how far the workers were ahead: how many batches were loaded and not handed out, on average in
-            each of up to 64 equal parts of the epoch, in the order of time.
+        workers_seconds: `next()` waited while the workers were loading; without workers, it loaded.
+        head_of_line_seconds: `next()` waited for one batch while later ones were ready, and workers were idle
+            or far ahead.
+        transport_seconds: batches were packed, sent to this process and unpacked; includes the loader's own
+            work in `next()`.
+        memory_seconds: new pages were mapped for batches, or `next()` waited while workers were idle because
+            the window was full.
+        sampler_seconds: the sampler drew indices.
+        device_copy_seconds: `next()` began copies to the device, pinned memory, or waited for the device.
+        start_up_seconds: `iter()`, waiting for a worker that was starting, and the shutdown of the workers.
+        wait_p50, wait_p95, wait_p99: percentiles of the seconds that one call of `next()` took, within 3 %.
+        ready: how far the workers were ahead: how many batches were loaded and not delivered, on average in
+            each of up to 64 equal parts of the epoch, in chronological order.
 
     >>> loader = DataLoader(range(8), 2)
     >>> batches = list(loader)
@@ -110,7 +110,7 @@ class EpochStatistics:
     ready: tuple[float, ...] = ()
 
     def spent_on(self, cause: str) -> float:
-        """The seconds of one of the causes: of "consumer", "workers", "head_of_line", "transport", "memory",
+        """The seconds of one of the causes: "consumer", "workers", "head_of_line", "transport", "memory",
         "sampler", "device_copy" or "start_up".
 
         >>> EpochStatistics(seconds=2.0, workers_seconds=1.5).spent_on("workers")
@@ -126,25 +126,26 @@ class WorkerStatistics:
 
     Attributes:
         id: its number, 0 … num_workers-1.
-        pid: process id; of a worker on another machine that there, 0 before it is up.
-        restarts: how often its process died and another one took its place.
-        batches: answers it gave (batches and errors).
+        pid: process id; for a worker on another machine the process id there, 0 before it has started.
+        restarts: how often its process died and was replaced.
+        batches: answers it sent (batches and errors).
         work_seconds: wall time between receiving a task and answering it, in seconds, summed: busy.
-        fetch_seconds: the part of it in which samples were read.
-        collate_seconds: the part in which they were made a batch.
+        fetch_seconds: the part of `work_seconds` in which samples were read.
+        collate_seconds: the part in which they were collated.
         packing_seconds: the part in which the batch was written to shared memory.
-        new_memory_seconds: the part in which new pages were mapped; within the two parts before.
+        new_memory_seconds: the part in which new pages were mapped; within the two previous parts.
         cpu_seconds: CPU time of its process so far.
-        idle_seconds: wall time between an answer and the start of the next task, in seconds, summed, but for:
-        blocked_seconds: the part of it in which there was no task for it, although the epoch was not over:
+        idle_seconds: wall time between an answer and the start of the next task, in seconds, summed, without
+            `blocked_seconds`.
+        blocked_seconds: wall time in which there was no task for it although the epoch was not over, because
             the window was full.
-        node: what the other machine is called that it runs on, or ran on last; None: it runs on this one, or
-            nowhere yet.
-        wire_bytes: bytes of its answers that came over the network, with their headers and before they were
-            encrypted; of all processes that had its number. 0 on this machine.
-        shared_bytes, private_bytes: memory of its process that others have, too, as what it was forked with
-            and batches, and that it has alone. As last seen by `statistics()`, which looks while it runs and
-            spends no more than a hundredth of the time on that; 0: never, or it runs on another machine.
+        node: name of the other machine on which it runs, or ran last; None: it runs on this one, or has not
+            started.
+        wire_bytes: bytes of its answers received over the network, with headers and before encryption; of all
+            processes that had its number. 0 on this machine.
+        shared_bytes, private_bytes: memory that its process shares (inherited by fork, and batches), and
+            memory of its own. Measured by `statistics()` while it runs, in at most a hundredth of the time;
+            0: not measured, or on another machine.
 
     >>> with DataLoader(range(8), 2, num_workers=2) as loader:
     ...     batches = list(loader)
@@ -172,15 +173,15 @@ class WorkerStatistics:
 
 @dataclass(frozen=True)
 class LateBatch:
-    """A batch that others, which were ready, had to wait for.
+    """A batch that held up others which were ready.
 
     Attributes:
         epoch, batch: their numbers, from 0 on.
         seconds: wall time that `next()` waited for it while others were ready.
-        load_seconds: wall time that its worker took for it; 0.0: it has not come.
-        sample: the index of the sample that took longest; None where samples are not read one by one, or
-            took less than 25 µs each before.
-        sample_seconds: wall time of that.
+        load_seconds: wall time that its worker took for it; 0.0: it has not arrived.
+        sample: the index of the sample that took longest; None if samples are not read one by one, or took
+            less than 25 µs each in the worker's previous batch.
+        sample_seconds: wall time of that sample.
 
     >>> LateBatch(epoch=0, batch=7, seconds=0.5, load_seconds=0.6, sample=449, sample_seconds=0.58).sample
     449
@@ -196,13 +197,13 @@ class LateBatch:
 
 @dataclass(frozen=True)
 class CacheStatistics:
-    """Counts of a cache, in all processes that hold it together; see `cached`.
+    """Counts of a cache, over all processes that share it; see `cached`.
 
     Attributes:
-        hits: calls whose value was read.
-        misses: calls that computed it.
+        hits: calls whose value was read from the cache.
+        misses: calls that computed their value.
         stored: values that were stored.
-        bytes: that they take.
+        bytes: size of the stored values.
         full: values that were not stored, because there was no room.
         random: values that were not stored, because the function drew from a generator.
         refused: values that were not stored, because they cannot be pickled.
@@ -232,9 +233,9 @@ class BadSample:
 
     Attributes:
         epoch, batch: their numbers, from 0 on.
-        index: its own; None in an iterable dataset.
+        index: its index; None in an iterable dataset.
         instead: the index of the sample that took its place; None: it was left out.
-        error: what it raised, as text.
+        error: the exception, as text.
 
     >>> BadSample(epoch=0, batch=7, index=449, instead=12, error="OSError('truncated')").instead
     12
@@ -249,21 +250,21 @@ class BadSample:
 
 @frozen
 class StagingStatistics:
-    """Counts of copies to the device, since the loader was made unless said otherwise.
+    """Counts of copies to the device, since the loader was created unless stated otherwise.
 
     Attributes:
-        device: which.
+        device: name of the device.
         pin: "register" (blocks are page-locked in place), "bounce" (batches are copied to page-locked buffers
             first) or "pageable"; "" before the first epoch.
-        pin_reason: why that.
+        pin_reason: why this mode was chosen.
         pinned_bytes: bytes of host memory that are page-locked now.
         populate_seconds: wall time spent on mapping the pages of blocks before they were locked, in seconds.
         register_seconds: wall time spent on locking pages and making page-locked buffers, in seconds.
         copies, copied_bytes: copies to the device, one for each batch with tensors, and their bytes.
-        late_copies: batches handed out before they had arrived: the device's stream waits for them.
+        late_copies: batches delivered before their copies had ended: the device's stream waits for them.
         copy_wait_seconds: wall time that `next()` waited for a bounce buffer, in seconds.
         block_wait_seconds: wall time that `next()` waited for copies because the device was behind by twice
-            `prefetch` batches, whose blocks cannot be written again before, in seconds.
+            `prefetch` batches, whose blocks are still in use, in seconds.
 
     >>> DataLoader(range(8)).statistics().staging is None  # its batches stay on the host
     True
@@ -284,33 +285,33 @@ class StagingStatistics:
 
 @frozen
 class LoaderStatistics:
-    """A snapshot of what a loader did; all counts since the loader was made unless said otherwise.
+    """A snapshot of a loader's counters; all counts since the loader was created unless stated otherwise.
 
     Attributes:
         epochs: iterations started.
-        batches: batches handed to the user.
-        bytes: bytes of tensors and arrays in those batches as they lay in shared memory (0 with
-            num_workers=0, which uses none).
+        batches: batches delivered to the user.
+        bytes: bytes of tensors and arrays in these batches as stored in shared memory (0 with num_workers=0,
+            which uses none).
         wait_seconds: wall time that `next()` spent waiting for workers, in seconds; with num_workers=0
             the time spent loading.
         total: where the time of all epochs went.
         per_epoch: where the time of each epoch went; of the last hundred, the newest last.
         late_batches: the batches that held up most others, the worst first, ten at most.
-        window: batches that may be under way now; of the live pool, or of the last one.
+        window: batches that may be in flight now; of the live pool, or of the last one.
         worker_restarts: workers that died or hung and were replaced.
-        rejected_frames: what came over the sockets and was no answer to any task.
+        rejected_frames: frames received over the sockets that did not answer any task.
         workers: one entry for each worker of the live pool, or of the last one.
-        blocks_in_use: blocks of shared memory that are granted, filled or held by users now.
+        blocks_in_use: blocks of shared memory that are granted, filled or referenced by users now.
         blocks_free: blocks that are free now.
-        blocks_grown: blocks made since the loader was made. A number that keeps growing means that
-            batches are being kept, or that their sizes keep growing.
-        arena_bytes: bytes of shared memory behind them; those of free blocks that were trimmed do not count.
-        stale_answers: answers that came after their epoch had been abandoned, and were dropped.
-        staging: copies to the device; None without one.
+        blocks_grown: blocks created since the loader was created. A number that keeps growing means that
+            batches are never released, or that their sizes keep growing.
+        arena_bytes: bytes of shared memory of all blocks, without free blocks that were trimmed.
+        stale_answers: answers that arrived after their epoch had been abandoned, and were dropped.
+        staging: copies to the device; None without a device.
         wire_bytes: bytes that workers on other machines sent; see `WorkerStatistics`.
-        bad_samples: that could not be read, and were left out or replaced; see `errors=`.
-        last_bad_samples: of these the last thousand.
-        caches: what `cached` has kept for the dataset, one entry for each of its attributes that is one.
+        bad_samples: samples that could not be read, and were left out or replaced; see `errors=`.
+        last_bad_samples: the last thousand of these.
+        caches: one entry for each `cached` function among the attributes of the dataset.
 
     >>> loader = DataLoader(range(8), 2)
     >>> batches = list(loader)
@@ -343,16 +344,16 @@ class LoaderStatistics:
 
     @property
     def head_of_line_seconds(self) -> float:
-        """The part of `wait_seconds` that was lost to batches that held up others."""
+        """The part of `wait_seconds` spent on batches that held up others."""
         return self.total.head_of_line_seconds
 
 
 class Counting:
-    """Lets a class count in the fields of a frozen one."""
+    """Makes a subclass of a frozen class mutable, so that it can count in its fields."""
 
     __setattr__, __delattr__ = object.__setattr__, object.__delattr__
 
 
 def values_of(counters: Any) -> dict[str, Any]:
-    """The fields of a snapshot, or of what counts in them."""
+    """The fields of a snapshot or of its counters, by name."""
     return {field.name: getattr(counters, field.name) for field in fields(counters)}

@@ -1,6 +1,6 @@
 """The counters of one worker.
 
-Runs in the consumer. An epoch counts its answers here, see `epoch`.
+Runs in the consumer. Answers are counted here while an epoch's records are folded, see `epoch`.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
 
 
 class WorkerCounters(Counting, WorkerStatistics):
-    """Counts for one worker, in the fields of a snapshot.
+    """Counters of one worker, in the fields of a snapshot.
 
     Attributes:
-        far: process id and machine of the worker that this stands for, if there is one.
-        cpu_marks: seconds of CPU time, with those in which it waited for a CPU, and of work, when they
-            were known first, and last. What it used to start lies before the first.
+        far: process id and machine of the remote worker for which this one stands, if any.
+        cpu_marks: (CPU time plus time waiting for a CPU, work time) in seconds, at the first and at the last
+            measurement. The CPU time of start-up lies before the first.
     """
 
     def __init__(self, id: int, pid: int) -> None:
         super().__init__(id, pid)
         self.far: tuple[int, str | None] | None = None
         self.cpu_marks: tuple[tuple[float, float], ...] = ()
-        self._process = self._finished = 0  # of its last answer, and when, on the monotonic clock; 0: none
+        self._process = self._finished = 0  # process and monotonic time of its last answer, or 0
 
     def answered(self, answer: Answer, sent: int = 0, process: int = 0) -> None:
-        """It answered a task.
+        """Count an answer to a task.
 
         Args:
-            answer: its times, on the monotonic clock.
-            sent: when the task was sent, if it has answered another one in this epoch before; else 0.
-            process: that answered; another one than before has been idle for no time.
+            answer: with its times, on the monotonic clock.
+            sent: when the task was sent, if the worker has already answered one in this epoch; else 0.
+            process: the process that answered; a new one has no idle time yet.
         """
         if process != self._process:
             self._process, self._finished, self.cpu_marks = process, 0, ()
@@ -58,13 +58,13 @@ class WorkerCounters(Counting, WorkerStatistics):
             self.idle_seconds += (started - before - blocked) / 1e9
 
     def replaced(self, pid: int) -> None:
-        """Another process has its number from here on."""
+        """Count that another process takes over."""
         self.pid = pid
         self.restarts += 1
         self.shared_bytes = self.private_bytes = 0
 
     def look_at_memory(self) -> None:
-        """Ask the kernel for the memory of its process, if that is here and runs."""
+        """Read the memory of its process from the kernel, if that runs on this machine."""
         if self.far is None and (seen := shared_and_private(self.pid)):
             self.shared_bytes, self.private_bytes = seen
 

@@ -1,4 +1,4 @@
-"""Services of the operating system and the interpreter that not every one of them has.
+"""Services of the operating system and the interpreter that are not available everywhere.
 
-Runs in every process; imports nothing of this package.
+Runs in every process; imports nothing from the rest of this package.
 """

@@ -1,7 +1,7 @@
-"""The attributes of a user's objects, read without running code of theirs: no property, no `__getattr__`.
+"""Attributes of a user's objects, read without running the user's code: no property, no `__getattr__`.
 
-Any process and thread. For advice, counting and whatever else a user did not ask for: what lies in the
-object's own dict, in its slots and in its classes, as `inspect.getattr_static` finds it.
+Runs in any process and thread. For advice, counting and other work that a user did not ask for. Reads the
+object's own dict, its slots and its classes, as `inspect.getattr_static` does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import islice
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
-#: Attributes of an object's own that are looked at.
+#: Largest number of an object's own attributes to read.
 _MOST = 1000
 _C_FIELDS = (GetSetDescriptorType, MemberDescriptorType)
 
@@ -25,7 +25,7 @@ def _own(part: Any) -> dict[str, Any]:
 
 
 def held(part: Any) -> dict[str, Any]:
-    """Attributes in an object's `__dict__`, and in the `__slots__` of its classes."""
+    """Return the attributes in an object's `__dict__`, and in the `__slots__` of its classes."""
     found = dict(islice(dict.items(_own(part)), _MOST))
     for kind in type(part).__mro__:
         if "__slots__" in vars(kind):
@@ -39,8 +39,8 @@ def held(part: Any) -> dict[str, Any]:
 
 
 def attribute(part: Any, name: str, default: Any = None) -> Any:
-    """An attribute of an object, or of its class; a method as the function that it is. `default` where only
-    code of the user's could say it."""
+    """Read an attribute of an object or of its class, without running user code (properties, `__getattr__`).
+    Returns a method as its function, and `default` if the attribute is missing or needs such code."""
     own = _own(part)
     if dict.__contains__(own, name):
         return dict.__getitem__(own, name)
@@ -56,7 +56,7 @@ def attribute(part: Any, name: str, default: Any = None) -> Any:
 
 
 def inherits(part: Any, base: type, names: Collection[str]) -> bool:
-    """Whether an object has these methods as a class of its has them, and no others in their place."""
+    """Whether an object inherits the methods `names` from its class `base`, and nothing overrides them."""
     for kind in type(part).__mro__:
         if kind is base:
             return dict.keys(_own(part)).isdisjoint(names)

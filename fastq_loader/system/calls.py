@@ -1,8 +1,8 @@
-"""System calls that not every Python, kernel or system has, each with a way around.
+"""System calls that not every Python, kernel or system has, with fallbacks where possible.
 
-Runs in every process. Linux has all that workers need. But a Python that was built with old headers, as
-conda's is, lacks the names of newer calls. So these go through the C library, or straight to the kernel. On
-another system this module is imported, and nothing in it but `AVAILABLE` and `missing` is used.
+Runs in every process. Linux has every call that workers need. But a Python that was built with old headers,
+as conda's is, lacks the names of newer calls. So these go through the C library, or straight to the kernel.
+On other systems this module can be imported, but only `AVAILABLE` and `missing` are used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 try:
     import fcntl
     import resource
-except ImportError:  # another system's
+except ImportError:  # on another system
     pass
 
 # Numbers of <linux/memfd.h>, <linux/fcntl.h>, <asm-generic/fcntl.h> and <sys/eventfd.h>: not every Python has
@@ -39,19 +39,19 @@ _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
 _MADV_REMOVE, _MADV_DONTDUMP, _MADV_POPULATE_WRITE = 9, 16, 23
 _FAILED = ctypes.c_void_p(-1).value
 _PYBUF_WRITE = 0x200
-#: Errors of a call that this kernel does not have, or a sandbox refuses.
+#: Errors of a call that this kernel lacks, or that a sandbox refuses.
 _REFUSED = errno.EPERM, errno.EACCES, errno.ENOSYS
 
 #: Types of a lock in a `struct flock`.
 WRITE_LOCK, UNLOCK = 1, 2
 
-#: Numbers of calls for a C library that is as old as the headers. Those from 424 on are the same everywhere.
+#: Numbers of calls, for a C library that is as old as the headers. From 424 on they are the same everywhere.
 _NUMBERS = {"pidfd_send_signal": 424, "pidfd_open": 434}
 
 
 @functools.cache
 def _library() -> Any:
-    """The C library, its calls for memory with their types."""
+    """Load the C library, and declare the argument types of its calls for memory."""
     library = ctypes.CDLL(None, use_errno=True)
     address, length, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     library.mmap.argtypes = (address, length, number, number, number, ctypes.c_long)
@@ -62,10 +62,10 @@ def _library() -> Any:
 
 
 def _call(name: str, *arguments: int | bytes | None) -> int:
-    """Call a function of the C library, or the kernel where the library does not know it.
+    """Call a function of the C library, or the kernel if the library lacks the function.
 
     Raises:
-        OSError: it failed, or there is none (ENOSYS).
+        OSError: the call failed, or does not exist (ENOSYS).
     """
     library = _library()
     function = getattr(library, name, None)
@@ -81,7 +81,7 @@ def _call(name: str, *arguments: int | bytes | None) -> int:
 
 
 def _needed(name: str, *arguments: int | bytes) -> int:
-    """A call that there is no way around."""
+    """Make a call that has no fallback."""
     try:
         return _call(name, *arguments)
     except OSError as error:
@@ -91,15 +91,15 @@ def _needed(name: str, *arguments: int | bytes) -> int:
         raise OSError(error.errno, f"{error.strerror}; {advice}") from error
 
 
-#: Whether there can be shared memory for workers. Other systems that have memfds lack what else these need:
-#: holes, /proc.
+#: Whether this system can have shared memory for workers. Other systems that have memfds lack two more things
+#: that workers need: holes and /proc.
 AVAILABLE = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "memfd_create")
 
 
 def missing() -> str:
-    """The call that workers need and that this system or sandbox does not have; "" if all are there.
+    """Name of a call that workers need and this system or sandbox lacks; "" if it lacks none.
 
-    It is tried each time, which takes some 20 us: a program may confine itself at any moment.
+    Tries the calls each time, which takes some 20 us: a program may enter a sandbox at any moment.
     """
     if not AVAILABLE:
         return "memfd_create"
@@ -107,7 +107,7 @@ def missing() -> str:
     for name, call in (("memfd_create", memfd), ("eventfd", wake_up)):
         try:
             os.close(call())
-        except OSError as error:  # any other is of those who need it, with their text
+        except OSError as error:  # other errors are raised where the call is needed
             if error.errno in _REFUSED:
                 return name
     return ""
@@ -117,16 +117,16 @@ def missing() -> str:
 
 
 def memfd_create(name: str) -> int:
-    """A file in memory, of no length, that can be sealed; programs that are started do not inherit it.
+    """Create an empty file in memory that can be sealed; new programs do not inherit it.
 
     Raises:
-        OSError: there is none in this kernel or sandbox, or descriptors are used up.
+        OSError: this kernel or sandbox has no memfds, or descriptors are used up.
     """
     return _needed("memfd_create", name.encode(), _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
 
 
 def _whole_pages(address: int, length: int, page: int = mmap.PAGESIZE) -> tuple[int, int]:
-    """Start and end of the pages that nothing else lies in: some systems have larger pages than blocks."""
+    """Start and end of the pages that lie wholly in a range: some systems have larger pages than blocks."""
     return -(-address // page) * page, (address + length) // page * page
 
 
@@ -135,12 +135,12 @@ class Piece:
 
     Args:
         fd: the memfd.
-        offset: of its first byte; the mapping begins with its page.
-        nbytes: from there on.
+        offset: offset of the first byte; the mapping begins at the start of its page.
+        nbytes: number of bytes from there on.
 
     Attributes:
-        address: of the byte at `offset`.
-        parts: offset → (address, bytes) of what is mapped.
+        address: address of the byte at `offset`.
+        parts: the mapped parts: offset → (address, bytes).
 
     Raises:
         MemoryError: there is not enough address space.
@@ -157,39 +157,39 @@ class Piece:
         start = self._library.mmap(None, length, access, shared, fd, offset - before)
         if start == _FAILED:
             reason = os.strerror(ctypes.get_errno())
-            raise MemoryError(f"{nbytes} bytes of a batch find no address space in this process: {reason}")
+            raise MemoryError(f"no address space for {nbytes} bytes of a batch in this process: {reason}")
         self.parts = {offset: (start, length)}
         self.address = start + before
-        self._library.madvise(start, length, _MADV_DONTDUMP)  # a sandbox may refuse it: core dumps are larger
+        self._library.madvise(start, length, _MADV_DONTDUMP)  # if a sandbox refuses, core dumps are larger
 
     def populate(self, address: int, nbytes: int) -> None:
-        """Put pages into memory, and into this process's page table. Before Linux 5.14 they come when they
-        are touched."""
+        """Put pages into memory, and into this process's page table. Before Linux 5.14 this has no effect:
+        pages come when they are touched."""
         self._library.madvise(address, nbytes, _MADV_POPULATE_WRITE)
 
     def cut(self, parts: Iterable[tuple[int, int]]) -> None:
-        """From here on `unmap` takes these parts (offset, nbytes), and what lies between them, one by one."""
+        """Divide the mapping into these parts (offset, nbytes) and the ranges between them, for `unmap`."""
         first, (address, _) = min(self.parts.items())
         end = first + sum(length for _, length in self.parts.values())
         edges = {edge for start, nbytes in parts for edge in (start, start + nbytes)} | {first, end}
         self.parts = {at: (address + at - first, until - at) for at, until in pairwise(sorted(edges))}
 
     def unmap(self, offset: int, pages: bool = True) -> None:
-        """Give the addresses of a part back, and its pages. May be called on any thread, and again."""
+        """Release the addresses of a part, and its pages. May be called on any thread, and more than once."""
         address, length = self.parts.pop(offset, (0, 0))
         start, end = _whole_pages(address, length)
-        if pages and end > start:  # a sandbox may refuse it: pages go with the last part that is mapped
+        if pages and end > start:  # if a sandbox refuses, the memfd keeps the pages until its end
             self._library.madvise(start, end - start, _MADV_REMOVE)
         if end > start and self._library.munmap(start, end - start):
-            self.parts[offset] = address, length  # there may be no more mappings; this would make one two
+            self.parts[offset] = address, length  # it would split a mapping, and there may be no more
 
-    def __del__(self, whole_pages: Any = _whole_pages) -> None:  # other names go before, at exit
+    def __del__(self, whole_pages: Any = _whole_pages) -> None:  # at exit globals may be gone
         for start, end in [whole_pages(*part) for part in self.parts.values()]:
             self._library.munmap(start, end - start)
 
 
 def view(address: int, nbytes: int) -> memoryview:
-    """Bytes at an address, writable; nothing keeps the address valid."""
+    """Return a writable view of the bytes at an address; it does not keep the address valid."""
     make = ctypes.pythonapi.PyMemoryView_FromMemory
     make.argtypes, make.restype = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int), ctypes.py_object
     made: memoryview = make(address, nbytes, _PYBUF_WRITE)
@@ -197,21 +197,21 @@ def view(address: int, nbytes: int) -> memoryview:
 
 
 def punch_hole(fd: int, offset: int, nbytes: int) -> None:
-    """Give pages of a memfd back to the system; they read as zeros, and can be written again. In a sandbox
-    that refuses it, they go with the memfd."""
+    """Return pages of a memfd to the system; they read as zeros, and can be written again. If a sandbox
+    refuses, the memfd keeps them until its end."""
     with contextlib.suppress(OSError):
         _call("fallocate", fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, nbytes)
 
 
 def seal_length(fd: int, contents: bool = False) -> None:
-    """No process can cut a memfd short, or make it longer, from here on, nor change what is in it; unless a
-    sandbox refuses that."""
+    """Forbid all processes to change the length of a memfd, and with `contents` its bytes. Has no effect if a
+    sandbox refuses."""
     with contextlib.suppress(OSError):
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS | (_SEAL_WRITE if contents else 0))
 
 
 def limit_of(name: str) -> int | None:
-    """Limit of a resource of this process, such as "AS" (bytes of address space); None is none."""
+    """Limit of a resource of this process, such as "AS" (bytes of address space); None if unlimited."""
     limit, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
     return None if limit == resource.RLIM_INFINITY else limit
 
@@ -220,15 +220,14 @@ def limit_of(name: str) -> int | None:
 
 
 def readable(descriptors: Collection[int], seconds: float | None) -> list[int]:
-    """Wait until one of these is readable, or has no other end any more.
+    """Wait until one of these descriptors is readable, or its other end is closed.
 
     Args:
-        descriptors: any number of them, of any number (select() knows those below 1024); a negative one is
-            passed over.
-        seconds: to wait, at most; None, or infinity, waits for ever.
+        descriptors: any descriptors (select() takes only numbers below 1024); negative ones are ignored.
+        seconds: longest time to wait; None, or infinity, waits for ever.
 
     Returns:
-        Those that are.
+        The readable descriptors.
     """
     poller = select.poll()
     for descriptor in descriptors:
@@ -239,7 +238,7 @@ def readable(descriptors: Collection[int], seconds: float | None) -> list[int]:
 
 
 def wake_up() -> int:
-    """A descriptor that becomes readable, and stays so, when `wake` is called with it.
+    """Open a descriptor that becomes readable, and stays so, when `wake` is called with it.
 
     Raises:
         OSError: descriptors are used up.
@@ -252,11 +251,11 @@ def wake(descriptor: int) -> None:
 
 
 def open_anew(fd: int) -> tuple[int, int]:
-    """Open a file anew, because a lock belongs to an open file, which processes may share. Without /proc it
-    is a duplicate, and locks belong to the process.
+    """Open a file anew, because a lock belongs to an open file, which processes may share. Without /proc the
+    descriptor is duplicated, and locks belong to the process.
 
     Returns:
-        The descriptor, and the command of `set_lock`.
+        The descriptor, and the command for `set_lock`.
 
     Raises:
         OSError: descriptors are used up.
@@ -268,21 +267,21 @@ def open_anew(fd: int) -> tuple[int, int]:
 
 
 def set_lock(fd: int, command: int, flock: bytes) -> None:
-    """Set or lift a lock, without waiting. It goes with whom it belongs to, see `open_anew`.
+    """Set or release a lock, without waiting. The lock ends with its owner, see `open_anew`.
 
     Args:
-        fd, command: of `open_anew`.
+        fd, command: from `open_anew`.
         flock: a `struct flock`.
 
     Raises:
-        OSError: EAGAIN or EACCES: somebody else has one there.
+        OSError: EAGAIN or EACCES: another owner has a lock there.
     """
     fcntl.fcntl(fd, command, flock)
 
 
 def conflicting_lock(fd: int, command: int, flock: bytes) -> bytes:
-    """The lock of somebody else for which `set_lock` would fail, as a `struct flock`. Its type is UNLOCK if
-    there is none."""
+    """Return another owner's lock that would make `set_lock` fail, as a `struct flock`; its type is UNLOCK if
+    `set_lock` would succeed."""
     return fcntl.fcntl(fd, _F_OFD_GETLK if command == _F_OFD_SETLK else fcntl.F_GETLK, flock)
 
 
@@ -290,7 +289,7 @@ def conflicting_lock(fd: int, command: int, flock: bytes) -> bytes:
 
 
 def waited_for_cpu(file: str = "/proc/thread-self/schedstat") -> int:
-    """Nanoseconds in which this thread could have run and had no CPU; 0 where no kernel says."""
+    """Nanoseconds in which this thread could have run and had no CPU; 0 if the kernel does not count them."""
     try:
         with open(file, "rb", buffering=0) as opened:
             return int(opened.read(128).split()[1])
@@ -299,11 +298,11 @@ def waited_for_cpu(file: str = "/proc/thread-self/schedstat") -> int:
 
 
 def pidfd_open(pid: int) -> int:
-    """A descriptor that becomes readable when a process has ended.
+    """Open a descriptor that becomes readable when a process has ended.
 
     Raises:
         ProcessLookupError: there is no such process.
-        OSError: there are none in this kernel or sandbox, or they are used up.
+        OSError: this kernel or sandbox has no pidfds, or descriptors are used up.
     """
     return _call("pidfd_open", pid, 0)
 
@@ -321,13 +320,13 @@ def pidfd_send_signal(descriptor: int, number: int) -> None:
     """Send a signal to the process behind a `pidfd_open` descriptor.
 
     Raises:
-        OSError: it has ended, or may not be sent one.
+        OSError: the process has ended, or may not be sent a signal.
     """
     _call("pidfd_send_signal", descriptor, number, None, 0)
 
 
 def occupy_standard_streams() -> None:
-    """Put /dev/null where one of the descriptors 0 to 2 is free: for good, and for the children too."""
+    """Open /dev/null as each of the descriptors 0 to 2 that is free: for good, and for children too."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -339,7 +338,7 @@ def occupy_standard_streams() -> None:
                 os.set_inheritable(opened, True)
 
 
-# The two of multiprocessing wait for an answer from Python 3.14 on, and take whatever comes for it.
+# multiprocessing's own two functions wait for an answer from Python 3.14 on, and take any data for it.
 def send_descriptor(to: int, descriptor: int) -> None:
     """Send a descriptor over the Unix socket `to`."""
     with socket.fromfd(to, socket.AF_UNIX, socket.SOCK_STREAM) as end:
@@ -347,7 +346,7 @@ def send_descriptor(to: int, descriptor: int) -> None:
 
 
 def receive_descriptor(source: int) -> int:
-    """Receive one.
+    """Receive a descriptor over the Unix socket `source`.
 
     Raises:
         EOFError: the other end is closed.

@@ -1,8 +1,8 @@
 """Functions that run when this process ends, whoever started it. Runs in any process, on its main thread.
 
-A program ends with the functions of `atexit`. A process that multiprocessing started ends with
-multiprocessing's finalizers, and (before Python 3.13) without `atexit`. After the finalizers it sends
-SIGTERM to the daemons and joins them, for ever where one outlives SIGTERM.
+A program calls the functions of `atexit` at its end. A process that multiprocessing started calls
+multiprocessing's finalizers, and does not call `atexit` before Python 3.13. After the finalizers it sends
+SIGTERM to its daemons and joins them, which takes for ever if one outlives SIGTERM.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from multiprocessing import parent_process, util
 
 from fastq_loader.system import process_id
 
-#: Finalizers run from the highest priority on; those of multiprocessing's own pools have 15.
+#: Finalizers run in the order of falling priority; multiprocessing's own pools have priority 15.
 _FIRST = 100
 
 _registered: dict[Callable[[], None], tuple[int, util.Finalize]] = {}  # function → process, its finalizer
@@ -22,8 +22,8 @@ _registered: dict[Callable[[], None], tuple[int, util.Finalize]] = {}  # functio
 def register(function: Callable[[], None]) -> None:
     """Call a function when this process ends. It may be registered, and may be called, more than once.
 
-    A fork has its parent's finalizers, which are none of its own; and multiprocessing clears those that a
-    child registers while its arguments are unpickled.
+    It has to be registered again in a forked process, which inherits its parent's finalizers but does not run
+    them, and in a child of multiprocessing, which clears finalizers registered while it was unpickled.
     """
     process, finalizer = _registered.get(function, (0, None))
     if process != process_id.current() or finalizer is None or not finalizer.still_active():
@@ -33,5 +33,5 @@ def register(function: Callable[[], None]) -> None:
 
 
 def is_program() -> bool:
-    """Whether this is a program of its own, and not a process that multiprocessing started."""
+    """Whether this process is a program of its own, not started by multiprocessing."""
     return parent_process() is None

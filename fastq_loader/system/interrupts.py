@@ -1,12 +1,12 @@
-"""Signals: what their handlers raised in the middle of user code, and calls that they must not interrupt.
+"""Signals: exceptions that handlers raise in the middle of user code, and calls that must not be interrupted.
 
-Runs in the consumer. A watchdog's TimeoutError that comes while a sampler draws is not the sampler's error:
-it must not take the place of a batch.
+Runs in the consumer; `without_signals` in other processes, too. A watchdog's TimeoutError that comes while a
+sampler draws is not the sampler's error: it must not be delivered in place of a batch.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # whose functions make no enum of each number: 0.1 ms of all
+import _signal  # type: ignore[import-not-found]  # unlike `signal` it makes no enums: 0.1 ms for all numbers
 import contextlib
 import functools
 import inspect
@@ -20,25 +20,25 @@ _ALARM = getattr(signal, "SIGALRM", None)  # Windows has none
 
 
 def refuse_interrupt(error: Exception, own_alarm: bool = False) -> None:
-    """Raise an exception that came out of user code if the handler of a signal raised it.
+    """Raise an exception that came out of user code if a signal handler raised it.
 
     Args:
-        error: what came.
-        own_alarm: no alarm was set when that code began. If SIGALRM came in the middle of it, the code has
-            set it for itself, and what the handler raises is its own error.
+        error: the exception.
+        own_alarm: whether no alarm was set when that code began. If SIGALRM comes during the code, the code
+            has set the alarm itself, and the handler's exception is its own error.
     """
     if raised_by_handler(error, own_alarm):
         raise error
 
 
 def raised_by_handler(error: BaseException, own_alarm: bool = False) -> bool:
-    """Whether the handler of a signal raised an exception, and not the code that it came through."""
+    """Whether a signal handler raised an exception, and not the code that was interrupted."""
     if threading.current_thread() is not threading.main_thread():  # handlers run on no other
         return False
     numbers = signal.valid_signals()
     codes = _codes_of(numbers)
     alarms = codes - _codes_of(numbers - {_ALARM}) if own_alarm else set()
-    inside = False  # of code that is not ours: else it is a call of the loader that was interrupted
+    inside = False  # whether the last frame is not ours; else a call of the loader was interrupted
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code in codes:
             return not (inside and frame.f_code in alarms)
@@ -47,7 +47,7 @@ def raised_by_handler(error: BaseException, own_alarm: bool = False) -> bool:
 
 
 def alarm_is_set() -> bool:
-    """Whether SIGALRM will come."""
+    """Whether a timer will send SIGALRM."""
     return _ALARM is not None and signal.getitimer(signal.ITIMER_REAL)[0] > 0
 
 
@@ -57,7 +57,7 @@ def _codes_of(numbers: set[Any]) -> set[Any]:
 
 
 def _codes(handler: Any) -> list[Any]:
-    """The code of a handler: a function, a method, a partial, or an object that can be called."""
+    """Code objects of a handler: of a function, a method, a partial, or a callable object."""
     handler = inspect.unwrap(handler)
     while isinstance(handler, functools.partial):
         handler = handler.func
@@ -68,10 +68,10 @@ def _codes(handler: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def without_signals(*numbers: int) -> Iterator[None]:
-    """These signals, or all, come to this thread after the block, and not in it."""
+    """Block these signals (default: all) for this thread inside the `with` block; they arrive after it."""
     masked = _signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        # Runs the handler of one that came just before, which may raise.
+        # Runs the handler of a signal that came just before, which may raise.
         _signal.pthread_sigmask(signal.SIG_BLOCK, numbers or _signal.valid_signals())
         yield
     finally:

@@ -1,7 +1,7 @@
-"""The memory of the machine, and of a process: shared with others, or its own. The kernel says it in /proc.
+"""The memory of the machine and of processes, shared or private, as the kernel reports it in /proc.
 
-Runs in the consumer, and reads files of its workers. Where there are none (another system, another user's
-process, a process that has ended) nothing is known.
+Runs in the consumer, and reads the files of its workers. Without such a file (another system, another user's
+process, a process that has ended) the values are unknown.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import sys
 
 
 def installed() -> int:
-    """The bytes of memory of this machine; `sys.maxsize` where the system does not say."""
+    """Bytes of memory of this machine; `sys.maxsize` if the system does not report it."""
     if not hasattr(os, "sysconf"):
         return sys.maxsize
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def shared_and_private(pid: int) -> tuple[int, int] | None:
-    """The bytes of memory that a process shares with others, and those that it has alone; None: not known.
+    """Bytes of memory that a process shares with others, and bytes of its private memory; None if unknown.
 
-    The kernel walks its page tables for that, which takes some milliseconds for each GB.
+    The kernel walks the process's page tables for that, which takes some milliseconds for each GB.
     """
     if not (sizes := _rollup(pid)):
         return None
@@ -33,10 +33,10 @@ def shared_and_private(pid: int) -> tuple[int, int] | None:
 
 
 def proportional(pid: int) -> int:
-    """The bytes of memory of a process and of all below it: a page that several processes map is divided
-    among them, so shared memory counts once. 0: not known."""
+    """Bytes of memory of a process and all its descendants. A page that several processes map is divided
+    among them, so shared memory counts once. 0 if unknown."""
     below = 0
-    with contextlib.suppress(OSError, ValueError):  # they end meanwhile
+    with contextlib.suppress(OSError, ValueError):  # a process may end meanwhile
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children") as file:
                 below += sum(proportional(int(child)) for child in file.read().split())
@@ -44,7 +44,7 @@ def proportional(pid: int) -> int:
 
 
 def _rollup(pid: int) -> dict[str, int]:
-    """The bytes of each kind; nothing where they are not known."""
+    """Bytes of each kind of memory; empty if unknown."""
     try:
         with open(f"/proc/{pid}/smaps_rollup") as file:
             lines = [line.split() for line in file.readlines()[1:]]

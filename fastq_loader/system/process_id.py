@@ -1,8 +1,7 @@
 """The id of this process, without a system call.
 
-`pid` is it, and `current` gives it where a function is wanted. Leases and engines ask on every batch whether
-they are in the process that made them; a fork of the user's is the only way that they are not. Runs in every
-process.
+`pid` is the id; `current` returns it where a function is needed. Leases and engines check on every batch that
+they are in the process that made them, because user code may have forked. Runs in every process.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ pid = os.getpid()
 
 
 def current() -> int:
-    """Return what `os.getpid()` does."""
+    """Return the same as `os.getpid()`."""
     return pid
 
 
 def stay_in(process: int) -> None:
-    """Leave quietly unless this is `process`: a child that user code forked in a worker has come back
-    from that code, and is in the middle of our loop. (torch's watchdog finds another parent, and leaves.)
+    """Exit quietly unless this process is `process`. Otherwise it is a child that user code forked in a
+    worker, returned from that code into our loop. (torch's watchdog finds another parent, and exits.)
 
     Raises:
-        SystemExit: it is another one.
+        SystemExit: this is another process.
     """
     if pid != process:
         raise SystemExit(0)

@@ -1,1 +1,1 @@
-"""Whole loaders are compared, tuned and tried, on the shell and by a call, in processes of their own."""
+"""Tools for whole loaders: `compare`, `tune` and `doctor`. Child processes iterate copies of a loader."""

@@ -1,11 +1,11 @@
-"""`compare`: torch's DataLoader and ours in turn, on the same seeds: are batches equal, what do they cost?
+"""`compare`: run torch's DataLoader and ours on the same seeds, and compare their batches and costs.
 
-Runs in the consumer; each pass over the data runs in a process of its own (`trials.in_child`), so that the
-user's loader, its dataset, samplers and generators stay as they are, and each pass finds them so.
+Runs in the consumer. Each pass over the data runs in a process of its own (`trials.in_child`), so the user's
+loader, its dataset, samplers and generators stay as they are, and each pass starts from the same state.
 
-A pass of each loader takes a digest of every batch, with the schedule that torch has. Another one takes no
-digests, and is timed. Where two digests differ, both passes are made again, and bring that batch along. So
-torch's was made twice: data that differ from themselves say nothing of a loader.
+The first pass of each loader takes a digest of every batch, with torch's schedule. The last one takes no
+digests and is timed. If two digests differ, both digest passes are repeated and also return that batch. As
+torch's pass has then run twice, data that are not reproducible are not blamed on a loader.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from fastq_loader.system import pages
 from fastq_loader.tools import trials
 from fastq_loader.tools.leaves import Leaf, difference, digest, leaves
 
-#: torch's own, also where ours is put in its place later.
+#: torch's class, also after `install` has put ours in its place.
 _TORCHS: Any = torch.utils.data.DataLoader
-#: Seconds between two looks at the memory: short runs are looked at often, and long ones are not disturbed.
+#: Seconds between two measurements of memory: the first, their growth factor and the longest. Short passes
+#: are measured often, and long ones are not disturbed.
 _LOOK, _LONGER, _MOST_LOOK = 0.03, 1.5, 0.5
-#: Seconds of a timed pass below which it says little; the part of torch's speed that counts as slower; and
-#: columns of the page.
+#: Seconds below which a timed pass is too short to rely on; ratio to torch's speed below which ours counts as
+#: slower; columns of the page.
 _SHORT, _SLOWER, _WIDTH = 1.0, 0.95, 100
 
 
@@ -44,16 +45,16 @@ _HEADER = ("", "batches/s", "first batch", "CPU", "memory")
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """Costs of the epochs with one of the loaders; 0 is unknown.
+    """Costs of the epochs with one of the loaders; 0 means unknown.
 
     Attributes:
         loader: "torch" or "fastq_loader".
-        batches: of all epochs.
-        seconds: of these, with the steps, and the start and the end of the workers.
-        first_batch_seconds: from `iter()` to the first batch of the first epoch.
-        cpu_seconds: of all its processes, but for those of Python's fork server.
-        memory_bytes: the most that all its processes had, as PSS: shared pages count once.
-        error: what was raised instead of a batch.
+        batches: number of batches in all epochs.
+        seconds: duration of all epochs, including the steps and the start and end of the workers.
+        first_batch_seconds: seconds from `iter()` to the first batch of the first epoch.
+        cpu_seconds: CPU seconds of all its processes; unknown if workers start by "forkserver".
+        memory_bytes: peak memory of all its processes, as PSS: shared pages count once.
+        error: type and text of the error that ended the pass; "" if none did.
 
     >>> ComparisonRow("torch", batches=100, seconds=2.0).batches_per_second
     50.0
@@ -86,11 +87,11 @@ class Comparison:
     """Result of `compare`. `print` of it is a page.
 
     Attributes:
-        equal: whether all batches are, and the states of the generators after each epoch.
-        difference: the first one, in words, with its likely cause; None if they are equal.
-        batches: that were compared.
-        rows: torch's costs, and ours.
-        notes: what the comparison left out, or did in another way.
+        equal: whether all batches, and the states of the generators after each epoch, are equal.
+        difference: description of the first difference, with its likely cause; None if they are equal.
+        batches: number of batches compared.
+        rows: torch's costs, then ours.
+        notes: parts that the comparison left out or did in another way.
 
     >>> rows = ComparisonRow("torch", 100, 2.0), ComparisonRow("fastq_loader", 100, 0.5)
     >>> print(Comparison(True, None, 100, rows))
@@ -132,18 +133,18 @@ def compare(
 ) -> Comparison:
     """Compare torch's DataLoader with this one, batch by batch on the same seeds, and measure both.
 
-    Each pass over the data, four in all, is made by a process of its own: the loader, its dataset, samplers
-    and all generators stay as they are. Batches stay on the host. Values are compared with the schedule that
-    torch has, "round_robin"; the speed is that of the loader's own schedule.
+    Each pass over the data, four in all, runs in a process of its own: the loader, its dataset, samplers and
+    all generators stay as they are. Batches stay on the host. Values are compared with torch's schedule,
+    "round_robin"; speed is measured with the loader's own schedule.
 
     Args:
-        loader: a DataLoader, torch's or this one; the other one is made of its attributes.
-        epochs: of each pass.
-        step_seconds: of the training step between two batches, simulated by sleeping, in the timed passes.
-        batches: of each epoch, at most; None: all.
+        loader: a DataLoader, torch's or this one; the other one is made from its attributes.
+        epochs: number of epochs in each pass.
+        step_seconds: seconds of the training step after each batch, simulated by sleeping in timed passes.
+        batches: the most batches to read of each epoch; None for all.
 
     Raises:
-        ValueError, TypeError: an argument.
+        ValueError, TypeError: an argument is invalid.
         RuntimeError: this system has no worker processes.
 
     >>> compare(DataLoader(torch.arange(64), 8, shuffle=True)).equal
@@ -171,7 +172,7 @@ def compare(
 
 
 def _runner(method: str, epochs: int, batches: int | None) -> Callable[..., Seen]:
-    """Makes a pass in a process of its own, with the generators as they are now."""
+    """Return a function that makes a pass in a process of its own, from the present generator states."""
     seeds = {name: generators.state_of(each) for name, each in generators.GLOBAL.items()}
 
     def run(name: str, loader: Any, step: float | None = None, keep: int | None = None) -> Seen:
@@ -190,7 +191,7 @@ def _runner(method: str, epochs: int, batches: int | None) -> Callable[..., Seen
 
 
 def checked(loader: Any, epochs: Any, step_seconds: Any, batches: Any) -> None:
-    """For arguments and errors see `compare`."""
+    """Validate the arguments of `compare`, where the errors are described."""
     trials.check_loader(loader, _TORCHS, "compare needs a DataLoader")
     for name, value in (("epochs", epochs), ("batches", 1 if batches is None else batches)):
         if not is_int(value) or value < 1:
@@ -199,7 +200,7 @@ def checked(loader: Any, epochs: Any, step_seconds: Any, batches: Any) -> None:
 
 
 def _variants(loader: Any) -> list[Any]:
-    """torch's loader and ours, to give the same values; and both as the user has them. On the host."""
+    """torch's loader and ours, set to give equal values; then both with the user's settings, on the host."""
     kinds: Any = (_TORCHS, type(loader)) if isinstance(loader, DataLoader) else (type(loader), DataLoader)
     plain = {**_VALUES, **_HOST, "num_workers": int(loader.num_workers)}
     made: list[Any] = []
@@ -215,46 +216,46 @@ def _cause(loader: Any, probed: str, reproducible: bool, error: str) -> str:
         return (
             "But torch's DataLoader differs from itself in two runs with the same seeds: the data are not "
             f"reproducible. Likely cause: {probed or 'dataset or collate_fn'} reads the time or the process "
-            "id, draws from a generator that nothing seeds, or writes to memory that it has given away."
+            "id, draws from a generator that nothing seeds, or writes to memory that it has already returned."
         )
     if probed:
         return f"Likely cause: {probed} keeps state between its calls."
     if type(loader) not in (_TORCHS, DataLoader):
-        return f"Likely cause: what {type(loader).__qualname__} changes of its base class."
+        return f"Likely cause: an override in the subclass {type(loader).__qualname__}."
     if error:
         return (
-            "Around errors the loaders differ on purpose: with fastq_loader an error comes after the batches "
-            "before it, also one of the sampler, and has its own type; see the README, 'Different from torch "
+            "Around errors the loaders differ on purpose: fastq_loader raises an error, also the sampler's, "
+            "after the batches before it and with its original type; see the README, 'Different from torch "
             "on purpose'."
         )
-    return "Dataset and collate_fn give the same twice, so it is a fault of the loader: please report it."
+    return "Dataset and collate_fn gave equal results twice, so the loader is at fault: please report it."
 
 
 def _notes(loader: Any, error: str, seconds: float, batches: int | None) -> Iterator[str]:
-    """Parts that were left out, or done in another way."""
+    """Notes about parts that were left out or done in another way."""
     for usual, text in (
-        (_VALUES, "values were compared without, as torch has them, and the speed is with."),
+        (_VALUES, "values were compared with torch's defaults instead, and the speed was measured as set."),
         (_HOST, "left out; batches stayed on the host, and workers were processes of this machine."),
     ):
         given = {name: getattr(loader, name, default) for name, default in usual.items()}
         if changed := [f"{name}={value!r}" for name, value in given.items() if value != usual[name]]:
             yield f"{', '.join(changed)}: {text}"
     if type(loader) not in (_TORCHS, DataLoader):
-        yield f"What {type(loader).__qualname__} adds is in one of both loaders only."
+        yield f"Only one of the two loaders has the overrides of the subclass {type(loader).__qualname__}."
     if batches is not None:
-        yield f"Of each epoch {batches} batches at most were read."
+        yield f"At most {batches} batches of each epoch were read."
     if error:
-        yield f"Both raised {error}: they were compared up to there."
+        yield f"Both raised {error}: they were compared up to that error."
     elif seconds < _SHORT:
-        yield f"A timed pass took {seconds:.2f} s only, which says little: give it more epochs."
+        yield f"A timed pass took only {seconds:.2f} s, too short to rely on: use more epochs."
 
 
 def _opaque(found: Mapping[str, str]) -> Iterator[str]:
     for kind, path in found.items():
-        yield f"Not compared: what is in a {kind} ({path}), which cannot be pickled."
+        yield f"Not compared: the contents of a {kind} ({path}), which cannot be pickled."
 
 
-#: What the arguments must be for batches that can be compared; and where nothing but loading is measured.
+#: Arguments with which both loaders give equal batches; arguments with which only loading is measured.
 _VALUES: dict[str, Any] = {"schedule": "round_robin", "errors": "raise", "in_order": True}
 _HOST: dict[str, Any] = {"device": None, "pin_memory": False, "workers": "processes"}
 
@@ -263,13 +264,13 @@ _HOST: dict[str, Any] = {"device": None, "pin_memory": False, "workers": "proces
 
 
 class Seen(NamedTuple):
-    """Observations of a pass.
+    """Results of a pass.
 
     Attributes:
-        digests: of each batch, of the generators after each epoch, and of an error.
-        kept: the parts of the one that was to be kept.
-        opaque: kinds of parts that could not be compared → where the first one was.
-        costs: of all epochs.
+        digests: digests of each batch, of the generators after each epoch, and of an error, as they came.
+        kept: the parts of the value whose digest has the number `keep`.
+        opaque: kinds of parts that could not be compared → path of one of them.
+        costs: costs of all epochs.
     """
 
     digests: list[bytes]
@@ -280,7 +281,8 @@ class Seen(NamedTuple):
 
 @dataclass
 class _Pass:
-    """A pass over the data. With a `step` it is timed, without digests; `keep` is the number of a digest."""
+    """A pass over the data: timed if `step` is a number of seconds, else with digests. `keep`: number of the
+    digest whose parts are returned, too."""
 
     name: str
     loader: Any
@@ -303,7 +305,7 @@ class _Pass:
             kind = type(raised)
             self._note(f"a {kind.__module__}.{kind.__qualname__}", "an error")
         seconds = time.monotonic() - began
-        self.close()  # its workers' CPU time counts when they have ended
+        self.close()  # the CPU time of workers counts once they have ended
         served = self.loader.num_workers and trials.start_method(self.loader) == "forkserver"
         cpu = 0.0 if served else _cpu_seconds() - cpu
         costs = ComparisonRow(self.name, self.came, seconds, self.first, cpu, error=error)
@@ -316,7 +318,7 @@ class _Pass:
             self.came += 1
             self._note(batch, f"batch {number} of epoch {epoch}: batch")
             time.sleep(self.step or 0.0)
-        if number + 1 != self.batches:  # else workers have drawn ahead
+        if number + 1 != self.batches:  # otherwise workers have drawn ahead
             self._note(self._states(), f"the end of epoch {epoch}: generators")
 
     def _note(self, value: Any, path: str) -> None:
@@ -344,7 +346,7 @@ class _Pass:
 
 
 def _cpu_seconds() -> float:
-    """Of this process, and of its children that have ended."""
+    """CPU seconds of this process and of its children that have ended."""
     import resource  # not every system has it
 
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -353,7 +355,7 @@ def _cpu_seconds() -> float:
 
 @dataclass
 class _Probe:
-    """Reads the first samples twice with the same seeds, and collates them twice: what differs?"""
+    """Reads and collates the first samples twice with the same seeds, to find what differs."""
 
     loader: Any
     found: str = ""
@@ -368,7 +370,7 @@ class _Probe:
             made = self._twice("collate_fn", lambda: loader.collate_fn(samples))
             places = [{each.data_ptr() for each in tensors_of(batch) if each.numel()} for batch in made]
             if not self.found and places[0] & places[1]:
-                self.found = "collate_fn, which gives the same memory twice,"
+                self.found = "collate_fn, which returns the same memory twice,"
 
     def _twice(self, name: str, read: Callable[[], Any]) -> list[Any]:
         made, parts = [], []
@@ -385,7 +387,7 @@ class _Probe:
         return self.found
 
     def close(self) -> None:
-        """It has no workers."""
+        """Do nothing: there are no workers."""
 
 
 def _same(samples: Any) -> Any:

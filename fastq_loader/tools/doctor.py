@@ -1,7 +1,7 @@
-"""`python -m fastq_loader doctor`: whose workers run on this machine, what they need, and what to change.
+"""`python -m fastq_loader doctor`: which workers run on this machine, what they need, and what to change.
 
-Runs in a process of its own on the shell. Each check looks at what workers need, tries it where that takes no
-time, and says a line; the last but one moves batches through two workers. Nothing is changed.
+Runs in a process of its own, started on the shell. Each check examines a need of the workers, tries it if
+that is quick, and yields lines; the last but one moves batches through two workers. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from fastq_loader.loader import DataLoader
 from fastq_loader.system import calls
 from fastq_loader.tools.leaves import digest, leaves
 
-#: The oldest versions of what is needed; `pyproject.toml` has the same.
+#: The oldest versions of the dependencies that will do; `pyproject.toml` has the same.
 OLDEST = {"torch": "2.6", "numpy": "1.26", "pyzmq": "26", "msgpack": "1.0.7"}
 
 OK, CHANGE, NOTE = "ok", "change", "note"
 
-#: Descriptors and threads of a pool, and of each worker, with some of the user's own.
+#: Descriptors and threads needed by a pool, with some for the user, and by each of its workers.
 _DESCRIPTORS, _THREADS = (64, 3), (2, 4)
-#: Bytes of address space, of a file and of memory below which batches soon find no room.
+#: Bytes of address space, of a file and of memory below which batches soon run out of room.
 _LEAST_ADDRESSES, _LEAST_FILE, _LEAST_MEMORY = 2 << 30, 1 << 30, 512 << 20
-#: Seconds that the workers of the last check have for a batch, also where each imports torch first.
+#: Seconds that the workers of `_batches` have for a batch, also where they import torch first.
 _PATIENCE = 6
 
 
 class Finding(NamedTuple):
-    """A line: whether it is fine, what was looked at, what was seen, and what to do about it."""
+    """A line of the report: OK, CHANGE or NOTE; the subject; what was seen, with the remedy."""
 
     level: str
     what: str
@@ -52,7 +52,7 @@ class Finding(NamedTuple):
 
 
 def report() -> int:
-    """Look, and print; the exit code: 1 if there is something to change."""
+    """Run the checks and print their lines. Return the exit code: 1 if there is something to change."""
     changes = 0
     for check in CHECKS if calls.AVAILABLE else ANYWHERE:
         for level, what, text in _tried(check):
@@ -65,8 +65,8 @@ def report() -> int:
 def _tried(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from check()
-    except Exception as error:  # what nobody has thought of is worth a line, too
-        yield Finding(CHANGE, check.__name__.strip("_"), f"this could not be looked at: {error!r}")
+    except Exception as error:  # an unforeseen failure gets a line, too
+        yield Finding(CHANGE, check.__name__.strip("_"), f"this check failed: {error!r}")
 
 
 def _judged(fine: bool, what: str, seen: str, remedy: str) -> Finding:
@@ -91,9 +91,9 @@ def _numbers(version: str) -> list[int]:
 def _workers() -> Iterator[Finding]:
     if lacking := calls.missing():
         seen = f"with num_workers > 0 torch's own run, because {lacking} is missing: the same batches"
-        yield Finding(NOTE, "workers", f"{seen}, as fast as torch's; what torch lacks needs num_workers=0")
+        yield Finding(NOTE, "workers", f"{seen}, at torch's speed; what torch lacks needs num_workers=0")
     else:
-        yield Finding(OK, "workers", "those of this package run")
+        yield Finding(OK, "workers", "this package's own run")
 
 
 def _system_calls() -> Iterator[Finding]:
@@ -107,7 +107,7 @@ def _system_calls() -> Iterator[Finding]:
         try:
             attempt()
         except (OSError, AttributeError, Busy) as error:
-            seen = f"missing or refused: {error}".partition(";")[0]  # which has advice for an error's text
+            seen = f"missing or refused: {error}".partition(";")[0]  # advice follows
         remedy = "allow it in the container's seccomp profile or sandbox, or use num_workers=0"
         yield _judged(seen == "there", name, seen, remedy)
     if not calls.has_pidfd():
@@ -158,7 +158,7 @@ def _descriptors_and_threads() -> Iterator[Finding]:
     try:
         endpoints.expect_threads(_THREADS[0] + _THREADS[1] * workers)
     except BlockingIOError as error:
-        failed = f", not those of {workers} workers: {error.strerror}"
+        failed = f", but not enough for {workers} workers: {error.strerror}"
     remedy = "run `ulimit -u unlimited`, or raise the pids limit of the container"
     yield _judged(not failed, "threads", f"can be started{failed}", remedy)
 
@@ -187,7 +187,7 @@ def _cpus() -> Iterator[Finding]:
 
 def _start_method() -> Iterator[Finding]:
     method = multiprocessing.get_context().get_start_method()
-    about = "its script needs `if __name__ == '__main__':`, and workers import for seconds: let them persist"
+    about = "its script needs `if __name__ == '__main__':`, and imports take seconds: let workers persist"
     yield Finding(OK, "start method", method if method == "fork" else f"{method}; {about}")
 
 
@@ -206,14 +206,14 @@ def _batches() -> Iterator[Finding]:
         try:
             with DataLoader(_Samples(), 4, num_workers=2, timeout=_PATIENCE) as loader:
                 equal = [digest(leaves(batch)) for batch in loader] == expected
-            seen = f"{len(expected)} of two workers are {'equal to' if equal else 'not'} those of none"
+            seen = f"{len(expected)} from two workers {'equal' if equal else 'differ from'} those without any"
         except Exception as error:
-            equal, seen = False, f"two workers give none: {type(error).__name__}: {error}"
-    yield _judged(equal, "batches", seen, "change what is said above; if that is nothing, please report it")
+            equal, seen = False, f"two workers gave none: {type(error).__name__}: {error}"
+    yield _judged(equal, "batches", seen, "make the changes above; without any, please report it")
 
 
 def _accelerator() -> Iterator[Finding]:
-    """After the workers, which must not inherit anything of it."""
+    """Runs after the workers, which must not inherit an initialised device."""
     if torch.accelerator.is_available():
         seen, pins = f"{torch.accelerator.current_accelerator()}, host memory can be page-locked", True
         try:
@@ -227,10 +227,10 @@ def _accelerator() -> Iterator[Finding]:
         yield _judged(not unused, "accelerator", seen, "install a CUDA build of torch, as new as the driver")
 
 
-#: In this order; what initialises a device comes last.
+#: All checks in order: the one that initialises a device is the last.
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     *(_versions, _workers, _system_calls, _memory, _descriptors_and_threads, _sockets, _cpus),
     *(_start_method, _batches, _accelerator),
 )
-#: Where torch's own workers run whatever is changed.
+#: Checks for a system on which torch's own workers run, whatever is changed.
 ANYWHERE = (_versions, _workers, _cpus, _start_method, _batches, _accelerator)

@@ -1,6 +1,6 @@
-"""Parts of a batch, to be compared: types, dtypes, shapes, strides and values.
+"""Parts of a batch, for comparison: types, dtypes, shapes, strides and values.
 
-Runs wherever batches are compared. A part is plain data, so that it passes between processes as it is.
+Runs wherever batches are compared. A part is plain data, so it can be sent between processes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 
 from fastq_loader.packing.pickling import parts_of
 
-#: Types whose `repr` says all.
+#: Types whose `repr` is their whole value.
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), np.generic, type)
-#: Containers that have parts, if they are not empty.
+#: Containers that have no parts only if they are empty.
 _EMPTY = (list, tuple, dict, set, frozenset, deque, np.ndarray)
-#: Objects in objects that are looked into.
+#: Depth to which nested objects are taken apart.
 _DEEPEST = 20
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -30,12 +30,12 @@ class Leaf(NamedTuple):
     """A part of a batch.
 
     Attributes:
-        path: where it lies: "batch[0]['image']".
-        kind: its type; of tensors and arrays also dtype, shape and strides.
-        data: its values, as memory or as text.
-        dtype: torch's or numpy's, of values in memory.
-        shape: of these.
-        opaque: whether its values are unknown: it is no container, and cannot be pickled.
+        path: its place in the batch: "batch[0]['image']".
+        kind: its type; for tensors and arrays also dtype, shape and strides.
+        data: its values, as the bytes of memory or of text.
+        dtype: torch's or numpy's dtype of values in memory.
+        shape: shape of values in memory.
+        opaque: whether its values are unknown: it is not a container and cannot be pickled.
     """
 
     path: str
@@ -47,7 +47,7 @@ class Leaf(NamedTuple):
 
 
 def leaves(value: Any, path: str = "batch", above: tuple[int, ...] = ()) -> Iterator[Leaf]:
-    """The parts of a batch, containers before what is in them; `above` has the ids of those around it."""
+    """Take a batch apart, containers before their contents. `above`: ids of the objects around `value`."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     inner: list[tuple[str, Any, Any]] = []
     if isinstance(value, torch.Tensor):
@@ -63,13 +63,13 @@ def leaves(value: Any, path: str = "batch", above: tuple[int, ...] = ()) -> Iter
         yield Leaf(path, kind, text.encode(errors="surrogatepass"), opaque=reduced == ())
         inner += [(" as it is pickled", "", reduced)] if reduced else []
     if (own := getattr(value, "__dict__", None)) and not isinstance(value, type) and not inner:
-        inner = [(".__dict__", "", dict(own))]  # of a subclass
+        inner = [(".__dict__", "", dict(own))]  # attributes of a subclass
     for form, key, member in inner:
         yield from leaves(member, path + form.format(key), (*above, id(value)))
 
 
 def _reduced(value: Any, above: tuple[int, ...]) -> Any:
-    """Parts that a pickle of an object would be made of; () where it has none."""
+    """Parts from which a pickle of the object would be made; () if it cannot be pickled."""
     if len(above) > _DEEPEST:
         return ()
     try:
@@ -84,7 +84,7 @@ def _reduced(value: Any, above: tuple[int, ...]) -> Any:
 
 
 def _inside(value: Any) -> list[tuple[str, Any, Any]]:
-    """Its parts, in an order that does not depend on hashes."""
+    """Parts of a container, in an order that does not depend on hashes."""
     if isinstance(value, np.ndarray):  # of objects
         return [("", "", value.tolist())]
     if isinstance(value, (set, frozenset, deque)):
@@ -105,7 +105,7 @@ def _tensor(tensor: torch.Tensor, path: str, kind: str) -> Leaf:
 
 
 def digest(parts: Iterable[Leaf]) -> bytes:
-    """The same for the same parts."""
+    """Digest of a batch's parts: equal parts have equal digests."""
     whole = hashlib.blake2b(digest_size=16)
     for leaf in parts:
         for part in (leaf.path.encode(errors="surrogatepass"), leaf.kind.encode(), leaf.data):
@@ -115,13 +115,13 @@ def digest(parts: Iterable[Leaf]) -> bytes:
 
 
 def difference(one: list[Leaf], other: list[Leaf], names: tuple[str, str]) -> str:
-    """Where two batches part, in words; "" if they do not. `names` say which is which."""
+    """Describe the first difference of two batches; "" if equal. `names` tell the two apart in the text."""
     first, second = next(((a, b) for a, b in zip(one, other, strict=False) if a != b), (None, None))
     if first is None or second is None:
         return ""
     where = first.path
     if first.path != second.path:
-        where, shown = "what comes next", [f"{first.path!r}", f"{second.path!r}"]
+        where, shown = "the next part", [f"{first.path!r}", f"{second.path!r}"]
     elif first.kind != second.kind or first.dtype is None:
         shown = [each.kind if each.dtype else _text(each) for each in (first, second)]
     else:

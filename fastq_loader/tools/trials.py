@@ -1,13 +1,13 @@
 """Work on a copy of the user's loader in a process of its own, such as one measurement of one setting.
 
-`measure` and `in_child` run in the consumer, `_run` and what follows it in the child. It has a copy of all: a
-loader like the user's with other settings, its dataset, sampler and generators. So the user's are as they
-were, also where the setting is to load without workers. The step is simulated by sleeping, as a step on an
-accelerator uses no CPU of this process. Batches stay on the host, and are not pinned: no context of an
-accelerator outlives a fork.
+`measure` and `in_child` run in the consumer, `_run` and everything below it in the child. The child has a
+copy of everything: a loader like the user's with other settings, its dataset, sampler and generators. So the
+user's objects stay as they are, also for settings without workers. The step is simulated by sleeping, as a
+step on an accelerator uses no CPU of this process. Batches stay on the host and are not pinned, because the
+context of an accelerator does not survive a fork.
 
-The child starts as the loader's workers do: "spawn" is chosen for a reason. It ends with all of its
-workers: in time by itself, on SIGINT when the consumer or Ctrl-C asks for it, and when the consumer dies.
+The child starts as the loader's workers do, because users choose "spawn" for a reason. It ends with all its
+workers: when its work is done, on SIGINT from the consumer or Ctrl-C, and when the consumer dies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fastq_loader.system import calls
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Child, leave_with
 
-#: Seconds that a child which was told to end has for it: workers have 5 to finish their sample.
+#: Seconds that a child has to end after SIGINT: its workers have 5 to finish their sample.
 _PATIENCE = 8.0
 
 
@@ -44,10 +44,10 @@ class Measured:
     """Result of one measurement.
 
     Attributes:
-        batches: that were counted.
-        seconds: wall time in which they came, with the steps.
-        costs: of its batches, for the model; None where no batch told.
-        worker_bytes: memory that a worker has for itself.
+        batches: number of batches that count.
+        seconds: wall time in which they arrived, including the steps.
+        costs: costs of its batches, for the model; None if none were recorded.
+        worker_bytes: the most private memory of a worker.
     """
 
     batches: float
@@ -57,7 +57,7 @@ class Measured:
 
 
 def settings_of(setting: Setting) -> dict[str, Any]:
-    """The arguments of `DataLoader` that make a setting."""
+    """The arguments of `DataLoader` for a setting."""
     if not setting.num_workers:
         return {"num_workers": 0}
     settings: dict[str, Any] = {
@@ -71,14 +71,14 @@ def settings_of(setting: Setting) -> dict[str, Any]:
 
 
 def like(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
-    """A new loader with another setting, and everything else as it is.
+    """A new loader with another setting and everything else unchanged.
 
-    Its attributes are such that the constructor would take them: without workers, none of what goes with them
-    is left.
+    The constructor would accept its attributes: without workers, all arguments that need workers have their
+    defaults.
     """
     new, changed = copy.copy(loader), settings_of(setting)
     if setting.dynamic == arguments.is_dynamic(loader):
-        changed.pop("schedule", None)  # as it was said
+        changed.pop("schedule", None)  # the user's own value, with its options
     if not setting.num_workers:
         changed |= {**arguments.WITHOUT_WORKERS, "multiprocessing_context": None}
     for name, value in changed.items():
@@ -87,9 +87,10 @@ def like(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
 
 
 def check_loader(loader: Any, kind: type, needed: str) -> None:
-    """
+    """Check that a loader can be tried on this system.
+
     Raises:
-        TypeError: it is not of this class, whose need is said.
+        TypeError: it is not an instance of `kind`; `needed` is part of the text.
         RuntimeError: this system has no worker processes.
     """
     if not isinstance(loader, kind):
@@ -97,13 +98,13 @@ def check_loader(loader: Any, kind: type, needed: str) -> None:
         raise TypeError(f"loader is a {given}: {needed}, not a class or a function")
     if lacking := calls.missing():
         raise RuntimeError(
-            f"this system or sandbox lacks {lacking}, so that there are no workers of ours to try; torch's "
-            "own run. On the shell `python -m fastq_loader doctor` says what to change"
+            f"this system or sandbox lacks {lacking}, which workers of this package need, so torch's own run "
+            "and there is nothing to try. On the shell `python -m fastq_loader doctor` says what to change"
         )
 
 
 def start_method(loader: Any) -> str:
-    """How the loader's workers start."""
+    """Start method of the loader's workers."""
     context = loader.multiprocessing_context or multiprocessing
     return str(context.get_start_method())
 
@@ -111,60 +112,60 @@ def start_method(loader: Any) -> str:
 def measure(
     loader: DataLoader[Any], setting: Setting, step_seconds: float, seconds: float, patience: float
 ) -> Measured:
-    """Iterate a loader like the user's for a time.
+    """Measure a setting by iterating a copy of the user's loader for some seconds.
 
     Args:
-        loader: the user's, which stays as it is.
-        setting: what is measured.
-        step_seconds: between two batches.
-        seconds: to measure, from the first batch on.
-        patience: seconds after which it must be over.
+        loader: the user's loader, which stays as it is.
+        setting: the setting to measure.
+        step_seconds: seconds of the step after each batch.
+        seconds: seconds to measure, from the first batch on.
+        patience: seconds after which the measurement is interrupted.
 
     Raises:
-        TimeoutError: no batch came in time.
+        TimeoutError: too few batches arrived in time.
         RuntimeError: the child died.
-        Exception: what the loader, or the user's code in it, raised.
+        Exception: any error of the loader, or of the user's code in it.
     """
     trial = like(loader, setting)
-    vars(trial).pop("_resources", None)  # its epoch is a new one
+    vars(trial).pop("_resources", None)  # the copy begins its own epoch
     vars(trial).update(device=None, pin_memory=False)
     measured: Measured | None = in_child(
         _Trial(trial, step_seconds, seconds), setting.start_method or start_method(loader), patience
     )
     if measured is None:
-        raise TimeoutError(f"too few batches in {patience:.0f} s to tell: give it more seconds")
+        raise TimeoutError(f"too few batches in {patience:.0f} s to measure a rate: give it more seconds")
     return measured
 
 
 class Task(Protocol):
-    """Work of a child. It reaches a child that is spawned by pickle."""
+    """Work of a child. A spawned child receives it as a pickle."""
 
     def run(self) -> None:
-        """All of it; may be interrupted."""
+        """Do the work; may be interrupted."""
 
     def result(self) -> Any:
-        """The result so far; None: too little."""
+        """Return the result so far; None if it is not enough."""
 
     def close(self) -> None:
-        """End the workers that it started."""
+        """End the workers that `run` started."""
 
 
 def in_child(
     task: Task, method: str, patience: float = math.inf, look: Callable[[int], float] | None = None
 ) -> Any:
-    """The result of a task, in a process of its own.
+    """Run a task in a process of its own, and return its result.
 
     Args:
-        task: what it does.
-        method: how the process starts.
-        patience: seconds after which it must be over; it then has the result so far.
-        look: is called with the process's id as long as it runs; returns the seconds until the next call.
+        task: the work to do.
+        method: start method of the process.
+        patience: seconds after which the task is interrupted; its result so far is returned.
+        look: called with the process id while the task runs; returns the seconds until the next call.
 
     Raises:
         RuntimeError: the child died.
-        Exception: what the task raised.
+        Exception: any error of the task.
     """
-    # Not by Python's own fork server: its children may be interrupted while they import.
+    # Not through Python's own fork server: its children may be interrupted while they import.
     context: Any = multiprocessing.get_context("fork" if method == "fork" else "spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = Child(context.Process(target=_run, args=(sender, task, os.getpid())))
@@ -175,15 +176,15 @@ def in_child(
                 child.start()
             sender.close()
             sources = receiver.fileno(), child.descriptor
-            receiver.recv()  # it is up: imports are not part of its time
+            receiver.recv()  # it is up: the time of imports does not count
             while look is not None and not calls.readable(sources, look(child.pid)):
                 pass
             if not calls.readable(sources, patience):
-                _interrupt(child)  # it says what it has so far
+                _interrupt(child)  # it then sends its result so far
                 calls.readable(sources, _PATIENCE)
             answer = receiver.recv() if receiver.poll() else None
         except EOFError:
-            raise RuntimeError(f"the process of a trial {child.death()[0]} before it said anything") from None
+            raise RuntimeError(f"the process of a trial {child.death()[0]} before it sent a result") from None
         finally:
             _end(child)
     if isinstance(answer, bytes):
@@ -192,13 +193,13 @@ def in_child(
 
 
 def _interrupt(child: Child) -> None:
-    """Tell a child to end. By SIGINT, which the loader knows to keep out of where an exception is lost."""
+    """Make a child end, by SIGINT: the loader blocks it wherever an exception would be lost."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(child.pid, signal.SIGINT)
 
 
 def _end(child: Child) -> None:
-    """End a child, with its workers. Another interrupt ends it at once; the workers see that."""
+    """End a child and its workers. Another interrupt ends it at once; the workers notice that."""
     if not child.pid:
         child.release()
         return
@@ -206,7 +207,7 @@ def _end(child: Child) -> None:
         _interrupt(child)
         calls.readable([child.descriptor], _PATIENCE)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # it had not begun
+        with contextlib.suppress(ProcessLookupError):  # it had no group yet
             os.killpg(child.pid, signal.SIGKILL)
         child.kill()
         child.release()
@@ -216,16 +217,16 @@ def _end(child: Child) -> None:
 
 
 class _TimeIsOver(BaseException):
-    """The consumer wants the child to end."""
+    """Raised in the child when the consumer wants it to end."""
 
 
 def _run(answers: Connection, task: Task, consumer: int) -> None:
-    torch.set_num_threads(1)  # a pool of threads that was forked has no threads, and is waited for
-    warnings.simplefilter("ignore")  # they come again in the user's own epochs
+    torch.set_num_threads(1)  # threads of a pool are not forked, and torch would wait for them
+    warnings.simplefilter("ignore")  # they are shown in the user's own epochs
     answer: Any = None
     with contextlib.suppress(_TimeIsOver):
-        # First, while SIGINT is blocked: a thread that took it would bring it into the start of a worker.
-        os.setpgid(0, 0)  # torch's workers do not see this process end in the middle of a sample
+        # First, while SIGINT is blocked: a thread that receives it would deliver it to a worker's start.
+        os.setpgid(0, 0)  # in the middle of a sample, torch's workers do not notice that this process ends
         leave_with(consumer, with_group=True)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, _leave)
@@ -234,7 +235,7 @@ def _run(answers: Connection, task: Task, consumer: int) -> None:
             with contextlib.suppress(_TimeIsOver):
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
                 task.run()
-            _let_finish()  # what is left takes workers 5 s at most
+            _let_finish()  # workers need at most 5 s more
             answer = task.result()
         except Exception as error:
             answer = dump_exception(error, 0)
@@ -248,12 +249,12 @@ def _let_finish() -> None:
 
 
 def _leave(signum: int, frame: object) -> None:
-    _let_finish()  # once is enough: what follows is the way out
+    _let_finish()  # one interrupt is enough: the child is ending
     raise _TimeIsOver
 
 
 class _Times(NamedTuple):
-    """When an epoch began, when each of its batches came, and, if it is over, when it ended; in seconds."""
+    """Times in seconds at which an epoch began, its batches arrived, and, if it is over, it ended."""
 
     began: float
     came: list[float]
@@ -261,12 +262,12 @@ class _Times(NamedTuple):
 
 
 class _Trial:
-    """The iteration of a loader, for a time.
+    """Iterates a loader for some seconds.
 
     Args:
-        loader: whose.
-        step_seconds: between two batches.
-        seconds: to measure, from the first batch on.
+        loader: the loader to iterate.
+        step_seconds: seconds of the step after each batch.
+        seconds: seconds to measure, from the first batch on.
     """
 
     def __init__(self, loader: DataLoader[Any], step_seconds: float, seconds: float) -> None:
@@ -278,12 +279,12 @@ class _Trial:
         self._worker_bytes = 0
 
     def run(self) -> None:
-        """Note when batches come, from the first one on."""
+        """Iterate epochs, and record when batches arrive."""
         until = 0.0
         while True:
             epoch = _Times(time.monotonic(), [], [])
             self._epochs.append(epoch)
-            self._batches = iter(self._loader)  # kept, so that nothing ends before `run` has
+            self._batches = iter(self._loader)  # an attribute, so that it outlives `run`
             for _ in self._batches:
                 now = time.monotonic()
                 epoch.came.append(now)
@@ -301,7 +302,7 @@ class _Trial:
                 return
 
     def _weigh(self) -> None:
-        """Note how much memory a worker has that it does not share."""
+        """Record the most private memory of a worker."""
         for worker in self._loader.statistics().workers:
             self._worker_bytes = max(self._worker_bytes, worker.private_bytes)
 
@@ -309,8 +310,8 @@ class _Trial:
         self._loader.close()
 
     def result(self) -> Measured | None:
-        """Evaluate the times; None: there are too few."""
-        self._loader.statistics()  # counts the CPU time so far
+        """Evaluate the times; None if there are too few."""
+        self._loader.statistics()  # adds the CPU time so far
         counters = self._loader._resources.counters
         begun = [cost.load + cost.pack for epoch in counters.history for cost in epoch.costs if not cost.seq]
         first = begun[-1] / 1e9 if begun else 0.0
@@ -327,17 +328,17 @@ class _Trial:
 
 
 def _rate(loader: DataLoader[Any], epochs: list[_Times], first: float = 0.0) -> tuple[float, float] | None:
-    """Batches, and the seconds that they took.
+    """Count batches, and the seconds that they took; None if there are too few.
 
-    Whole epochs count with the start and the end of their workers, as in a training; but for the first one of
-    workers that stay. If there is none, the rate is that of batches after the workers' first ones, for which
-    they had more time, and the start is one of `len(loader)` batches. It is no more than all batches in the
-    time since they were begun: those behind a late one come all at once.
+    Whole epochs count, including the start and end of their workers, except the first epoch of persistent
+    workers. Without one, the batches after the workers' first ones count, for which workers had more time;
+    the start is divided among `len(loader)` batches. The rate is at most that of all batches since the
+    first was begun, because batches behind a late one arrive all at once.
 
     Args:
-        loader: the trial's.
-        epochs: in the order of time; the last one may not be over.
-        first: seconds that the first batch took its worker.
+        loader: the loader of the trial.
+        epochs: times of the epochs in order; the last one may not be over.
+        first: seconds that a worker took for the first batch.
     """
     persistent = loader.persistent_workers and loader.num_workers > 0
     whole = [epoch for epoch in epochs if epoch.ended and epoch.came][1 if persistent else 0 :]
@@ -350,12 +351,12 @@ def _rate(loader: DataLoader[Any], epochs: list[_Times], first: float = 0.0) -> 
     ahead = loader.num_workers * ((loader.prefetch_factor or 0) + 1)
     skipped = min(ahead, (len(came) - 1) // 2)
     count = len(came) - 1 - skipped
-    # Workers that started together finish together: between two batches of the same one lie all the others.
+    # Workers that started together finish together: all others answer between two batches of one.
     count -= count % loader.num_workers if count > loader.num_workers > 0 else 0
     seconds = came[skipped + count] - came[skipped]
     seconds = max(seconds, (came[-1] - came[0] + first) * count / len(came))
     if not persistent:
-        with contextlib.suppress(Exception):  # it has no length, or its dataset's raises
+        with contextlib.suppress(Exception):  # it has no length, or the dataset's `__len__` raises
             start = (came[0] - epoch.began - seconds / count) / len(loader)
             seconds += max(0.0, start) * count
     return float(count), seconds

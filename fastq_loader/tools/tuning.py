@@ -1,11 +1,11 @@
-"""`tune`: which setting of a loader is the fastest here, found by trying.
+"""`tune`: find the fastest setting of a loader on this machine by trying.
 
 Runs in the consumer; each trial runs in a process of its own, see `trials`.
 
-Two settings are measured first: the loader's own, and one worker, which tells what a batch costs when nothing
-competes for the CPUs. The model says from that what every other setting is worth. The most promising ones are
-measured in rounds, in turn, so that what else the machine does hits all alike: each round takes the same
-share of the time, and the better half goes on. `insight.chooser` has the rule by which settings are ordered.
+Two settings are measured first: the loader's own, and one worker, which shows the cost of a batch when
+nothing competes for the CPUs. From this the model predicts the speed of all other settings. The most
+promising ones are measured in rounds, in turn, so that other load on the machine affects all alike: each
+round takes the same share of the time, and the better half goes on. `insight.chooser` orders settings.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from fastq_loader.tools import trials
 from fastq_loader.tools.trials import Measured, settings_of
 
 _SCHEDULES = {"round_robin": False, "dynamic": True}
-#: Settings that are measured after the first two, at most: three rounds bring eight down to one.
+#: The most settings to measure after the first two: three rounds reduce eight to one.
 _MOST = 8
-#: The least seconds of one measurement, and the least batches of each worker, or late ones if there are some.
+#: Least length of one measurement: in seconds, in batches of one worker, and in loads of the slowest batch.
 _LEAST_SECONDS, _LEAST_BATCHES, _LEAST_LATE = 0.25, 6, 3
-#: Seconds that a measurement may take longer than it should, for a start and an end of its workers.
+#: Seconds that a measurement may take beyond its plan, for the start and end of its workers.
 _SLACK = 2.0
 #: The share of the time that the first two measurements may take together.
 _PROBES = 0.25
-#: Batches that each worker may work ahead. Not 1, unless the user has it: the worker waits for each message.
+#: Values of `prefetch_factor` to try. Not 1, unless the user has it: the worker would wait for each message.
 _PREFETCH = (2, 4, 8)
 
 
@@ -49,11 +49,11 @@ class TuningRow:
 
     Attributes:
         settings: arguments of `DataLoader`.
-        batches_per_second: measured, with the step; 0.0: nothing was.
-        spread: half of the range of several measurements, as a part of that; None: there was one.
-        expected: batches per second, by the model; None: it was not asked.
-        current: whether they are the loader's own.
-        error: what was raised instead.
+        batches_per_second: the measured rate, including the step; 0.0 if nothing was measured.
+        spread: half of the range of the measurements, as a fraction of their rate; None with fewer than two.
+        expected: batches per second predicted by the model; None if not predicted.
+        current: whether the settings are the loader's own.
+        error: the error that ended its measurement; None if none did.
 
     >>> TuningRow({"num_workers": 2}, 310.5, 0.02, None, current=True).batches_per_second
     310.5
@@ -73,11 +73,11 @@ class Tuning:
 
     Attributes:
         settings: the recommended arguments of `DataLoader`.
-        rows: what was tried: the recommended setting, and the others from the fastest to the slowest.
-        step_seconds: of the step that was simulated.
-        notes: what else there is to know: which settings failed, and how, and what the others change.
-        loader: a new loader with the recommended settings and everything else as in the one that was given;
-            they share dataset, sampler and generator.
+        rows: the settings tried: the recommended one, then the others from the fastest to the slowest.
+        step_seconds: seconds of the simulated step.
+        notes: remarks: which settings failed and how, and what other settings change besides the speed.
+        loader: a new loader with the recommended settings and everything else as in the given one; the two
+            share dataset, sampler and generator.
 
     >>> loader = DataLoader(range(8))
     >>> row = TuningRow({"num_workers": 0}, 310.5, None, None, current=True)
@@ -142,27 +142,27 @@ def tune(
     max_workers: int | None = None,
     progress: bool = True,
 ) -> Tuning:
-    """Find the fastest setting of a loader on this machine, by trying: workers, prefetch and schedule.
+    """Find the fastest setting of a loader on this machine by trying: workers, prefetch and schedule.
 
     Each trial iterates a copy of the loader in a process of its own, so that the loader, its dataset, its
-    sampler and all generators stay as they are. Batches stay on the host there: what the way to a device
-    costs is not measured. Ctrl-C ends it, with what was measured so far.
+    sampler and all generators stay as they are. Batches stay on the host there: copies to a device are not
+    measured. Ctrl-C ends the search, which returns its result so far.
 
     Args:
-        loader: whose setting it is.
-        step_seconds: of the training step between two batches, simulated by sleeping; None: as long as it
-            was in the loader's own epochs so far, or 0 before the first.
-        seconds: to spend on it, about.
-        start_methods: to try: some of "fork", "spawn" and "forkserver"; None is the loader's own.
-        schedules: to try, with other random numbers: "round_robin", "dynamic"; None: both, if map-style.
+        loader: the loader to tune.
+        step_seconds: seconds of the training step after each batch, simulated by sleeping; None: as long as
+            in the loader's own epochs so far, or 0 before the first.
+        seconds: approximate seconds to spend on the search.
+        start_methods: some of "fork", "spawn" and "forkserver"; None for the loader's own.
+        schedules: "round_robin", "dynamic" or both, whose random numbers differ; None: both, if map-style.
         max_workers: the most to try; None: what this process's cgroup and its `LOCAL_WORLD_SIZE` allow.
-        progress: tell on stderr how far it is.
+        progress: write progress to stderr.
 
     Raises:
-        ValueError, TypeError: an argument.
-        RuntimeError: this system has no worker processes, so that there is nothing to choose.
-        Exception: what the loader raised with its own setting, if no setting gave a batch.
-        KeyboardInterrupt: nothing was measured before it.
+        ValueError, TypeError: an argument is invalid.
+        RuntimeError: this system has no worker processes, so there is nothing to choose.
+        Exception: the error of the loader's own setting, if no setting gave a batch.
+        KeyboardInterrupt: it came before anything was measured.
 
     >>> found = tune(DataLoader(range(64), 8), seconds=1, max_workers=0, progress=False)
     >>> found.settings["num_workers"]
@@ -185,7 +185,7 @@ def tune(
 def _trying(
     loader: DataLoader[Any], step: float, seconds: float, progress: bool
 ) -> Callable[[Setting, float, float], Measured]:
-    """Measures a setting; ten times in all it tells which, if that is wanted."""
+    """Return a function that measures a setting; if `progress`, it reports each tenth of the time."""
     began, told = time.monotonic(), -1
 
     def measure(setting: Setting, duration: float, patience: float) -> Measured:
@@ -193,7 +193,7 @@ def _trying(
         passed = min(time.monotonic() - began, seconds)
         if progress and (tenth := int(10 * passed / seconds)) > told:
             told = tenth
-            with contextlib.suppress(AttributeError, OSError, ValueError):  # there is no stderr, or no more
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr is missing or closed
                 sys.stderr.write(f"tune: {passed:.0f} of {seconds:.0f} s: {_words(settings_of(setting))}\n")
                 sys.stderr.flush()
         return trials.measure(loader, setting, step, duration, patience)
@@ -211,19 +211,19 @@ def _result(
     failed = [row for row in rows if row.error is not None]
     notes = [f"num_workers={row.settings['num_workers']} failed: {row.error!r:.200}" for row in failed]
     if any(row.setting.dynamic != own.dynamic for row in ranked):
-        notes.append("With another schedule, the random numbers of the batches are others.")
+        notes.append("With another schedule, the random numbers of the batches differ.")
     if interrupted:
         notes.append("It was interrupted: this is what was measured so far.")
     return Tuning(rows[0].settings, rows, step, tuple(notes), trials.like(loader, ranked[0].setting))
 
 
-# ---- what may be tried ---------------------------------------------------------------------------
+# ---- settings to try -----------------------------------------------------------------------------
 
 
 def checked(
     loader: Any, step_seconds: Any, seconds: Any, start_methods: Any, schedules: Any, max_workers: Any
 ) -> Limits:
-    """Settings that may be tried; for arguments and errors see `tune`."""
+    """Validate the arguments of `tune`, where the errors are described; return the limits of the search."""
     trials.check_loader(loader, DataLoader, "tune needs a fastq_loader.DataLoader")
     check_seconds("seconds", seconds, least=1.0)
     if step_seconds is not None:
@@ -254,12 +254,12 @@ class Row:
     """Measurements of a setting.
 
     Attributes:
-        setting: it.
-        expected: batches per second, by the model; None: it was not asked.
-        probe: what was measured before the rounds. It counts as long as nothing else does: the machine may
-            have been less busy then.
-        slices: what was measured in the rounds, in the order of time.
-        error: what was raised instead.
+        setting: the setting measured.
+        expected: batches per second predicted by the model; None if not predicted.
+        probe: the measurement before the rounds. It counts only while there is no other: the machine may have
+            been less busy then.
+        slices: the measurements in the rounds, in the order of time.
+        error: the error that ended a measurement; None if none did.
     """
 
     setting: Setting
@@ -270,30 +270,30 @@ class Row:
 
     @property
     def rate(self) -> float:
-        """Batches per second, measured; 0.0: nothing was."""
+        """Measured batches per second; 0.0 if nothing was measured."""
         counted = self.slices or ([] if self.probe is None else [self.probe])
         seconds = sum(each.seconds for each in counted)
         return sum(each.batches for each in counted) / seconds if seconds else 0.0
 
     @property
     def spread(self) -> float | None:
-        """Half of the range of its measurements, as a part of `rate`; None with fewer than two."""
+        """Half of the range of its measurements, as a fraction of `rate`; None with fewer than two."""
         rates = [each.batches / each.seconds for each in self.slices]
         return (max(rates) - min(rates)) / 2 / self.rate if len(rates) > 1 else None
 
 
 @dataclass
 class Search:
-    """Finds the best setting.
+    """Search for the best setting.
 
     Args:
-        limits: what may be tried.
-        measure: measures a setting for some seconds; is given the seconds after which it must be over.
-        clock: the time, in seconds.
-        seconds: of the whole search.
+        limits: the settings that may be tried.
+        measure: measures a setting for some seconds; its third argument limits the seconds it may take.
+        clock: returns the time in seconds.
+        seconds: duration of the whole search.
 
     Attributes:
-        rows: what was measured, by setting.
+        rows: the measurements by setting.
     """
 
     limits: Limits
@@ -302,17 +302,17 @@ class Search:
     seconds: float
     rows: dict[Setting, Row] = field(default_factory=dict)
     _survivors: list[Row] = field(default_factory=list)
-    _overhead: float = 0.0  # seconds that a measurement takes besides
-    _least: float = _LEAST_SECONDS  # of one measurement
+    _overhead: float = 0.0  # seconds that a measurement takes beyond its own
+    _least: float = _LEAST_SECONDS  # seconds of one measurement, at least
 
     def __post_init__(self) -> None:
         self._until = self.clock() + self.seconds
 
     def run(self) -> None:
-        """Measure until one setting is left, or the time is over.
+        """Measure until one setting is left or the time is over.
 
         Raises:
-            Exception: what the loader's own setting raised, if no setting gave a batch.
+            Exception: the error of the loader's own setting, if no setting gave a batch.
         """
         measured, costs = self._probe()
         wanted = max(
@@ -320,29 +320,29 @@ class Search:
         )
         self._least = max(_LEAST_SECONDS, min(wanted, self._left / 8))
         expected = rank(costs, {}, replace(self.limits, worker_bytes=measured.worker_bytes))
-        # As many as can be measured in half of the time that is left.
+        # As many settings as can be measured in half of the time that is left.
         affordable = max(2, min(_MOST, int(self._left / 2 / (self._least + self._overhead))))
         for each in promising(expected, [each for each in self.rows if each in expected])[:affordable]:
             self._survivors.append(self.rows.setdefault(each, Row(each)))
         for row in self.rows.values():
             row.expected = 1 / expected[row.setting] if row.setting in expected else None
-        # A single one that is allowed was perhaps not measured yet.
+        # A single survivor may not have been measured yet.
         while self._left > 0 and (len(self._survivors) > 1 or [row.rate for row in self._survivors] == [0]):
             self._round(self._left / math.ceil(math.log2(max(2, len(self._survivors)))))
             self._survivors = self._best_first(self._survivors)[: -(-len(self._survivors) // 2)]
 
     @property
     def best(self) -> Row | None:
-        """The recommended row; None: nothing was measured."""
+        """The recommended row; None if nothing was measured."""
         return next(iter(self._best_first(self._survivors) or self._best_first(self.rows.values())), None)
 
     def _best_first(self, rows: Iterable[Row]) -> list[Row]:
-        """Those that were measured, and did not fail."""
+        """The rows that were measured and did not fail, the best first."""
         seconds = {row.setting: 1 / row.rate for row in rows if row.rate and row.error is None}
         return [self.rows[setting] for setting in rank(None, seconds, self.limits)]
 
     def ranked(self) -> list[Row]:
-        """All rows: the recommended one, then from the fastest to the slowest, then those that failed."""
+        """All rows: the recommended one, then from the fastest to the slowest, failed ones last."""
         best = self.best
         return sorted(self.rows.values(), key=lambda row: (row is not best, -row.rate))
 
@@ -351,8 +351,8 @@ class Search:
         return self._until - self.clock()
 
     def _probe(self) -> tuple[Measured, Costs]:
-        """Measure the loader's own setting, and one worker if there is time; the one that tells what a batch
-        costs."""
+        """Measure the loader's own setting, then one worker if there is time. Return the last measurement
+        that has costs of a batch."""
         own = self.limits.own
         one = replace(own, num_workers=1, prefetch_factor=2)
         seconds, known = self.seconds * _PROBES / 2, []
@@ -368,7 +368,7 @@ class Search:
         return known[-1]
 
     def _round(self, seconds: float) -> None:
-        """Measure the survivors, there and back, so that the average time of all is the same."""
+        """Measure the survivors forwards, then backwards, so that load that drifts affects all alike."""
         order = [*self._survivors, *self._survivors[::-1]]
         each = max(self._least, seconds / len(order) - self._overhead)
         for row in order:
@@ -386,10 +386,10 @@ class Search:
 
 
 def promising(ranked: Iterable[Setting], probed: Sequence[Setting]) -> list[Setting]:
-    """The settings to measure, those first that matter most: the best, those that were probed, and then the
-    best of each number of workers, by turns with variants of the best.
+    """The settings to measure, the most important first: the best, the probed ones, and then the best of each
+    number of workers, in turn with variants of the best.
 
-    The model knows least about how workers get into each other's way, so different numbers come first.
+    The model is least reliable about how workers slow each other down, so different numbers come first.
     """
     numbers: dict[int, list[Setting]] = {}
     for setting in ranked:

@@ -1,4 +1,4 @@
-"""Traces: what happens in a loader, as a file for Perfetto and chrome://tracing.
+"""Traces: the activity of a loader, as a file for Perfetto and chrome://tracing.
 
-Runs in the consumer. `trace` is what users get and the file, `events` says what each occurrence becomes.
+Runs in the consumer. `trace` has the context manager behind `DataLoader.trace`, and writes the file.
 """

@@ -1,18 +1,18 @@
 """A trace of a loader: the records of its calls (see `statistics.records`), written to a file as events.
 
-Runs in the consumer, wherever records are folded: on the threads that call `next()`, and on any other that
-asks for statistics. It may end on any thread, too.
+Runs in the consumer, wherever records are folded: on the threads that call `next()`, and on any other thread
+that reads the statistics. A trace may end on any thread.
 
-The events are those of the Trace Event Format, JSON array format
+The file is in the JSON array format of the Trace Event Format
 (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU). A time is written as
 nanoseconds with the exponent of a microsecond, "12345e-3", which costs a third of a decimal fraction. Each
-worker has a row, and so has each thread that iterates. Spans of one row never overlap in part: viewers drop
-what does. So a span is written when it has ended. Batches under way and copies may overlap, so they are
-asynchronous events, which viewers lay out themselves.
+worker has a row, and so has each thread that iterates. Spans of one row never overlap in part, because
+viewers drop such spans. So a span is written when it has ended. Batches in flight and copies may overlap, so
+they are asynchronous events, which viewers lay out themselves.
 
-A file that is cut off anywhere is still one that viewers open: they take an array without an end. So each
-write has whole events only, and goes to the system at once. A consumer that is killed loses what was not
-written yet, and nothing else.
+Viewers open a file that is cut off, because they accept an array without an end. So each write consists of
+whole events, and is passed to the system at once. If the consumer is killed, only events that were not
+written yet are lost.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ from fastq_loader.system import process_id
 
 try:
     import fcntl
-except ImportError:  # another system's
+except ImportError:  # not on this system
     fcntl = None  # type: ignore[assignment]
 
-#: Nanoseconds between two writes, while there are calls of `next()`. A consumer that hangs or is killed loses
-#: what came after the last one.
+#: Nanoseconds between two writes, as long as `next()` is called. A consumer that hangs or is killed loses the
+#: events after the last write.
 _EVERY = 10_000_000
-#: Workers on other machines may have the process ids of some here: their rows have numbers above those of
-#: all threads, which is Linux's PID_MAX_LIMIT.
+#: First row number for workers on other machines, whose process ids may also exist here: Linux's
+#: PID_MAX_LIMIT, above the ids of all threads.
 _FAR = 1 << 22
-#: What an answer without a batch was.
+#: Span names of answers without a batch.
 _OTHERS = {ENDED: "end of the stream", SKIPPED: "skip", PASSED: "pass over", LEFT_OUT: "leave out"}
-#: The spans of calls, and the marks of an epoch that is over.
+#: Span names of calls, and names of the marks at the end of an epoch.
 _CALLS = {records.ITER: "iter", records.NEXT: "next", records.CUT: "next", records.END: "next"}
 _OVER = {records.END: "ends", records.DROP: "is broken off"}
 
-#: Of an epoch: batches that were given out and not handed out, and when; those of them that have come.
+#: Batches in flight of an epoch, with the times when their tasks were sent, and which have arrived.
 _Batches = tuple[dict[int, int], set[int]]
 
 
 @contextmanager
 def traced(path: str | PathLike[str], counters: Counters) -> Iterator[None]:
-    """Write down what a loader does for as long as the context lasts; see `DataLoader.trace`.
+    """Trace a loader while the context lasts; see `DataLoader.trace`.
 
     Args:
-        path: of the file.
-        counters: the loader's.
+        path: path of the file.
+        counters: the loader's counters.
 
-    Raises, where the context begins or ends:
-        OSError: the file cannot be written. One that occurs in between ends the trace, and nothing else.
+    Raises, when the context begins or ends:
+        OSError: the file cannot be written. An error in between ends the trace, and is raised at the end.
         ValueError: another trace is being written to it.
-        RuntimeError: the loader is being traced.
+        RuntimeError: the loader is being traced already.
     """
     if counters.traced:
         raise RuntimeError(
@@ -76,14 +76,14 @@ def traced(path: str | PathLike[str], counters: Counters) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with suppress(OSError):  # the other says more
+        with suppress(OSError):  # the other error is more informative
             recorder.end()
         raise
     recorder.end()
 
 
 def _opened(path: str | PathLike[str]) -> int:
-    """A file to write to, emptied; locked, because two traces in one file could not be read."""
+    """Open, lock and empty a file. Locked, because two traces in one file would be unreadable."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         if fcntl is not None:
@@ -102,14 +102,14 @@ def _opened(path: str | PathLike[str]) -> int:
 
 
 class Recorder:
-    """Makes events of records, and writes them to a file. A forked child that has inherited it writes none.
+    """Turns records into events, and writes them to a file. In a forked child it writes nothing.
 
     Args:
-        path: of the file.
-        counters: the loader's.
+        path: path of the file.
+        counters: the loader's counters.
 
     Attributes:
-        origin: where times count from, in nanoseconds of the monotonic clock.
+        origin: time zero of the trace, in nanoseconds of the monotonic clock.
     """
 
     def __init__(self, path: str | PathLike[str], counters: Counters) -> None:
@@ -118,31 +118,31 @@ class Recorder:
         self._counters = counters
         self._failure: OSError | None = None
         self._pid = pid = process_id.current()
-        # Reentrant, because the handler of a signal may end the trace in the middle of a write.
+        # Reentrant, because a signal handler may end the trace in the middle of a write.
         self._lock = threading.RLock()
         self._over = False
         self._epochs: dict[int, _Batches | None] = {}  # None: its end is in the trace
-        self._steps: dict[int, tuple[int, str]] = {}  # thread → when a call gave it a batch, and which one
-        self._far: dict[tuple[int, int, str], int] = {}  # process here, process there, and machine → row
-        self._named: set[int] = set()  # rows
-        self._asynchronous = 0  # how many of these spans there were
+        self._steps: dict[int, tuple[int, str]] = {}  # thread → when it received a batch, and arguments
+        self._far: dict[tuple[int, int, str], int] = {}  # process here, process there, machine → row
+        self._named: set[int] = set()  # rows that have a name
+        self._asynchronous = 0  # number of asynchronous spans so far
         self._span = f'{{"ph":"X","pid":{pid},"tid":%d,"name":"%s","ts":%de-3,"dur":%de-3%s}}'
         self._ready = f'{{"ph":"C","pid":{pid},"name":"ready","ts":%de-3,"args":{{"batches":%d}}}}'
         self._lines: list[str] = []
         about = {"name": f"DataLoader (pid {pid})", "origin_ns": self.origin}
         self._event("M", 0, "process_name", about)
-        self._before = b"[\n"  # before the next event in the file
+        self._before = b"[\n"  # separator before the next event in the file
 
     # ---- the file -------------------------------------------------------------------------------
 
     def _write(self, now: int, after: bytes = b"") -> None:
-        """Write the events so far, and what is to come after them."""
+        """Write the events so far, followed by `after`."""
         if self._pid != process_id.current():  # a forked child: the lock may be another thread's
             self._counters.follow()
             self._lines.clear()
             return
         with self._lock:
-            if self._over:  # another thread was folding when it ended
+            if self._over:  # another thread was folding when the trace ended
                 return
             lines, self._lines, self._written = self._lines, [], now
             data = self._before + ",\n".join(lines).encode("ascii") if lines else b""
@@ -155,12 +155,12 @@ class Recorder:
                 self._counters.follow()
 
     def end(self) -> None:
-        """Write down what is left, and close the file.
+        """Write the remaining events, and close the file.
 
         Raises:
-            OSError: it could not be written, now or before.
+            OSError: the file could not be written, now or before.
         """
-        if self._failure is None:  # else another one may have begun
+        if self._failure is None:  # after a failure, another trace may have begun
             self._counters.follow()
         self._write(time.monotonic_ns(), b"\n]\n")
         self._over = True
@@ -190,8 +190,8 @@ class Recorder:
         return thread
 
     def _worker(self, worker: int, pid: int) -> int:
-        """The row of the worker that a process is, or stands for. The first has the number of the process,
-        which no other on this machine has."""
+        """The row of the worker that process `pid` is, or is a proxy of. The row of a local worker has its
+        process id as number."""
         if pid in self._named:
             return pid
         row, name, far = pid, f"pid {pid}", self._counters.far_worker(pid)
@@ -203,7 +203,7 @@ class Recorder:
         return row
 
     def _add(self, row: int, name: str, began: int, ended: int, about: str = "") -> None:
-        if self.origin <= began <= ended:  # else the trace began in the middle of it
+        if self.origin <= began <= ended:  # not if the trace began in the middle of it
             self._lines.append(self._span % (row, name, began - self.origin, ended - began, about))
 
     def _add_asynchronous(self, name: str, began: int, ended: int, about: str) -> None:
@@ -254,7 +254,7 @@ class Recorder:
             self._epochs[epoch] = None
             self._mark(row, f"epoch {epoch} {_OVER[kind]}", ended)
             self._lines.append(self._ready % (ended - self.origin, 0))
-        if kind == records.CUT:  # it has ended somewhere after its last step
+        if kind == records.CUT:  # its end is unknown, but not before its last step
             ended = max([began, *(step[2] for step in steps if step[0] in records.SPANS)])
         if kind in _CALLS:
             self._add(row, _CALLS[kind], began, ended, which)
@@ -263,7 +263,7 @@ class Recorder:
 
     def _hand_out(self, seq: int, which: str, now: int, sent: dict[int, int], ready: set[int]) -> None:
         since = sent.pop(seq, now)
-        if seq in ready:  # else it is an error of this process
+        if seq in ready:  # not in it: an error of this process
             ready.discard(seq)
             self._add_asynchronous("batch", since, now, which)
             self._lines.append(self._ready % (now - self.origin, len(ready)))
@@ -273,7 +273,7 @@ class Recorder:
         if what == records.ANSWERED:
             self._add_answer(epoch, batches, *step[1:])
         elif what == records.DREW:
-            if began != ended:  # else tasks were sent again
+            if began != ended:  # equal if tasks were sent again
                 self._add(row, "sampler", began, ended)
             for seq in step[3]:
                 batches[0].setdefault(seq, ended)
@@ -283,7 +283,7 @@ class Recorder:
             self._add(row, f"wait: {step[3].replace('_', ' ')}", began, ended)
         elif what == records.LOADED:
             which = _about(epoch, step[3])
-            fetched = max(began, step[4])  # that of an earlier batch, if this one failed before
+            fetched = max(began, step[4])  # an earlier batch's time, if loading failed
             self._add(row, "fetch", began, fetched, which)
             self._add(row, "collate", fetched, ended, which)
         elif what == records.REPLACED:
@@ -300,7 +300,7 @@ class Recorder:
             self._add(row, _OTHERS[answer.kind], started, finished)
             sent.pop(seq, None)
             return
-        # What is not known counts as fetching; what is of an earlier batch takes no time.
+        # Without times, everything counts as fetching. Times of an earlier batch give spans of length 0.
         fetched = min(max(answer.fetched, started), finished) if answer.collated else finished
         collated = min(max(answer.collated, fetched), finished)
         self._add(row, "fetch", started, fetched, which)
@@ -311,5 +311,5 @@ class Recorder:
 
 
 def _about(epoch: int, batch: int | None = None) -> str:
-    """The arguments of a span."""
+    """The `args` of a span, as JSON."""
     return f',"args":{{"epoch":{epoch}}}' if batch is None else f',"args":{{"epoch":{epoch},"batch":{batch}}}'

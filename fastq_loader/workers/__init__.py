@@ -1,5 +1,5 @@
-"""Worker processes: what they are told, how they start, work and stop, and how one is said to have died.
+"""Worker processes: setup, start, work loop, shutdown, and death reports.
 
-`main` and `task_queue` run in a worker, and the zygote of `children` in a process of its own; the rest runs
-in the consumer.
+`main`, `reader` and `task_queue` run in a worker, and the process that `zygote` starts runs beside the
+consumer; the rest runs in the consumer, except for a few functions of `children` and `payload`.
 """

@@ -1,8 +1,8 @@
-"""A child process: how it is started, when it has ended, how it died, and its stacks.
+"""A child process: its start, its end, its cause of death, and its stacks.
 
-Runs in the consumer, but for `leave_with` and `write_stacks`, which run in a worker. Where SIGCHLD is
-ignored, as daemons have it, the system reaps children by itself, or other code does; multiprocessing takes a
-child whose exit code it cannot get for one that still runs. Only a descriptor says when it has ended.
+Runs in the consumer, except for `leave_with` and `write_stacks`, which run in the child. If SIGCHLD is
+ignored, as in daemons, the system reaps children by itself; other code may reap them, too. multiprocessing
+then cannot get a child's exit code, and takes the child for running. Only a descriptor shows that it ended.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from fastq_loader.system import calls
 from fastq_loader.system.calls import readable
 from fastq_loader.system.interrupts import without_signals
 
-#: The exit code of a process that could not be asked for its own (multiprocessing's number for that).
+#: The exit code of a process whose own one is unknown (multiprocessing's number for that).
 UNKNOWN_EXIT = 255
 
-#: Starts a process.
+#: Function that starts a process.
 Launch = Callable[[BaseProcess], popen_fork.Popen]
 
-#: Ends a process of ours that outlives SIGTERM: a real-time signal, which nobody else sends, with the default
-#: action.
+#: Signal that ends a process of ours which outlives SIGTERM: a real-time signal with the default action,
+#: because nobody else sends it.
 END = getattr(signal, "SIGRTMIN", 34) + 8
 
-#: Would print a traceback in a worker, or end it, before it has handlers.
+#: Signals to block until a worker has handlers: before, they would print a traceback in it, or end it.
 KEPT_OUT = signal.SIGINT, signal.SIGTERM
 
 
@@ -46,9 +46,9 @@ class Child:
     """A process, and a descriptor that becomes readable when it has ended.
 
     Args:
-        process: not started yet.
+        process: the process object, not yet started.
         ended_by: the signal that its `terminate` sends.
-        launch: starts it in another way than its own.
+        launch: starts the process, instead of the `_Popen` of its class.
     """
 
     def __init__(
@@ -60,10 +60,11 @@ class Child:
         self._descriptor = -1
 
     def start(self) -> None:
-        """
+        """Start the process.
+
         Raises:
             OSError: processes or descriptors are used up.
-            Exception: what the start method pickles cannot be pickled.
+            Exception: the start method has to pickle something that cannot be pickled.
         """
         _started.add(self.process)
         vars(self.process)["_Popen"] = self._launched
@@ -73,13 +74,13 @@ class Child:
                 self._descriptor = calls.pidfd_open(self.pid)
 
     def disown(self) -> None:
-        """It ends by itself: multiprocessing is not to join it when this process exits."""
+        """Keep multiprocessing from joining the process when this one exits: it ends by itself."""
         _not_ours([self.process])
 
     def _launched(self, process: Any) -> Any:
-        """In the place of `BaseProcess._Popen`: before multiprocessing knows the child, which it ends itself
-        when the program exits, its `terminate` is ours. An interrupt may come at any time."""
-        del vars(process)["_Popen"]  # what is pickled for a child that is spawned does not have it
+        """Replaces `BaseProcess._Popen`, to set our `terminate` before multiprocessing registers the child:
+        multiprocessing terminates its children when the program exits. An interrupt may come at any time."""
+        del vars(process)["_Popen"]  # it is not to be pickled for a spawned child
         popen: Any = self._launch(process)
         del self._launch  # it may refer to the pool
         vars(popen)["terminate"] = partial(popen._send_signal, self._ended_by)
@@ -87,40 +88,43 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """0 until it is started."""
+        """Process id; 0 until the process is started."""
         return self.process.pid or 0
 
     @property
     def _has_pidfd(self) -> bool:
-        """Whether its sentinel is one. That of multiprocessing's own children is a pipe."""
+        """Whether the process's sentinel is a pidfd. multiprocessing's own children have a pipe."""
         return getattr(self.process._popen, "sentinel_is_pidfd", False)  # type: ignore[attr-defined]
 
     @property
     def descriptor(self) -> int:
-        """A pidfd. Else there is none, or an interrupt came before it was noted, and a thread waits for the
-        child; it starts at the first use, when workers that are forked together have been. A child of a fork
-        server is not ours to wait for: it has a pipe of multiprocessing's, which no other process holds."""
+        """Descriptor that becomes readable when the process has ended: a pidfd, if there is one.
+
+        Otherwise (the system has none, or an interrupt came before it was recorded) a thread waits for the
+        child. It starts at the first use, after all workers that are forked together. This process cannot
+        wait for a child of a fork server, which has multiprocessing's pipe; no other process holds that.
+        """
         if self._descriptor < 0 and not self._has_pidfd:
-            # What a handler raises in the middle of `Thread.start` would come out as another error.
-            with without_signals(), contextlib.suppress(OSError, RuntimeError):  # they are used up
+            # What a handler raises inside `threading.Thread.start` would come out as another error.
+            with without_signals(), contextlib.suppress(OSError, RuntimeError):  # not our child, or used up
                 self._descriptor = _end_of(self.pid)
         return self.process.sentinel if self._descriptor < 0 else self._descriptor
 
     def kill(self) -> None:
-        """End it; returns when it has ended."""
+        """Kill the process, and wait until it has ended."""
         self.process.kill()
         calls.readable([self.descriptor], None)
 
     @property
     def killed(self) -> bool:
-        """Whether it has ended by a signal, and not by itself."""
+        """Whether the process was ended by a signal, and not by itself."""
         code = self._exit_code()
         return code is not None and code < 0
 
     def death(self) -> tuple[str, str]:
-        """How it died: in our words, and in those of torch's SIGCHLD handler."""
+        """How the process died: our text, and the text of torch's SIGCHLD handler."""
         code, worker = self._exit_code(), f"DataLoader worker (pid {self.pid})"
-        if code is None:  # other code reaped it: SIGCHLD is ignored; or its parent, the zygote, is gone
+        if code is None:  # reaped by other code or by the system; or its parent, the zygote, has ended
             return "ended, its exit code is unknown", f"{worker} exited unexpectedly"
         if code >= 0:
             return f"exited with code {code}", (
@@ -134,27 +138,27 @@ class Child:
         return f"was killed by {name}{guess}", f"{worker} is killed by signal: {signal.strsignal(-code)}. "
 
     def _exit_code(self) -> int | None:
-        self.process.join()  # with a timeout, multiprocessing waits for all who hold the child's pipe
+        self.process.join()  # with a timeout it would wait for every process that holds the child's pipe
         popen = self.process._popen  # type: ignore[attr-defined]
         return None if getattr(popen, "is_unknown", False) else self.process.exitcode
 
     def release(self) -> None:
-        """Close what is held here for a process that has ended, or was never started. Not by its own close():
-        code outside may still ask it for its number and its exit code."""
+        """Close the descriptors of a process that has ended or was never started. Does not call the process's
+        own close(): other code may still read its process id and exit code."""
         popen: Any = self.process._popen  # type: ignore[attr-defined]
         if popen is not None:
             self.process.join()
             descriptor, self._descriptor = self._descriptor, -1
             if descriptor >= 0:
                 os.close(descriptor)
-            if popen.returncode is None:  # other code reaped it: SIGCHLD is ignored
+            if popen.returncode is None:  # reaped by other code, or by the system
                 popen.returncode = UNKNOWN_EXIT
             popen.close()
         _not_ours([self.process])
 
 
 def _not_ours(processes: Iterable[BaseProcess]) -> None:
-    """multiprocessing is not to end and to join them when this process exits."""
+    """Keep multiprocessing from terminating and joining these processes when this one exits."""
     multiprocessing.process._children.difference_update(processes)  # type: ignore[attr-defined]
 
 
@@ -162,13 +166,13 @@ _started: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 
 
 if hasattr(os, "register_at_fork"):
-    # A child of the user's own os.fork() is no parent of our processes. multiprocessing does not know that.
+    # A child that user code forks with os.fork() is not their parent, which multiprocessing does not know.
     os.register_at_fork(after_in_child=lambda: _not_ours(_started))
 
 
 def _end_of(pid: int) -> int:
-    """A descriptor that becomes readable when a child of this process has ended. Not a pipe that the child
-    holds: its own children would hold it too.
+    """Return a descriptor that becomes readable when a child of this process has ended. It is not a pipe that
+    the child holds: the child's own children would hold it, too.
 
     Raises:
         OSError: descriptors are used up, or the child is not this process's.
@@ -181,20 +185,20 @@ def _end_of(pid: int) -> int:
 
 
 def _wait_for(pid: int, tell: Connection) -> None:
-    """In a thread: write to a pipe when a child has ended; its exit code stays there to be asked for."""
+    """In a thread: write to a pipe when a child has ended, and leave its exit code to be read later."""
     with contextlib.suppress(ChildProcessError):  # other code reaped it
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    with contextlib.suppress(BrokenPipeError):  # it is not needed any more
+    with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
         tell.send_bytes(b"!")
 
 
 def leave_with(consumer: int, folder: str = "", with_group: bool = False) -> None:
-    """In a child: leave when the consumer dies, however it dies and whatever this process is doing.
+    """In a child: exit when the consumer dies, however it dies and whatever this process is doing.
 
     Args:
-        consumer: its process id.
-        folder: of sockets, to be removed then.
-        with_group: end all of this process's group.
+        consumer: process id of the consumer.
+        folder: folder of sockets to remove then.
+        with_group: whether to kill the whole process group of this process.
     """
     arguments = consumer, folder, with_group, os.getppid()
     threading.Thread(target=_leave_with, args=arguments, daemon=True).start()
@@ -203,9 +207,9 @@ def leave_with(consumer: int, folder: str = "", with_group: bool = False) -> Non
 def _leave_with(consumer: int, folder: str, with_group: bool, parent: int) -> None:
     known = multiprocessing.parent_process()
     try:
-        with contextlib.suppress(ProcessLookupError):  # it is gone
+        with contextlib.suppress(ProcessLookupError):  # it has ended
             calls.readable([calls.pidfd_open(consumer)], None)
-    except OSError:  # no pidfd in this kernel or sandbox: the pipe that multiprocessing keeps
+    except OSError:  # no pidfd in this kernel or sandbox: watch multiprocessing's pipe, or the parent
         if known is not None:
             calls.readable([known.sentinel], None)
         while known is None and os.getppid() == parent:
@@ -219,9 +223,9 @@ def _leave_with(consumer: int, folder: str, with_group: bool, parent: int) -> No
 
 # ---- stacks -----------------------------------------------------------------------------------------
 
-#: A real-time signal, because user code has uses of its own for the named ones.
+#: Signal that requests stacks: a real-time signal, because user code may use the named ones.
 _SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7
-#: Seconds that a worker has to begin with its stacks, and between two lines of them.
+#: Seconds to wait for the first line of a worker's stacks, and for each further line.
 _FIRST_LINE, _NEXT_LINE = 0.3, 0.02
 
 
@@ -231,18 +235,18 @@ def write_stacks(descriptor: int) -> None:
 
 
 class Stacks:
-    """The Python stacks of workers that hang: a worker writes them to a pipe when a signal tells it to. All
-    workers of a pool write to one pipe. faulthandler's C code writes, whatever the interpreter is doing.
+    """The Python stacks of workers that hang. A worker writes them to a pipe when it gets a signal; all
+    workers of a pool share the pipe. faulthandler's C code writes, whatever the interpreter is doing.
 
     Attributes:
-        write_end: for the workers.
+        write_end: the end of the pipe for the workers.
     """
 
     def __init__(self) -> None:
         self._read_end, self.write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def of(self, pid: int) -> str:
-        """The stacks of a worker as they are now."""
+        """Return the current stacks of the worker with process id `pid`."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, _SIGNAL)
         text, patience = b"", _FIRST_LINE

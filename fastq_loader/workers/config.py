@@ -1,6 +1,6 @@
 """Setups of a pool of workers and of each of its workers.
 
-Made in the consumer. A `Setup` is read in the worker, which inherits it or gets it pickled.
+Made in the consumer. A `Setup` is read in the worker, which inherits or unpickles it.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ class Rules:
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of a pool of workers; fixed for its life.
+    """Plan of a pool of workers; it does not change during the pool's life.
 
     Attributes:
         payload: the user's objects.
         rules: how the dataset is read.
-        workers: how many.
-        prefetch: batches that each works ahead.
+        workers: number of workers.
+        prefetch: number of batches that each worker loads ahead.
         in_order: whether batches are delivered in the order of the sampler.
-        dynamic: whether any worker may load any batch, each seeded for itself.
-        window: the pool's, as it begins.
-        restarts: how many workers that died are replaced in an epoch.
+        dynamic: whether any worker may load any batch; then each batch is seeded separately.
+        window: the window with which the pool starts.
+        restarts: how many dead workers are replaced in an epoch.
         timeout: seconds to wait for a message; 0 waits for ever.
         persistent: whether the pool serves more than one epoch.
-        context: multiprocessing's context; None is the default when the pool starts.
+        context: multiprocessing's context; None is the default context at the pool's start.
         make_pool: makes the pool, a `WorkerPool`; None on another machine, and in proxies.
         for_device: whether batches go on to a device, and are laid out for it.
         save_generators: whether workers send the states of their generators with each batch.
         reseed: whether the user's own generators are seeded for each batch, too.
-        grace: seconds for which a worker outlives a SIGTERM that is not its consumer's.
-        kept: of the loader: what its next pools use again, by name.
+        grace: seconds for which a worker outlives a SIGTERM that its consumer did not send.
+        kept: objects of the loader that its later pools use again, by name.
     """
 
     payload: Payload
@@ -70,8 +70,7 @@ class Plan:
 
     @property
     def shared_tasks(self) -> bool:
-        """Whether any worker may claim a task. Not of an iterable dataset: each worker has a part of it to
-        itself."""
+        """Whether any worker may claim a task. Each worker reads its own part of an iterable dataset."""
         return self.dynamic and not self.rules.iterable
 
 
@@ -80,16 +79,16 @@ class Setup:
     """Setup of one worker.
 
     Attributes:
-        plan: the pool's, without what stays in the consumer.
-        worker: its number.
-        generation: how many processes had its number before.
-        folder: where it binds its socket.
+        plan: the pool's plan, without the fields that stay in the consumer.
+        worker: number of the worker.
+        generation: number of earlier processes with the worker's number.
+        folder: folder in which the worker binds its socket.
         space: ranges (offset, size) of its part of the arena in which it can make blocks; None is all of it.
         consumer: process id of the consumer.
         base_seed, shared_seed: see `generators` and `datapipes`.
-        token: the pool's, see `messages`.
+        token: the pool's token, see `messages`.
         mapping: the arena.
-        descriptors: `stacks` (see there).
+        descriptors: the write end of `children.Stacks`, as "stacks".
     """
 
     plan: Plan
@@ -106,5 +105,5 @@ class Setup:
 
 
 def own_fields(setup: Setup) -> dict[str, Any]:
-    """Fields that differ between the setups of a pool's workers."""
+    """Return the fields that differ between the setups of a pool's workers."""
     return {name: getattr(setup, name) for name in ("worker", "generation", "folder", "space")}

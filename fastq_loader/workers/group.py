@@ -1,8 +1,8 @@
-"""The workers as the event loop sees them: their processes, their sockets and what they have claimed.
+"""The workers as the event loop sees them: their processes, sockets and claims.
 
-Runs in the consumer, on the thread that calls `next()`, except for `wake` and `kill_all`. Owns what a
-worker's number stands for: the process that has it now, its socket, the folder where they meet. The scheduler
-decides what becomes of the batches of a dead worker.
+Runs in the consumer, on the thread that calls `next()`, except for `wake` and `kill_all`. Owns everything
+behind a worker's number: the current process, its socket, and the folder of the socket. The scheduler decides
+what happens to the batches of a dead worker.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from fastq_loader.workers.stopping import BRIEF
 from fastq_loader.workers.worker import STARTING, Worker
 from fastq_loader.workers.worker_pool import WorkerPool
 
-#: Processes that may end before they are up, one after the other, until a worker is given up.
+#: Number of processes in a row that may end before they are up; then the worker is not started again.
 _FAILED_STARTS = 3
-#: Seconds to wait for a worker in the middle of a claim, which takes two microseconds unless it is stopped.
+#: Seconds to wait for a worker in the middle of a claim. A claim takes two microseconds, unless the worker is
+#: stopped (SIGSTOP).
 _CLAIMING = 0.5
 _BROKE = "its connection to this process broke"
-#: Messages after which a worker is pinged, at least. One that waits to be read takes up to 5 kB, mostly
-#: zmq's.
+#: Smallest number of messages between two pings of a worker. An unread one takes up to 5 kB, mostly zmq's.
 _UNREAD = 256
 
 
-#: Arenas and sockets until they are given back. Were their engine alone to reference them, a garbage
-#: collection that finds all of them in one cycle would close them before the last workers have ended.
+#: Arenas and sockets that are not closed yet. If only their engine referenced them, a garbage collection that
+#: finds all of them in one cycle would close them before the last workers have ended.
 _in_use: set[object] = set()
 
 if hasattr(os, "register_at_fork"):
@@ -60,14 +60,14 @@ class WorkerGroup:
     """The workers of one pool.
 
     Args:
-        plan: what they do.
-        blocks: the shared memory they write to.
-        counters: the loader's.
+        plan: the workers' plan.
+        blocks: the shared memory that they write to.
+        counters: the loader's counters.
 
     Attributes:
-        token: what only these workers know, see `messages`.
-        workers: their records, by number.
-        behind: workers that were passed over with tasks, and may have time again.
+        token: a secret shared with these workers only, see `messages`.
+        workers: the workers' records, by number.
+        behind: workers that were not sent the latest tasks, because they had earlier ones to read.
     """
 
     def __init__(self, plan: Plan, blocks: BlockPool, counters: Counters) -> None:
@@ -85,19 +85,20 @@ class WorkerGroup:
         self.behind = self._backlog.behind
 
     def start(self, base_seed: int, shared_seed: int | None) -> None:
-        """Start the workers. Whatever happens in here, `stop` takes it back.
+        """Start the workers. `stop` undoes it, also after an error or an interrupt half-way.
 
         Raises:
-            TypeError, AttributeError, PicklingError: the start method pickles, and something cannot be.
+            TypeError, AttributeError, PicklingError: the start method has to pickle an object that cannot be
+                pickled.
             OSError: descriptors, processes or temporary folders are used up.
         """
         arena = self._blocks.arena
         _in_use.add(arena)
         folder = self._new_folder()
         self._claims = claims = ClaimTable(arena.fd, arena.mapping.claims)
-        self.holder, self.offer_claim = claims.holder, claims.offer  # as they are asked for every batch
+        self.holder, self.offer_claim = claims.holder, claims.offer  # called for every batch
         self._pool.start(arena, folder, self.token, base_seed, shared_seed)
-        # The context of zmq has threads, so it is made after the forks.
+        # The zmq context has threads, so it is made after the forks.
         self._socket = ConsumerSocket(folder, len(self.workers), self.token, self._frame_at)
         self.send_frame, self.receive = self._socket.send_frame, self._socket.receive
         _in_use.add(self._socket)
@@ -119,11 +120,11 @@ class WorkerGroup:
         return folder
 
     def _tidy_folders(self) -> None:
-        """Remove the folders in which no worker has still to connect: the names there are not needed."""
+        """Remove the folders of workers that have all connected: the sockets' names are not needed then."""
         needed = {worker.folder for worker in self.workers if worker.state == STARTING}
         for folder in [folder for folder in self._folders if folder not in needed]:
             remove_folder(folder)
-            if not os.path.isdir(folder):  # without a free descriptor it is left for later
+            if not os.path.isdir(folder):  # else no descriptor was free to remove it: try again later
                 self._folders.remove(folder)
 
     @property
@@ -134,11 +135,11 @@ class WorkerGroup:
     # ---- one worker ---------------------------------------------------------------------------
 
     def receive_other(self, number: int, message: Any) -> None:
-        """A worker has sent something else than an answer: see `ConsumerSocket.receive`."""
+        """Handle a message that is not an answer; see `ConsumerSocket.receive`."""
         worker = self.workers[number]
         if message is None:
             self._counters.rejected_frames += 1
-            self.evict(number, f"{_BROKE}: what came is not a message")
+            self.evict(number, f"{_BROKE}: it sent something that is not a message")
         elif type(message) is Ping:
             try:
                 self._backlog.read(number)
@@ -150,43 +151,44 @@ class WorkerGroup:
             self._tidy_folders()
 
     def processes(self) -> list[BaseProcess]:
-        """The workers' processes, so far as they were started."""
+        """The processes of the workers that were started."""
         return self._pool.processes
 
     def stacks(self, number: int) -> str:
-        """The Python stacks of a worker as it writes them now."""
+        """Return the current Python stacks of a worker."""
         worker = self.workers[number]
         return self._pool.stacks(worker) if worker.is_up else "  (it is still starting)"
 
     # ---- deaths -------------------------------------------------------------------------------
 
     def late_for(self, ticket: int) -> int | None:
-        """The worker to end because a ticket was not answered in time: who has claimed it, or is in the
-        middle of that, or else has nothing to do; None if all are dead. While a ticket is unclaimed, no
-        worker has come to an end with anything."""
+        """Return the worker to end because a ticket was not answered in time: the one that has claimed it or
+        is claiming it, else an idle one, else any; None if all are dead. While a ticket stays unclaimed, no
+        worker has finished anything."""
         claims = self.claims
         late = {claims.holder(ticket), claims.claiming(ticket)}
         alive = [worker.number for worker in self.workers if not worker.is_dead]
         return min(alive, key=lambda w: (w not in late, claims.begun(w) is not None), default=None)
 
     def ended(self, ready: Sequence[int]) -> list[int]:
-        """The workers that have ended, by what `socket.wait` found readable, and are not marked dead yet. One
-        whose connection has broken is ended, unless it is about to end by itself."""
+        """Return the workers that have ended and are not marked dead yet. `ready` are the descriptors that
+        `ConsumerSocket.wait` returned. A worker whose connection broke is killed, unless it is about to end
+        by itself."""
         for number in self.socket.broken():
             if not calls.readable([self.workers[number].descriptor], BRIEF):
                 self.evict(number, _BROKE)
         return [w.number for w in self.workers if not w.is_dead and w.descriptor in ready]
 
-    def evict(self, number: int, why: str = "it sent what is no answer to any of its tasks") -> None:
-        """End a worker that does not answer, or whose real answer will never come."""
+    def evict(self, number: int, why: str = "it sent an answer that fits none of its tasks") -> None:
+        """Kill a worker that does not answer, or that will never send its real answer."""
         worker = self.workers[number]
         if worker.child is not None and not worker.why:
             worker.why = why
             worker.child.kill()
 
     def mark_dead(self, number: int) -> Worker:
-        """A worker has ended, and what it had sent was received: record how it died, and close its end of the
-        socket."""
+        """Record how a worker died, and close the connection to it. The worker has ended, and everything that
+        it had sent was received."""
         worker = self.workers[number]
         cause, torch_text = self._pool.death(worker)
         if worker.why:
@@ -201,10 +203,10 @@ class WorkerGroup:
         return worker
 
     def replace(self, number: int, epoch: Epoch) -> None:
-        """Start a new process for a dead worker, and let it begin the epoch.
+        """Start a new process for a dead worker, and send it the epoch.
 
         Raises:
-            OSError: it could not be started, or one after the other ends before it is up.
+            OSError: it could not be started, or too many in a row ended before they were up.
         """
         worker = self.workers[number]
         if worker.failed_starts >= _FAILED_STARTS:
@@ -212,22 +214,22 @@ class WorkerGroup:
         self._pool.launch(worker, self._new_folder(), self._blocks.clear_space(number))
         self.socket.watch(worker.descriptor)
         self.socket.connect(worker.folder, number, worker.generation)
-        self.claims.begin(number, None)  # what the dead one had begun
+        self.claims.begin(number, None)  # clears the dead worker's last task
         self._backlog.begin(number)
         worker.counters.replaced(worker.pid)
         self._counters.worker_restarts += 1
         self.socket.send(number, epoch)
 
-    # ---- what goes to all -----------------------------------------------------------------------
+    # ---- messages to all workers ----------------------------------------------------------------
 
     def sealed(self, told: Sequence[Any]) -> bytes:
-        """Values for each worker, by its number, as one sealed pickle; b"" for nothing."""
+        """Return the workers' values, in the order of their numbers, as one sealed pickle; b"" for none."""
         return seal(pickle.dumps(list(told)), self.token) if told else b""
 
     def begin_epoch(self, epoch: Epoch) -> None:
-        """Tell all workers of a new epoch."""
+        """Send a new epoch to all workers."""
         frame = encode(epoch)
-        if not self._shared_tasks:  # a busy worker has to be sent its own tasks all the same
+        if not self._shared_tasks:  # assigned tasks must be sent to busy workers, too
             self.socket.send_all(frame)
             return
         due = self._backlog.announce(frame)
@@ -241,7 +243,7 @@ class WorkerGroup:
         self._ping(due)
 
     def catch_up(self) -> None:
-        """Send workers that were passed over what they have missed, if they have time again."""
+        """Send the missed messages to workers that were passed over, once they have read the others."""
         sends, due = self._backlog.catch_up(self.claims.on_offer)
         for worker, frames in sends.items():
             self.socket.send_frames(worker, frames)
@@ -259,12 +261,12 @@ class WorkerGroup:
         return self._claims
 
     def claimed_by(self, worker: int, pending: PendingTasks, epoch: int) -> tuple[int | None, frozenset[int]]:
-        """The batch that a dead worker was working on, and the tickets of all that it had claimed."""
+        """Return the batch that a dead worker was working on, and the tickets that it had claimed."""
         mine = frozenset(ticket for ticket in pending.tickets() if self.claims.holder(ticket) == worker)
         return pending.seq_of(epoch, self.claims.begun(worker)), mine
 
     def take_back(self, tickets: list[int]) -> tuple[set[int], dict[int, int]]:
-        """Of these tickets those that were unclaimed, and are taken back; and the workers of the others."""
+        """Take back the unclaimed ones of these tickets. Returns these, and ticket → worker of the others."""
         taken: set[int] = set()
         claimed: dict[int, int] = {}
         for ticket in tickets:
@@ -280,27 +282,27 @@ class WorkerGroup:
             try:
                 return self.claims.take_back(ticket)
             except Busy:
-                if time.monotonic() > deadline:  # the worker is stopped: it will answer when it goes on
+                if time.monotonic() > deadline:  # the worker is stopped: it will answer when it is resumed
                     return False
 
     # ---- the end ------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Let `socket.wait` return from now on. May be called on any thread."""
-        socket = self._socket  # it may be closed on another thread
+        """Let `ConsumerSocket.wait` return from now on. May be called on any thread."""
+        socket = self._socket  # another thread may close it
         if socket is not None:
             socket.wake()
 
     def dismiss(self) -> None:
-        """Let the workers end, once all have answered everything. `stop` sees to the rest."""
+        """Send `Stop` to the workers, after they have answered everything. `stop` does the rest."""
         self.socket.send_all(encode(Stop()))
 
     def stop(self, patience: float) -> None:
-        """Let the workers finish what they do for that many seconds, and then end them; 0 ends them now.
+        """Let the workers finish their work for `patience` seconds, and then end them; 0 ends them now.
 
-        Those that take longer than an instant go on when this has returned; `stopping` sees to them. When all
-        have ended, everything is given back but the blocks that users reference. May be called again when an
-        interrupt cut it short.
+        Returns after an instant; `stopping` attends to workers that take longer. When all have ended, it
+        releases everything but the blocks that users reference. May be called again when an interrupt cut it
+        short.
         """
         if patience and self._socket is not None and not self._pool.stopped:
             while (received := self._socket.receive()) is not None:
@@ -309,27 +311,28 @@ class WorkerGroup:
             self.dismiss()
         after = (self._disconnect, self._close_memory)
         self._pool.stop(lambda worker: self._patience(worker, patience), self._counters, after)
-        if self._pool.ended:  # by `kill_all` perhaps, which gives nothing back
+        if self._pool.ended:  # perhaps by `kill_all`, which releases nothing
             self._disconnect()
             self._close_memory()
 
     def kill_all(self) -> None:
-        """End the workers while another thread is in the loop. May be called on any thread."""
+        """End the workers while another thread is in the event loop. May be called on any thread."""
         self._pool.stop(lambda worker: 0, self._counters)
 
     def _patience(self, worker: Worker, patience: float) -> float:
-        """A worker that is still at its imports has nothing to finish, and does not read its socket."""
+        """Seconds that a worker gets to finish. One that is still importing modules has nothing to finish,
+        and does not read its socket."""
         if self._socket is None:
             return 0
         return patience if worker.is_up or self._pool.forks else min(patience, BRIEF)
 
     def _disconnect(self) -> None:
-        """All workers have ended: close the sockets and the table, and remove the folders."""
+        """Close the sockets and the claim table, and remove the folders. All workers have ended."""
         socket, self._socket = self._socket, None
         if socket is not None:
             socket.close()
             _in_use.discard(socket)
-        for folder in list(self._folders):  # forgotten when it is gone: an interrupt may come between
+        for folder in list(self._folders):  # an interrupt may come between these lines
             remove_folder(folder)
             self._folders.remove(folder)
         claims, self._claims = self._claims, None
@@ -337,6 +340,6 @@ class WorkerGroup:
             claims.close()
 
     def _close_memory(self) -> None:
-        """No worker writes any more."""
+        """Close the shared memory. No worker writes to it any more."""
         _in_use.discard(self._blocks.arena)
         self._blocks.close()

@@ -1,4 +1,4 @@
-"""Arguments about workers: `workers=` is their kind, `num_workers="auto"` their number.
+"""The arguments about workers: their kind (`workers=`) and number (`num_workers="auto"`).
 
 Runs in the consumer.
 """
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class WorkerKind(ABC):
-    """A kind of workers.
+    """Base class of the kinds of workers.
 
     Attributes:
-        short_form: the string that stands for this kind as it is made without arguments, if there is one.
-        is_remote: whether they take CPUs of other machines.
-        max_restarts: workers that may die in an iteration and be replaced; None is the kind's own number.
-        grace: seconds for which they outlive a SIGTERM that is not their consumer's.
+        short_form: the string that stands for this kind without arguments; None if there is no such string.
+        is_remote: whether the workers use CPUs of other machines.
+        max_restarts: number of dead workers that may be replaced in an iteration; None: the kind's default.
+        grace: seconds for which the workers outlive a SIGTERM that their consumer did not send.
     """
 
     short_form: ClassVar[str | None] = None
@@ -46,17 +46,17 @@ class WorkerKind(ABC):
             raise ValueError(f"{self}: max_restarts must not be negative: use 0 for none")
 
     def restarts(self, iterable: bool) -> int:
-        """How many workers may be replaced, with an iterable dataset or another one. @private"""
+        """Number of workers that may be replaced, for an iterable dataset or another one. @private"""
         assert self.max_restarts is not None, "it was checked"
         return self.max_restarts
 
     def missing(self) -> str:
-        """Requirements of such workers that this system lacks, and what to install; "" if none. @private"""
+        """Requirements that this system lacks, and the packages to install; "" if it lacks none. @private"""
         return ""
 
     @abstractmethod
     def make_pool(self, plan: Plan) -> WorkerPool:
-        """A pool of this kind. @private"""
+        """Make a pool of this kind. @private"""
 
 
 @dataclass(frozen=True)
@@ -64,20 +64,21 @@ class Processes(WorkerKind):
     """Worker processes on this machine.
 
     Args:
-        max_restarts: workers that may die in an iteration and be replaced, with a `WorkerReplaced` warning;
-            the batches that the dead worker had not answered are loaded again. 0 raises, as torch does. With
-            a `timeout`, a worker that has not answered within it is ended and replaced, and the warning shows
-            its stacks. A batch at which three workers died raises at its place. When no more workers can be
-            replaced, every further `next()` raises: the epoch is not over. With a `RoundRobin` schedule
-            order and exactly-once hold, but a new worker's random numbers start anew; an iterable dataset is
-            refused, because a new worker would read it from its beginning. Without workers it has no effect.
-        grace_seconds: for so long a worker goes on that gets SIGTERM, as all processes of a job do which is
-            to end: the training may save a checkpoint, see `preemption`. It ends earlier with its loader, or
-            when the training process dies. 0 ends it at once, as in torch.
+        max_restarts: number of dead workers that may be replaced in an iteration. Each replacement emits a
+            `WorkerReplaced` warning; the batches that the dead worker had not answered are loaded again. With
+            0 a death raises, as in torch. With a `timeout`, a worker that does not answer within it is ended
+            and replaced, and the warning shows its stacks. A batch at which three workers died raises at its
+            position. When no more workers can be replaced, every further `next()` raises: the epoch is not
+            over. With a `RoundRobin` schedule, batches still come in order and exactly once, but a new
+            worker's random numbers start anew; an iterable dataset is refused, because a new worker would
+            read it from its beginning. Without workers it has no effect.
+        grace_seconds: seconds for which a worker outlives SIGTERM, which all processes of a job get when the
+            job is to end. Meanwhile the training may save a checkpoint, see `preemption`. The worker ends
+            earlier with its loader, or when the training process dies. 0 ends it at once, as in torch.
 
     Raises:
-        TypeError, ValueError: `max_restarts` is not a number of workers, or `grace_seconds` not one of
-            seconds.
+        TypeError, ValueError: `max_restarts` is not a number of workers, or `grace_seconds` is not a number
+            of seconds.
 
     >>> Processes(max_restarts=-1)
     Traceback (most recent call last):
@@ -92,21 +93,21 @@ class Processes(WorkerKind):
         super().__post_init__()
         check_seconds("grace_seconds", self.grace_seconds)
         if self.grace_seconds > threading.TIMEOUT_MAX:
-            raise ValueError(f"grace_seconds={self.grace_seconds} must be from 0, for none, to some days")
+            raise ValueError(f"grace_seconds={self.grace_seconds} must be at most threading.TIMEOUT_MAX")
 
     @property
     def grace(self) -> float:
         return self.grace_seconds
 
     def make_pool(self, plan: Plan) -> WorkerPool:
-        from fastq_loader.workers.local_pool import LocalPool  # some systems lack what it is made of
+        from fastq_loader.workers.local_pool import LocalPool  # some systems lack its modules
 
         return LocalPool(plan)
 
 
 class Auto(int):
-    """The number of workers that `num_workers="auto"` has come to. Like any other number to those who compare
-    it; the loader chooses another one when an epoch begins. A loader that is made with it goes on from it."""
+    """The number of workers that `num_workers="auto"` has chosen. It compares like any other int. The loader
+    may choose another number when an epoch begins; a loader that is made with an `Auto` starts from it."""
 
     __slots__ = ()
 
@@ -115,15 +116,15 @@ class Auto(int):
 
 
 def read_workers(workers: Any, kinds: Sequence[type[WorkerKind]] = (Processes,)) -> WorkerKind:
-    """Read and check the argument `workers=`.
+    """Check the argument `workers=`, and return the kind of workers.
 
     Args:
-        workers: what the user said.
-        kinds: those that have a short form.
+        workers: the argument: a kind of workers, or its short form.
+        kinds: the kinds whose short forms are accepted.
 
     Raises:
-        ValueError: it is a string without a meaning.
-        TypeError: it is no kind of workers.
+        ValueError: the argument is an unknown string.
+        TypeError: the argument is neither a kind of workers nor a string.
     """
     if isinstance(workers, WorkerKind):
         return workers
@@ -132,6 +133,6 @@ def read_workers(workers: Any, kinds: Sequence[type[WorkerKind]] = (Processes,))
             return kind()
     known = " or ".join(f"{kind.short_form!r} or {kind.__name__}(...)" for kind in kinds)
     raise (ValueError if isinstance(workers, str) else TypeError)(
-        f"workers={workers!r} is unknown: it is the kind of workers, {known}; how many there are is "
+        f"workers={workers!r} is unknown: use a kind of workers, {known}; the number of workers is "
         "num_workers"
     )

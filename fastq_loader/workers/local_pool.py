@@ -1,13 +1,12 @@
-"""Worker processes of this machine, under any of multiprocessing's start methods.
+"""Worker processes on this machine, under any of multiprocessing's start methods.
 
-Runs in the consumer. What the workers do is none of its business.
+Runs in the consumer. Knows nothing of the workers' tasks.
 
-Workers are forked from a zygote (see there) where that is of use: under fork where dead workers are
-replaced, under spawn and forkserver always. All of them, the first ones and their successors, start in the
-surroundings of the moment in which the pool started. A script may have changed into another folder since,
-set variables for its own children, extended `sys.path`. Where there is no zygote, a worker's process is
-started by its own class: under fork without restarts, which needs none; in a context of the user's own; and
-where the kernel has no pidfd.
+Workers are forked from a `zygote`: under spawn and forkserver always, under fork only if dead workers are
+replaced. All of them, replacements included, start in the surroundings in which the pool was started: the
+script may have changed to another folder since, set variables for its own children, or extended `sys.path`.
+Without a zygote, a worker's process is started by its own class. This is so under fork without restarts,
+which needs no zygote; with a multiprocessing context of the user's own class; and if the kernel has no pidfd.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _PICKLE_WARNING = (  # torch/utils/data/dataloader.py
     "to 'forkserver', which requires the worker Process arguments to be picklable. "
     "You can also try multiprocessing.set_start_method('fork')."
 )
-#: multiprocessing's ways to start a process in an interpreter of its own, by what its process classes call.
+#: multiprocessing's start methods that need a new interpreter, by the `_Popen` of their process classes.
 _INTERPRETERS = {contexts.SpawnProcess._Popen: "spawn", contexts.ForkServerProcess._Popen: "forkserver"}
 
 
@@ -46,7 +45,7 @@ class LocalPool(WorkerPool):
     """The processes of one pool, on this machine.
 
     Args:
-        plan: what they do.
+        plan: the workers' plan.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -54,10 +53,10 @@ class LocalPool(WorkerPool):
         self._context: Any = None
         self._zygote: zygote.Zygote | None = None
         self._stacks: Stacks | None = None
-        self._moment: zygote.Moment | None = None  # of the start, for workers that an interpreter forks
+        self._moment: zygote.Moment | None = None  # of the start, for an interpreter's forks
 
     def _prepare(self) -> None:
-        """Pickle for all workers here, so that they see the dataset as it is now."""
+        """Start the zygote, and pickle the payload once: all workers get the dataset as it is now."""
         plan = self._plan
         self._context = multiprocessing.get_context() if plan.context is None else plan.context
         self.forks = self._context.get_start_method() == "fork"
@@ -69,7 +68,7 @@ class LocalPool(WorkerPool):
         elif method is not None:
             self._zygote = plan.kept[method] = zygote.interpreter(method)
             self._moment = zygote.Moment()
-            with self._explaining():  # beside the imports of the interpreter
+            with self._explaining():  # while the interpreter imports torch
                 plan.payload.seal()
             self._zygote.wait()
         elif self.forks and plan.restarts:
@@ -77,12 +76,12 @@ class LocalPool(WorkerPool):
 
     def _process(self, setup: Setup) -> BaseProcess:
         process: BaseProcess = self._context.Process(target=main, args=(setup,), daemon=True)
-        if self._plan.context is None:  # torch's name for it, which logs show
+        if self._plan.context is None:  # the same name as in torch, which logs show
             process.name = f"Process-{process.name.rpartition('-')[2]}"
         return process
 
     def _inherited(self, own: dict[str, Any]) -> BaseProcess:
-        """In a copy of the consumer: the process of a worker."""
+        """In a copy of the consumer: make the process object of a worker."""
         return self._process(self._setup_for(**own))
 
     def _launch(self, setup: Setup) -> Launch | None:
@@ -99,7 +98,7 @@ class LocalPool(WorkerPool):
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Where something cannot be pickled, torch's warning comes, and the error names what it is."""
+        """If an object cannot be pickled, emit torch's warning, and name the object in the error."""
         try:
             yield
         except (TypeError, AttributeError, PicklingError) as error:
@@ -107,12 +106,12 @@ class LocalPool(WorkerPool):
             raise _named(error, self._plan.payload.parts) from error
 
     def stacks(self, worker: Worker) -> str:
-        if self._stacks is None or not worker.pid:  # a signal to process 0 would go to everybody
+        if self._stacks is None or not worker.pid:  # a signal to pid 0 would go to our whole group
             return "  (it was not started, or is gone)"
         return self._stacks.of(worker.pid)
 
     def _give_back(self) -> None:
-        """All have ended."""
+        """Close the zygote and the pipe for stacks. All workers have ended."""
         held = self._moment or self._zygote, self._stacks  # an interpreter may serve other pools
         self._zygote = self._moment = self._stacks = None
         for one in held:
@@ -121,7 +120,7 @@ class LocalPool(WorkerPool):
 
 
 def _named(error: Exception, parts: dict[str, Any]) -> Exception:
-    """The same error with the path to what cannot be pickled, if it is among the user's objects."""
+    """Return the same error with the path to the object that cannot be pickled, if that is the user's."""
     for name, part in parts.items():
         if not pickles(part):
             return type(error)(f"{explain(part, error, name)}{hint()}")

@@ -1,9 +1,9 @@
 """The worker process: it reads tasks, loads their batches and answers.
 
 Everything here runs in a worker: the loop on its main thread, and one thread that only waits for the
-consumer's death. The worker reads tasks from its socket, looks ahead for a new epoch before each one, and
-answers every task that is its own exactly once. What is left of an epoch that was broken off is loaded if
-torch's workers would and it makes a difference (see `WorkerReader.is_missed`), and skipped otherwise.
+consumer's death. The worker reads tasks from its socket, looks for a new epoch before each one, and answers
+each of its own tasks exactly once. When an epoch is broken off, its remaining tasks are loaded if torch's
+workers would load them and it makes a difference (see `WorkerReader.is_missed`), and skipped otherwise.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ from fastq_loader.workers.config import Setup
 from fastq_loader.workers.reader import WorkerReader
 from fastq_loader.workers.task_queue import TaskQueue
 
-#: Nanoseconds of a task below which the worker does not look for a new epoch before the next one.
+#: Nanoseconds: after a shorter task, the worker does not look for a new epoch before the next task.
 _QUICK = 500_000
-#: Nanoseconds between two answers that say how much CPU time was used.
+#: Nanoseconds between two answers that report the CPU time used.
 _CPU_EVERY = 20_000_000
-#: Bytes by which an answer may grow when its own block, and those that were let go meanwhile, are added.
+#: Bytes by which an answer may grow when its own block, and blocks released meanwhile, are added.
 _GROWTH = 16 * 1024
 
 
 def main(setup: Setup) -> None:
     """Entry point of a worker process."""
-    # What was inherited or imported is not garbage. A forked worker whose collector looked at it would copy
-    # every page of it (120 ms, 37 MB with nothing but torch imported).
+    # Inherited and imported objects are not garbage. If the collector of a forked worker scanned them, it
+    # would copy all their pages (120 ms, 37 MB with nothing but torch imported).
     gc.freeze()
     prepare_signals(setup.plan.grace)
     children.write_stacks(setup.descriptors["stacks"])
@@ -75,7 +75,7 @@ def main(setup: Setup) -> None:
     plan, mapping = setup.plan, setup.mapping
     assert mapping is not None, "it is on the consumer's machine"
     claims = ClaimTable(mapping.fd, mapping.claims)
-    # The batches of the window are in use, and the one that was handed out.
+    # In use are the batches of the window, and the one that was delivered last.
     nontemporal_from = nontemporal.CACHED / (plan.workers * plan.prefetch + 1)
     blocks = Allocator(mapping, setup.worker, setup.space, plan.for_device, nontemporal_from)
     allocator.install(blocks)
@@ -93,16 +93,16 @@ def main(setup: Setup) -> None:
 
 
 def open_socket(setup: Setup, blocks: Allocator) -> WorkerSocket:
-    """The socket of a worker that writes to `blocks`."""
+    """Open the socket of a worker that writes to `blocks`."""
     name = socket_name(setup.worker, setup.generation)
     return WorkerSocket(setup.folder, name, setup.consumer, partial(_in_block, blocks), setup.plan.prefetch)
 
 
 def _in_block(blocks: Allocator, answer: Answer, nbytes: int) -> InBlock:
-    """Put a finished answer, whose frame has so many bytes, into a block.
+    """Write a finished answer, whose frame has `nbytes` bytes, into a block.
 
     Raises:
-        MemoryError: the arena is used up.
+        MemoryError: the arena is used up, or the answer does not fit into the block.
     """
     block = blocks.take(nbytes + _GROWTH)
     fresh, returned = blocks.finish([(block.offset, nbytes)])
@@ -118,17 +118,18 @@ def prepare_signals(grace: float = 0.0) -> None:
     """Set the handlers of a worker.
 
     Args:
-        grace: seconds for which it outlives a SIGTERM that is not its consumer's.
+        grace: seconds for which it outlives a SIGTERM that its consumer did not send.
     """
-    # Ctrl-C reaches the whole group: the consumer decides what it means, workers are silent. A handler
-    # rather than SIG_IGN, which programs started by user code would inherit.
+    # Ctrl-C reaches the whole process group: the consumer acts on it, and workers are silent. A handler
+    # rather than SIG_IGN, because programs started by user code would inherit SIG_IGN.
     signal.signal(signal.SIGINT, lambda signum, frame: None)
     signal.set_wakeup_fd(-1)  # an inherited one belongs to an event loop of the consumer
-    torch._C._set_worker_signal_handlers()  # SIGTERM of the parent ends it, SIGSEGV and SIGBUS are named
+    torch._C._set_worker_signal_handlers()  # SIGTERM from the parent ends it; SIGSEGV and SIGBUS are named
     if grace:
         signal.signal(signal.SIGTERM, partial(_outlive, grace))
         signal.siginterrupt(signal.SIGTERM, False)
-        # What user code forks ends by it. In a child Python forgets signals that came before its hooks ran.
+        # SIGTERM still ends processes that user code forks. It is blocked around a fork, because in the child
+        # Python drops signals that come before its hooks have run.
         hold, release = (
             partial(signal.pthread_sigmask, how, {signal.SIGTERM})
             for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK)
@@ -139,19 +140,19 @@ def prepare_signals(grace: float = 0.0) -> None:
 
 
 def _outlive(grace: float | None, *_: Any) -> None:
-    """SIGTERM came to all processes of the job: the consumer decides what it means, and ends its workers with
-    another signal. It may be saving a checkpoint now."""
+    """Handle SIGTERM, which all processes of a job get: end after `grace` seconds. The consumer may be saving
+    a checkpoint meanwhile, and ends its workers with another signal."""
     if grace is None:
         return
     signal.signal(signal.SIGTERM, partial(_outlive, None))
     ending = threading.Timer(grace, os._exit, (128 + signal.SIGTERM,))
     ending.daemon = True
-    with contextlib.suppress(RuntimeError):  # no thread can be started: it ends with its consumer
+    with contextlib.suppress(RuntimeError):  # no thread can be started: the worker ends with its consumer
         ending.start()
 
 
 class Consumer(Protocol):
-    """Where a worker's tasks come from and its answers go; see `WorkerSocket`."""
+    """Source of a worker's tasks and destination of its answers; see `WorkerSocket`."""
 
     def receive(self, block: bool) -> Task | Epoch | Space | Stop | Ping | None: ...
 
@@ -164,10 +165,10 @@ class Worker:
     """The loop of one worker.
 
     Args:
-        setup: what it was told.
-        blocks: what it writes batches to.
-        socket: to the consumer.
-        claims: who loads which shared task.
+        setup: the worker's setup.
+        blocks: allocator of the blocks that batches are written to.
+        socket: connection to the consumer.
+        claims: table of the claims on shared tasks.
     """
 
     def __init__(self, setup: Setup, blocks: Allocator, socket: Consumer, claims: ClaimTable) -> None:
@@ -176,7 +177,7 @@ class Worker:
         self._allocator = blocks
         self._socket = socket
         self._packer = Packer(blocks, setup.token)
-        self._quick = False  # the last task took no time worth mentioning
+        self._quick = False  # whether the last task took less than _QUICK
         self._mapped = 0  # the allocator's nanoseconds for new memory before this task
         self._asked_for_cpu = 0
         self._reader = WorkerReader(setup)
@@ -189,12 +190,12 @@ class Worker:
         finally:
             self._reader.close()
 
-    # ---- what comes in ------------------------------------------------------------------------
+    # ---- incoming messages --------------------------------------------------------------------
 
     def _next_task(self) -> Task | None:
-        """Read what has come, and wait while there is no task; None: stop."""
+        """Read messages until there is a task to work on, and return it; None: stop."""
         while True:
-            # After a task that took no time, looking takes as long as loading what may be stale.
+            # After a quick task, looking for a new epoch takes as long as loading a batch that may be stale.
             if not (self._quick and self._tasks) and not self._look_ahead():
                 return None
             task = self._tasks.take()
@@ -202,7 +203,7 @@ class Worker:
                 return task
 
     def _look_ahead(self) -> bool:
-        """Read what has come, and wait for something if there is no task; False: stop."""
+        """Read the messages that have come, and wait for one if there is no task; False: stop."""
         while True:
             message = self._socket.receive(block=not self._tasks)
             if message is None:
@@ -224,7 +225,7 @@ class Worker:
                 return False
 
     def _break_off(self) -> bool:
-        """Answer the tasks of the epoch that are left; False: stop."""
+        """Answer the remaining tasks of the epoch; False: stop."""
         tasks = self._tasks.drop()
         missed = bool(tasks) and self._reader.is_missed()
         for task in tasks:
@@ -249,7 +250,7 @@ class Worker:
     def _skip(self, task: Task, load: bool = False) -> None:
         started = self._begin(task)
         if load:
-            with contextlib.suppress(Exception):  # the batch is dropped, and so is what user code raises
+            with contextlib.suppress(Exception):  # of user code; the batch is dropped anyway
                 self._read(task)
         self._answer(task, SKIPPED, started)
 
@@ -267,7 +268,7 @@ class Worker:
             self._answer(task, kind, started, handle, used, loaded=True)
 
     def _begin(self, task: Task) -> int:
-        """The task's blocks can be written to from here on; the time."""
+        """Let the task's blocks be written to; return the time in nanoseconds."""
         started = time.monotonic_ns()
         self._allocator.begin(task.grants, task.promises)
         return started
@@ -302,7 +303,7 @@ class Worker:
     def _as_text(self, error: Exception, reason: Exception) -> Handle:
         try:
             text = f"{type(error).__name__}: {error}"
-        except Exception:  # it has no text
+        except Exception:  # its `__str__` fails
             text = type(error).__name__
         text = f"{text} (in DataLoader worker process {self._setup.worker}; it could not be sent: {reason!r})"
         return self._packer.pack_text(text, isinstance(error, MemoryError))
@@ -328,7 +329,7 @@ class Worker:
         answer = Answer(*head, (), state, *costs)
         try:
             self._socket.send(answer)
-        except Exception as error:  # what does not fit into a message
+        except Exception as error:  # the answer does not fit into a message
             if handle is not None:
                 self._packer.unsend(handle)
             text = self._as_text(error, error)

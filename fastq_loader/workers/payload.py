@@ -1,14 +1,14 @@
-"""The user's objects on their way to the workers, and a worker's process on its way to be unpickled.
+"""Serialization of the user's objects for the workers, and of a worker's process object.
 
 Made in the consumer; opened in a worker.
 
-Under fork the objects are inherited. Under spawn and forkserver they travel in memory that the worker opens
-itself, so that a failure is reported like any other instead of ending the process. It is written once, with
-the first worker: the others, of which some may start much later, get the objects as they were then. Large
-arrays in it are mapped by all workers, so they cost memory once. What torch and multiprocessing send as
-descriptors (tensors' storages, queues) is recorded beside it, and every worker gets descriptors of its own.
-Only what is counted elsewhere cannot be sent twice: storages in files and on devices. It is pickled for
-each worker.
+Under fork the objects are inherited. Under spawn and forkserver they are written to a memfd. The worker
+unpickles it itself, so a failure is reported like any other instead of ending the process. It is written
+once, with the first worker: later workers get the objects as they were then. All workers map the large arrays
+in it, which cost memory once. Objects that torch and multiprocessing send as descriptors (tensors' storages,
+queues) are recorded beside it, and every worker gets descriptors of its own. Only storages in files and on
+devices cannot be sent twice, because their receivers are counted elsewhere: a payload with such storages is
+pickled for each worker.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ def _received(duplicates: dict[Any, Any]) -> Descriptors:
 
 
 class Payload:
-    """A dataset and what of the user's goes with it.
+    """A dataset and the other user objects that workers need.
 
     Attributes:
-        parts: by name.
+        parts: these objects, by name.
     """
 
     def __init__(self, dataset: Any, collate_fn: Any, init_fn: Any, errors: Any = None) -> None:
         self.parts = {"dataset": dataset, "collate_fn": collate_fn, "worker_init_fn": init_fn}
-        self.parts["errors"] = errors  # which has exceptions by their classes
-        self._carried: list[int] = []  # the last one is that of the parts
+        self.parts["errors"] = errors  # refers to exceptions by their classes
+        self._carried: list[int] = []  # descriptors; the last one is the memfd with the parts
 
     @property
     def sealed(self) -> bool:
-        """Whether workers that start later get the objects as they are now."""
+        """Whether workers that start later get the objects as they were when they were sealed."""
         return bool(self._carried)
 
     def seal(self) -> None:
-        """Let workers get the objects as they are now, if these can be sent more than once."""
+        """Pickle the objects for all workers as they are now, if they can be sent more than once."""
         self._carried = self._carried or _Recorder().seal(self.parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -73,17 +73,17 @@ class Payload:
         return PickledPayload, (None, Descriptors(enumerate(self._carried)))
 
     def unseal(self) -> None:
-        """All workers were started: let the memory and the descriptors go."""
+        """Close the memory and the descriptors. All workers were started."""
         close_all(self._carried)
 
     def open(self) -> dict[str, Any]:
-        """The parts, in a worker."""
+        """Return the parts, in a worker."""
         return self.parts
 
 
 class PickledPayload(Payload):
-    """Payload in a worker that did not inherit it: a pickle, or descriptors of which the last is that of
-    memory with one."""
+    """Payload in a worker that did not inherit it: a pickle, or descriptors, the last one of a memfd with a
+    pickle."""
 
     def __init__(self, data: bytes | None, carried: Descriptors) -> None:
         self._data = data
@@ -111,8 +111,8 @@ class PickledPayload(Payload):
 
 @contextlib.contextmanager
 def _not_yet_a_daemon() -> Iterator[None]:
-    """Modules that are imported in here may start processes, which daemons may not: torch's worker imports
-    them before it is one."""
+    """Let modules that are imported in the block start processes, which daemons may not. torch's worker
+    imports them before it becomes a daemon."""
     configuration: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     daemon = configuration.pop("daemon", None)
     try:
@@ -122,7 +122,7 @@ def _not_yet_a_daemon() -> Iterator[None]:
 
 
 class _Carried:
-    """In what is sealed: a descriptor, by its number. What torch and multiprocessing know as a DupFd."""
+    """A descriptor in a sealed pickle, by its number. Replaces the DupFd of multiprocessing."""
 
     descriptors = Descriptors()  # of this process, a worker
 
@@ -130,18 +130,18 @@ class _Carried:
         self._number = number
 
     def detach(self) -> int:
-        """The descriptor, which is the caller's from here on."""
+        """Return the descriptor, which the caller owns from then on."""
         return self.descriptors[self._number]
 
 
 class _Recorder:
-    """Stands where multiprocessing expects the process that is being started, and records its descriptors."""
+    """Takes the place of the process that multiprocessing is starting, and records its descriptors."""
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
 
     def duplicate_for_child(self, descriptor: int) -> int:
-        # A duplicate, because the user may let go of the original before the last worker starts.
+        # A duplicate, because the user may release the original before the last worker starts.
         self.descriptors.append(os.dup(descriptor))
         return len(self.descriptors) - 1
 
@@ -149,7 +149,7 @@ class _Recorder:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the descriptors of what is pickled in here; none if pickling fails."""
+        """Record the descriptors of objects pickled in the block; close them if pickling fails."""
         starting = get_spawning_popen()
         set_spawning_popen(self)  # type: ignore[arg-type]
         try:
@@ -161,17 +161,18 @@ class _Recorder:
             set_spawning_popen(starting)
 
     def seal(self, parts: dict[str, Any]) -> list[int]:
-        """The descriptors that go with the parts, the last of memory with the parts themselves; none if they
-        hold what can be sent only once."""
+        """Pickle the parts. Returns their descriptors, the last one of a memfd with the pickle; [] if the
+        parts contain something that can be sent only once."""
         try:
             with self.recording():
-                memory = self._written(parts)  # which adds to the others
+                memory = self._written(parts)  # this adds to `descriptors`
         except _OnlyOnce:
             return []
         return [*self.descriptors, memory]
 
     def _written(self, parts: dict[str, Any]) -> int:
-        """The parts as pickle takes them; by value where it refuses them, or a worker would."""
+        """Write the parts, pickled by reference; by value if pickle refuses, or if `__main__` is interactive,
+        whose functions a worker cannot import."""
         with contextlib.suppress(ImportError):
             if pickling.is_interactive():
                 return mapped.write((True, parts), pickling.by_value(_Sealer))
@@ -181,7 +182,7 @@ class _Recorder:
             close_all(self.descriptors)
             try:
                 return mapped.write((True, parts), pickling.by_value(_Sealer))
-            except Exception:  # the error of what everybody has says where it lies
+            except Exception:  # the error of the standard pickler is raised: it names the cause
                 close_all(self.descriptors)
             raise
 
@@ -192,11 +193,11 @@ def close_all(descriptors: list[int]) -> None:
 
 
 class _OnlyOnce(Exception):
-    """Something keeps count of those it was sent to."""
+    """An object can be sent only once, because its receivers are counted."""
 
 
 class _Sealer(ForkingPickler):
-    """multiprocessing's pickler, whose constructor passes no callback on."""
+    """multiprocessing's pickler with a `buffer_callback`, which its own constructor does not pass on."""
 
     def __init__(self, file: Any, protocol: int, buffer_callback: Any) -> None:
         super().__init__(file, protocol)
@@ -216,8 +217,8 @@ class _Sealer(ForkingPickler):
 
 
 def _as_in_torch(array: Any) -> Any:
-    """The array as torch's worker has it. Pickled by protocol 4, as multiprocessing does until Python 3.14,
-    arrays arrive writable and in the machine's order of bytes. No copy is made where there need be none."""
+    """Return the array as torch's worker gets it: multiprocessing pickles by protocol 4 until Python 3.14, so
+    arrays arrive writable and in the machine's byte order. Copies only if it must."""
     if pickle.DEFAULT_PROTOCOL >= 5 or array.dtype.hasobject or not array.flags.forc:
         return array
     if array.dtype.byteorder not in "=|":
@@ -229,10 +230,10 @@ def _as_in_torch(array: Any) -> Any:
 
 
 class _Writable:
-    """The bytes of a read-only array, as something that can be written to; nobody does."""
+    """The bytes of a read-only array, declared as writable; nobody writes to them."""
 
     def __init__(self, array: np.ndarray) -> None:
-        self._array = array  # stays as long as its bytes are referred to
+        self._array = array  # stays alive while its bytes are referenced
         place, _ = array.__array_interface__["data"]
         self.__array_interface__ = {
             "version": 3,
@@ -246,11 +247,12 @@ class _Writable:
 
 
 def write_process(prepared: dict[str, Any], process: BaseProcess) -> tuple[int, list[int]]:
-    """Memory with what `multiprocessing.spawn._main` reads, and the descriptors that go with it.
+    """Write the input of `multiprocessing.spawn._main` to a memfd. Returns its descriptor, and the
+    descriptors that the process refers to.
 
     Args:
-        prepared: see `zygote.preparation`.
-        process: not started yet.
+        prepared: see `zygote._preparation`.
+        process: the process object, not yet started.
 
     Raises:
         TypeError, AttributeError, PicklingError: the process, or the parts of its payload, cannot be pickled.
@@ -268,5 +270,5 @@ def write_process(prepared: dict[str, Any], process: BaseProcess) -> tuple[int, 
 
 
 def receive_process(descriptors: list[int]) -> None:
-    """In a worker: these are the descriptors of the process that is about to be unpickled."""
+    """In a worker: set the descriptors of the process object that is unpickled next."""
     _Carried.descriptors = Descriptors(enumerate(descriptors))

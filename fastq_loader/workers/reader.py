@@ -1,9 +1,9 @@
-"""The user's objects in a worker: the dataset and its functions, their seeds, and the batches they give.
+"""The user's objects in a worker: the dataset and its functions, their seeds, and the batches they produce.
 
 Runs in a worker, on its main thread. Random numbers are seeded once in each worker, as in torch, or anew for
-each batch. Of an epoch that was broken off torch's workers load whatever was dispatched; `is_missed` says
-whether the random numbers that come after could tell. What a resumed epoch needs from the worker goes to the
-consumer with each batch (see `reading.reader`).
+each batch. When an epoch is broken off, torch's workers still load every dispatched batch; `is_missed` tells
+whether later random numbers depend on that. The state that a resumed epoch needs from the worker is sent to
+the consumer with each batch (see `reading.reader`).
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ class WorkerReader(Reader):
     """Reader of one worker.
 
     Args:
-        setup: the worker's.
+        setup: the worker's setup.
 
     Attributes:
-        epochs: how many were begun.
-        failure: what user code raised when it was to start or to begin an epoch: there is nothing to load.
-        state: of the worker after the batch that was loaded last, as a sealed pickle; b"" if there is none.
-        remarks: what else there is to say of that batch, as a sealed pickle; b"" if there is nothing. The
-            samples that could not be read (`TolerantFetcher.bad`), what the last one raised (of
-            `dump_exception`, or None), and the names of generators of the user's own that it drew from,
-            although any worker may load any batch.
-        timing: of that batch, as `Answer` has it: fetched, collated, slowest, slowest_at.
+        epochs: number of epochs begun.
+        failure: exception that user code raised at the start of the worker or of an epoch: the worker cannot
+            load anything.
+        state: state of the worker after the last loaded batch, as a sealed pickle; b"" if it has no state.
+        remarks: remarks on that batch, as a sealed pickle; b"" without remarks. They are the samples that
+            could not be read (`TolerantFetcher.bad`), the exception of the last one (from `dump_exception`,
+            or None), and the names of the user's own generators that the batch drew from, although any
+            worker may load any batch.
+        timing: times of that batch, as in `Answer`: fetched, collated, slowest, slowest_at.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -50,13 +51,13 @@ class WorkerReader(Reader):
         self.state = self.remarks = b""
         self.timing = (0, 0, 0, 0)
         self._setup = setup
-        self._fetched = False  # anything since the worker was started
+        self._fetched = False  # any batch since the worker was started
         self._loads_any = plan.shared_tasks and not plan.reseed
         try:
             self._start()
         except Exception as error:
             self.failure = error
-        # Of every generator that user code may draw from, before it did.
+        # States of every generator that user code may draw from, before any draw.
         self._untouched = self._random_states() if plan.persistent else ()
 
     def _start(self) -> None:
@@ -66,7 +67,7 @@ class WorkerReader(Reader):
         seed = generators.seed_worker(setup.base_seed, setup.worker)
         self.dataset = datapipes.apply_seed(parts["dataset"], setup.shared_seed)
         self._collate, self._errors = parts["collate_fn"], parts["errors"]
-        # User code asks torch for it: torch.utils.data.get_worker_info().
+        # User code gets it from torch.utils.data.get_worker_info().
         torch_worker._worker_info = torch_worker.WorkerInfo(
             id=setup.worker, num_workers=setup.plan.workers, seed=seed, dataset=self.dataset
         )
@@ -91,7 +92,7 @@ class WorkerReader(Reader):
             self.failure = error
 
     def load(self, seq: int, index: Any) -> Any:
-        """As any reader's, and keeps what the answer says of the batch."""
+        """Load a batch as any reader does, and record the values that its answer reports."""
         before = None if self._fetched or not self._loads_any else self._own_states()
         self._fetched = True
         try:
@@ -109,13 +110,13 @@ class WorkerReader(Reader):
                 self.remarks = seal(pickle.dumps((fetcher.bad, last, drawn)), self._setup.token)
 
     def _own_states(self) -> dict[str, Any]:
-        """States of the generators that dataset and collate function have, by name."""
-        with contextlib.suppress(Exception):  # of a device that this process cannot use
+        """States of the generators that the dataset and the collate function own, by name."""
+        with contextlib.suppress(Exception):  # a generator of a device that this process cannot use
             return {name: generators.state_of(own) for name, own in self._own_generators().items()}
         return {}
 
     def _drawn_since(self, before: dict[str, Any]) -> list[str]:
-        """The names of those that were drawn from, or made, since."""
+        """Names of the generators that were drawn from, or created, since `before`."""
         return [
             name
             for name, state in self._own_states().items()
@@ -124,14 +125,16 @@ class WorkerReader(Reader):
 
     def _seed(self, base_seed: int, seq: int) -> int:
         seed = super()._seed(base_seed, seq)
-        # torch's class refuses to have its attributes set; user code that has it sees the new seed too.
+        # torch's class does not let its attributes be set. User code that has the object sees the new seed.
         object.__setattr__(torch_worker._worker_info, "seed", seed)
         return seed
 
     def is_missed(self) -> bool:
-        """Whether a batch of an epoch that was broken off has to be loaded. torch's workers load whatever
-        was dispatched, which decides on what the next epoch draws. Where nothing was ever drawn from any
-        generator, it makes no difference; the first batch of all has to show it."""
+        """Whether a batch of an epoch that was broken off has to be loaded.
+
+        torch's workers load every dispatched batch, which changes the random numbers of the next epoch. If
+        no generator was ever drawn from, it makes no difference; only a first loaded batch can show that.
+        """
         if self.base_seed is not None or self.ended or self.failure is not None:
             return False
         if not self._fetched or self.fetcher.dataset_iter is self.dataset:
@@ -139,8 +142,8 @@ class WorkerReader(Reader):
         return self._random_states() != self._untouched
 
     def close(self) -> None:
-        """The worker ends. The dataset goes with the reader, so that its `__del__` still finds its modules;
-        it is in no worker by then (as in torch from 2.14 on)."""
+        """Clear the worker info at the worker's end. The dataset is freed with the reader, so that its
+        `__del__` still finds its modules; it runs without worker info (as in torch from 2.14 on)."""
         torch_worker._worker_info = None
 
     def _random_states(self) -> tuple[Any, ...]:

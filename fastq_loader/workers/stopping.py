@@ -1,11 +1,11 @@
-"""Workers that were told to stop: they get the time that torch gives them, and are ended after it.
+"""Shutdown of workers: they get as much time to stop as in torch, and are then ended.
 
-Runs in the consumer. A worker that only waits for a task leaves within milliseconds, and is waited for. One
-that is in the middle of a sample, or of the exit handlers of user code, writes a file, perhaps: it is left to
-finish behind the consumer's back, so that neither `next()` nor the turn of an epoch waits for it. A thread
-watches the workers of such a pool; `close()` and the exit of the process wait until it is done.
+Runs in the consumer. A worker that only waits for a task ends within milliseconds, and the caller waits for
+it. A worker that is in the middle of a sample, or of user code's exit handlers, may be writing a file. It
+finishes in the background, so that neither `next()` nor the change of epoch waits for it. A thread watches
+the workers of such a pool; `close()` and the exit of the process wait until that thread is done.
 
-What a worker may still write to is given back when the last one of its pool has ended.
+The resources that a worker may still write to are released when the last worker of its pool has ended.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from fastq_loader.system.calls import readable
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Child
 
-#: Seconds that a worker which was told to stop has to finish: torch's MP_STATUS_CHECK_INTERVAL, for which it
-#: joins each of them.
+#: Seconds that a worker gets to finish after a stop message: torch's MP_STATUS_CHECK_INTERVAL, for which
+#: torch joins each worker.
 ORDERLY = 5.0
-#: The same after Ctrl-C, or where the worker was waited for in vain already; and
-#: what SIGTERM leaves it before SIGKILL.
+#: The same after Ctrl-C, or if waiting for the worker was in vain before; and the seconds between SIGTERM and
+#: SIGKILL.
 BRIEF = 0.5
-#: Seconds that are waited for workers which need no more than that.
+#: Seconds for which the caller itself waits for workers.
 _INSTANT = 0.2
 
 
 class _Leaving:
-    """A worker that was told to stop, and has `patience` seconds for it."""
+    """A worker that was asked to stop, and has `patience` seconds to do so."""
 
     def __init__(self, child: Child, patience: float) -> None:
         self.child = child
@@ -39,22 +39,22 @@ class _Leaving:
         self._means = [child.process.kill, child.process.terminate]
 
     def escalate(self) -> None:
-        """Its time is over: SIGTERM, and the next time SIGKILL. An interrupt may cut it short."""
+        """Terminate the worker; the second time, kill it. An interrupt may cut it short."""
         if self._means:
             self._means.pop()()
         self.deadline = time.monotonic() + BRIEF if self._means else math.inf
 
 
 class Stopping:
-    """The workers of one pool that were told to stop.
+    """The workers of one pool that were asked to stop.
 
     Args:
-        owner: whose they are, see `wait`.
-        leaving: the workers, each with the seconds that it has to leave on its own.
-        after: called when all have ended, in this order, on any thread.
+        owner: the owner of the workers, see `wait`.
+        leaving: the workers, each with the seconds that it gets to end by itself.
+        after: functions to call when all have ended, in this order, on any thread.
 
     Attributes:
-        over: set when they have ended, and all was done.
+        over: set when all workers have ended and the `after` functions were called.
     """
 
     def __init__(self, owner: object, leaving: dict[Child, float], after: list[Callable[[], None]]) -> None:
@@ -66,8 +66,8 @@ class Stopping:
         self._thread: threading.Thread | None = None
 
     def finish(self) -> None:
-        """Wait for an instant, and leave those that need longer to a thread. May be called again, also when
-        an interrupt cut it short."""
+        """Wait for an instant, and leave workers that need longer to a thread. May be called again, also
+        when an interrupt cut it short."""
         if self in _active:
             return
         try:
@@ -84,22 +84,22 @@ class Stopping:
         self.over.wait()
 
     def hurry(self) -> None:
-        """The time of the workers is over now."""
+        """Terminate the workers now; kill the ones that were terminated before."""
         with self._lock:
             for leaving in self._leaving:
                 leaving.escalate()
 
     def _attend(self, until: float = math.inf) -> None:
-        """Do what is due until all have ended, or until some time."""
+        """Take every step that is due, until all workers have ended or the time is `until`."""
         while not self.over.is_set() and (now := time.monotonic()) < until:
             due = self._step()
             if not self.over.is_set():
-                # No longer than `hurry`, on another thread, may bring the next time nearer.
+                # At most BRIEF, because `hurry` on another thread may bring a deadline forward.
                 seconds = min(due - now, until - now, BRIEF)
                 readable([leaving.child.descriptor for leaving in self._leaving], max(seconds, 0))
 
     def _step(self) -> float:
-        """Do what is due now; the time (of `time.monotonic`) at which something else will be."""
+        """Take the steps that are due now. Returns the time (of `time.monotonic`) of the next one."""
         with self._lock:
             ended = set(readable([leaving.child.descriptor for leaving in self._leaving], 0))
             now = time.monotonic()
@@ -124,8 +124,8 @@ class Stopping:
     # ---- the thread -----------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Have a thread attend."""
-        # Signals are the other threads' to notice: a Ctrl-C that came to this one would not wake them.
+        """Start the thread that attends to the workers, unless it is running."""
+        # It blocks signals: a Ctrl-C that is delivered to it would not wake the other threads.
         with self._lock, without_signals():
             if self._thread is not None and self._thread.is_alive():
                 return
@@ -134,7 +134,7 @@ class Stopping:
                 self._thread = threading.Thread(target=self._run, name=name, daemon=True)
                 self._thread.start()
                 return
-            except RuntimeError:  # there are too many, or the process is exiting
+            except RuntimeError:  # there are too many threads, or the process is exiting
                 self._thread = None
         try:
             self._run()
@@ -146,16 +146,16 @@ class Stopping:
     def _run(self) -> None:
         try:
             self._attend()
-        except Exception:  # what is left is done before it is told
+        except Exception:  # do the rest before raising it
             self._run()
             raise
 
 
-_active: set[Stopping] = set()  # those that a thread watches
+_active: set[Stopping] = set()  # pools whose workers a thread watches
 
 
 def wait(owner: object = None) -> None:
-    """Wait until those of an owner, or of everybody, have ended; an interrupt ends their time too."""
+    """Wait until the workers of an owner (None: all owners) have ended; an interrupt ends their time, too."""
     try:
         for stopping in _of(owner):
             stopping.wait()
@@ -165,7 +165,7 @@ def wait(owner: object = None) -> None:
 
 
 def hurry(owner: object = None) -> None:
-    """End those of an owner, or of everybody, now."""
+    """End the workers of an owner (None: all owners) now."""
     for stopping in _of(owner):
         stopping.hurry()
 
@@ -174,5 +174,5 @@ def _of(owner: object) -> list[Stopping]:
     return [stopping for stopping in list(_active) if owner is None or stopping.owner is owner]
 
 
-if hasattr(os, "register_at_fork"):  # the workers are siblings of a forked copy, and there is no thread
+if hasattr(os, "register_at_fork"):  # a forked child has no such workers and threads
     os.register_at_fork(after_in_child=_active.clear)

@@ -1,8 +1,8 @@
-"""The tasks that a worker knows of and has not begun.
+"""The tasks that a worker has received and not begun.
 
-Runs in a worker, on its main thread. Assigned tasks are all its own, in the order in which they came. Shared
-ones are known to every worker, and each takes the lowest unclaimed one: the batch that is wanted next is
-never behind another one.
+Runs in a worker, on its main thread. Assigned tasks all belong to the worker, which takes them in the order
+in which they came. Shared tasks are sent to every worker, and each worker takes the lowest unclaimed one: the
+batch that is wanted next never waits behind another one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TaskQueue:
 
     Args:
         claims: the table of claims.
-        shared: whether any worker may claim a task; else all are this worker's.
+        shared: whether any worker may claim a task; else all tasks belong to this worker.
         worker: the worker's number.
     """
 
@@ -32,14 +32,14 @@ class TaskQueue:
         self._claims = claims
         self._shared = shared
         self._worker = worker
-        self._tasks: deque[Task] = deque()  # a wide window is taken from its left end, task by task
+        self._tasks: deque[Task] = deque()  # popped from the left, also from a wide window
         self._retired = False
 
     def __len__(self) -> int:
         return len(self._tasks)
 
     def add(self, task: Task) -> None:
-        """A task has come. One that is sent again may be lower than those that came before it."""
+        """Add a task. One that is sent again may be lower than tasks that came before it."""
         if self._retired:
             return
         if self._tasks and task.seq < self._tasks[-1].seq and self._shared:
@@ -48,30 +48,30 @@ class TaskQueue:
             self._tasks.append(task)
 
     def prune(self) -> None:
-        """Forget the shared tasks that others have claimed. `take` finds that out by itself."""
+        """Drop the shared tasks that other workers have claimed. `take` works without it."""
         self._tasks = deque(task for task in self._tasks if self._claims.on_offer(task.ticket))
 
     def drop(self) -> list[Task]:
-        """The epoch ends: forget all tasks; those that wait for an answer of this worker."""
+        """Drop all tasks, because the epoch ends. Returns the tasks that only this worker can answer."""
         tasks, self._tasks = self._tasks, deque()
-        self._retired = False  # it says so again at the first task that it claims
+        self._retired = False  # a worker that cannot work reports it again at the first task that it claims
         return [] if self._shared else list(tasks)
 
     def retire(self) -> None:
-        """This worker cannot work: it leaves what is claimed to the others."""
+        """Leave shared tasks to the other workers, because this worker cannot work."""
         if self._shared:
             self._retired = True
             self._tasks.clear()
 
     def take(self) -> Task | None:
-        """The next task to work on, which is this worker's from here on; None if there is none now."""
+        """Take the next task to work on, which then belongs to this worker; None without a task."""
         task = self._next()
         if task is not None:
             self._claims.begin(self._worker, task.ticket)
         return task
 
     def answered(self) -> None:
-        """The answer to the task that was taken last is on its way."""
+        """Record that the answer to the last task was sent."""
         self._claims.begin(self._worker, None)
 
     def _next(self) -> Task | None:
@@ -82,7 +82,7 @@ class TaskQueue:
             task = self._tasks[at]
             try:
                 mine = self._claims.claim(task.ticket, self._worker)
-            except Busy:  # the other worker has it in a moment, or dies, and it is unclaimed
+            except Busy:  # the other worker will have claimed it in a moment, or dies before
                 at += 1
                 continue
             del self._tasks[at]

@@ -1,8 +1,8 @@
-"""The record of one worker: the process that has its number now, and what is known of it.
+"""The record of one worker: its current process, its state, and its cause of death.
 
-Pure, but for the process that it refers to. Runs in the consumer, on the thread that calls `next()`. The
-pool starts and ends the process, the group moves the record from state to state. What the scheduler has
-given to a worker is in a table of its own, which knows nothing of processes.
+Pure, except for the process that it refers to. Runs in the consumer, on the thread that calls `next()`. The
+pool starts and ends the process, and the group moves the record from state to state. The tasks of a worker
+are in a separate table of the scheduler, which knows nothing of processes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 NEW, STARTING, READY, DEAD = "new", "starting", "ready", "dead"
 
-#: state → event → next state. A worker is ready when it has said so, and has handlers for signals from then
-#: on.
+#: state → event → next state. A worker is ready when its hello was received; its signal handlers are set by
+#: then.
 TRANSITIONS: dict[str, dict[str, str]] = {
     NEW: {"start": STARTING},
     STARTING: {"hello": READY, "die": DEAD},
@@ -30,19 +30,19 @@ TRANSITIONS: dict[str, dict[str, str]] = {
 
 
 class Worker:
-    """One worker of a pool, whatever processes have its number one after the other.
+    """One worker of a pool: a number that several processes have, one after the other.
 
     Attributes:
-        number: its own, from 0.
-        generation: how many processes had the number before.
+        number: number of the worker, from 0.
+        generation: number of processes that had this number before.
         state: see `TRANSITIONS`.
-        child: its process, once there is one.
-        folder: where it is to bind its socket.
-        specs: those of batches that this process has sent.
-        counters: what the loader counts of it, once it was started.
-        why: why it was ended here; "" if it was not.
-        cause, torch_text: how its last process died, in our words and in torch's.
-        died_up: whether that one was ready before.
+        child: current process; None before the first one.
+        folder: folder in which the process binds its socket.
+        specs: specs of the batches that the process has sent.
+        counters: the loader's counters of the worker, set when it was started.
+        why: why this side ended the process; "" if it did not.
+        cause, torch_text: how the last process died, as our text and as torch's.
+        died_up: whether the last process was ready before it died.
         failed_starts: processes in a row that ended by themselves before they were up.
     """
 
@@ -59,9 +59,10 @@ class Worker:
         self.failed_starts = 0
 
     def move(self, event: str) -> None:
-        """
+        """Change the state by an event.
+
         Raises:
-            InvalidTransition: no worker that is in this state can do that.
+            InvalidTransition: the event is not allowed in this state.
         """
         following = TRANSITIONS[self.state].get(event)
         if following is None:
@@ -69,16 +70,17 @@ class Worker:
         self.state = following
 
     def begin(self, folder: str) -> None:
-        """A process is about to be started under the number."""
+        """Record that a new process was started under the number."""
         self.move("start")
         self.generation += 1
         self.folder, self.why = folder, ""
-        self.specs = SpecCache()  # it numbers them anew
+        self.specs = SpecCache()  # a new process numbers them anew
 
     def die(self, cause: str, torch_text: str) -> None:
-        """Its process has ended."""
+        """Record that the process has ended."""
         self.died_up = self.state == READY
-        # One that was killed, but for not getting up in time, says nothing about the next one.
+        # A process that was killed says nothing about the next one, unless it was killed here (`why`) because
+        # it did not start in time.
         killed = self.child is not None and self.child.killed and not self.why
         self.failed_starts = 0 if self.died_up else self.failed_starts + (not killed)
         self.cause, self.torch_text = cause, torch_text
@@ -86,17 +88,17 @@ class Worker:
 
     @property
     def process(self) -> BaseProcess | None:
-        """Its process object of multiprocessing's; None until it is started."""
+        """The multiprocessing process object; None until it is started."""
         return self.child.process if self.child is not None and self.child.pid else None
 
     @property
     def pid(self) -> int:
-        """0 until it is started."""
+        """Process id; 0 until the process is started."""
         return 0 if self.child is None else self.child.pid
 
     @property
     def descriptor(self) -> int:
-        """Readable when it has ended; -1 until it is started."""
+        """Descriptor that becomes readable when the process has ended; -1 until it is started."""
         return self.child.descriptor if self.child is not None and self.child.pid else -1
 
     @property
@@ -105,5 +107,5 @@ class Worker:
 
     @property
     def is_dead(self) -> bool:
-        """It was not replaced."""
+        """Whether the process has ended and was not replaced."""
         return self.state == DEAD

@@ -1,9 +1,9 @@
-"""The processes behind the numbers of a group of workers, wherever the work itself is done.
+"""Base class of worker pools: the child processes behind the numbers of a group of workers.
 
-Runs in the consumer. Each kind of workers (see `kinds`) has a pool of its own: `local_pool` has processes of
-this machine, `remote.proxy_pool` one here for each worker on another machine. Either way the group deals with
-child processes, each under a worker's number. They are started, replaced and stopped here, and a worker
-counts as dead when its descriptor says so, and only then. So this is a base class and not only a protocol.
+Runs in the consumer. Each kind of workers (see `kinds`) has its own pool: in `local_pool` the child processes
+are the workers; in `remote.proxy_pool` each one is the proxy of a worker on another machine. In both cases
+the group deals with child processes, one per worker number. This class starts, replaces and stops them, so it
+is not only a protocol. A worker counts as dead if and only if its process descriptor is readable.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from fastq_loader.workers.payload import Descriptors, Payload
 from fastq_loader.workers.stopping import Stopping
 from fastq_loader.workers.worker import Worker
 
-#: Descriptors that the start of a process takes: two pipes, one for its end, and those that are passed on.
+#: Descriptors needed to start a process: two pipes, one that shows its end, and the ones passed to it.
 _DESCRIPTORS = 8
 
 
 class WorkerPool(ABC):
-    """The processes of one pool.
+    """Base class of worker pools.
 
     Args:
-        plan: what the workers do.
+        plan: the workers' plan.
 
     Attributes:
-        workers: their records, by number.
-        forks: whether a worker is at work as soon as it was started.
+        workers: the workers' records, by number.
+        forks: whether a worker begins to work as soon as it is started, without importing anything.
     """
 
     forks = False
@@ -51,7 +51,7 @@ class WorkerPool(ABC):
         self.workers = [Worker(number) for number in range(plan.workers)]
         self._stopping: Stopping | None = None
 
-    # ---- what each kind does in its own way -----------------------------------------------------
+    # ---- implemented by each kind of pool -------------------------------------------------------
 
     @abstractmethod
     def _prepare(self) -> None:
@@ -59,37 +59,37 @@ class WorkerPool(ABC):
 
     @abstractmethod
     def stacks(self, worker: Worker) -> str:
-        """The Python stacks of a worker as it writes them now, whatever it is doing."""
+        """Return the current Python stacks of a worker, whatever it is doing."""
 
     @abstractmethod
     def _process(self, setup: Setup) -> BaseProcess:
-        """A process to be started."""
+        """Make a process object, not yet started."""
 
     def _launch(self, setup: Setup) -> Launch | None:
-        """Starts such a process; None: in its own way."""
+        """Return a function that starts such a process; None to use the `_Popen` of its class."""
         return None
 
     def _start(self, child: Child) -> None:
-        """Start it, and say what is wrong if it cannot be."""
+        """Start a child process; a subclass may add the cause to an error."""
         child.start()
 
     @abstractmethod
     def _give_back(self) -> None:
-        """All have ended."""
+        """Release the pool's own resources. All processes have ended."""
 
     # ---- starting -------------------------------------------------------------------------------
 
     def start(self, arena: Arena, folder: str, token: bytes, base_seed: int, shared_seed: int | None) -> None:
-        """Start the first processes. Whatever happens in here, `stop` takes it back.
+        """Start the first processes. `stop` undoes it, also after an error or an interrupt half-way.
 
         Args:
-            arena: the shared memory they write to.
-            folder: where they bind their sockets.
-            token: the pool's, see `messages`.
-            base_seed, shared_seed: of the workers' generators, and of datapipe graphs.
+            arena: the shared memory that the workers write to.
+            folder: folder in which they bind their sockets.
+            token: the pool's token, see `messages`.
+            base_seed, shared_seed: seeds of the workers' generators, and of datapipe graphs.
 
         Raises:
-            TypeError, AttributeError, PicklingError: something of the plan cannot be pickled, and has to be;
+            TypeError, AttributeError, PicklingError: an object of the plan has to be pickled and cannot be;
                 the text names it.
         """
         self._setup = Setup(
@@ -115,36 +115,37 @@ class WorkerPool(ABC):
                 self._plan.payload.unseal()
 
     def count_in(self, counters: Counters) -> None:
-        """Count what the workers do there from now on."""
+        """Make new counters for the workers, as part of the loader's counters."""
         for worker in self.workers:
             worker.counters = WorkerCounters(worker.number, worker.pid)
         counters.workers = tuple(worker.counters for worker in self.workers)
 
     def _setup_for(self, **fields: Any) -> Setup:
-        """The setup of all workers, with these fields of one."""
+        """Return the setup of the workers with the `fields` of one of them."""
         assert self._setup is not None, "the pool was started"
         return replace(self._setup, **fields)
 
     def launch(self, worker: Worker, folder: str, space: Extents | None = None) -> None:
-        """Start a process for a worker, its first one or the successor of one that has ended.
+        """Start a process for a worker: its first one, or the successor of one that has ended.
 
         Args:
-            worker: its record.
-            folder: where it binds its socket.
-            space: ranges (offset, size) of its part of the arena that it can make blocks in; None is all.
+            worker: the worker's record.
+            folder: folder in which the process binds its socket.
+            space: ranges (offset, size) of its part of the arena in which it can make blocks; None is all.
 
         Raises:
-            what `start` raises; OSError also when what forks the workers has ended.
+            TypeError, AttributeError, PicklingError: see `start`.
+            OSError: processes or descriptors are used up, or the zygote has ended.
         """
         generation, before = worker.generation + 1, worker.child
-        # Signals: between fork and handler.
+        # Signals are blocked between the fork and the setting of handlers.
         with naming_the_limit(_DESCRIPTORS), without_signals(*KEPT_OUT):
             own = {"worker": worker.number, "generation": generation, "folder": folder, "space": space}
             worker.child = child = self._child(self._setup_for(**own))
             try:
                 self._start(child)
             except BaseException:
-                if not child.pid:  # else an interrupt came behind the start
+                if not child.pid:  # else an interrupt came after the start
                     worker.child = before
                 raise
             worker.begin(folder)
@@ -157,11 +158,11 @@ class WorkerPool(ABC):
 
     @property
     def processes(self) -> list[BaseProcess]:
-        """The workers, so far as they were started."""
+        """The processes of the workers that were started."""
         return [worker.process for worker in self.workers if worker.process is not None]
 
     def death(self, worker: Worker) -> tuple[str, str]:
-        """How an ended worker died: in our words, and in torch's."""
+        """How an ended worker died: our text, and torch's."""
         assert worker.child is not None, "it was started"
         return worker.child.death()
 
@@ -170,20 +171,20 @@ class WorkerPool(ABC):
     def stop(
         self, patience: Callable[[Worker], float], owner: object, after: Sequence[Callable[[], None]] = ()
     ) -> None:
-        """Let the workers leave, and end those that do not; returns before that, see `stopping`.
+        """Let the workers end by themselves, and end the others. Does not wait for that, see `stopping`.
 
-        Workers that may leave on their own were told before. May be called again, also when an
+        Workers that may end by themselves were sent a `Stop` before. May be called again, also when an
         interrupt cut it short.
 
         Args:
-            patience: seconds that a worker has to leave on its own.
+            patience: seconds that a worker gets to end by itself.
             owner: see `stopping.wait`.
-            after: called then, on any thread.
+            after: functions to call when all have ended, on any thread.
         """
         self._setup = None
         if self._stopping is None:
             self._plan.payload.unseal()
-            # What is the user's, and what is the loader's, is free now.
+            # Drop the references to the user's objects, and to the loader's.
             self._plan = replace(self._plan, payload=Payload(None, None, None), kept={})
             leaving = {}
             for worker in self.workers:
@@ -200,5 +201,5 @@ class WorkerPool(ABC):
 
     @property
     def ended(self) -> bool:
-        """Whether it was stopped, and none of its processes is left."""
+        """Whether the pool was stopped and all its processes have ended."""
         return self._stopping is not None and self._stopping.over.is_set()

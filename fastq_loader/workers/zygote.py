@@ -1,20 +1,20 @@
-"""A process that waits to fork workers: the consumer's end of it, and the zygote itself.
+"""The zygote, a process that forks workers on request, and the consumer's handle of it.
 
-`Zygote` and `Forked` run in the consumer, on any thread; `_serve` and what it calls run in the zygote, on
-its only thread, and in the children that it has just forked. There are two:
+`Zygote` and `Forked` run in the consumer, on any thread; `_serve` and the functions that it calls run in the
+zygote, on its only thread, and in the children that it has just forked. There are two kinds of zygotes:
 
 - `copy_of_consumer`, under fork: the consumer as it is when the pool starts. A worker that was forked from
   the consumer itself in the middle of a training run would see the dataset as it is then, copy the page
   tables of a process that has grown meanwhile, and inherit its sockets, threads' locks and devices.
-- `interpreter`, under spawn and forkserver: a fresh one that has imported torch and ours, which takes
-  seconds and 90 MB, and nothing of the user's. Under forkserver it has the modules that were chosen for
-  Python's own server (`multiprocessing.set_forkserver_preload`), as torch's workers do. A worker forks from
-  it in milliseconds, and goes on as multiprocessing's own child would: it imports the user's `__main__` and
-  unpickles its process.
+- `interpreter`, under spawn and forkserver: a fresh interpreter that has imported torch and this package,
+  which takes seconds and 90 MB, and no module of the user. Under forkserver it has also imported the modules
+  chosen for Python's own server (`multiprocessing.set_forkserver_preload`), as torch's workers have. A worker
+  forks from it in milliseconds, and goes on as multiprocessing's own child would: it imports the user's
+  `__main__` and unpickles its process object.
 
-A zygote ends with its consumer, however that ends. It outlives SIGTERM, which all processes of a job may
-get. An interpreter serves all loaders of a process that are in the same surroundings, and lives as long as
-one of them or of their pools refers to it.
+A zygote ends with its consumer, however the consumer ends. It outlives SIGTERM, which all processes of a job
+may get. An interpreter serves all loaders of a process that are in the same surroundings, and lives as long
+as one of these loaders or their pools refers to it.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from fastq_loader.workers import payload
 from fastq_loader.workers.children import END, KEPT_OUT, UNKNOWN_EXIT, Child
 from fastq_loader.workers.config import Setup
 
-#: Runs in a child of the zygote: takes a request, descriptors that came with it, and one that becomes
-#: readable when the consumer dies; returns the exit code.
+#: Function to run in a child of the zygote. Takes a request, the descriptors that came with it, and one that
+#: becomes readable when the consumer dies; returns the exit code.
 Run = Callable[[Any, list[int], int], int]
 
 _FORK, _REAP, _QUIT = "fork", "reap", "quit"
 
-#: Seconds that the zygote has to end in; half of those that it has to answer in. The first half is over at
-#: once where both processes were stopped meanwhile.
+#: Seconds for the zygote to end; and for each of two waits for its answer. If both processes were stopped
+#: meanwhile (SIGSTOP), the first wait is over at once.
 _PATIENCE, _ANSWER = 1.0, 5.0
 
 
@@ -60,12 +60,12 @@ class Zygote:
     """The consumer's end of a process that forks others.
 
     Args:
-        start: starts it, given the connection that it serves and the other end of it.
+        start: starts the process; its arguments are the connection to serve, and the consumer's end of it.
     """
 
     def __init__(self, start: Callable[[Connection, Connection], Child]) -> None:
         self._owner = process_id.current()
-        self._lock = threading.RLock()  # active_children() of another thread asks too
+        self._lock = threading.RLock()  # active_children() on another thread calls `ask`, too
         self._requests = 0
         self._ready = self._over = False
         self._connection, other = multiprocessing.Pipe()
@@ -75,24 +75,24 @@ class Zygote:
 
     @property
     def usable(self) -> bool:
-        """Whether it runs, as a child of this process."""
+        """Whether the zygote is running, as a child of this process."""
         return self._owner == process_id.current() and not readable([self._child.descriptor], 0)
 
     def wait(self) -> None:
-        """Wait until an interpreter is up, or has ended, which `ask` finds. Signals may cut that short."""
+        """Wait until an interpreter is up, or has ended (`ask` raises then). Signals may cut it short."""
         if not self._ready:
             readable([self._connection.fileno(), self._child.descriptor], None)
             self._ready = True
 
     def ask(self, *request: Any, passed: Sequence[int] = ()) -> Any:
-        """The zygote's answer to a request.
+        """Send a request to the zygote, and return its answer.
 
         Args:
-            request: what it is sent.
-            passed: descriptors that it is sent after it.
+            request: the kind of request, and its arguments.
+            passed: descriptors to send after the request.
 
         Raises:
-            OSError: it could not fork; or it is gone, or does not answer.
+            OSError: the zygote could not fork, has ended, or does not answer.
         """
         try:
             with self._lock, without_signals():
@@ -108,23 +108,23 @@ class Zygote:
         self._connection.send((self._requests, *request))
         for descriptor in passed:
             calls.send_descriptor(self._connection.fileno(), descriptor)
-        sources = self._connection.fileno(), self._child.descriptor  # its children hold its end too
+        sources = self._connection.fileno(), self._child.descriptor  # no EOF: its children hold its end
         number = 0
-        # Where there are other threads, the handler of a signal may have raised in the middle of a request.
+        # With other threads, a signal handler may have raised in the middle of an earlier request.
         while number < self._requests:
             ready = readable(sources, _ANSWER) or readable(sources, _ANSWER)
             if self._connection.fileno() not in ready:
-                self._child.kill()  # it may be stopped
+                self._child.kill()  # it may be stopped (SIGSTOP)
                 raise EOFError
             number, answer = self._connection.recv()
         return answer
 
     def close(self) -> None:
-        """End the zygote; its workers have ended. May be called again after an interrupt."""
+        """End the zygote, whose workers have ended. May be called again after an interrupt."""
         if self._over or self._owner != process_id.current():
             return
         with contextlib.suppress(OSError), self._lock:
-            self._connection.send((0, _QUIT))  # a child of the user's may hold this end too
+            self._connection.send((0, _QUIT))  # no EOF, if a fork by user code holds this end
         self._connection.close()
         if not readable([self._child.descriptor], _PATIENCE):
             self._child.process.kill()
@@ -140,13 +140,13 @@ class Forked(popen_fork.Popen):
     """multiprocessing's handle of a child process, for one that is the zygote's child.
 
     Args:
-        zygote: forks it, now.
-        request: for the zygote's `Run`.
-        folder: of its socket, to be removed when the consumer dies.
-        passed: descriptors for it.
+        zygote: the zygote, which forks the process at once.
+        request: argument of the zygote's `Run`.
+        folder: folder of the process's socket, to be removed when the consumer dies.
+        passed: descriptors for the process.
 
     Attributes:
-        is_unknown: nobody knows how it ended.
+        is_unknown: whether the exit code is unknown.
         sentinel_is_pidfd: see `Child`.
     """
 
@@ -156,19 +156,19 @@ class Forked(popen_fork.Popen):
     def __init__(self, zygote: Zygote, request: Any, folder: str, passed: Sequence[int] = ()) -> None:
         self._zygote: Zygote | None = zygote
         self._folder = folder
-        self._reaping = threading.RLock()  # a handler of a signal may come in between
+        self._reaping = threading.RLock()  # a signal handler may come in between
         super().__init__((request, passed))  # type: ignore[arg-type]
 
     def _launch(self, launched: Any) -> None:
         request, passed = launched
         assert self._zygote is not None, "it is not closed"
         self.pid = self._zygote.ask(_FORK, request, len(passed), self._folder, passed=passed)
-        self.sentinel = calls.pidfd_open(self.pid)  # its parent has not reaped it, so the number is its own
+        self.sentinel = calls.pidfd_open(self.pid)  # not reaped yet, so the pid was not reused
         self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         if self.returncode is None and readable([self.sentinel], 0 if flag == os.WNOHANG else None):
-            with self._reaping:  # any thread that starts a process polls all of them
+            with self._reaping:  # any thread that starts a process polls all children
                 if self.returncode is None:
                     self._reap()
         return self.returncode
@@ -179,16 +179,16 @@ class Forked(popen_fork.Popen):
         except OSError:
             code = None
         if self.returncode is None:
-            self.is_unknown = code is None  # the zygote is gone, and with it the exit code
+            self.is_unknown = code is None  # the zygote has ended, so the exit code is lost
             self.returncode = UNKNOWN_EXIT if code is None else code
 
     def close(self) -> None:
         super().close()
-        self._zygote = None  # which ends when nobody refers to it
+        self._zygote = None  # it ends when nobody refers to it
 
     def _send_signal(self, number: int) -> None:
         if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and has not been reaped
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and is not reaped yet
                 calls.pidfd_send_signal(self.sentinel, number)
 
 
@@ -196,13 +196,13 @@ class Forked(popen_fork.Popen):
 
 
 def copy_of_consumer(context: Any, make: Callable[..., BaseProcess], folder: str) -> Zygote:
-    """A zygote that is this process as it is now.
+    """Start a zygote that is a copy of this process as it is now.
 
     Args:
-        context: multiprocessing's, of start method fork.
-        make: in a child, makes its process object, from what `fork_copy` was given and the descriptors that
-            came with it.
-        folder: of sockets, to be removed when the consumer dies: there may be no worker yet to do it.
+        context: multiprocessing's context of start method fork.
+        make: makes the process object in a child, from the `own` of `fork_copy` and the descriptors that came
+            with it.
+        folder: folder of sockets to remove when the consumer dies: there may be no worker yet to do it.
 
     Raises:
         OSError: processes or descriptors are used up.
@@ -221,8 +221,8 @@ def copy_of_consumer(context: Any, make: Callable[..., BaseProcess], folder: str
     return Zygote(start)
 
 
-#: Attributes by which a process is known in itself: its name and number, and who its parent is. They come
-#: from the object that the consumer has of it.
+#: Attributes that identify a process: its name, its number and its parent. They are copied from the
+#: consumer's process object.
 _RECORD = "_identity", "_name", "_parent_name", "_parent_pid"
 
 
@@ -233,10 +233,10 @@ def fork_copy(
 
     Args:
         zygote: the copy.
-        process: as the consumer knows it.
-        own: what the process is made from there.
-        folder: of its socket, to be removed when the consumer dies.
-        passed: descriptors for it.
+        process: the consumer's process object.
+        own: argument of the copy's `make`.
+        folder: folder of the process's socket, to be removed when the consumer dies.
+        passed: descriptors for the process.
 
     Raises:
         OSError: it could not be forked.
@@ -246,7 +246,7 @@ def fork_copy(
 
 
 def _become(process: BaseProcess, record: dict[str, Any], sentinel: int) -> int:
-    """In a child: go on as a process of multiprocessing's; its exit code."""
+    """In a child: go on as a multiprocessing process; return its exit code."""
     vars(process).update(record)
     code: int = process._bootstrap(parent_sentinel=sentinel)  # type: ignore[attr-defined]
     return code
@@ -254,7 +254,7 @@ def _become(process: BaseProcess, record: dict[str, Any], sentinel: int) -> int:
 
 # ---- a fresh interpreter --------------------------------------------------------------------------------
 
-#: Those that are in use, by the surroundings in which each was started, and by process.
+#: Interpreters in use, by start method, preloaded modules, and the surroundings in which they were started.
 _interpreters: weakref.WeakValueDictionary[Any, Zygote] = weakref.WeakValueDictionary()
 _starting = threading.RLock()
 
@@ -269,11 +269,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def interpreter(method: str) -> Zygote:
-    """A zygote that is a fresh interpreter, started now or by another loader in the same surroundings.
+    """Return a zygote that is a fresh interpreter, started now or by another loader in the same surroundings.
 
     Args:
-        method: "spawn", or "forkserver", whose zygote is kept in whatever surroundings: torch's workers
-            have those of the server, too.
+        method: "spawn"; or "forkserver", whose zygote is used in any surroundings, because torch's workers
+            always have the fork server's.
 
     Raises:
         OSError: processes or descriptors are used up.
@@ -292,7 +292,7 @@ _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith(
 
 
 def _surroundings() -> tuple[Any, ...]:
-    """Surroundings that a new program inherits, but for its folder."""
+    """Return the surroundings that a new program inherits, except for the current folder."""
     streams = [os.fstat(descriptor) for descriptor in (0, 1, 2)]
     return (
         frozenset(os.environ.items()),
@@ -306,7 +306,7 @@ def _surroundings() -> tuple[Any, ...]:
 
 
 def _umask() -> int:
-    """As the kernel shows it: os.umask() would change it. -1 if it does not."""
+    """Return the umask as the kernel shows it, because os.umask() would change it; -1 if it is not shown."""
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith("Umask:"):
@@ -315,25 +315,25 @@ def _umask() -> int:
 
 
 def _start_interpreter(its: Connection, method: str, preload: list[str]) -> Child:
-    # Python's server imports the user's `__main__` from 3.12.8, 3.13.1 and 3.14 on.
+    # Python's fork server imports the user's `__main__` from 3.12.8, 3.13.1 and 3.14 on.
     imports_main = "init_main_from_path" in forkserver.ForkServer.ensure_running.__code__.co_consts
     main = _preparation().get("init_main_from_path") if imports_main else None
     arguments = its.fileno(), os.getpid(), method, preload, main
     process = contexts.SpawnProcess(target=_serve_afresh, args=arguments, name="fastq_loader: zygote")
     child = Child(process, END, lambda process: _Interpreter(process, its.fileno()))
-    resource_tracker.ensure_running()  # which lets signals through that are kept out here
+    resource_tracker.ensure_running()  # before the block, whose signals it would unblock
     with without_signals(*KEPT_OUT):  # until it has handlers
         child.start()
     return child
 
 
 class Moment:
-    """A folder, `sys.path` and arguments as they are when this is made: those of the workers of a pool,
-    which may start much later. To be closed.
+    """Folder, `sys.path` and arguments of this process now, for a pool's workers, which may start much later.
+    To be closed.
 
     Attributes:
-        prepared: what multiprocessing prepares a child with, but for its name.
-        cwd: a descriptor of the folder, which may have another name by then.
+        prepared: multiprocessing's preparation data for a child, without its name.
+        cwd: descriptor of the folder, which may be renamed meanwhile.
     """
 
     def __init__(self) -> None:
@@ -353,8 +353,7 @@ def _preparation() -> dict[str, Any]:
 
 
 class _Interpreter(popen_fork.Popen):
-    """multiprocessing's handle of a child that is a fresh interpreter, for one that does not import
-    `__main__`."""
+    """multiprocessing's handle of a child that is a fresh interpreter, which does not import `__main__`."""
 
     def __init__(self, process: BaseProcess, passed: int) -> None:
         self._passed = passed
@@ -389,7 +388,7 @@ def fork_interpreter(zygote: Zygote, process: BaseProcess, setup: Setup, moment:
 
 
 def _become_pickled(method: str, grace: float, passed: list[int], sentinel: int) -> int:
-    """In a child of an interpreter: what multiprocessing's fork server does in its children."""
+    """In a child of an interpreter: do what multiprocessing's fork server does; return the exit code."""
     import numpy as np
     import torch
 
@@ -399,12 +398,12 @@ def _become_pickled(method: str, grace: float, passed: list[int], sentinel: int)
     os.fchdir(cwd)
     os.close(cwd)
     prepare_signals(grace)
-    # New in each worker, as if it had imported these itself: the user's modules may draw before it is seeded.
+    # Seeded as if the worker had imported these itself: the user's modules may draw before it is seeded.
     np.random.seed()
     torch.default_generator.seed()
     payload.receive_process(descriptors)
     code: int = spawn._main(written, sentinel)
-    if method == "spawn":  # a program has exit handlers; a child of a fork server has none before Python 3.13
+    if method == "spawn":  # a program runs exit handlers; a fork server's child does not before Python 3.13
         atexit._run_exitfuncs()
     return code
 
@@ -414,7 +413,7 @@ def _become_pickled(method: str, grace: float, passed: list[int], sentinel: int)
 
 def _serve_afresh(connection: int, consumer: int, method: str, preload: list[str], main: str | None) -> None:
     """Entry point of an interpreter."""
-    import fastq_loader.workers.main  # noqa: F401 - and with it torch
+    import fastq_loader.workers.main  # noqa: F401 - imports torch, too
 
     # As `multiprocessing.forkserver.main` does.
     if main is not None and "__main__" in preload:
@@ -428,20 +427,20 @@ def _serve_afresh(connection: int, consumer: int, method: str, preload: list[str
             __import__(module)
     gc.collect()
     served = Connection(connection)
-    served.send((0, None))  # it is up: no answer, and passed over where one is due
+    served.send((0, None))  # for `wait`; number 0 is no request's, so `ask` skips it
     _serve(served, None, consumer, partial(_become_pickled, method), "")
 
 
 def _serve(connection: Connection, others: Connection | None, consumer: int, run: Run, folder: str) -> None:
-    """Fork workers until the consumer, whose end `others` is, says that it needs no more, or dies."""
+    """Fork workers until the consumer, whose end of the connection is `others`, quits or dies."""
     if others is not None:
         others.close()
-    # A collector that looked at what was inherited or imported would copy every page of it.
+    # A garbage collector that scanned inherited and imported objects would copy all their pages.
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers set handlers of their own
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, KEPT_OUT)
-    # A handler of the consumer's is not for here, and where it is ignored exit codes are lost.
+    # The consumer's SIGCHLD handler must not run here; and if SIGCHLD is ignored, exit codes are lost.
     inherited = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     children: dict[int, str] = {}  # process id → the folder of its socket
     with contextlib.suppress(EOFError, ConnectionError, ProcessLookupError):  # the consumer is gone
@@ -461,13 +460,13 @@ def _serve(connection: Connection, others: Connection | None, consumer: int, run
                         os.close(descriptor)
                 elif kind == _REAP:
                     (pid,) = arguments
-                    # A ChildProcessError where it was reaped and an interrupt lost the answer.
+                    # ChildProcessError if it was reaped before, and an interrupt lost the answer.
                     answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                     children.pop(pid, None)
             except OSError as error:
                 answer = error
             connection.send((number, answer))
-        # One that is still at its imports would not see for some time that the consumer is gone.
+        # A worker that is still importing would not notice the consumer's death for some time.
         for pid in children:
             os.kill(pid, signal.SIGKILL)
     for each in {folder, *children.values()} - {""}:
@@ -476,13 +475,13 @@ def _serve(connection: Connection, others: Connection | None, consumer: int, run
 
 
 def _fork(run: Callable[[], int], handler: Any) -> int:
-    """Fork a child, which has the consumer's handler of SIGCHLD; its process id."""
+    """Fork a child that runs `run` with the consumer's handler of SIGCHLD; return its process id."""
     with without_signals(*KEPT_OUT):  # until it has handlers
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                if handler is not None:  # else it was not set from Python
+                if handler is not None:  # None: it was not set from Python
                     signal.signal(signal.SIGCHLD, handler)
                 code = run()
             except BaseException:
