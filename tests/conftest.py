@@ -18,10 +18,12 @@ import tempfile
 import textwrap
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from warnings import WarningMessage
 
@@ -29,6 +31,7 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
+from tests.support import thorough
 from tests.support.script_server import SERVER, WarmProcess
 
 # A commit is judged by the same examples every time. New ones are looked for on purpose, as long as one
@@ -48,6 +51,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 ROOT = Path(__file__).resolve().parents[1]
 SETTLE_SECONDS = 30.0  # a limit: what is left settles in milliseconds on an idle machine
 SCRIPT_SECONDS = 120.0  # a limit, too: most scripts take a second or two
+LEFT_SECONDS = 1.0  # after which what a script left behind is killed
 
 
 def _read(path: str) -> str:
@@ -99,8 +103,29 @@ def _is_helper(entry: ProcessEntry) -> bool:
     return "multiprocessing.resource_tracker import" in own or (server in own and server not in parents)
 
 
+def _children(pid: int) -> list[int]:
+    """The children of a process, zombies too: much quicker than the process table."""
+    tasks = os.listdir(f"/proc/{pid}/task") if os.path.exists(f"/proc/{pid}/task") else []
+    return [int(child) for task in tasks for child in _read(f"/proc/{pid}/task/{task}/children").split()]
+
+
+def _has_only_helpers() -> bool:
+    """Whether all children are helpers without children of their own. False if the kernel does not say."""
+    if not os.path.exists("/proc/thread-self/children"):
+        return False
+    known = {SERVER.pid, *_forks_far_workers, resource_tracker._resource_tracker._pid}
+    known.add(forkserver._forkserver._forkserver_pid)
+    # Twice, as the list may lack one where another ends while it is read.
+    for children in (set(_children(os.getpid())) for _ in range(2)):
+        if not children <= known or any(map(_children, children)):
+            return False
+    return True
+
+
 def descendants(root: int | None = None) -> dict[int, ProcessEntry]:
     """Children of `root` (default: this process) and theirs, zombies too, without helpers (see above)."""
+    if root is None and _has_only_helpers():
+        return {}
     children: dict[int, list[ProcessEntry]] = {}
     for entry in process_table():
         children.setdefault(entry.parent, []).append(entry)
@@ -168,6 +193,9 @@ def torchs_segments_removed() -> Iterator[None]:
                 os.unlink(f"/dev/shm/{name}")
 
 
+_OTHERS_FILES = re.compile(r"pymp-.*|[a-z0-9_]{8}")
+
+
 def belongings() -> dict[str, set[str]]:
     """What this process holds now, by kind."""
     return {
@@ -175,8 +203,9 @@ def belongings() -> dict[str, set[str]]:
         "processes": set(map(str, descendants())),
         "descriptors": {f"{fd} -> {target}" for fd, target in open_descriptors().items()},
         "shared memory": set(os.listdir("/dev/shm")),
-        # multiprocessing keeps one folder ("pymp-…") for the life of a program.
-        "files": {name for name in os.listdir(tempfile.gettempdir()) if not name.startswith("pymp-")},
+        # multiprocessing keeps one folder ("pymp-…") for the life of a program. Python tries whether it may
+        # write there by a file without a prefix, which a process that is killed in that moment leaves.
+        "files": {name for name in os.listdir(tempfile.gettempdir()) if not _OTHERS_FILES.fullmatch(name)},
         "threads": live_threads(),
     }
 
@@ -224,7 +253,31 @@ def warm_far_workers() -> Iterator[None]:
     with far_workers.warm_far_workers() as pid:
         _forks_far_workers.append(pid)
         yield
-    _forks_far_workers.clear()
+    _forks_far_workers.remove(pid)
+
+
+@pytest.fixture(scope="session")
+def _interpreter(_own_temporary_folder: None) -> Iterator[Any]:
+    from fastq_loader.workers import zygote
+
+    kept = zygote.interpreter("forkserver")
+    [key] = [key for key, each in zygote._interpreters.items() if each is kept]
+    _forks_far_workers.append(kept._child.pid)
+    del zygote._interpreters[key]
+    yield key, kept
+    kept.close()
+
+
+@pytest.fixture(scope="module")
+def warm_interpreter(_interpreter: Any) -> Iterator[None]:
+    """The interpreter that forkserver's workers are forked from is there, as if another loader of the program
+    had started it: each test would wait for one of its own."""
+    from fastq_loader.workers import zygote
+
+    key, kept = _interpreter
+    zygote._interpreters[key] = kept
+    yield
+    zygote._interpreters.pop(key, None)
 
 
 @pytest.fixture(autouse=True)
@@ -274,7 +327,15 @@ def _kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test module is imported: its properties ask for it."""
+    thorough.is_thorough = config.getoption("--thorough") or config.getoption("--thorough-only")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="each promise in its variations, too")
+    parser.addoption("--thorough-only", action="store_true", help="these, without the default run's tests")
+    parser.addoption("--seeds", metavar="FROM:TO", help="for tests that draw their configuration")
     chaos = parser.getgroup("chaos")
     chaos.addoption("--chaos-seconds", type=float, default=6.0, help="how long each test may go on")
     chaos.addoption("--chaos-seed", type=int, help="of the first run; drawn if it is not given")
@@ -284,6 +345,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--must-run", action="store_true", help="fail where all tests were skipped")
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The seeds of tests that draw their configuration: see `tests.support.thorough.seeds`."""
+    if (marker := metafunc.definition.get_closest_marker("seeds")) is None:
+        return
+    default, in_all = marker.args
+    if given := metafunc.config.getoption("--seeds"):
+        first, _, end = given.partition(":")
+        metafunc.parametrize("seed", range(int(first), int(end or int(first) + 1)))
+    else:
+        varied = [pytest.param(seed, marks=pytest.mark.thorough) for seed in range(default, in_all)]
+        metafunc.parametrize("seed", [*range(default), *varied])
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is applied
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Python 3.12 warns at every fork beside a thread; pytest's own threads are no fault of the loader. A
     chaos test may take as long as it was told to, and hang for no more than two minutes."""
@@ -293,6 +368,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("processes") is not None:
             text = "ignore:This process .* is multi-threaded, use of fork:DeprecationWarning"
             item.add_marker(pytest.mark.filterwarnings(text))
+    varied = set(variations(items))
+    if config.getoption("--thorough-only"):  # the default run has the others; properties get more examples
+        left_out = {item for item in items if item not in varied and not _is_property(item)}
+    else:
+        left_out = set() if thorough.is_thorough else varied
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _is_property(item: pytest.Item) -> bool:
+    return getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+
+
+def variations(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """The tests, and the cases of parametrised tests, that run with `--thorough` only."""
+    cases: Counter[tuple[str, str]] = Counter()
+
+    def is_varied(item: pytest.Item, after: int = 0, but: Mapping[str, Any] = MappingProxyType({})) -> bool:
+        name = item.nodeid.partition("[")[0], f"{after} {but}"
+        cases[name] += 1
+        values = item.callspec.params if but and isinstance(item, pytest.Function) else {}
+        kept = [
+            values[argument] in value if isinstance(value, list) else values[argument] == value
+            for argument, value in but.items()
+        ]
+        return cases[name] > after and not (kept and all(kept))
+
+    return [
+        item
+        for item in items
+        if sum(is_varied(item, **each.kwargs) for each in item.iter_markers("thorough"))
+    ]
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -392,7 +499,7 @@ class Script:
             text = f"the script still ran after {timeout} s ({alive})\n{self._output()}"
             raise AssertionError(text) from None
         finished = time.monotonic()
-        wait_until(lambda: not self.processes(), 1)
+        wait_until(lambda: not self.processes(), LEFT_SECONDS)
         if all(map(_is_helper, self.processes())):  # Python's own take a second to end, with torch in them
             wait_until(lambda: not self.processes(), 5)
         left = tuple(map(str, self.processes()))

@@ -49,7 +49,7 @@ class ThreadContext(SpawnContext):
         ("schedule", "bogus", ValueError, "schedule='bogus' is unknown: use 'round_robin', 'dynamic', "),
         ("schedule", None, TypeError, "schedule=None is unknown"),
         ("workers", "threads", ValueError, "workers='threads' is unknown"),
-        ("workers", 4, TypeError, "how many there are is num_workers"),
+        ("workers", 4, TypeError, "the number of workers is num_workers"),
         ("workers", None, TypeError, "workers=None is unknown"),
         ("device", "toaster", ValueError, "device='toaster' is unknown"),
     ],
@@ -81,7 +81,7 @@ def test_i9_wrong_values_are_refused_at_construction_when_set_and_when_an_iterat
         (
             {"dataset": STREAM, "workers": Processes(max_restarts=2)},
             ValueError,
-            r"Processes\(max_restarts=2\) cannot be kept with an IterableDataset",
+            r"Processes\(max_restarts=2\) cannot be used with an IterableDataset",
         ),
     ],
     ids=["h5: threads", "too many", "restarts of a stream"],
@@ -148,7 +148,7 @@ def test_without_memfd_epochs_are_resumed_without_workers(
     for asked in (lambda: made.load_state_dict(state), lambda: made.replay(1)):
         with pytest.raises(RuntimeError, match=r"cannot go with num_workers=2 here: .* Use num_workers=0$"):
             asked()
-    with pytest.warns(TorchWorkers, match=r"state_dict\(\) is empty: .* With num_workers=0 all is"):
+    with pytest.warns(TorchWorkers, match=r"state_dict\(\) is empty: .* With num_workers=0 it is"):
         assert made.state_dict() == {}
     alone = loader()
     alone.load_state_dict(state)
@@ -203,5 +203,5 @@ def test_a_stream_goes_with_the_default_of_ray_and_not_with_another_number(
     monkeypatch.setattr(RayWorkers, "missing", lambda self: "")
     made = loader(dataset=STREAM, num_workers=2, workers="ray")
     assert arguments.plan(made).restarts == 0
-    with pytest.raises(ValueError, match="cannot be kept with an IterableDataset"):
+    with pytest.raises(ValueError, match="cannot be used with an IterableDataset"):
         loader(dataset=STREAM, num_workers=2, workers=RayWorkers(max_restarts=1))

@@ -11,7 +11,7 @@ import pytest
 
 import fastq_loader
 from fastq_loader import errors, statistics
-from fastq_loader.errors import describe_index, shorten, warn_user
+from fastq_loader.errors import describe_index, locate, shorten, warn_user
 
 
 def test_whatever_can_be_raised_or_warned_is_exported() -> None:
@@ -64,6 +64,13 @@ def test_a_warning_is_dropped_where_stderr_is_closed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(closed=False))
     with pytest.raises(ValueError, match="closed file"):
         warn_user("this fails for another reason", UserWarning)
+
+
+def test_an_error_gets_its_place_and_keeps_its_own_attributes() -> None:
+    error: Any = KeyError("no such image")
+    error.index = "the user's"
+    locate(error, index=[3, 4], batch=1, worker=None)
+    assert vars(error) == {"index": "the user's", "batch": 1, "worker": None}
 
 
 class Unprintable:

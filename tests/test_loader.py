@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 import pickle
 from collections.abc import Callable
@@ -183,7 +182,6 @@ def test_i10_setting_the_iterator_to_none_ends_persistent_workers() -> None:
         assert loader._iterator is not None
         assert len(descendants()) == 2
         loader._iterator = None
-        gc.collect()
         assert wait_until(lambda: not descendants(), 3)
         assert loader._iterator is None
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.support.thorough import thorough
 
 pytest.importorskip("build")
 
@@ -76,6 +77,7 @@ def source(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(unpacked.iterdir())
 
 
+@thorough()
 @pytest.mark.processes
 def test_a_source_distribution_has_every_file_and_a_page_without_dead_links(
     checkout: Path, source: Path
@@ -99,6 +101,7 @@ def test_the_page_on_pypi_links_to_the_files_of_its_version() -> None:
     assert backend["readme"](text, None) == "a  [g](https://h) [i](#j)"
 
 
+@thorough()
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "compiler", [False, pytest.param(True, marks=pytest.mark.skipif(NO_COMPILER, reason="none"))]

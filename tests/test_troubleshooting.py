@@ -12,6 +12,7 @@ import torch
 import fastq_loader
 from tests.conftest import run_script
 from tests.support.sandbox import private_mounts
+from tests.support.thorough import thorough
 
 PAGE = Path(fastq_loader.__file__).with_name("TROUBLESHOOTING.md").read_text()
 #: Heading → program, and the lines of its output that are shown.
@@ -43,11 +44,19 @@ SURROUNDINGS = {
 }
 
 
+#: The programs that end quickly. What the others show has a test of its own in `end_to_end/`.
+QUICK = ["A worker was killed", "Too many open files", "CUDA after a fork", "Memory grows with the batches"]
+
+
 def test_every_symptom_has_a_program_but_for_hints_and_limits() -> None:
     assert [*PARTS, "Hints", "Limits"] == re.findall(r"^## (.*)", PAGE, re.M)
+    for heading, (program, _) in PARTS.items():
+        compile(program, heading, "exec")
+    assert {*QUICK} < {*PARTS}
 
 
 @pytest.mark.processes
+@thorough(but={"heading": QUICK})
 @pytest.mark.parametrize("heading", PARTS)
 def test_a_program_prints_what_the_page_says(heading: str) -> None:
     program, shown = PARTS[heading]

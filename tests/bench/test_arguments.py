@@ -22,6 +22,7 @@ from bench.timing.rounds import Case, Plan, measure
 from bench.workloads import all_workloads
 from bench.workloads.ready_made import SHAPES
 from tests.conftest import ROOT
+from tests.support.thorough import thorough
 
 
 def test_what_is_named_is_what_runs(tmp_path: Path) -> None:
@@ -113,6 +114,7 @@ def test_both_revisions_are_packed(repository: Path, tmp_path: Path, monkeypatch
         list(against.cases(parse(["--against", "nosuch"]), tmp_path))
 
 
+@thorough(after=1)
 @pytest.mark.processes
 @pytest.mark.parametrize("lost", [False, True])
 def test_an_interrupt_leaves_no_worktree(lost: bool, repository: Path, tmp_path: Path) -> None:

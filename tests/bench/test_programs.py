@@ -28,6 +28,7 @@ from bench.timing.ceiling import as_worker
 from bench.workloads import Load, all_workloads, files, find_workload, jpeg, ready_made, tables
 from tests.support import bench_example as example
 from tests.support.datasets import assert_same
+from tests.support.thorough import thorough
 
 NAMES = [*all_workloads(), "bytes_1024"]
 
@@ -61,6 +62,7 @@ def test_batches_are_the_same_again_and_from_a_spawned_worker(name: str, tmp_pat
 
 
 @pytest.mark.usefixtures("small")
+@thorough(but={"workers": 3})
 @pytest.mark.parametrize("workers", [1, 2, 3, 16])
 def test_a_worker_streams_its_records(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "PASSES", 1)
@@ -85,6 +87,7 @@ def program_files(folder: Path, name: str) -> Path:
     return case.files(folder, name, PROGRAMS[name], few=True)
 
 
+@thorough(after=1)
 @pytest.mark.processes
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_loader_trains_the_same_to_the_bit(name: str, folder: Path) -> None:
@@ -108,6 +111,7 @@ for name, folder in zip(sys.argv[1::2], sys.argv[2::2]):
 """
 
 
+@thorough()
 @pytest.mark.processes
 def test_programs_run_alone_where_only_the_package_is(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "installed").mkdir()

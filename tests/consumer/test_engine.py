@@ -37,10 +37,10 @@ def test_a_signal_handler_may_close_the_loader_while_an_epoch_starts() -> None:
     sampler = SlowSampler()
     loader = DataLoader(range(8), None, sampler=sampler, num_workers=2, persistent_workers=True)
     assert list(loader) == list(range(8))
-    sampler.pause = 0.1
+    sampler.pause = 0.03
     before = signal.signal(signal.SIGALRM, lambda signum, frame: loader.close())
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.15)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
         batches = iter(loader)
         with pytest.raises(RuntimeError, match="its loader was closed"):
             next(batches)
@@ -70,10 +70,10 @@ def test_an_interrupt_while_workers_start_leaves_nothing(monkeypatch: pytest.Mon
 
 
 def test_sizes_that_vary_use_the_same_addresses_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The address range here is a fraction of what 600 batches would take if it were used once."""
+    """The address range here is a fraction of what 200 batches would take if it were used once."""
     monkeypatch.setattr("fastq_loader.memory.arena._LARGEST", 128 << 20)
-    sizes = random.Random(1).choices(range(1000, 4_000_000), k=600)
-    ragged = Made(lambda index: fastq_loader.empty((sizes[index],), torch.uint8), 600)
+    sizes = random.Random(1).choices(range(1000, 4_000_000), k=200)
+    ragged = Made(lambda index: fastq_loader.empty((sizes[index],), torch.uint8), 200)
     with DataLoader(ragged, batch_size=None, num_workers=2) as loader:
         assert [batch.nbytes for batch in loader] == sizes
         assert loader.statistics().arena_bytes <= 128 << 20

@@ -269,7 +269,11 @@ def test_with_restarts_a_run_gets_over_anything(monkeypatch: pytest.MonkeyPatch)
     ("dataset", "change", "text"),
     [
         (Items(), lambda noise, fields: b"\xc1", "its connection to this process broke"),
-        (Stream(), lambda noise, fields: [*fields[:9], [1 << 50], *fields[10:]], "sent what is no answer"),
+        (
+            Stream(),
+            lambda noise, fields: [*fields[:9], [1 << 50], *fields[10:]],
+            "sent an answer that fits none of its tasks",
+        ),
     ],
     ids=["garbage", "a misfit from an iterable dataset"],
 )

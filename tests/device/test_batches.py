@@ -28,6 +28,7 @@ from tests.support.datasets import (
     wrap,
 )
 from tests.support.late_device import Late, image_and_label
+from tests.support.thorough import seeds, thorough
 
 pytestmark = [
     pytest.mark.processes,
@@ -63,7 +64,7 @@ DEVICE_CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(40))
+@seeds(4, 40)
 def test_batches_are_torchs(seed: int, late: Late) -> None:
     draw = random.Random(seed)
     stager = late(seed=seed)
@@ -82,6 +83,7 @@ def test_batches_are_torchs(seed: int, late: Late) -> None:
     assert not stager.registered, what
 
 
+@thorough(but={"in_order": False})
 @WORKERS
 @pytest.mark.parametrize("in_order", [True, False])
 def test_batches_may_be_kept(workers: int, in_order: bool, late: Late) -> None:
@@ -196,6 +198,7 @@ def test_without_workers_buffers_are_kept(late: Late, monkeypatch: pytest.Monkey
     assert len(list(loader)) == 10
 
 
+@thorough(but={"persistent": True})
 @WORKERS
 @pytest.mark.parametrize("persistent", [False, True])
 def test_what_is_set_later_holds_from_the_next_epoch_on(persistent: bool, workers: int, late: Late) -> None:

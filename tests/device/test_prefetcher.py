@@ -14,16 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader, IteratorInvalid, Prefetcher, ToDevice
 from fastq_loader.device import accelerator, prefetcher, staging
+from tests.support import thorough
 from tests.support.datasets import Made, Point, Record, assert_same, identity
 from tests.support.late_device import Late, image_and_label, move_late
 from tests.support.simulated_device import HOME, OTHER, Batch, Breach, Host, SimulatedDevice
 from tests.support.staging_runs import options_for
+from tests.support.thorough import examples
 
 BATCHES, NBYTES = 8, 64
 FAILURE = "the loader fails"
@@ -133,7 +135,7 @@ def use_memory(device: SimulatedDevice, draw: random.Random, times: int) -> None
         device.read(Batch([(memory, "the step's")]))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.integers(0, 2**32))
 def test_every_batch_is_right_however_slow_the_step_is(seed: int) -> None:
     run(seed)
@@ -478,7 +480,7 @@ def test_an_epoch_goes_on_after_what_was_handed_out(workers: int, schedule: str,
     late()
     plain = loader_of(workers, schedule)
     whole = [read(iter(plain)) for _ in range(2)]
-    for stop in range(LENGTH + 1):
+    for stop in range(0, LENGTH + 1, 4 if workers and not thorough.is_thorough else 1):
         loader = loader_of(workers, schedule)
         with Prefetcher(loader, ToDevice("cuda", 3)) as prefetcher, loader:
             epoch = iter(prefetcher)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fastq_loader import DataLoader, copy_into, normalize
 from tests.support.datasets import Keyed, Made, Point, Record
+from tests.support.thorough import examples
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -28,6 +29,7 @@ def images(*shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
+@examples(100)
 @given(
     shape=st.sampled_from([(1, 3, 1, 1), (4, 3, 8, 5), (2, 3, 7), (2, 3, 4, 5, 6), (0, 3, 2, 2), (5, 3)]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),

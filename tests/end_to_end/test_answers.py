@@ -19,9 +19,11 @@ from torch.utils.data import Dataset, IterableDataset
 
 from fastq_loader import DataLoader, Processes
 from fastq_loader.errors import WorkerDied, WorkerReplaced
+from fastq_loader.workers import main
 from tests.conftest import wait_until
 from tests.support.crimes import kill_itself
 from tests.support.datasets import Sized, identity
+from tests.support.thorough import is_thorough, thorough
 
 pytestmark = pytest.mark.processes
 
@@ -49,7 +51,7 @@ class Texts(Sized, Dataset):
 
 
 def number(batch: list[str]) -> int:
-    """Of a batch that is whole."""
+    """The number of a batch that is whole."""
     first = int(batch[0].split()[0])
     assert batch == [f"{index} {TEXT}" for index in range(first, first + SIZE)]
     return first // SIZE
@@ -66,7 +68,9 @@ def test_what_is_finished_comes_while_its_worker_loads_the_next(kind: Any, tmp_p
     assert [number(batch) for batch in batches] == list(range(LAST, BATCHES))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@thorough(but={"method": "fork", "schedule": "dynamic"})
+@pytest.mark.usefixtures("warm_interpreter" if is_thorough else "tmp_path")
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 @pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
 @pytest.mark.parametrize("restarts", [0, 2])
 @pytest.mark.parametrize("in_order", [True, False])
@@ -150,22 +154,32 @@ def few_descriptors(left: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+@thorough(after=1)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.parametrize("left", [0, 1, 3])
 def test_files_that_are_opened_after_iter_leave_the_connections(
     method: str, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And close() leaves no folder. Under spawn no worker has connected by then."""
+    """Also to a worker that connects later, as all do under spawn. And close() leaves no folder."""
+
+    def open_late(setup: Any, blocks: Any) -> Any:
+        assert setup.worker == 0 or wait_until((tmp_path / "go").exists, LIMIT_S)
+        return opens(setup, blocks)
+
+    opens = main.open_socket
+    monkeypatch.setattr(main, "open_socket", open_late)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     loader = DataLoader(range(8), num_workers=2, multiprocessing_context=method, timeout=LIMIT_S)
     batches = iter(loader)
     with few_descriptors(left):
+        (tmp_path / "go").mkdir()  # which takes no descriptor
         assert [batch.item() for batch in batches] == list(range(8))
         del batches
     del loader
     assert wait_until(lambda: not glob.glob(f"{tmp_path}/fastq-*"), LIMIT_S)
 
 
+@thorough(after=1)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_that_lack_descriptors_to_start_are_an_error_that_names_the_limit(method: Any) -> None:
     """And the next epoch has them."""

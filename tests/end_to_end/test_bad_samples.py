@@ -1,9 +1,4 @@
-"""errors=Replace() and Skip(): the same batches, counts and errors for any number of workers, come what may.
-
-More than the default seeds:
-
-    FASTQ_BAD_SAMPLES_SEEDS=0:200 python -m pytest tests/end_to_end/test_bad_samples.py -k drawn
-"""
+"""errors=Replace() and Skip(): the same batches, counts and errors for any number of workers."""
 
 from __future__ import annotations
 
@@ -24,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, DistributedSampler, get_worker_info
 
 from fastq_loader import (
     BadSample,
@@ -40,17 +35,17 @@ from fastq_loader import (
 from fastq_loader.device.prefetcher import Prefetcher
 from tests.conftest import of_kind
 from tests.support import traces
-from tests.support.datasets import UnevenBatches
+from tests.support.datasets import FaultyStream, UnevenBatches
 from tests.support.far_workers import far
 from tests.support.late_device import late_device
+from tests.support.loaders import MANY_WORKERS, WORKERS
+from tests.support.thorough import seeds, thorough
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.filterwarnings("ignore::fastq_loader.BadSampleFound"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    MANY_WORKERS,
 ]
-
-FIRST, LAST = map(int, os.environ.get("FASTQ_BAD_SAMPLES_SEEDS", "0:18").split(":"))
 
 
 @dataclass(eq=False)
@@ -91,24 +86,8 @@ class Stateful(Files):
         self.reads = state["reads"]
 
 
-class Lines(IterableDataset[int]):
-    """Every third line is broken; a worker reads every n-th. The iterator goes on."""
-
-    def __init__(self, size: int = 30) -> None:
-        self.size = size
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        return map(self._line, range(first, self.size, step))
-
-    def _line(self, number: int) -> int:
-        if number % 3 == 2:
-            raise ValueError(f"line {number} is broken")
-        return number
-
-
 def values(batch: Any) -> Any:
+    batch = batch[1] if isinstance(batch, list) else batch  # of a stream
     return batch.tolist() if isinstance(batch, torch.Tensor) else batch
 
 
@@ -161,7 +140,7 @@ def noted(loader: Any, ordered: bool = True) -> list[BadSample]:
 
 
 @pytest.mark.filterwarnings("ignore::fastq_loader.WorkerReplaced")
-@pytest.mark.parametrize("seed", range(FIRST, LAST))
+@seeds(1, 18)
 def test_a_drawn_loader_gives_what_it_gives_without_workers(seed: int, tmp_path: Path) -> None:
     shared, own = drawn(seed, tmp_path)
     what, ordered = f"seed {seed}: {shared} {own}", own["in_order"]
@@ -185,6 +164,7 @@ def test_a_drawn_loader_gives_what_it_gives_without_workers(seed: int, tmp_path:
         assert noted(again, ordered) == [each for each in bad if each.epoch == 0], f"after {stop}, {what}"
 
 
+@thorough(after=1)
 @pytest.mark.parametrize("errors", [Replace(limit=7), Skip(limit=7), Skip(limit=0.008)])
 def test_beyond_the_limit_the_last_error_is_raised_with_a_list_at_the_same_batch(errors: Any) -> None:
     def run(workers: int, **options: Any) -> tuple[list[Any], list[str]]:
@@ -213,12 +193,12 @@ def test_beyond_the_limit_the_last_error_is_raised_with_a_list_at_the_same_batch
         assert found == expected
         assert [text[text.find("errors=") :] for text in others] == notes
     if hasattr(BaseException, "add_note"):
-        bad = sum(text.count("could not be read, and") for text in notes[:1])
+        bad = sum(text.count("could not be read and") for text in notes[:1])
         assert re.match(rf"errors={re.escape(str(errors))}: {bad} of (32|40|44) samples could not", notes[0])
         assert 7 < bad <= 10
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@WORKERS
 def test_the_first_one_is_warned_of_once_and_as_an_error_costs_no_batch(workers: int, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     loader = DataLoader(Files(12, frozenset({1, 6})), 2, errors=Skip(path=path), num_workers=workers)
@@ -228,7 +208,7 @@ def test_the_first_one_is_warned_of_once_and_as_an_error_costs_no_batch(workers:
         assert of_kind(caught, BadSampleFound) == []
         assert [values(batch) for batch in loader] == [[0], [2, 3], [4, 5], [7], [8, 9], [10, 11]]
     (warning,) = of_kind(caught, BadSampleFound)
-    assert "sample 1 of batch 0, epoch 0, could not be read, and left out: OSError" in str(warning.message)
+    assert "sample 1 of batch 0, epoch 0, could not be read and was left out: OSError" in str(warning.message)
     assert warning.filename == __file__
     written = [json.loads(line) for line in path.read_text().splitlines()]
     assert written == [vars(each) for each in noted(loader)]
@@ -249,27 +229,27 @@ def test_the_first_one_is_warned_of_once_and_as_an_error_costs_no_batch(workers:
         assert "not written" in told[1]
 
 
+@thorough(after=1)
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"schedule": "dynamic"}])
 def test_a_stream_is_left_out_of_and_goes_on_where_it_stood(options: Any) -> None:
-    for workers in (0, 2):
-        own = {**options, "num_workers": workers} if workers else {}
-        with DataLoader(Lines(), 4, errors=Skip(), **own) as loader:
+    lines = FaultyStream("tensors", (15, 15))
+    for own in ({}, {**options, "num_workers": 2}):
+        with DataLoader(lines, 4, errors=Skip(), **own) as loader:
             batches = [values(batch) for batch in loader]
-            assert sorted(number for batch in batches for number in batch) == [
-                n for n in range(30) if n % 3 != 2
-            ]
+            found = sorted(number for batch in batches for number in batch)
+            assert found == [n for n in (*range(15), *range(1000, 1015)) if n % 3 != 2]
             assert len(noted(loader)) == 10
             state: Any = None
             for _ in islice(loader, 3):
                 state = json.loads(json.dumps(loader.state_dict()))
-        with DataLoader(Lines(), 4, errors=Skip(), **own) as again:
+        with DataLoader(lines, 4, errors=Skip(), **own) as again:
             again.load_state_dict(state)
             with pytest.warns(UserWarning, match="read again"):
                 assert [values(batch) for batch in again] == batches[3:]
             assert len(noted(again)) == 20
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@WORKERS
 def test_batches_without_any_sample_are_left_out_also_around_a_resume(workers: int) -> None:
     def make() -> Any:
         bad = frozenset([*range(4, 12), *range(20, 24)])
@@ -292,7 +272,7 @@ def test_batches_without_any_sample_are_left_out_also_around_a_resume(workers: i
         assert list(empty) == []
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@WORKERS
 def test_errors_of_others_are_raised_as_ever(workers: int) -> None:
     def sampler() -> Iterator[int]:
         yield from range(4)
@@ -316,8 +296,9 @@ def fail(data: Any) -> Any:
     return 1 / 0
 
 
+@thorough(but={"workers": 2})
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
-@pytest.mark.parametrize("workers", [0, 2])
+@WORKERS
 def test_a_batch_that_is_left_out_passes_pinning_prefetching_and_a_device(
     workers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -342,6 +323,7 @@ def test_a_batch_that_is_left_out_passes_pinning_prefetching_and_a_device(
         gc.collect()
 
 
+@thorough(after=1)
 @pytest.mark.parametrize("errors", [Replace, Skip])
 def test_workers_on_other_machines_give_the_same(errors: Any) -> None:
     class Local(Exception):
@@ -381,7 +363,7 @@ def test_copies_and_loaders_made_from_attributes_have_the_errors() -> None:
     with pytest.raises(OSError, match="file 1"), bare:
         list(bare)
     with pytest.raises(ValueError, match="use Skip"):
-        DataLoader(Lines(), errors=Replace())
+        DataLoader(FaultyStream("tensors", (3,)), errors=Replace())
     loader.close()
 
 

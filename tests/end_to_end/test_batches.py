@@ -21,6 +21,7 @@ from fastq_loader import DataLoader
 from tests.conftest import descendants, held_memory
 from tests.support.datasets import Made, assert_same, identity
 from tests.support.loaders import IMAGE, WORKERS, image, image_and_label
+from tests.support.thorough import thorough
 
 pytestmark = pytest.mark.processes
 
@@ -126,6 +127,7 @@ KEPT: dict[str, tuple[Callable[[int], Any], int | None, Callable[[Any], Any]]] =
 }
 
 
+@thorough(but={"what": ["labels", "views"]})
 @pytest.mark.parametrize("what", KEPT)
 def test_b3_b6_what_is_kept_of_a_batch_costs_its_own_memory(what: str) -> None:
     """Images are 1.6 MB a batch, large tensors 4 MB: held by a small part, 100 of them add 157 MB or more."""
@@ -173,7 +175,8 @@ def test_b4_edits_of_one_batch_do_not_reach_another_held_one() -> None:
     assert [ends(batch) for batch in held[:-1]] == [[4 * k + 1, 4 * k + 3] for k in range(29)]
 
 
-@pytest.mark.parametrize("closing", ["close", "delete", "with", "break"])
+@thorough(after=1)
+@pytest.mark.parametrize("closing", ["delete", "break", "close", "with"])
 def test_b9_a_batch_outlives_its_loader(closing: str) -> None:
     loader = DataLoader(Made(everything, 16), 4, num_workers=2, persistent_workers=closing != "delete")
     with loader if closing == "with" else contextlib.nullcontext():
@@ -192,13 +195,14 @@ def test_b9_a_batch_outlives_its_loader(closing: str) -> None:
     assert (kept[0]["large"][1] == 2).all()
 
 
-SIZES = [1_000, 1_000, 9_000_000, 1_000, 0, 20_000, 9_000_000, 300_000, 1_000, 2_000_000]
+SIZES = [1_000, 1_000, 5_000_000, 1_000, 0, 20_000, 5_000_000, 300_000, 1_000, 2_000_000]
 
 
 def growing(index: int) -> torch.Tensor:
     return torch.full((SIZES[index],), index % 100, dtype=torch.uint8 if index % 2 else torch.float32)
 
 
+@thorough(after=1)
 @pytest.mark.parametrize("batch_size", [None, 1])
 def test_b10_batches_that_grow_in_mid_epoch_fit(batch_size: int | None) -> None:
     with DataLoader(Made(growing, 10), batch_size, num_workers=2, persistent_workers=True) as loader:

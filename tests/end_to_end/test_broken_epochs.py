@@ -1,106 +1,37 @@
-"""After an epoch that was broken off: torch's numbers to the bit with persistent workers, beside its loader;
-and with `dynamic` the batches of later epochs, which are those without workers.
+"""After an epoch that was broken off: with `dynamic` later epochs give what they give without workers.
 
-torch's workers load whatever was dispatched, also what nobody will get, and draw their random numbers for it.
-More than the default seeds:
-
-    FASTQ_BROKEN_SEEDS=0:200 python -m pytest tests/end_to_end/test_broken_epochs.py -k number_of_workers
+With persistent workers the random numbers are torch's to the bit (`test_parity.py`, "after breaks"): torch's
+workers load whatever was dispatched, even if nobody will get it, and draw their random numbers for it.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
-from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader
 from fastq_loader.reading import generators
-from tests.conftest import torchs_segments_removed
 from tests.end_to_end.test_resume import Config, plain
-from tests.support.datasets import Made, Stream
+from tests.support.datasets import Made
 from tests.support.loaders import MANY_WORKERS
+from tests.support.samplers import Own
+from tests.support.thorough import seeds, thorough
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, MANY_WORKERS]
 SIZE = 48
 
 
-def draw(index: int) -> tuple[float, float, float]:
-    return torch.rand(()).item(), random.random(), np.random.rand()
-
-
-def draw_and_fail(index: int) -> Any:
-    """Some samples raise after they have drawn."""
-    value = draw(index)
-    if index % 7 == 5:
-        raise ValueError(f"sample {index}")
-    return value
-
-
-def draw_in_collate(samples: list[Any]) -> tuple[Any, float]:
-    return torch.as_tensor(samples), torch.rand(()).item()
-
-
-def start_slowly(worker: int) -> None:
-    """Tasks and the next epoch wait for the worker together."""
-    time.sleep(0.2)
-
-
-CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "global": (lambda: Made(draw, SIZE), {}),
-    "collate": (lambda: list(range(SIZE)), {"collate_fn": draw_in_collate}),
-    "errors": (lambda: Made(draw_and_fail, SIZE), {}),
-    "stream": (lambda: Stream("drawn", (17, 20)), {}),
-    "slow start": (lambda: Made(draw, SIZE), {"worker_init_fn": start_slowly}),
-}
-
-
-def epochs(kind: type, case: str, stops: Sequence[int | None], **arguments: Any) -> list[Any]:
-    """What each epoch gave, broken off after so many batches (None: not at all)."""
-    dataset, more = CASES[case]
-    torch.manual_seed(7)
-    loader: Any = kind(dataset(), 2, persistent_workers=True, **arguments, **more)
-    seen: list[Any] = []
-    for stop in stops:
-        iterator = iter(loader)
-        batches: list[Any] = []
-        while stop is None or len(batches) < stop:
-            try:
-                batches.append(repr(next(iterator)))
-            except StopIteration:
-                break
-            except ValueError as error:
-                error.with_traceback(None)  # with torch it keeps the iterator, and so the workers
-                batches.append(type(error))
-        seen.append(batches)
-    loader._iterator = None
-    return seen
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    ("workers", "prefetch", "stops"), [(1, 4, (2, 2, None)), (2, 3, (0, 4, 1, None, 2, None))], ids=str
-)
-def test_i4_the_numbers_after_a_break_are_torchs(
-    case: str, workers: int, prefetch: int, stops: Sequence[int | None]
-) -> None:
-    options = {"num_workers": workers, "prefetch_factor": prefetch}
-    with torchs_segments_removed():
-        torchs = epochs(TorchDataLoader, case, stops, **options)
-    assert epochs(DataLoader, case, stops, **options) == torchs
-
-
 def draw_slowly(index: int) -> float:
-    time.sleep(0.3)
+    time.sleep(0.1)
     return torch.rand(()).item()
 
 
@@ -108,38 +39,41 @@ def draw_slowly(index: int) -> float:
 def test_i4_workers_that_load_what_nobody_will_get_can_be_closed_and_with_dynamic_there_are_none(
     schedule: str,
 ) -> None:
-    options: dict[str, Any] = {"prefetch_factor": 16, "persistent_workers": True, "schedule": schedule}
-    loader = DataLoader(Made(draw_slowly, 64), 1, num_workers=2, **options)
+    options: dict[str, Any] = {"prefetch_factor": 64, "persistent_workers": True, "schedule": schedule}
+    loader = DataLoader(Made(draw_slowly, 256), 1, num_workers=2, **options)
     next(iter(loader))
     start = time.monotonic()
     iterator = iter(loader)
     if schedule == "dynamic":
         next(iterator)
     loader.close()
-    assert time.monotonic() - start < 3, "16 samples of 0.3 s were waited for"
+    assert time.monotonic() - start < 3, "64 samples of 0.1 s were waited for"
 
 
-SEEDS = range(*map(int, os.environ.get("FASTQ_BROKEN_SEEDS", "0:8").split(":")))
+def standing(loader: DataLoader[Any]) -> Any:
+    """The states of the generators, which a user may save or send to other ranks."""
+    found = generators.find({"loader": [loader.batch_sampler, loader.sampler, loader.generator]})
+    return {name: repr(generators.state_of(each)) for name, each in found.items()}
+
+
+def given(loader: DataLoader[Any], stops: Sequence[int], held: bool) -> list[Any]:
+    """What epochs gave, each broken off after so many batches, and where each batch left the generators."""
+    seen: list[Any] = []
+    with loader:
+        for stop in stops:
+            iterator = iter(loader)
+            seen += [(plain(batch), standing(loader)) for batch in itertools.islice(iterator, stop)]
+            seen.append(standing(loader))
+            if not held:
+                del iterator
+    return seen
+
+
 PERMUTATIONS = ["shuffle", "shuffled batches", "several permutations"]
 ORDERS = [*PERMUTATIONS, "replacement", "weighted", "subset", "sequential", "distributed"]
 
 
-def given(config: Config, stops: Sequence[int], held: bool) -> list[Any]:
-    """The batches of each epoch, and where that leaves the user's generator."""
-    torch.manual_seed(config.seed)
-    loader = config.loader(config.seed)
-    seen: list[Any] = []
-    for stop in stops:
-        iterator = iter(loader)
-        seen.append([plain(batch) for batch in itertools.islice(iterator, stop)])
-        if not held:
-            del iterator
-    loader.close()
-    return [*seen, config.explicit and loader.generator.get_state().tolist()]
-
-
-@MANY_WORKERS
-@pytest.mark.parametrize("seed", SEEDS)
+@seeds(1, 8)
 def test_with_dynamic_batches_after_a_break_do_not_depend_on_the_number_of_workers(seed: int) -> None:
     draw, config = random.Random(seed), Config.drawn(seed)
     config = replace(
@@ -154,8 +88,11 @@ def test_with_dynamic_batches_after_a_break_do_not_depend_on_the_number_of_worke
     whole = (config.length // size, -(-config.length // size))
     stops = [*(draw.choice((0, 1, 2, draw.randrange(1, 30), *whole, 1000)) for _ in range(5)), 1000]
     held = draw.random() < 0.3
-    expected = given(replace(config, num_workers=0), stops, held)
-    assert given(config, stops, held) == expected, f"{config}, {stops}, {held}"
+    found = []
+    for each in (replace(config, num_workers=0), config):
+        torch.manual_seed(seed)
+        found.append(given(each.loader(seed), stops, held))
+    assert found[0] == found[1], f"{config}, {stops}, {held}"
 
 
 class Shard:
@@ -172,75 +109,24 @@ class Shard:
             yield batch[self.rank :: 2]
 
 
-@dataclass
-class Drawing:
-    """Draws each index, or all at once when it is begun, from a generator of its own."""
-
-    generator: Any
-    at_once: bool = False
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def _draw(self) -> int:
-        if isinstance(self.generator, torch.Generator):
-            return int(torch.randint(SIZE, (), generator=self.generator))
-        return int(self.generator.choice(range(SIZE)))
-
-    def __iter__(self) -> Iterator[int]:
-        drawn = (self._draw() for _ in range(SIZE))
-        return iter(list(drawn)) if self.at_once else drawn
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
 
 
 OWN: dict[str, Callable[[int], dict[str, Any]]] = {
     "a shard of batches": lambda rank: {
         "batch_sampler": Shard(BatchSampler(RandomSampler(range(SIZE), generator=seeded()), 4, False), rank)
     },
-    "torch's generator": lambda rank: {"sampler": Drawing(seeded()), "batch_size": 4},
-    "the loader's, too": lambda rank: {
-        "sampler": Drawing(drawn := seeded()),
-        "batch_size": 4,
-        "generator": drawn,
-    },
-    "numpy's": lambda rank: {"sampler": Drawing(np.random.default_rng(3)), "batch_size": 4},
-    "Python's": lambda rank: {"sampler": Drawing(random.Random(3)), "batch_size": 4},
-    "all at once": lambda rank: {"sampler": Drawing(seeded(), at_once=True), "batch_size": 4},
+    "the loader's, too": lambda rank: {"sampler": Own(SIZE, drawn := seeded()), "generator": drawn},
+    "torch's generator": lambda rank: {"sampler": Own(SIZE, seeded())},
+    "numpy's": lambda rank: {"sampler": Own(SIZE, np.random.default_rng(3))},
+    "Python's": lambda rank: {"sampler": Own(SIZE, random.Random(3))},
+    "all at once": lambda rank: {"sampler": Own(SIZE, seeded(), at_once=True)},
 }
 
 
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(3)
-
-
-def standing(loader: DataLoader[Any]) -> Any:
-    """Where the generators stand, for whoever saves them or sends them to other ranks."""
-    found = generators.find({"loader": [loader.batch_sampler, loader.sampler]})
-    return {name: repr(generators.state_of(each)) for name, each in found.items()}
-
-
-def broken(case: str, rank: int, workers: int, stops: Sequence[int], held: bool, persistent: bool) -> Any:
-    """What each epoch gave, and where each step left the sampler's generators."""
-    torch.manual_seed(7)
-    options: dict[str, Any] = {"persistent_workers": True} if persistent and workers else {}
-    seen: list[Any] = []
-    with DataLoader(
-        range(SIZE), num_workers=workers, schedule="dynamic", **OWN[case](rank), **options
-    ) as loader:
-        for stop in stops:
-            iterator = iter(loader)
-            for _ in range(stop):
-                try:
-                    seen.append((next(iterator).tolist(), standing(loader)))
-                except StopIteration:
-                    seen.append(("the end", standing(loader)))
-                    break
-            if not held:
-                del iterator
-    return seen
-
-
-@MANY_WORKERS
-@pytest.mark.parametrize("seed", SEEDS)
+@seeds(1, 8)
+@thorough(but={"case": ["a shard of batches", "the loader's, too", "Python's"]})
 @pytest.mark.parametrize("case", OWN)
 def test_with_dynamic_a_users_sampler_is_where_it_is_without_workers(case: str, seed: int) -> None:
     """Its generators are, after each batch; and both ranks draw the same permutation after a break."""
@@ -248,7 +134,10 @@ def test_with_dynamic_a_users_sampler_is_where_it_is_without_workers(case: str, 
     stops = [draw.choice((0, 1, 3, 11, 12, 13, 100)) for _ in range(4)] + [100]
     held, persistent = draw.random() < 0.3, draw.random() < 0.5
     for rank in (0, 1):
-        workers = draw.choice((1, 2, 3))
-        expected = broken(case, rank, 0, stops, held, persistent)
-        found = broken(case, rank, workers, stops, held, persistent)
-        assert found == expected, f"{workers} workers, {stops}, held={held}, persistent={persistent}"
+        workers, found = draw.choice((1, 2, 3)), []
+        for options in ({}, {"num_workers": workers, "persistent_workers": persistent}):
+            torch.manual_seed(7)
+            options = {"schedule": "dynamic", **OWN[case](rank), **options}
+            options |= {} if "batch_sampler" in options else {"batch_size": 4}
+            found.append(given(DataLoader(range(SIZE), **options), stops, held))
+        assert found[0] == found[1], f"{workers} workers, {stops}, held={held}, persistent={persistent}"

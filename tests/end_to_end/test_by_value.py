@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pickle import PicklingError
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ import torch
 from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader
+from tests.support.thorough import thorough
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_interpreter")]
 
 
+@thorough(but={"method": "forkserver"})
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_local_classes_and_lambdas_work_and_come_back(method: str) -> None:
     pytest.importorskip("cloudpickle")
@@ -57,7 +60,7 @@ def test_local_classes_and_lambdas_work_and_come_back(method: str) -> None:
 def test_without_cloudpickle_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     monkeypatch.setattr("fastq_loader.packing.pickling.find_spec", lambda name: None)
-    loader = DataLoader(range(3), collate_fn=lambda b: b, num_workers=1, multiprocessing_context="spawn")  # type: ignore[arg-type]
+    loader = DataLoader(range(3), collate_fn=lambda b: b, num_workers=1, multiprocessing_context="forkserver")  # type: ignore[arg-type]
     with (
         pytest.warns(UserWarning, match="Got pickle error"),
         pytest.raises(
@@ -81,15 +84,28 @@ class Squares:  # of a __main__ that is no file, as a notebook's
 class Mine(Exception):
     pass
 
-for method in ("spawn", "forkserver"):
-    batches = iter(DataLoader(Squares(), num_workers=2, multiprocessing_context=method))
-    print([int(next(batches)) for _ in range(3)])
-    try:
-        next(batches)
-    except Mine as error:
-        print(error)
-    del batches
+def run(*methods):
+    for method in methods:
+        batches = iter(DataLoader(Squares(), num_workers=2, multiprocessing_context=method))
+        print([int(next(batches)) for _ in range(3)])
+        try:
+            next(batches)
+        except Mine as error:
+            print(error)
+        del batches
 """
+FOUND = ["[0, 1, 4]", "three"]
+
+
+def test_classes_of_an_interactive_main_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cloudpickle")
+    main = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    exec(INTERACTIVE, vars(main))
+    main.run("forkserver")
+    assert capsys.readouterr().out.split("\n") == [*FOUND, ""]
 
 
 #: Runs its argument in a kernel, and prints what that prints.
@@ -101,11 +117,13 @@ with jupyter_client.run_kernel() as kernel:
 """
 
 
+@thorough()
 @pytest.mark.parametrize("where", ["-c", "kernel"])
-def test_classes_of_an_interactive_main_work(where: str) -> None:
+def test_classes_of_a_program_without_a_file_and_of_a_notebook_work(where: str) -> None:
     pytest.importorskip("cloudpickle")
     if where == "kernel":
         pytest.importorskip("ipykernel", reason="pip install ipykernel tries it in a notebook's kernel")
-    command = [sys.executable, "-c", *([KERNEL] if where == "kernel" else []), INTERACTIVE]
+    program = f"{INTERACTIVE}\nrun('spawn', 'forkserver')"
+    command = [sys.executable, "-c", *([KERNEL] if where == "kernel" else []), program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
-    assert done.stdout.split("\n")[:4] == ["[0, 1, 4]", "three"] * 2, done
+    assert done.stdout.split("\n")[:4] == FOUND * 2, done

@@ -6,8 +6,7 @@ import gc
 import os
 import random
 import signal
-import subprocess
-import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,11 @@ import pytest
 import torch
 
 from fastq_loader import DataLoader, Processes, Skip
-from tests.conftest import ROOT, running_script, wait_until
+from tests.conftest import running_script, wait_until
 from tests.support.datasets import identity
 from tests.support.decoded import Decoded, DecodedStream
+from tests.support.gates import Gates
+from tests.support.thorough import seeds, thorough
 
 pytestmark = [
     pytest.mark.processes,
@@ -48,27 +49,25 @@ def epochs(dataset: Any, count: int = 3, **options: Any) -> list[Any]:
     return [[repr(batch) for batch in loader] for _ in range(count)]
 
 
-CONFIGURATIONS = [
-    {
-        "num_workers": workers,
-        "multiprocessing_context": method,
-        "schedule": schedule,
-        "persistent_workers": stay,
-    }
-    for workers, method, schedule, stay in (
+@thorough(after=2)
+@pytest.mark.parametrize(
+    ("workers", "method", "schedule", "stay"),
+    [
+        (3, "fork", "dynamic", True),
         (0, None, "round_robin", False),
         (2, "fork", "round_robin", False),
-        (3, "fork", "dynamic", True),
         (2, "spawn", "dynamic", False),
         (2, "forkserver", "round_robin", True),
-    )
-]
-
-
-@pytest.mark.parametrize("options", CONFIGURATIONS, ids=lambda options: "-".join(map(str, options.values())))
-def test_epochs_have_the_same_bits_and_samples_are_decoded_once(options: dict[str, Any]) -> None:
+    ],
+)
+def test_epochs_have_the_same_bits_and_samples_are_decoded_once(
+    workers: int, method: str | None, schedule: str, stay: bool
+) -> None:
+    options: dict[str, Any] = {"schedule": schedule, "persistent_workers": stay, "shuffle": True}
+    options |= {"num_workers": workers, "multiprocessing_context": method}
     dataset = Decoded(LENGTH, {"limit": "1MB"})
-    assert epochs(dataset, shuffle=True, **options) == epochs(Decoded(LENGTH, None), shuffle=True, **options)
+    plain = {**options, "multiprocessing_context": "fork" if workers else None}
+    assert epochs(dataset, **options) == epochs(Decoded(LENGTH, None), **plain)
     counts: Any = dataset.decode.statistics()  # type: ignore[attr-defined]
     assert (counts.hits, counts.stored, counts.damaged) == (2 * LENGTH, LENGTH, 0)
 
@@ -79,7 +78,7 @@ def test_a_stream_has_a_cache_like_everybody() -> None:
     assert dataset.samples.decode.statistics().hits == 2 * LENGTH  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@seeds(1, 6)
 def test_workers_that_die_and_samples_that_cannot_be_read_change_nothing(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     for name in ("with", "without"):
@@ -115,56 +114,70 @@ def test_a_resumed_epoch_goes_on_with_the_cache() -> None:
 
 
 FILLS = """
+    from pathlib import Path
     from tests.support.datasets import identity
     from tests.support.decoded import Decoded
+    from tests.support.gates import Gates
     from fastq_loader import DataLoader
-    dataset = Decoded(400, {"limit": "5MB", "path": PATH})
-    loader = DataLoader(dataset, 4, num_workers=2, collate_fn=identity)
-    print("begun", flush=True)
-    for epoch in range(EPOCHS):
+    loader = DataLoader(Decoded(400, OPTIONS), 4, num_workers=2, collate_fn=identity)
+    Gates(Path(FOLDER)).wait_at("the start")
+    while True:
         for batch in loader:
             pass
-    print(dataset.decode.statistics(), flush=True)
 """
 
 
-@pytest.mark.parametrize("moment", [3, 40, 150])
+@thorough(after=1)
+@pytest.mark.parametrize("moment", [40, 3, 150])
 def test_two_jobs_fill_one_file_and_one_is_killed(moment: int, tmp_path: Path) -> None:
     """With its workers, when the file has so many values. The next one finds all that is whole."""
-    path = tmp_path / "values"
-    source = FILLS.replace("PATH", repr(str(path)))
-    with (
-        running_script(source.replace("EPOCHS", "1000"), env={"TMPDIR": str(tmp_path)}) as killed,
-        running_script(source.replace("EPOCHS", "2")) as other,
-    ):
-        assert wait_until(lambda: path.exists() and path.stat().st_size > 90_000 + 300 * moment, 60)
-        for entry in killed.processes():
-            os.kill(entry.pid, signal.SIGKILL)
-        assert other.finish(60).returncode == 0
-    kept = Decoded(400, {"limit": "5MB", "path": path})
-    assert epochs(kept, 1, num_workers=2) == epochs(Decoded(400, None), 1, num_workers=2)
+    path, gates = tmp_path / "values", Gates(tmp_path / "gates")
+    gates.folder.mkdir()
+    options: dict[str, Any] = {"limit": "5MB", "path": str(path)}
+    source = FILLS.replace("OPTIONS", repr(options)).replace("FOLDER", repr(str(gates.folder)))
+    plain = epochs(Decoded(400, None), 2, num_workers=2)
+    with running_script(source, env={"TMPDIR": str(tmp_path)}, warm=True) as job:
+
+        def kill() -> None:
+            assert wait_until(lambda: path.stat().st_size > 90_000 + 300 * moment, 60)
+            for entry in job.processes():
+                os.kill(entry.pid, signal.SIGKILL)
+
+        gates.expect("the start")
+        gates.open("the start")
+        killer = threading.Thread(target=kill)
+        killer.start()
+        assert epochs(Decoded(400, options), 2, num_workers=2) == plain
+        killer.join()
+        assert job.finish().returncode == -signal.SIGKILL
+    kept = Decoded(400, options)
+    assert epochs(kept, 2, num_workers=2) == plain
     counts: Any = kept.decode.statistics()  # type: ignore[attr-defined]
-    assert counts.hits > 350
+    assert counts.hits > 750
     assert counts.damaged == 0
 
 
-def test_ranks_have_one_cache_by_its_name(tmp_path: Path) -> None:
-    script = (
-        "from tests.support.decoded import Decoded\n"
-        f"samples = Decoded(50, {{'limit': '1MB', 'name': 'ranks of {os.getpid()}'}})\n"
-        "[samples.decode(index) for index in range(50)]\n"
-        "print(samples.decode.statistics().hits, flush=True)\n"
-        "input()\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+RANK = """
+    import signal
+    from tests.support.decoded import Decoded
+    samples = Decoded(50, {"limit": "1MB", "name": NAME})
+    [samples.decode(index) for index in range(50)]
+    print("decoded", samples.decode.statistics().hits, flush=True)
+    signal.pause()
+"""
+
+
+def test_ranks_have_one_cache_by_its_name() -> None:
+    """Also when the first one was killed."""
+    name = f"ranks of {os.getpid()}"
     ranks = []
-    for expected in (0, 50, 50):
-        command = [sys.executable, "-c", script]
-        rank = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        ranks.append(rank)
-        assert rank.stdout is not None
-        assert int(rank.stdout.readline()) == expected
-    for rank in ranks:
-        rank.communicate("\n")
+    with running_script(RANK.replace("NAME", repr(name)), warm=True) as first:
+        first.wait_for("decoded 0\n")
+        for killed in (False, True):
+            if killed:
+                os.kill(first.pid, signal.SIGKILL)
+                assert first.finish().stderr == ""
+            ranks.append(Decoded(50, {"limit": "1MB", "name": name}))
+            for index in range(50):
+                ranks[-1].decode(index)
+            assert ranks[-1].decode.statistics().hits == 50  # type: ignore[attr-defined]

@@ -36,8 +36,9 @@ from fastq_loader.scheduling.states import Batch
 from tests.support.loaders import MANY_WORKERS
 from tests.support.pair import LARGE, Pair, paired
 from tests.support.simulation import SimulatedArena
+from tests.support.thorough import is_thorough, thorough
 
-WARM, COUNTED, GROUP, EPOCH = 100, 160, 16, 1400  # batches
+WARM, COUNTED, GROUP, EPOCH = 100, 160 if is_thorough else 80, 16, 1400  # batches
 AHEAD_S = 0.002  # some ten times what a worker takes for a batch
 SHOWN = 10
 
@@ -149,7 +150,7 @@ def cost(dataset: Rows, arguments: dict[str, Any], trace: Path | None = None) ->
         for _ in itertools.islice(batches, WARM):
             continue
         for _ in range(COUNTED):
-            time.sleep(AHEAD_S)
+            time.sleep(AHEAD_S if loader.num_workers else 0)
             counts.append(Count(batches.__next__))
     groups = [counts[first : first + GROUP] for first in range(0, COUNTED, GROUP)]
     python = _lower_quartile(mean(count.python for count in group) for group in groups)
@@ -168,6 +169,7 @@ def _lower_quartile(values: Iterable[float]) -> float:
 
 @pytest.mark.processes
 @MANY_WORKERS
+@thorough(but={"name": ["rows", "rows, 0 workers"]})
 @pytest.mark.parametrize(
     ("name", "traced"), [*((name, False) for name in BUDGETS), *((name, True) for name in TRACED)]
 )
@@ -269,7 +271,7 @@ def test_scheduling_a_batch_costs_the_same_all_epoch_long(shared_tasks: bool) ->
         assert one.ready() is not None
         sent.extend(drawn(one, one.to_draw, indices))
 
-    costs = [calls(step) for _ in range(2000)]
+    costs = [calls(step) for _ in range(2000 if is_thorough else 500)]
     assert set(costs[10:]) == {costs[10]}
 
 

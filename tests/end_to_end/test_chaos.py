@@ -1,4 +1,4 @@
-"""Workers killed at random moments, as long as one likes: `pytest -m chaos --chaos-seconds 600`.
+"""Workers killed at random moments, as long as one likes: `pytest --thorough -m chaos --chaos-seconds 600`.
 
 A run draws its configuration and its kills from a seed, and says both when it fails. It aims at whatever a
 worker is doing: starting, fetching, writing, answering, idling, or being taken down. Every batch must come
@@ -28,6 +28,7 @@ from fastq_loader.errors import PoisonBatch, WorkerReplaced
 from tests.conftest import descendants
 from tests.support.datasets import Sized, describe, identity
 from tests.support.loaders import MANY_WORKERS
+from tests.support.thorough import thorough
 
 BATCH = 4
 #: More than could ever be needed; that a run ends at all is a part of what is tested.
@@ -36,7 +37,7 @@ PLENTY = 10_000
 #: In the place of a batch that was hit three times.
 GIVEN_UP: tuple[Any, ...] = ("given up",)
 
-pytestmark = [pytest.mark.chaos, pytest.mark.processes, MANY_WORKERS]
+pytestmark = [pytest.mark.chaos, pytest.mark.processes, MANY_WORKERS, thorough()]
 
 
 class Slowly(Sized, Dataset):

@@ -12,6 +12,7 @@ import datetime
 import decimal
 import fractions
 import functools
+import itertools
 import pathlib
 import pickle
 import uuid
@@ -43,6 +44,7 @@ from tests.support.datasets import (
     namedtuple_sample,
 )
 from tests.support.loaders import WORKERS, image, image_and_label
+from tests.support.thorough import is_thorough, thorough
 
 pytestmark = [
     pytest.mark.processes,
@@ -56,27 +58,27 @@ pytestmark = [
 
 
 class Cases:
-    """A dataset of the cases of a table, `repeats` samples of each."""
+    """A dataset of the cases of a table."""
 
-    def __init__(self, table: Callable[[], Mapping[Any, Callable[..., Any]]], repeats: int = 1) -> None:
+    def __init__(self, table: Callable[[], Mapping[Any, Callable[..., Any]]]) -> None:
         self.table = table
-        self.repeats = repeats
 
     def __len__(self) -> int:
-        return len(self.table()) * self.repeats
+        return len(self.table())
 
     def __getitem__(self, index: int) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # prototype kinds of tensors warn where they are made
-            return list(self.table().values())[index // self.repeats]()
+            return list(self.table().values())[index]()
 
 
-def outcomes(kind: type, cases: Cases, workers: int, **arguments: Any) -> dict[str, Any]:
+def outcomes(
+    kind: Any, cases: Cases, workers: int, describe: Callable[[Any], Any] = describe
+) -> dict[str, Any]:
     """Of each case its batch, described, or the type of the error."""
-    arguments = {"batch_size": None, "collate_fn": identity, **arguments}
-    if workers:
-        arguments["prefetch_factor"] = 20  # errors and batches are received many at once
-    iterator = iter(kind(cases, num_workers=workers, **arguments))
+    ahead = 20 if workers else None  # errors and batches are received many at once
+    loader = kind(cases, None, num_workers=workers, collate_fn=identity, prefetch_factor=ahead)
+    iterator = iter(loader)
     found = {}
     for name in cases.table():
         try:
@@ -141,26 +143,6 @@ def test_b5_tensors_of_a_users_collate_arrive_as_they_are_without_workers() -> N
                 assert difference(expected[name], found, f"{workers} workers: {name}") is None
 
 
-def test_b5_the_default_collate_gives_what_torchs_workers_give() -> None:
-    """Where torch's workers cannot stack a kind that the main process can, stacking it is right as well."""
-
-    def run(kind: type, workers: int) -> dict[str, Any]:
-        return outcomes(kind, Cases(tensor_cases, 2), workers, batch_size=2, collate_fn=None)
-
-    with_none, with_one, ours_with_none, ours = (
-        *(run(TorchDataLoader, workers) for workers in (0, 1)),
-        *(run(DataLoader, workers) for workers in (0, 2)),
-    )
-    for name, torchs in with_none.items():
-        assert difference(torchs, ours_with_none[name], name) is None
-        if isinstance(torchs, type):
-            assert ours[name] is torchs, name
-        elif not isinstance(with_one[name], type):
-            assert difference(with_one[name], ours[name], name) is None
-        elif not isinstance(ours[name], type):
-            assert difference(torchs, ours[name], name) is None
-
-
 def recursive_object() -> Opaque:
     outer = Opaque(None)
     outer.value = {"self": outer, "t": torch.ones(2)}
@@ -213,7 +195,8 @@ def object_cases_beside(large: bool) -> dict[str, Callable[[], Any]]:
     return {name: lambda make=make: [make(), image(3)] for name, make in object_cases().items()}
 
 
-@pytest.mark.parametrize("large", [False, True], ids=["small", "beside a large tensor"])
+@thorough(after=1)
+@pytest.mark.parametrize("large", [True, False], ids=["beside a large tensor", "small"])
 def test_b7_a_batch_of_any_python_objects_equals_torchs(large: bool) -> None:
     cases = functools.partial(object_cases_beside, large)
     for workers in (0, 2):
@@ -239,6 +222,7 @@ class PinCounter:
         return self
 
 
+@thorough(but={"workers": 0})
 @WORKERS
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found")
 def test_b7_pinned_batches_are_equal_and_pinned_where_there_is_an_accelerator(workers: int) -> None:
@@ -290,60 +274,45 @@ def warm_image(index: int) -> tuple[torch.Tensor, Celsius]:
     return image(index), Celsius(index)
 
 
-#: Every dtype of torch as it is made, and as a view of bytes, of none and of many: alone, and with a view of
-#: it in a list. What each loader gives, or raises.
-EVERY_DTYPE = """
-import warnings
-import torch
-from torch.utils.data import DataLoader as TorchDataLoader
-from fastq_loader import DataLoader
-warnings.simplefilter("ignore")
-dtypes = {it for it in vars(torch).values() if isinstance(it, torch.dtype)}
-cases = [(str(it)[6:], made, n) for it in sorted(dtypes, key=str) for made in (0, 1) for n in (0, 1, 3, 9000)]
+@functools.cache
+def dtype_cases(every: bool) -> dict[str, Callable[[], Any]]:
+    """Every dtype of torch, or the quantised ones, as it is made, and as a view of bytes, of none and of
+    many: alone, and with a view of it in a list."""
 
-class Tensors(torch.utils.data.Dataset):
-    def __len__(self):
-        return 2 * len(cases)
-
-    def __getitem__(self, at):
-        name, made, n = cases[at // 2]
-        dtype = getattr(torch, name)
-        if made:
+    def make(dtype: torch.dtype, viewed: bool, n: int, twice: bool) -> Any:
+        if viewed:
+            tensor = torch.full((16 * n,), 1, dtype=torch.uint8).view(dtype)
+        else:
             tensor = torch.empty(n, dtype=dtype)
             tensor.untyped_storage().fill_(1)
-        else:
-            tensor = torch.full((16 * n,), 1, dtype=torch.uint8).view(dtype)
-        return [tensor, tensor.view(-1)] if at % 2 else tensor
+        return [tensor, tensor.view(-1)] if twice else tensor
 
-def content(tensor):
-    storage = tensor.untyped_storage()
-    whole = bytes(torch.empty(0, dtype=torch.uint8).set_(storage)[: 4 * tensor.numel()].numpy())
-    return str(tensor.dtype), tuple(tensor.shape), tensor.stride(), tensor.is_quantized, whole
+    dtypes = {it for it in vars(torch).values() if isinstance(it, torch.dtype) and (every or "q" in str(it))}
+    cases = itertools.product(sorted(dtypes, key=str), (False, True), (0, 1, 3, 9000), (False, True))
+    return {str(case): functools.partial(make, *case) for case in cases}
 
-def first(samples):
-    return samples[0]
 
-def found(kind):
-    batches = iter(kind(Tensors(), num_workers=1, collate_fn=first))
-    for _ in range(2 * len(cases)):
-        try:
-            batch = next(batches)
-        except Exception as error:
-            yield type(error)
-        else:
-            yield [content(part) for part in batch] if isinstance(batch, list) else content(batch)
+def content(batch: Any) -> Any:
+    """What can be asked of tensors that may lack a quantizer."""
+    if isinstance(batch, list):
+        return [content(part) for part in batch]
+    whole = torch.empty(0, dtype=torch.uint8).set_(batch.untyped_storage())[: 4 * batch.numel()]
+    return str(batch.dtype), tuple(batch.shape), batch.stride(), batch.is_quantized, whole.numpy().tobytes()
 
-def check():
-    differ = [(cases[at // 2], at, *two) for at, two in enumerate(
-        zip(found(TorchDataLoader), found(DataLoader), strict=True)) if two[0] != two[1]]
-    assert not differ, differ[:3]
-    print("same")
 
-check()
+EVERY_DTYPE = """
+import functools, warnings
+from tests.end_to_end.test_contents import *
+warnings.simplefilter("ignore")
+cases = Cases(functools.partial(dtype_cases, EVERY))
+torchs, ours = (outcomes(kind, cases, 1, content) for kind in (TorchDataLoader, DataLoader))
+assert torchs == ours, difference(torchs, ours)
+assert {type(each) for each in ours.values()} >= {list, tuple}
+print("same")
 """
 
 
 def test_b5_every_dtype_arrives_as_from_torch_with_quantizer_or_without() -> None:
     """In a process of its own: torch ends the one that makes a tensor in the wrong way."""
-    result = run_script(EVERY_DTYPE, timeout=100, warm=True)
+    result = run_script(EVERY_DTYPE.replace("EVERY", str(is_thorough)), warm=True)
     assert (result.returncode, result.stdout.strip()) == (0, "same"), result.stderr

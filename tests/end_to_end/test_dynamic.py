@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin, WorkerReplaced
 from fastq_loader.reading import generators
@@ -21,9 +21,11 @@ from fastq_loader.scheduling.schedules import Schedule
 from fastq_loader.workers import group
 from tests.conftest import wait_until
 from tests.support.crimes import kill_itself
-from tests.support.datasets import SAMPLES, Backwards, CountingSampler, Drawing, Made, MapDataset, Sized
+from tests.support.datasets import SAMPLES, CountingSampler, Drawing, Made, MapDataset, Sized, Stream
 from tests.support.gates import LIMIT, Gates, at_rest, once
-from tests.support.loaders import MANY_WORKERS, seed_all
+from tests.support.loaders import MANY_WORKERS, WORKERS, seed_all
+from tests.support.samplers import FailsAt3
+from tests.support.thorough import thorough
 
 SIZE = 26
 
@@ -54,19 +56,21 @@ def epochs(
         return [first, *([as_lists(batch) for batch in loader] for _ in range(count - 1))]
 
 
+@thorough(after=3)
 @pytest.mark.parametrize(
     ("workers", "options"),
     [
-        *((workers, {"prefetch_factor": 1 + workers % 4}) for workers in (1, 2, 3, 5, 8)),
+        (3, {"prefetch_factor": 4}),
+        (2, {"stop": 2, "persistent_workers": True}),
+        (2, {"worker_init_fn": seed_all, "sampler": Drawing(SIZE)}),
+        *((workers, {"prefetch_factor": 1 + workers % 4}) for workers in (1, 2, 5, 8)),
         *(
             (2, {"multiprocessing_context": method, "persistent_workers": True})  # they start slowly
             for method in ("spawn", "forkserver")
         ),
         *((3, {"schedule": Dynamic(window=window)}) for window in (1, 2, 5, 64)),
-        *((2, {"stop": 2, "persistent_workers": stay}) for stay in (False, True)),
-        *((2, {"sampler": kind(SIZE), "persistent_workers": True}) for kind in (Backwards, Drawing)),
-        (2, {"sampler": Drawing(SIZE)}),
-        (2, {"worker_init_fn": seed_all}),
+        (2, {"stop": 2}),
+        (2, {"sampler": Drawing(SIZE), "persistent_workers": True}),
     ],
     ids=str,
 )
@@ -76,44 +80,39 @@ def test_bits_do_not_depend_on_workers_options_or_time(workers: int, options: di
     assert epochs(2, LATE_DRAWS, workers, **options) == epochs(2, DRAWS, 0, **asked)
 
 
-class Transform:
-    def __init__(self) -> None:
-        self.generator, self.random = torch.Generator().manual_seed(3), random.Random(4)
-
-    def __call__(self, numbers: list[float]) -> torch.Tensor:
-        drawn = torch.rand(1, generator=self.generator).item(), self.random.random()
-        return torch.tensor([*numbers, *drawn], dtype=torch.float64)
-
-
 class OwnGenerators(Sized, Dataset):
-    """Draws from generators of its own, of each kind, and from a global one. The sample `fatal` ends the
-    first worker that comes to it."""
+    """Draws from generators of its own, of each kind, and from a global one. In a folder where nobody was,
+    sample 11 ends its worker."""
 
     length = SIZE
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.rng, self.old = np.random.default_rng(0), np.random.RandomState(1)
-        self.transform = Transform()
+        self.numpys = np.random.default_rng(0), np.random.RandomState(1)
+        self.others = {"torch": torch.Generator().manual_seed(3), "random": random.Random(4)}
         self.folder = folder
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
         if self.folder is not None and index == 11 and not any(self.folder.iterdir()):
             (self.folder / "was here").touch()
             kill_itself(index)
-        return index, self.transform([self.rng.random(), self.old.rand(), random.random()])
+        (new, old), others = self.numpys, self.others
+        drawn = [new.random(), old.rand(), others["random"].random(), random.random()]
+        drawn.append(torch.rand((), generator=others["torch"]).item())
+        return index, torch.tensor(drawn, dtype=torch.float64)
 
 
 RESEED = Dynamic(reseed=True)
 
 
+@thorough(after=2)
 @pytest.mark.parametrize(
     ("workers", "options"),
     [
         (0, {}),
-        *((workers, {"multiprocessing_context": "fork"}) for workers in (1, 2, 3)),
-        *((2, {"multiprocessing_context": method}) for method in ("spawn", "forkserver")),
         (2, {"persistent_workers": True}),
         (2, {"prefetch_factor": 7, "stop": 3}),
+        *((workers, {"multiprocessing_context": "fork"}) for workers in (1, 2, 3)),
+        *((2, {"multiprocessing_context": method}) for method in ("spawn", "forkserver")),
     ],
     ids=str,
 )
@@ -147,74 +146,43 @@ def test_own_generators_are_seeded_in_a_successor_in_a_resumed_epoch_and_in_a_re
     assert as_lists(one.replay(epoch=0, batch=6)) == expected[6]
 
 
-def test_without_order_the_batches_are_the_same_ones() -> None:
-    (free,), (ordered,) = epochs(1, LATE_DRAWS, 3, in_order=False), epochs(1, DRAWS, 0)
-    assert sorted(free) == sorted(ordered)
+def test_without_order_the_batches_are_the_same_ones_and_epochs_differ() -> None:
+    free, ordered = epochs(2, LATE_DRAWS, 3, in_order=False), epochs(2, DRAWS, 0)
+    assert [*map(sorted, free)] == [*map(sorted, ordered)]
+    assert [row[1:] for row in ordered[0]] != [row[1:] for row in ordered[1]]
 
 
-def test_epochs_differ_and_a_repeated_run_does_not() -> None:
-    first, second = epochs(2, DRAWS, 2)
-    assert [row[1:] for row in first] != [row[1:] for row in second]
-    assert epochs(2, DRAWS, 2) == [first, second]
-
-
-class Stumbling:
-    """A sampler whose third index is an error, and which goes on after it."""
-
-    def __iter__(self) -> Any:
-        self.given = 0
-        return self
-
-    def __next__(self) -> list[int]:
-        self.given += 1
-        if self.given == 3:
-            raise LookupError("the third")
-        if self.given > 6:
-            raise StopIteration
-        return [self.given]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
+@WORKERS
 def test_the_error_of_a_sampler_takes_a_number_as_its_batch_would(workers: int) -> None:
-    def start(sampler: Any, workers: int) -> Iterator[Any]:
+    def start(sampler: Any, workers: int) -> Iterator[str]:
         torch.manual_seed(0)
-        loader = DataLoader(DRAWS, batch_sampler=sampler, num_workers=workers, schedule="dynamic")
-        return map(as_lists, loader)
+        return map(repr, DataLoader(DRAWS, None, sampler=sampler, num_workers=workers, schedule="dynamic"))
 
-    expected = list(start([[1], [2], [9], [4], [5], [6]], 0))
-    iterator = start(Stumbling(), workers)
-    assert [next(iterator), next(iterator)] == expected[:2]
-    with pytest.raises(LookupError, match="the third"):
-        next(iterator)
-    assert list(iterator) == expected[3:]
+    expected, found = [*start(range(6), 0)], start(FailsAt3(6), workers)
+    assert [next(found) for _ in range(3)] == expected[:3]
+    with pytest.raises(KeyError):
+        next(found)
+    assert [*found] == expected[4:]
 
 
-class Stream(IterableDataset):
-    """Each worker has 7 samples of its own."""
-
-    def __init__(self, jitter: float = 0.0) -> None:
-        self.jitter = jitter
-
+class LateStream(Stream):
     def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        first = 0 if info is None else info.id * 100
-        order = torch.randperm(7)
-        for number in order.tolist():
-            time.sleep(random.Random().random() * self.jitter)
-            yield first + number, torch.rand(1)
+        return map(draw_late, self.numbers())
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@thorough(after=1)
+@pytest.mark.parametrize("persistent", [True, False])
 def test_a_stream_keeps_torchs_interleave_and_does_not_depend_on_time(persistent: bool) -> None:
-    found = epochs(2, Stream(jitter=0.005), 3, shuffle=False, persistent_workers=persistent)
-    assert found == epochs(2, Stream(), 3, shuffle=False)
+    numbers = ("drawn", (7, 7, 7))
+    found = epochs(2, LateStream(*numbers), 3, shuffle=False, persistent_workers=persistent)
+    assert found == epochs(2, Stream(*numbers), 3, shuffle=False)
     for epoch in found:
-        assert [batch[0][0] // 100 for batch in epoch] == [0, 1, 2] * 3
+        assert [batch[0][0] // 1000 for batch in epoch] == [0, 1, 2] * 3
     assert found[0] != found[1]
 
 
 def every_eighth_late(index: int) -> int:
-    time.sleep(0.12 if index % 8 == 0 else 0.004)
+    time.sleep(0.03 if index % 8 == 0 else 0.001)
     return index
 
 

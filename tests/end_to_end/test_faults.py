@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -26,13 +27,14 @@ from tests.support import crimes
 from tests.support.crimes import Crime, CrimeAt, CrimeInIter, CrimeInStream, FailsToUnpickle, Rows
 from tests.support.datasets import Made, Opaque
 from tests.support.gates import LIMIT, Gates, at_rest, end_timeout_when
-from tests.support.loaders import MANY_WORKERS
+from tests.support.loaders import MANY_WORKERS, PERSISTENT
+from tests.support.thorough import thorough
 
 pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
 
 def outcomes(batches: Iterable[Any], limit: int = 20) -> list[Any]:
-    """What each `next()` gave until StopIteration, at most `limit` times: a batch as a list or an error."""
+    """The outcome of each `next()` until StopIteration, at most `limit`: a batch as a list, or an error."""
     iterator, found = iter(batches), list[Any]()
     while len(found) < limit:
         try:
@@ -72,6 +74,7 @@ def within(seconds: float) -> Iterator[None]:
 PAIRS = [[2 * i, 2 * i + 1] for i in range(6)]
 
 
+@thorough(but={"workers": [0, 2], "at": 5})
 @pytest.mark.parametrize(
     ("crime", "kind", "text"),
     [
@@ -89,7 +92,8 @@ def test_i6_i7_an_error_is_raised_at_its_position_and_iteration_goes_on(
     assert text.format(at=at) in text_of(found[at // 2])
 
 
-@pytest.mark.parametrize("at", [0, 5])
+@thorough(after=1)
+@pytest.mark.parametrize("at", [5, 0])
 def test_i7_errors_in_a_stream_are_torchs(at: int) -> None:
     dataset = CrimeInStream(crimes.raise_value_error, at)
     theirs, ours = (
@@ -147,6 +151,9 @@ def refuse_four(batch: Any) -> Any:
 @pytest.mark.parametrize(
     ("workers", "worker", "index", "options"),
     [
+        (0, None, [4, 5], {"dataset": CrimeAt(crimes.raise_value_error, at=5)}),
+        (2, 0, [4, 5], {"dataset": CrimeAt(crimes.raise_value_error, at=5)}),
+        (1, 0, [4, 5], {"dataset": CrimeAt(crimes.raise_value_error, at=5), "schedule": "dynamic"}),
         (0, None, None, {"batch_sampler": StopsAt()}),
         (2, None, None, {"batch_sampler": StopsAt()}),
         (0, None, [4, 5], {"collate_fn": refuse_four}),
@@ -160,10 +167,10 @@ def test_i7_an_error_says_which_batch_it_is_about_wherever_it_was_raised(
     workers: int, worker: int | None, index: Any, options: dict[str, Any]
 ) -> None:
     size = {} if "batch_sampler" in options else {"batch_size": 2}
-    found = outcomes(DataLoader(range(12), num_workers=workers, **size, **options))  # type: ignore[arg-type]
-    error = found[2]
+    error: Any = outcomes(DataLoader(**{"dataset": range(12), **size, **options}, num_workers=workers))[2]
     assert isinstance(error, ValueError)
-    assert (error.batch, error.index, error.worker) == (2, index, worker)  # type: ignore[attr-defined]
+    assert (error.batch, error.index, error.worker) == (2, index, worker)
+    assert json.dumps(error.index)
 
 
 def test_i8_a_batch_that_cannot_be_pickled_raises_at_once_and_names_the_reason() -> None:
@@ -177,7 +184,9 @@ def test_i8_a_batch_that_cannot_be_pickled_raises_at_once_and_names_the_reason()
     [
         (crimes.kill_itself, r"is killed by signal: Killed\. ", "SIGKILL"),
         (crimes.die_beside_a_child, r"is killed by signal: Killed\. ", "SIGKILL"),
-        (crimes.segfault, r"is killed by signal: Segmentation fault\. ", "SIGSEGV"),
+        pytest.param(
+            crimes.segfault, r"is killed by signal: Segmentation fault\. ", "SIGSEGV", marks=thorough()
+        ),
         (
             crimes.exit_with_7,
             r"exited unexpectedly with exit code 7\. Details are lost due to multiprocessing\. "
@@ -204,7 +213,8 @@ def test_p2_a_workers_death_is_told_in_full_within_a_second(crime: Crime, torchs
         assert re.search(pattern, text)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@thorough(after=1)
+@PERSISTENT
 def test_p2_a_death_ends_the_iterator_and_the_loader_starts_anew(persistent: bool) -> None:
     dataset = CrimeAt(crimes.kill_itself, at=4)
     loader = DataLoader(dataset, 2, num_workers=2, persistent_workers=persistent)
@@ -229,9 +239,11 @@ def test_p2_a_persistent_worker_killed_between_epochs_is_noticed_and_replaced() 
 
 
 INIT = {"worker_init_fn": crimes.init_raises}
-SPAWN = {"multiprocessing_context": "spawn"}
+FORKSERVER, SPAWN = ({"multiprocessing_context": method} for method in ("forkserver", "spawn"))
+UNPICKLING = "this dataset does not survive the journey", "__setstate__"
 
 
+@pytest.mark.usefixtures("warm_interpreter")
 @pytest.mark.parametrize(
     ("dataset", "workers", "options", "text", "where"),
     [
@@ -239,9 +251,10 @@ SPAWN = {"multiprocessing_context": "spawn"}
         (range(12), 2, {**INIT, "persistent_workers": True}, "worker 0 cannot start", "init_raises"),
         (range(12), 2, {"worker_init_fn": crimes.init_raises_in_worker_1}, "worker 1 cannot start", ""),
         (CrimeInIter(), 2, {}, "no stream to read", "__iter__"),
-        (FailsToUnpickle(), 2, SPAWN, "this dataset does not survive the journey", "__setstate__"),
+        (FailsToUnpickle(), 2, FORKSERVER, *UNPICKLING),
+        pytest.param(FailsToUnpickle(), 2, SPAWN, *UNPICKLING, marks=thorough()),
     ],
-    ids=["init", "every init", "one init", "iter", "unpickling"],
+    ids=["init", "every init", "one init", "iter", "unpickling", "unpickling, spawned"],
 )
 def test_p7_what_fails_at_the_start_surfaces_once(
     dataset: Any, workers: int, options: dict[str, Any], text: str, where: str, capfd: Any
@@ -271,6 +284,8 @@ def test_p7_an_init_function_that_exits() -> None:
     ],
     ids=["dataset", "list", "worker_init_fn", "partial"],
 )
+@thorough(but={"method": "forkserver"})
+@pytest.mark.usefixtures("warm_interpreter")
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_p13_what_cannot_be_pickled_warns_as_in_torch_and_is_named(
     arguments: dict[str, Any], path: list[str], method: str
@@ -290,6 +305,7 @@ def arrive_and(crime: Crime, gates: Gates, index: int) -> Any:
     return crime(index)
 
 
+@thorough(after=1)
 @pytest.mark.parametrize(
     ("crime", "schedule"), [(crimes.dawdle, "dynamic"), (crimes.ignore_sigterm_and_hang, "round_robin")]
 )

@@ -25,14 +25,16 @@ from fastq_loader.scheduling.schedules import Schedule
 from tests.conftest import run_script, wait_until
 from tests.support.alarms import Alarm, alarm_after, alarm_while_next_waits, ring
 from tests.support.gates import LIMIT, Gated, Gates, is_inside
+from tests.support.thorough import thorough
 
 pytestmark = pytest.mark.processes
 
 
 @pytest.mark.parametrize(
     ("kind", "persistent"),
-    [(TimeoutError, False), (Alarm, True), (KeyboardInterrupt, False), (SystemExit, True)],
+    [(TimeoutError, False), (KeyboardInterrupt, True), (Alarm, True), (SystemExit, False)],
 )
+@thorough(after=2)
 def test_an_alarm_while_next_waits_loses_nothing(
     kind: type[BaseException], persistent: bool, tmp_path: Path
 ) -> None:
@@ -53,6 +55,7 @@ def test_an_alarm_while_next_waits_loses_nothing(
     loader._iterator = None
 
 
+@thorough()
 @pytest.mark.parametrize("seed", range(2))
 def test_alarms_at_random_moments_lose_nothing_in_silence(seed: int, tmp_path: Path) -> None:
     """In a process of its own: Python only reports what is raised inside of finalizers."""
@@ -66,14 +69,21 @@ def test_alarms_at_random_moments_lose_nothing_in_silence(seed: int, tmp_path: P
     assert seen["went on"] >= 4, "enough epochs with alarms are whole: some ten of fifteen"
 
 
-@pytest.mark.parametrize(("workers", "events", "least"), [(0, ("call", "c_return"), 34), (1, ("call",), 18)])
+@pytest.mark.parametrize(
+    ("workers", "events", "every", "least"),
+    [
+        (0, ("call", "c_return"), 1, 34),
+        (1, ("call",), 8, 2),
+        pytest.param(1, ("call",), 1, 18, marks=thorough()),
+    ],
+)
 def test_an_alarm_at_any_call_of_the_first_next_loses_no_batch(
-    workers: int, events: tuple[str], least: int
+    workers: int, events: tuple[str], every: int, least: int
 ) -> None:
     """Where a function of ours begins, and where one in C has returned: Python runs handlers there. The
     iterator goes on after `least` of these places; after the others it says that it cannot."""
     went_on = 0
-    for place in itertools.count(1):
+    for place in itertools.count(1, every):
         calls = 0
 
         def ring_there(frame: FrameType, event: str, _: Any) -> None:
@@ -220,6 +230,7 @@ def test_threads_that_share_an_iterator_see_every_batch_and_the_end(workers: int
     loader.close()
 
 
+@thorough()
 def test_forks_of_the_users_leave_nothing_behind() -> None:
     script = "from tests.support.forking import main\nmain(epochs=40)"
     result = run_script(script, timeout=100, warm=True)

@@ -5,111 +5,153 @@ Each runs in a process of its own, with torch's loader beside ours where its res
 
 from __future__ import annotations
 
+import ctypes
 import os
-import subprocess
-import textwrap
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset
 
+from fastq_loader import DataLoader, Processes, WorkerDied
 from fastq_loader.memory.arena import AVAILABLE
-from tests.conftest import ROOT, run_script
-from tests.support.sandbox import NEEDED, optional
+from tests.conftest import ROOT, open_descriptors, run_script
+from tests.support.datasets import SAMPLES, MapDataset, Sized, assert_same, identity
+from tests.support.forking import end_of, fork, in_child
+from tests.support.loaders import MANY_WORKERS
+from tests.support.sandbox import NEEDED, mounted, optional, refuse
+from tests.support.thorough import thorough
 
-pytestmark = [pytest.mark.processes, pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd"),
+    pytest.mark.usefixtures("forked_workers"),
+    MANY_WORKERS,
+]
+TORCHS: Any = partial(TorchDataLoader, batch_size=None, num_workers=2)
+OURS: Any = partial(DataLoader, batch_size=None, num_workers=2)
+BOTH = (TORCHS, OURS)
 
 
-def run(source: str, *, path: Path | None = None, prefix: tuple[str, ...] = (), timeout: float = 60) -> None:
-    """Run a script that must end well, and say nothing on the way; `path` comes first on its own."""
-    env = {} if path is None else {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
-    script = f"from tests.support.tight import *\n{textwrap.dedent(source)}"
-    result = run_script(script, timeout=timeout, env=env, prefix=prefix, warm=not (path or prefix))
-    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
-    said = result.stderr.splitlines()
-    assert [line for line in said if not (prefix and line.startswith("Error in cpuinfo: "))] == []
-    assert result.left == ()
+@dataclass(eq=False)
+class Numbered(Sized, Dataset[torch.Tensor]):
+    """Samples of so many bytes, or as many as a function of the index says, each full of its index + 1."""
+
+    length: int
+    nbytes: int | Callable[[int], int]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        nbytes = self.nbytes(index) if callable(self.nbytes) else self.nbytes
+        return torch.full((nbytes // 8,), index + 1)
+
+
+def is_number(batch: torch.Tensor, number: int) -> bool:
+    """Whether all of a batch is number + 1: pages that went back to the system read as 0."""
+    return bool((batch == number + 1).numpy().all())
+
+
+def are_numbers(batches: Iterable[torch.Tensor]) -> bool:
+    """The same of all batches; of large ones, for each page."""
+    steps = ((batch, 512 if len(batch) > 1 << 20 else 1) for batch in batches)
+    return all(is_number(batch[::step], number) for number, (batch, step) in enumerate(steps))
+
+
+def memfd_bytes() -> int:
+    """Bytes of pages behind the shared memory of our loaders."""
+    found = [os.stat(fd) for fd, target in open_descriptors().items() if "memfd:fastq_loader" in target]
+    return sum({status.st_ino: status.st_blocks * 512 for status in found}.values())
+
+
+def limit_address_space(extra: int) -> None:
+    """Leave this process, and those that it starts, `extra` MB beyond what it has now."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + (extra << 20), resource.RLIM_INFINITY))
 
 
 # ---- descriptors ------------------------------------------------------------------------------------
 
 
+@in_child
 def test_a_training_script_with_more_than_1024_open_files() -> None:
-    run(
-        """
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
-        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-        data = TensorDataset(torch.arange(32 * 40_000).view(32, 40_000))
-        train = OURS(data, batch_size=4, num_workers=2, persistent_workers=True)
-        total = 0
-        for epoch in range(2):
-            for (rows,) in train:
-                total += int(rows.sum())
-            # `rows` is alive while the workers of the validation are forked.
-            for (rows,) in OURS(data, batch_size=8, num_workers=2):
-                total += int(rows.sum())
-        assert total == 4 * int(data.tensors[0].sum())
-        """
-    )
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+    for _ in range(1100):
+        os.open(os.devnull, os.O_RDONLY)
+    data = Numbered(8, 1_000_000)
+    train = OURS(data, persistent_workers=True)
+    for _ in range(2):
+        for number, rows in enumerate(train):
+            assert is_number(rows, number)
+        # `rows` is alive while the workers of the validation are forked.
+        assert are_numbers(OURS(data))
+        assert is_number(rows, 7)
 
 
+@in_child
 def test_a_fork_without_free_descriptors_closes_none_of_the_users() -> None:
-    run(
-        """
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-        iterator = iter(OURS(Numbered(16, 160_000), batch_size=4, num_workers=2))
-        rows = next(iterator)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    iterator = iter(OURS(Numbered(16, 160_000)))
+    rows = next(iterator)
+    assert end_of(fork(lambda: None)) == 0
+    mine: list[int] = []
+    with suppress(OSError):
+        while True:
+            mine.append(os.dup(0))
+    for _ in range(3):
         assert end_of(fork(lambda: None)) == 0
-        mine = take_all_descriptors()
-        for turn in range(3):
-            assert end_of(fork(lambda: None)) == 0
-            for number in mine:
-                os.fstat(number)
         for number in mine:
-            os.close(number)
-        assert len(list(iterator)) == 3
-        """
-    )
+            os.fstat(number)
+    for number in mine:
+        os.close(number)
+    assert len(list(iterator)) == 15
+    assert is_number(rows, 0)
 
 
+@thorough()
+@in_child
 def test_forks_on_several_threads_while_batches_come_and_go() -> None:
-    run(
-        """
-        warnings.simplefilter("ignore")
-        sys.setswitchinterval(1e-5)
-        current, stop, failures = [], threading.Event(), []
+    sys.setswitchinterval(1e-5)
+    current: list[torch.Tensor] = []
+    stop, failures = threading.Event(), list[int]()
 
-        def watch(batch, number):
-            for _ in range(5):
-                time.sleep(0.002)
-                if not is_number(batch, number):
-                    os._exit(3)
-
-        def look():
-            while not stop.is_set():
-                mine = current[-1:]
-                if mine:
-                    number = int(mine[0][0]) - 1
-                    pid = fork(lambda: watch(mine[0], number))
-                    mine = None
-                    if end_of(pid):
-                        failures.append(number)
-
-        threads = [threading.Thread(target=look) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        numbers = []
-        for batch in OURS(Numbered(300, 160_000), batch_size=None, num_workers=2):
-            current[:] = [batch]
-            numbers.append(int(batch[0]) - 1)
+    def watch(batch: torch.Tensor, number: int) -> None:
+        for _ in range(5):
             time.sleep(0.002)
-        stop.set()
-        for thread in threads:
-            thread.join()
-        assert numbers == list(range(300))
-        assert not failures, failures
-        """
-    )
+            if not is_number(batch, number):
+                os._exit(3)
+
+    def look() -> None:
+        while not stop.is_set():
+            if mine := current[-1:]:
+                number = int(mine[0][0]) - 1
+                pid = fork(partial(watch, mine[0], number))
+                mine.clear()
+                if end_of(pid):
+                    failures.append(number)
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    numbers = []
+    for batch in OURS(Numbered(300, 160_000)):
+        current[:] = [batch]
+        numbers.append(int(batch[0]) - 1)
+        time.sleep(0.002)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert numbers == list(range(300))
+    assert not failures, failures
 
 
 # ---- system calls that are not there ----------------------------------------------------------------
@@ -120,10 +162,10 @@ def without(**names: str) -> str:
     lines = [f"import {', '.join(names)}"]
     for module, text in names.items():
         lines += [f"for name in {text.split()}:", f"    vars({module}).pop(name, None)"]
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
-#: A Python that was built with old headers, as conda's are; every process of the script imports this first.
+#: A Python that was built with old headers, as conda's are.
 OLD_HEADERS = without(
     os="pidfd_open memfd_create eventfd eventfd_read eventfd_write EFD_CLOEXEC EFD_NONBLOCK EFD_SEMAPHORE "
     "MFD_CLOEXEC MFD_ALLOW_SEALING",
@@ -132,37 +174,28 @@ OLD_HEADERS = without(
 )
 
 
-def test_a_python_that_lacks_names_of_what_the_kernel_can_do(tmp_path: Path) -> None:
-    """Under every start method, and where workers are replaced."""
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=thorough()), "forkserver"])
+@thorough(after=1)
+def test_a_python_that_lacks_names_of_what_the_kernel_can_do(method: str, tmp_path: Path) -> None:
+    """A worker is replaced there, too. Without fork, every process runs `sitecustomize` when it starts."""
+    source = f"""
+import pathlib, warnings
+from fastq_loader import DataLoader, Processes
+from tests.end_to_end.test_restarts import Doomed
+assert not hasattr(os, "memfd_create") and not hasattr(os, "pidfd_open")
+warnings.simplefilter("ignore")
+for wait in (0, 20):
+    (folder := pathlib.Path({str(tmp_path)!r}, str(wait))).mkdir()
+    loader = DataLoader(Doomed(folder, 5), None, num_workers=2, schedule="dynamic", timeout=wait,
+                        workers=Processes(2), multiprocessing_context="{method}")
+    assert len(list(loader)) == 24
+    assert loader.statistics().worker_restarts == 1
+"""
     (tmp_path / "sitecustomize.py").write_text(OLD_HEADERS)
-    run(
-        """
-        assert not hasattr(os, "memfd_create")
-        assert not hasattr(os, "pidfd_open")
-        for method in ("fork", "spawn", "forkserver"):
-            loader = OURS(range(40), 4, num_workers=2, multiprocessing_context=method)
-            assert torch.cat(list(loader)).tolist() == list(range(40))
-
-        class Deadly(Dataset):
-            def __len__(self):
-                return 12
-            def __getitem__(self, index):
-                if index == 5 and not os.path.exists("died"):
-                    open("died", "w").close()
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return index
-
-        os.chdir(sys.path[0])
-        warnings.simplefilter("ignore")
-        for wait in (0, 20):
-            loader = OURS(Deadly(), batch_size=None, num_workers=2, schedule="dynamic",
-                          workers=fastq_loader.Processes(2), timeout=wait, **FORK)
-            assert list(loader) == list(range(12))
-            assert loader.statistics().worker_restarts == 1
-            os.unlink("died")
-        """,
-        path=tmp_path,
-    )
+    forked = method == "fork"
+    env = {} if forked else {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    result = run_script((OLD_HEADERS if forked else "import os") + source, env=env, warm=forked)
+    assert (result.stderr, result.returncode, result.left) == ("", 0, ())
 
 
 #: What there is not on another system; torch, which there is, was imported before.
@@ -180,11 +213,13 @@ WINDOWS = without(
     signal="SIGKILL SIGCHLD SIGRTMIN SIGUSR1 SIGALRM SIGHUP SIGPIPE SIG_BLOCK SIG_UNBLOCK SIG_SETMASK "
     "pthread_sigmask getitimer setitimer",
 )
-WINDOWS += "\ndel multiprocessing.reduction.DupFd; sys.modules['fcntl'] = sys.modules['resource'] = None"
+WINDOWS += "del multiprocessing.reduction.DupFd; sys.modules['fcntl'] = sys.modules['resource'] = None"
 
 
-@pytest.mark.parametrize(("name", "lacks"), [("darwin", ""), ("win32", WINDOWS)])
+@pytest.mark.parametrize(("name", "lacks"), [("win32", WINDOWS), ("darwin", "")])
+@thorough(after=1)
 def test_another_system_loads_without_workers_and_imports_all_that_is_there(name: str, lacks: str) -> None:
+    """What torch's own workers do there: `test_torchs_workers.py`."""
     result = run_script(
         f"""
 {ELSEWHERE}
@@ -213,7 +248,8 @@ except RuntimeError as error:
     assert "memfd_create" in str(error), error
     print("said so")
 assert fastq_loader.__main__.main([]) == 0
-"""
+""",
+        warm=True,
     )
     assert (result.stderr, result.stdout[:14], result.returncode) == ("", "said so\nusage:", 0)
     assert result.left == ()
@@ -225,15 +261,19 @@ assert fastq_loader.__main__.main([]) == 0
 @pytest.mark.parametrize(
     "make",
     [
-        "[(number, 'word') for number in range(count)]",
         "{f'{seq}_{number}': number for number in range(count)}",
+        "[(number, 'word') for number in range(count)]",
         "[(torch.zeros(4).numpy(), number) for number in range(count)]",
     ],
 )
+@thorough(after=1)
 def test_structures_that_change_with_every_batch_take_no_more_memory_than_torchs(make: str) -> None:
-    run(
+    """In a script, whose memory is its own from the start."""
+    result = run_script(
         f"""
         import random
+        from tests.conftest import held_memory
+        from tests.end_to_end.test_hard_knocks_memory import *
 
         class Batches(Numbered):
             def __getitem__(self, seq):
@@ -242,73 +282,26 @@ def test_structures_that_change_with_every_batch_take_no_more_memory_than_torchs
 
         used = []
         for kind in BOTH:
-            loader = kind(Batches(60, 0), None, num_workers=2, collate_fn=identity, **FORK)
+            loader = kind(Batches(60, 0), collate_fn=identity, multiprocessing_context="fork")
             used += [held_memory() for seq, batch in enumerate(loader) if seq == 58]
         assert used[1] <= 1.5 * used[0], used
-        """
+        """,
+        warm=True,
     )
+    assert (result.stderr, result.returncode, result.left) == ("", 0, ())
 
 
-def test_memory_of_large_batches_goes_back_for_every_mix_of_sizes() -> None:
+@pytest.mark.parametrize("nbytes", [8_000, 70_000, 1_000_000])
+@thorough(after=1)
+@in_child
+def test_memory_of_large_batches_goes_back(nbytes: int) -> None:
     """Of those that were kept for a while, too."""
-    run(
-        """
-        for nbytes in (8_000, 70_000, 1_000_000):
-            data = Numbered(2600, lambda index: 100_000_000 if index < 6 else nbytes)
-            kept = []
-            for number, batch in enumerate(OURS(data, batch_size=None, num_workers=2)):
-                kept = [*kept, batch] if number < 6 else []
-                if number == 2500:
-                    assert memfd_bytes() < 20 * nbytes + (2 << 20), (nbytes, memfd_bytes())
-        """
-    )
-
-
-def test_a_loop_that_alternates_large_and_small_batches_keeps_its_blocks() -> None:
-    """A loader that gave them back would make new ones in every epoch. One that keeps them may still make a
-    few where the timing of an epoch asks for more at once than ever before."""
-    run(
-        """
-        for every, small in ((2, 8_000), (3, 8_000), (100, 8_000), (2, 500_000), (7, 500_000)):
-            data = Numbered(40 * every, lambda index: small if (index + 1) % every else 20_000_000)
-            loader = OURS(data, batch_size=None, num_workers=2, persistent_workers=True)
-            assert all(is_number(batch, at) for at, batch in enumerate(loader))
-            grown = []
-            while not grown or grown[-1] > 2:
-                before = loader.statistics().blocks_grown
-                for batch in loader:
-                    pass
-                grown.append(loader.statistics().blocks_grown - before)
-                assert len(grown) < 4, (every, small, grown)
-            loader.close()
-        """
-    )
-
-
-# ---- children of a worker's -------------------------------------------------------------------------
-
-
-def test_a_collate_function_that_forks_a_helper_uses_its_blocks_again() -> None:
-    run(
-        """
-        def by_fork(numbers):
-            assert end_of(fork(lambda: None)) == 0
-
-        def by_preexec(numbers):
-            subprocess.run(["true"], preexec_fn=os.getpid, check=True)
-
-        for way in (by_fork, by_preexec):
-            def collate(numbers):
-                batch = empty((250_000,), torch.float32).fill_(numbers[0] + 1)
-                way(numbers)
-                return batch
-
-            loader = OURS(range(200), num_workers=2, collate_fn=collate, **FORK)
-            for number, batch in enumerate(loader):
-                assert is_number(batch, number)
-                assert memfd_bytes() < 12 << 20, memfd_bytes()
-        """
-    )
+    data = Numbered(1400, lambda index: 30_000_000 if index < 6 else nbytes)
+    kept: list[torch.Tensor] = []
+    for number, batch in enumerate(OURS(data)):
+        kept = [*kept, batch] if number < 6 else []
+        if number == 1300:
+            assert memfd_bytes() < 20 * nbytes + (2 << 20)
 
 
 # ---- address space ----------------------------------------------------------------------------------
@@ -317,208 +310,136 @@ def test_a_collate_function_that_forks_a_helper_uses_its_blocks_again() -> None:
 @pytest.mark.parametrize(
     ("method", "workers", "mega", "keep", "extra"),
     [
+        ("fork", 2, 50, 0, 300),
         ("fork", 2, 300, 0, 1200),
         ("fork", 8, 150, 0, 2200),
         ("fork", 2, 100, 12, 1900),
         ("spawn", 2, 300, 0, 1200),
     ],
 )
+@thorough(after=1)
+@in_child
 def test_what_torch_loads_in_little_address_space_loads_here(
     method: str, workers: int, mega: int, keep: int, extra: int
 ) -> None:
-    run(
-        f"""
-        warnings.simplefilter("ignore")  # of many workers on few cores
-        limited({extra})
-        for loader in BOTH:
-            kept = []
-            data = Big({mega}, {keep} + 2 * {workers} + 1)
-            options = dict(num_workers={workers}, prefetch_factor=1, multiprocessing_context="{method}")
-            number = -1
-            for number, batch in enumerate(loader(data, batch_size=None, **options)):
-                assert right(batch, number)
-                if number < {keep}:
-                    kept.append(batch)
-            assert number == len(data) - 1
-            assert all(right(batch, number) for number, batch in enumerate(kept))
-            del batch
-            kept.clear()
-        """,
-        timeout=90,
-    )
+    limit_address_space(extra)
+    for loader in BOTH:
+        data = Numbered(keep + 2 * workers + 1, mega << 20)
+        options = {"num_workers": workers, "prefetch_factor": 1, "multiprocessing_context": method}
+        kept: list[torch.Tensor] = []
+        number = -1
+        for number, batch in enumerate(loader(data, **options)):
+            assert is_number(batch[::512], number)
+            if number < keep:
+                kept.append(batch)
+        assert number == len(data) - 1
+        assert are_numbers(kept)
+        del batch
+        kept.clear()
 
 
+@thorough()
+@in_child
 def test_as_many_batches_can_be_kept_in_little_address_space_and_the_loop_goes_on_after() -> None:
-    run(
-        """
-        limited(1600)
-        counts = []
-        for loader in BOTH:
-            loading = iter(loader(Big(80, 40), batch_size=None, num_workers=2, prefetch_factor=1))
-            kept = []
-            try:
-                for batch in loading:
-                    kept.append(batch)
-            except (RuntimeError, MemoryError) as error:
-                pass
-            else:
-                raise AssertionError("a limit that is none")
-            assert all(right(batch, number) for number, batch in enumerate(kept))
-            counts.append(len(kept))
-            if loader is OURS:
-                del batch
-                kept.clear()
-                rest = [int(batch[0]) - 1 for batch in loading]
-                assert rest == sorted(rest)
-                assert rest[-1] == 39, rest
-            del loading, kept
-        assert counts[0] <= counts[1]
-        """
-    )
+    limit_address_space(1600)
+    counts = []
+    for loader in BOTH:
+        loading = iter(loader(Numbered(40, 80 << 20), prefetch_factor=1))
+        kept: list[torch.Tensor] = []
+        with pytest.raises((RuntimeError, MemoryError)):
+            kept.extend(loading)
+        assert are_numbers(kept)
+        counts.append(len(kept))
+        kept.clear()
+        if loader is OURS:
+            rest = [int(batch[0]) - 1 for batch in loading]
+            assert rest == sorted(rest)
+            assert rest[-1] == 39, rest
+        del loading
+    assert counts[0] <= counts[1]
 
 
+@thorough()
+@in_child
 def test_batches_are_as_ever_where_blocks_are_mapped_one_by_one() -> None:
-    run(
-        """
-        from tests.support.datasets import SAMPLES, MapDataset, assert_same, identity
-
-        limited(12_000)
-        for sample in sorted(SAMPLES.keys() - {"drawn"}):
-            data = MapDataset(sample, 64)
-            options = dict(batch_size=32, num_workers=2, collate_fn=identity, **FORK)
-            for expected, batch in zip(BOTH[0](data, **options), OURS(data, **options)):
-                assert_same(expected, batch)
-        """
-    )
+    limit_address_space(12_000)
+    for sample in sorted(SAMPLES.keys() - {"drawn"}):
+        data = MapDataset(sample, 64)
+        options = {"batch_size": 32, "collate_fn": identity}
+        for expected, batch in zip(TORCHS(data, **options), OURS(data, **options), strict=True):
+            assert_same(expected, batch)
 
 
-@pytest.mark.parametrize("kind", ["torch.utils.data.DataLoader", "OURS"])
-def test_an_answer_that_finds_no_memory_is_an_error(kind: str) -> None:
-    run(
-        f"""
-        class Texts(Numbered):
-            def __getitem__(self, index):
-                return bytes(200 << 20) if index == 2 else index
+class Texts(Numbered):
+    def __getitem__(self, index: int) -> Any:
+        return bytes(200 << 20) if index == 2 else index
 
-        batches = iter({kind}(Texts(9, 0), batch_size=None, num_workers=1, **FORK))
-        assert [next(batches), next(batches)] == [0, 1]
-        limited(150)
-        try:
-            next(batches)
-        except (MemoryError, RuntimeError) as error:
-            assert type(error) in (MemoryError, fastq_loader.WorkerDied)
-        else:
-            raise AssertionError("a limit that is none")
-        """
-    )
+
+@in_child
+def test_an_answer_that_finds_no_memory_is_an_error() -> None:
+    batches = iter(OURS(Texts(9, 0), num_workers=1))
+    assert [next(batches), next(batches)] == [0, 1]
+    limit_address_space(150)
+    with pytest.raises((MemoryError, WorkerDied)):
+        next(batches)
 
 
 # ---- limits, sandboxes, no /proc --------------------------------------------------------------------
 
-ALL_KINDS = """
-data = Numbered(12, 300_000)
-for loader, options in [
-    (BOTH[0], {}),
-    (OURS, {}),
-    (OURS, {"schedule": "dynamic", "workers": fastq_loader.Processes(2)}),
-    (OURS, {"multiprocessing_context": METHOD}),
-]:
-    kept = list(loader(data, batch_size=None, num_workers=3, **options))
-    assert len(kept) == 12 and all(is_number(batch, number) for number, batch in enumerate(kept))
-"""
-
-
-def run_quietly(source: str, prefix: tuple[str, ...] = ()) -> None:
-    """The same with warnings ignored; torch says that it misses /proc."""
-    head = "from tests.support.sandbox import *\nwarnings.simplefilter('ignore')\n"
-    run(head + textwrap.dedent(source), prefix=prefix, timeout=90)
-
-
-def test_a_kept_batch_of_each_epoch_takes_its_own_bytes_of_address_space_and_no_descriptor() -> None:
-    run_quietly(
-        """
-        def taken():
-            ours = [line.split()[0].split("-") for line in open("/proc/self/maps") if "memfd:fastq" in line]
-            mapped = sum(int(end, 16) - int(start, 16) for start, end in ours)
-            return mapped, len(os.listdir("/proc/self/fd"))
-
-        nothing, descriptors = taken()
-        kept = []
-        for epoch in range(8):
-            loader = OURS(Numbered(4, 1_000_000), batch_size=None, num_workers=2, **FORK)
-            kept += [batch for batch in loader if batch[0] == 3]
-            mapped, opened = taken()
-            assert mapped <= len(kept) * 1.25 * 1_000_000 and opened == descriptors, (epoch, mapped, opened)
-        assert len(kept) == 8 and all(is_number(batch, 2) for batch in kept)
-        kept.clear()
-        assert taken() == (nothing, descriptors) == (0, descriptors)
-        """
-    )
-
 
 @pytest.mark.parametrize("mega", [2, 40])
+@thorough(after=1)
+@in_child
 def test_where_files_are_limited_small_batches_come_as_ever_and_large_ones_say_why_not(mega: int) -> None:
-    run_quietly(
-        f"""
-        resource.setrlimit(resource.RLIMIT_FSIZE, ({mega} << 20, {mega} << 20))
-        for loader in BOTH:
-            for nbytes in (8, 10_000, {mega} * 20_000):
-                loading = loader(Numbered(40, nbytes), batch_size=None, num_workers=2)
-                assert all(is_number(batch, number) for number, batch in enumerate(loading))
-        try:
-            list(OURS(Numbered(4, {mega} << 20), batch_size=None, num_workers=2))
-        except MemoryError as error:
-            assert "ulimit -f" in str(error)
-        else:
-            raise AssertionError("a limit that is none")
-        """
-    )
+    resource.setrlimit(resource.RLIMIT_FSIZE, (mega << 20, mega << 20))
+    sizes = 8, 10_000, mega * 20_000
+    for loader in BOTH:
+        assert are_numbers(loader(Numbered(120, lambda index: sizes[index % 3])))
+    with pytest.raises(MemoryError, match="ulimit -f"):
+        list(OURS(Numbered(4, mega << 20)))
 
 
+@in_child
 def test_little_memory_for_data_need_not_hold_the_stacks_of_all_workers() -> None:
-    run_quietly(
-        """
-        used = int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]) << 10
-        resource.setrlimit(resource.RLIMIT_DATA, (used + (80 << 20), resource.RLIM_INFINITY))
-        for loader in BOTH:
-            loading = loader(Numbered(8, 10_000), batch_size=None, num_workers=4)
-            assert all(is_number(batch, number) for number, batch in enumerate(loading))
-        """
-    )
+    used = int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]) << 10
+    resource.setrlimit(resource.RLIMIT_DATA, (used + (80 << 20), resource.RLIM_INFINITY))
+    for loader in BOTH:
+        assert are_numbers(loader(Numbered(8, 10_000), num_workers=4))
 
 
 @NEEDED
-def test_calls_that_a_sandbox_may_refuse_are_done_without() -> None:
-    run_quietly(f"refuse(*{optional()!r})\nMETHOD = 'fork'\n{ALL_KINDS}")
-
-
-def test_without_proc_all_is_as_ever() -> None:
-    if subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:
+@pytest.mark.parametrize(
+    ("lacks", "method"),
+    [("calls", "fork"), ("/proc", "fork"), pytest.param("/proc", "spawn", marks=thorough())],
+)
+@in_child
+def test_where_a_sandbox_refuses_calls_or_hides_proc_all_is_as_ever(lacks: str, method: str) -> None:
+    if lacks == "calls":
+        refuse(*optional())
+    elif not mounted("/proc"):
         pytest.skip("this user may not mount")
-    hide = 'mount -t tmpfs none /proc && exec "$@"'
-    run_quietly(f"METHOD = 'spawn'\n{ALL_KINDS}", prefix=("unshare", "-m", "sh", "-c", hide, "sh"))
+    for options in ({"schedule": "dynamic", "workers": Processes(2)}, {"multiprocessing_context": method}):
+        kept = list(OURS(Numbered(12, 300_000), **options))
+        assert len(kept) == 12
+        assert are_numbers(kept)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be a user that runs nothing else")
-def test_p8_too_few_threads_are_an_error_and_the_process_lives() -> None:
+def test_p8_too_few_threads_are_an_error_and_the_process_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """zmq would end it by SIGABRT."""
-    script = """
-        from tests.support.tight import *
-        import ctypes
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")
 
-        torch.set_num_threads(1)
+    @in_child
+    def run() -> None:
         os.setuid(62_137)  # root is not bound by the limit
         ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: /proc/self is its own again
         used, most = len(os.listdir("/proc/self/task")), resource.getrlimit(resource.RLIMIT_NPROC)[1]
-        for extra in (0, 1, 2, 3, 4, 6, 8, 9, 10):
+        for extra in (0, 1, 2, 3, 4, 6, 8, 9):
             resource.setrlimit(resource.RLIMIT_NPROC, (used + extra, most))
-            try:
-                print(list(OURS(range(3), batch_size=None, num_workers=2, **FORK)))
-            except OSError as error:
-                assert "the loader needs 10 threads" in str(error) and "`ulimit -u`" in str(error), error
-                assert len(os.listdir("/proc/self/task")) == used
-                print("refused")
-        """
-    result = run_script(script, env={"TMPDIR": "/tmp"})
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == ["refused"] * 8 + ["[0, 1, 2]"]
+            with pytest.raises(OSError, match=r"the loader needs 10 threads.*`ulimit -u`"):
+                list(OURS(range(3)))
+            assert len(os.listdir("/proc/self/task")) == used
+        resource.setrlimit(resource.RLIMIT_NPROC, (used + 10, most))
+        assert list(OURS(range(3))) == [0, 1, 2]
+
+    run()

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from fastq_loader import DataLoader, Processes, WorkerDied, WorkerReplaced
@@ -29,6 +28,7 @@ from tests.end_to_end.test_restarts import Doomed
 from tests.support.crimes import CrimeAt
 from tests.support.gates import LIMIT, Gates, is_inside, once
 from tests.support.loaders import MANY_WORKERS
+from tests.support.thorough import thorough
 
 pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
@@ -86,31 +86,27 @@ def contents(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("loader_class", "method", "means"),
+    ("method", "means"),
     [
-        (TorchDataLoader, "fork", "finalizer"),
-        (DataLoader, "fork", "finalizer"),
-        (DataLoader, "fork", "finally"),
-        (DataLoader, "spawn", "exit handler"),  # a process that multiprocessing forked has none
+        ("fork", "finalizer"),
+        ("fork", "finally"),
+        ("spawn", "exit handler"),  # a process that multiprocessing forked has none
     ],
 )
+@thorough(after=2)
 def test_8_what_workers_do_at_their_exit_is_done(
-    loader_class: Any, method: str, means: str, folders_of_gates: tuple[Path, Gates]
+    method: str, means: str, folders_of_gates: tuple[Path, Gates]
 ) -> None:
-    """Ours waits in `close()`, torch's at the end of the epoch; ours does not there, where gates are shut."""
+    """`close()` waits for it, and the end of the epoch does not."""
     folder, gates = folders_of_gates
-    loader = loader_class(Cleans(folder, gates, means), num_workers=2, multiprocessing_context=method)
+    loader = DataLoader(Cleans(folder, gates, means), num_workers=2, multiprocessing_context=method)
     batches = iter(loader)
     for _ in range(4):
         next(batches)
-    if loader_class is DataLoader:
-        del batches
-        gates.expect("written", 2)
-        with once(lambda: is_inside(DataLoader.close), lambda: gates.open("written")):
-            loader.close()
-    else:
-        with once(lambda: len(gates.arrived("written")) == 2, lambda: gates.open("written")):
-            del batches
+    del batches
+    gates.expect("written", 2)
+    with once(lambda: is_inside(DataLoader.close), lambda: gates.open("written")):
+        loader.close()
     assert contents(folder) == DONE
 
 
@@ -135,10 +131,11 @@ class Caches(Dataset):
 
 
 @pytest.mark.parametrize("options", [{}, DYNAMIC], ids=str)
+@thorough(after=1)
 def test_8_neither_a_break_nor_the_next_epoch_waits_for_samples_that_are_being_loaded(
     options: dict[str, Any], folders_of_gates: tuple[Path, Gates]
 ) -> None:
-    """`close()` does: they go on when it has begun."""
+    """`close()` does: they go on when it has begun. So does the end of a process: `test_lifecycle.py`."""
     folder, gates = folders_of_gates
     dataset = Caches(folder, gates)
     loader = DataLoader(dataset, num_workers=2, **options)
@@ -150,29 +147,6 @@ def test_8_neither_a_break_nor_the_next_epoch_waits_for_samples_that_are_being_l
     with once(lambda: is_inside(DataLoader.close), lambda: gates.open("written")):
         loader.close()
     assert contents(folder) == DONE * 2
-
-
-@pytest.mark.parametrize(
-    ("persistent", "end"), [(False, "del batches"), (True, "")], ids=["after a break", "in an epoch"]
-)
-def test_8_the_exit_of_the_process_waits_for_them(persistent: bool, end: str, tmp_path: Path) -> None:
-    result = run_script(
-        f"""
-        from pathlib import Path
-        from fastq_loader import DataLoader
-        from tests.end_to_end.test_hard_knocks_workers import Caches
-
-        dataset = Caches(Path({str(tmp_path)!r}))
-        loader = DataLoader(dataset, num_workers=2, persistent_workers={persistent})
-        batches = iter(loader)
-        next(batches), next(batches)
-        dataset.wait_for(2)
-        {end}
-        """,
-        warm=True,
-    )
-    assert (result.stderr, result.returncode, result.left) == ("", 0, ())
-    assert contents(tmp_path) == DONE
 
 
 def surroundings() -> dict[str, Any]:
@@ -249,6 +223,7 @@ OWN = OwnContext()
 
 
 @pytest.mark.parametrize("context", ["fork", OWN, "forkserver"], ids=["fork", "spawn", "forkserver"])
+@thorough(after=1)
 def test_4_late_workers_and_successors_of_dead_ones_start_as_at_iter(
     context: Any, folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,19 +264,19 @@ class ForksAt(Dataset):
 
     def start(self, worker: int) -> None:
         if worker == 0 and self.fork() == 0:
-            time.sleep(0.05)
+            time.sleep(0.02)
 
     def __getitem__(self, index: int) -> Any:
         if index == 3 and self.how in ("returns", "raises", "and the worker waits"):
             child = self.fork()
             if child == 0:
-                time.sleep(0.05)
+                time.sleep(0.02)
                 if self.how == "raises":
                     raise ValueError("in the child")
                 return torch.full((LARGE,), -1.0), -1  # into whose block?
             if self.how == "and the worker waits":
                 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-            time.sleep(0.15)
+            time.sleep(0.08)
         sample = torch.full((LARGE,), float(index)), index
         return ForksWhenPickled(self, sample) if self.how == "when it is pickled" else sample
 
@@ -320,7 +295,7 @@ class ForksWhenPickled:
         if self.sample[1] == 3 and not contents(self.dataset.folder):
             if self.dataset.fork() == 0:
                 return tuple, ((-1, -1),)
-            time.sleep(0.15)
+            time.sleep(0.08)
         return tuple, (self.sample,)
 
 
@@ -328,16 +303,17 @@ class ForksWhenPickled:
     ("how", "options"),
     [
         ("returns", {}),
-        ("returns", {"multiprocessing_context": "spawn"}),
-        ("returns", DYNAMIC),
         ("raises", DYNAMIC),
-        ("and the worker waits", {}),
         ("when it is pickled", DYNAMIC),
         ("in the init function", {}),
         ("in the init function", DYNAMIC),
+        ("and the worker waits", {}),
+        ("returns", DYNAMIC),
+        ("returns", {"multiprocessing_context": "spawn"}),
     ],
     ids=str,
 )
+@thorough(after=4)
 def test_7_a_child_that_comes_back_from_user_code_is_gone(
     how: str, options: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -359,62 +335,59 @@ def test_7_a_child_that_comes_back_from_user_code_is_gone(
     assert capfd.readouterr().err == ""
 
 
+#: Handlers of SIGCHLD. The second one does not print: it may run in the middle of itself.
 DAEMON = """
     import multiprocessing, os, pathlib, signal, tempfile, warnings
     from fastq_loader import DataLoader, Processes, WorkerReplaced
     from tests.end_to_end.test_restarts import Doomed
     from tests.support.crimes import exit_with_7, kill_itself
 
-    signal.signal(signal.SIGCHLD, {handler})
+    def reap(*_):
+        os.write(1, multiprocessing.current_process().name.encode() + b" ")
+        os.waitpid(-1, os.WNOHANG)
+
     warnings.simplefilter("ignore", DeprecationWarning)
     warnings.simplefilter("ignore", WorkerReplaced)
-    for what in {crimes}:
-        folder = pathlib.Path(tempfile.mkdtemp(dir={folder!r}))
-        dataset = Doomed(folder, -1 if what is None else 7, what, times=2)
-        loader = DataLoader(
-            dataset, 2, num_workers=2, multiprocessing_context={method!r}, persistent_workers=True,
-            workers=Processes({restarts}),
-        )
-        assert [len(list(loader)) for _ in range(2)] == [12, 12]
-        loader.close()
-        assert not multiprocessing.active_children()
+    for handler in (signal.SIG_IGN, reap):
+        signal.signal(signal.SIGCHLD, handler)
+        for what in {crimes}:
+            folder = pathlib.Path(tempfile.mkdtemp(dir={folder!r}))
+            dataset = Doomed(folder, -1 if what is None else 7, what, times=2)
+            loader = DataLoader(
+                dataset, 2, num_workers=2, multiprocessing_context={method!r}, persistent_workers=True,
+                workers=Processes({restarts}),
+            )
+            assert [len(list(loader)) for _ in range(2)] == [12, 12]
+            loader.close()
+            assert not multiprocessing.active_children()
 """
 
 
-IGNORES = "signal.SIG_IGN"
-# Not by print(): a handler may run in the middle of another one.
-REAPS = (
-    "lambda *_: (os.write(1, multiprocessing.current_process().name.encode() + b' '), "
-    "os.waitpid(-1, os.WNOHANG))"
-)
-
-
 @pytest.mark.parametrize(
-    ("handler", "method", "crimes", "restarts"),
+    ("method", "crimes", "restarts"),
     [
-        (IGNORES, "fork", "(None, kill_itself, exit_with_7)", 3),
-        (IGNORES, "fork", "(None,)", 0),
-        (IGNORES, "spawn", "(kill_itself,)", 3),
-        (IGNORES, "forkserver", "(exit_with_7,)", 3),
-        (REAPS, "fork", "(None, kill_itself, exit_with_7)", 3),
+        ("fork", "(None, kill_itself, exit_with_7)", 3),
+        ("fork", "(None,)", 0),
+        ("spawn", "(kill_itself,)", 3),
+        ("forkserver", "(exit_with_7,)", 3),
     ],
 )
+@thorough(after=1)
 def test_9_somebody_else_may_take_exit_codes_and_a_handler_runs_in_no_helper(
-    handler: str, method: str, crimes: str, restarts: int, tmp_path: Path
+    method: str, crimes: str, restarts: int, tmp_path: Path
 ) -> None:
-    folder = str(tmp_path)
-    source = DAEMON.format(handler=handler, method=method, crimes=crimes, restarts=restarts, folder=folder)
+    source = DAEMON.format(method=method, crimes=crimes, restarts=restarts, folder=str(tmp_path))
     result = run_script(source, timeout=40, warm=True)
     assert (result.stderr, result.returncode, result.left) == ("", 0, ())
-    assert set(result.stdout.split()) == ({"MainProcess"} if handler == REAPS else set())
+    assert set(result.stdout.split()) == {"MainProcess"}
 
 
 SILENT = """
-    import pathlib, sys, traceback, warnings
+    import os, pathlib, sys, traceback, warnings
+    {change}
     from fastq_loader import DataLoader, Processes
     from tests.end_to_end.test_hard_knocks_workers import Noisy
 
-    {change}
     out = pathlib.Path({out!r})
     try:
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -446,32 +419,33 @@ class Noisy(Doomed):
         return torch.full((LARGE,), float(index))
 
 
+NONE = "sys.stdin = sys.stdout = sys.stderr = None"
 CHANGES = {
-    "None": "sys.stdin = sys.stdout = sys.stderr = None",
+    "free descriptors": f"os.closerange(0, 3); {NONE}",  # as in a program that was started without streams
+    "None": NONE,
     "closed": "sys.stdout.close(); sys.stderr.close()",
-    "free descriptors": "",
 }
 
 
 @pytest.mark.parametrize(
     ("change", "method", "restarts"),
     [
+        ("free descriptors", "fork", 2),
         ("None", "fork", 2),
         ("closed", "fork", 2),
-        ("free descriptors", "fork", 2),
         ("None", "spawn", 0),
         ("free descriptors", "spawn", 2),
         ("free descriptors", "forkserver", 2),
     ],
 )
+@thorough(after=1)
 def test_10_streams_may_be_missing(change: str, method: str, restarts: int, tmp_path: Path) -> None:
     out, folder = tmp_path / "out", tmp_path / "deaths"
     folder.mkdir()
     source = SILENT.format(
         change=CHANGES[change], folder=str(folder), method=method, restarts=restarts, out=str(out)
     )
-    prefix = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"] if change == "free descriptors" else []
-    result = run_script(source, timeout=60, prefix=prefix, warm=not prefix)
+    result = run_script(source, timeout=60, warm=True)
     assert out.read_text() == "good"
     assert (result.returncode, result.left) == (0, ())
     assert "Traceback" not in result.stderr

@@ -24,7 +24,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, dataloader, get_worker_info
+from torch.multiprocessing import get_context
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, get_worker_info
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
@@ -36,10 +37,12 @@ from torch.utils.data.dataloader import (
 from fastq_loader import DataLoader
 from tests.support.datasets import identity
 from tests.support.loaders import MANY_WORKERS, Wrapped
+from tests.support.thorough import is_thorough, thorough
 
 Row = Callable[..., Any]
 ROWS: dict[str, Row] = {}
-WORKERS = ({"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True})
+STAY: dict[str, Any] = {"num_workers": 1 + is_thorough, "persistent_workers": True}
+WORKERS: list[dict[str, Any]] = [{"num_workers": 0}, STAY, *([{"num_workers": 2}] if is_thorough else [])]
 
 
 def row(function: Row) -> Row:
@@ -69,7 +72,7 @@ def twice(loader: Any) -> Any:
 
 
 def each(kind: Any, call: Callable[..., Any] = twice, size: int = 10, **arguments: Any) -> list[Any]:
-    """`call` on a loader over so many numbers, without workers, with workers, and with those that stay."""
+    """`call` on a loader over so many numbers, without workers, with those that stay, and with others."""
     seen = []
     for workers in WORKERS:
         loader = kind(**{"dataset": range(size), "batch_size": 2, **workers, **arguments})
@@ -129,9 +132,7 @@ def the_class_and_its_instances(kind: Any) -> Any:
         "parameters": [(p.name, p.kind, p.default) for p in parameters],
         "names": (kind.__name__, kind.__qualname__),
         "names that it lacks": [name for name in dir(TorchDataLoader) if not hasattr(kind, name)],
-        "attributes that it lacks": [
-            name for name in vars(TorchDataLoader(range(3))) if not hasattr(loader, name)
-        ],
+        "attributes that it lacks": [name for name in vars(TorchDataLoader([1])) if name not in vars(loader)],
         "subscripted": (plain(list(Mine(range(4), 2))), kind[int].__origin__ is kind),
         "classes": [isinstance(loader, each) for each in (TorchDataLoader, kind, Mine)],
         "a subclass": (issubclass(Mine, TorchDataLoader), isinstance(Mine(range(3)), kind)),
@@ -207,24 +208,6 @@ def the_context_is_a_property(kind: Any) -> Any:
 
 
 @row
-def the_context_may_be_overridden(kind: Any) -> Any:
-    class Mine(kind):
-        asked = 0
-
-        @property
-        def multiprocessing_context(self) -> Any:
-            type(self).asked += 1
-            return torch.multiprocessing.get_context("fork")
-
-        @multiprocessing_context.setter
-        def multiprocessing_context(self, value: Any) -> None:
-            self.given = value
-
-    loader = Mine(range(6), 2, num_workers=1)
-    return plain(list(loader)), loader.given, Mine.asked > 0
-
-
-@row
 def methods_and_properties_may_be_overridden(kind: Any) -> Any:
     def generator(self: Any) -> Any:
         for batch in kind._get_iterator(self):
@@ -233,6 +216,7 @@ def methods_and_properties_may_be_overridden(kind: Any) -> Any:
     overrides: list[tuple[str, Any]] = [
         ("_index_sampler", property(lambda self: [[5, 6], [7]])),
         ("_auto_collation", property(lambda self: False)),
+        ("multiprocessing_context", property(lambda self: get_context("fork"), lambda self, value: None)),
         ("dataset", property(lambda self: range(10, 20), lambda self, value: None)),
         ("__len__", lambda self: 2),
         ("__iter__", lambda self: map(plain, kind.__iter__(self))),
@@ -303,10 +287,16 @@ def an_overridden_get_iterator_is_called_and_what_it_returns_is_kept_and_reset(k
 
 @row
 def get_iterator_called_by_hand(kind: Any) -> Any:
+    """As wrappers do it: the same object goes on after a reset."""
+
     def run(loader: Any) -> Any:
         one, two = loader._get_iterator(), loader._get_iterator()
-        both = list(zip(one, two, strict=True))
-        return both, loader._iterator
+        seen: list[Any] = [next(one), list(two)]
+        for first_iter in ((), (False,)):
+            if loader.persistent_workers or not loader.num_workers:  # torch's other workers end with an epoch
+                one._reset(loader, *first_iter)
+                seen.append(list(one))
+        return seen, loader._iterator
 
     return each(kind, run)
 
@@ -348,22 +338,6 @@ def one_iterator_for_all_epochs(kind: Any) -> Any:
     return seen
 
 
-@row
-def an_epoch_by_reset(kind: Any) -> Any:
-    """As wrappers do it: the same object goes on."""
-
-    def run(loader: Any) -> Any:
-        iterator = loader._get_iterator()
-        seen = [next(iterator)]
-        for first_iter in ((), (False,)):
-            iterator._reset(loader, *first_iter)
-            seen.append(list(iterator))
-        return seen
-
-    loader = kind(range(6), 2, num_workers=2, persistent_workers=True)
-    return plain([run(kind(range(6), 2)), run(loader)])
-
-
 # ---- iterators ------------------------------------------------------------------------------------------
 
 
@@ -387,25 +361,13 @@ def what_iterators_say_of_themselves(kind: Any) -> Any:
         seen = [before, loader._iterator is iterator, iter(iterator) is iterator, len(iterator)]
         seen.append([isinstance(iterator, each) for each in KINDS])
         seen.append(iterator._dataset is loader.dataset and iterator._collate_fn is loader.collate_fn)
-        seen.append(look(iterator))
+        seen += [iterator._next_data(), look(iterator)]  # a batch that is taken so does not count
         for _ in range(2):
             next(iterator)
             seen.append(look(iterator))
         list(iterator)
-        return [*seen, look(iterator), attempt(lambda: next(iterator))]
-
-    return each(kind, run)
-
-
-@row
-def what_an_iterator_has_yielded_in_each_epoch(kind: Any) -> Any:
-    def run(loader: Any) -> Any:
-        seen = []
-        for _ in range(2):
-            iterator = iter(loader)
-            seen += [iterator._next_data(), iterator._num_yielded]  # taken so, it does not count
-            seen += [iterator._num_yielded for _ in iterator]
-        return seen
+        seen += [look(iterator), attempt(lambda: next(iterator))]
+        return seen, [again._num_yielded for again in [iter(loader)] for _ in again]
 
     return each(kind, run)
 
@@ -590,19 +552,6 @@ def an_instance_that_sets_its_own_attributes(kind: Any) -> Any:
 
 
 @row
-def made_again_from_its_attributes(kind: Any) -> Any:
-    """What Lightning does to put in another sampler."""
-    loader = kind(range(8), 2, num_workers=2, drop_last=True, collate_fn=identity)
-    list(loader)
-    given = {**vars(loader), "multiprocessing_context": loader.multiprocessing_context}
-    parameters = inspect.signature(kind.__init__).parameters
-    wanted = {name: given[name] for name in parameters if name in given}
-    wanted = {name: value for name, value in wanted.items() if value is not parameters[name].default}
-    wanted |= {"sampler": None, "batch_sampler": None, "shuffle": False, "batch_size": 4}
-    return sorted(wanted), list(type(loader)(**wanted))
-
-
-@row
 def copies_while_workers_stay(kind: Any) -> Any:
     loader = kind(range(4), 2, num_workers=2, persistent_workers=True)
     list(loader)
@@ -617,13 +566,6 @@ def copies_while_workers_stay(kind: Any) -> Any:
 
 
 # ---- torch's names that are patched -----------------------------------------------------------------------
-
-
-@row
-def torchs_name_for_the_class_is_replaced(kind: Any) -> Any:
-    with patch.object(torch.utils.data, "DataLoader", kind), patch.object(dataloader, "DataLoader", kind):
-        loader = torch.utils.data.DataLoader(range(4), 2, num_workers=2)
-        return plain(list(loader)), isinstance(loader, torch.utils.data.DataLoader)
 
 
 @row
@@ -671,6 +613,8 @@ QUEUES_AND_TASK_TABLES = [
     *("_worker_pids_set", "_worker_queue_idx_cycle", "_worker_result_queue", "_workers_done_event"),
     *("_workers_num_tasks", "_workers_status"),
 ]
+#: Others show as well that methods may be overridden.
+ALIKE = ["a_collate_function_that_is_a_method", "the_warning_about_many_workers_may_be_overridden"]
 #: What torch's class says, and what ours does.
 ON_PURPOSE = {
     "copies_while_workers_stay": ("NotImplementedError", [[[0, 1], [2, 3]]] * 3),
@@ -683,6 +627,7 @@ ON_PURPOSE = {
 @pytest.mark.processes
 @pytest.mark.usefixtures("forked_workers")
 @MANY_WORKERS
+@thorough(but={"name": [name for name in ROWS if name not in ALIKE]})
 @pytest.mark.parametrize("name", ROWS)
 def test_a_hook_is_torchs_or_differs_on_purpose(name: str) -> None:
     torchs, ours = ROWS[name](TorchDataLoader), ROWS[name](DataLoader)

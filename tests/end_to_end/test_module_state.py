@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import run_script
+from tests.support.thorough import thorough
 
 pytestmark = pytest.mark.processes
 
@@ -29,17 +27,17 @@ class Main:
 
 if __name__ == "__main__":
     from tests.support.module_state import States
-    library, method = sys.argv[1:]
+    library, method, workers = sys.argv[1:]
     DataLoader = {"torch": torch.utils.data.DataLoader, "fastq_loader": fastq_loader.DataLoader}[library]
     generator = torch.Generator().manual_seed(1)
-    loader = DataLoader(States(method == "fork", Main()), None, num_workers=2, generator=generator,
+    loader = DataLoader(States(method == "fork", Main()), None, num_workers=int(workers), generator=generator,
                         multiprocessing_context=method)
-    for epoch in range(2):
-        json.dump(list(loader), sys.stdout)
-        print(flush=True)
-        os.environ["MODULE_STATE"] = "changed"
-        with open("edited.py", "w") as file:
-            file.write("VALUE = 'edited'")
+    with open("states", "w") as states:
+        for epoch in range(2):
+            print(json.dumps(list(loader)), file=states)
+            os.environ["MODULE_STATE"] = "changed"
+            with open("edited.py", "w") as file:
+                file.write("VALUE = 'edited'")
 """
 #: Random: only which of them are equal is the same in two runs.
 RANDOM = (
@@ -50,26 +48,9 @@ RANDOM = (
 )
 
 
-def run(library: str, method: str, folder: Path) -> subprocess.Popen[str]:
-    folder.mkdir()
-    (folder / "program.py").write_text(PROGRAM)
-    (folder / "edited.py").write_text("VALUE = 1")
-    (folder / "numbers").write_text("".join(f"{number:4}" for number in range(1000)))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]),
-        "MODULE_STATE": "as it was",
-        "MODULE_STATE_FILE": str(folder / "numbers"),
-    }
-    command = [sys.executable, "program.py", library, method]
-    return subprocess.Popen(command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE)
-
-
-def states(process: subprocess.Popen[str], folder: Path) -> dict[str, list[Any]]:
+def states(folder: Path) -> dict[str, list[Any]]:
     """Each state, sample by sample, of two epochs."""
-    output, _ = process.communicate(timeout=100)
-    assert process.returncode == 0, output
-    output = output.replace(str(folder), "FOLDER")
+    output = (folder / "states").read_text().replace(str(folder), "FOLDER")
     samples = [sample for line in output.splitlines() for sample in json.loads(line)]
     assert len(samples) == 12
     found = {name: [sample[name] for sample in samples] for name in samples[0]}
@@ -81,11 +62,22 @@ def states(process: subprocess.Popen[str], folder: Path) -> dict[str, list[Any]]
 
 
 @pytest.mark.timeout(250)
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_p11_a_worker_has_imported_and_inherited_what_torchs_has(method: str, tmp_path: Path) -> None:
-    folders = {library: tmp_path / library for library in ("torch", "fastq_loader")}
-    runs = {library: run(library, method, folder) for library, folder in folders.items()}
-    torchs, ours = (states(runs[library], folder) for library, folder in folders.items())
+@thorough(after=1)
+@pytest.mark.parametrize(("method", "workers"), [("spawn", 1), ("spawn", 2), ("fork", 2), ("forkserver", 2)])
+def test_p11_a_worker_has_imported_and_inherited_what_torchs_has(
+    method: str, workers: int, tmp_path: Path
+) -> None:
+    runs, folders = [], [tmp_path / library for library in ("torch", "fastq_loader")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "program.py").write_text(PROGRAM)
+        (folder / "edited.py").write_text("VALUE = 1")
+        (folder / "numbers").write_text("".join(f"{number:4}" for number in range(1000)))
+        environment = {"MODULE_STATE": "as it was", "MODULE_STATE_FILE": str(folder / "numbers")}
+        runs.append((str(folder), [folder.name, method, str(workers)], environment))
+    result = run_script(f"from tests.support.programs import at_once; exec(at_once(*{runs}))", warm=True)
+    assert (result.returncode, result.left) == (0, ()), result
+    torchs, ours = map(states, folders)
     assert ours == torchs
     if method == "forkserver":
         assert len(set(ours["a generator"])) == 12, "torch's are all different"

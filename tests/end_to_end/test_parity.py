@@ -4,7 +4,7 @@
 everything that can be seen: batches to the bit, their number, `len()`, every generator's state after `iter()`
 and after every `next()`, warnings and exceptions. More than the default seeds:
 
-    FASTQ_PARITY_SEEDS=0:5000 python -m pytest tests/end_to_end/test_parity.py -k drawn_configuration
+    python -m pytest tests/end_to_end/test_parity.py -k drawn_configuration --seeds 0:5000
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
-import os
 import random
 import re
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,6 +55,7 @@ from tests.support.datasets import (
     difference,
 )
 from tests.support.loaders import Wrapped, seed_all, torch_has
+from tests.support.thorough import seeds, thorough
 
 MOST_BATCHES = 300
 """No configuration has as many batches in an epoch; a loader that never ends stops here."""
@@ -119,6 +120,8 @@ MAP_DATASETS: dict[str, Callable[[Config], Dataset]] = {
     "list": lambda c: list(range(100, 100 + c.size)),
     "broken": lambda c: FaultyDataset("tensors", c.size, frozenset({0, 7, 8, c.size - 1}), ValueError),
     "no key": lambda c: FaultyDataset("dict", c.size, frozenset({3, 11}), KeyError),
+    "broken and drawn": lambda c: datasets.Made(draw_and_fail, c.size),
+    "map pipe": lambda c: SequenceWrapper(list(range(c.size))),
 }
 
 STREAMS: dict[str, Callable[[Config], Dataset]] = {
@@ -128,13 +131,8 @@ STREAMS: dict[str, Callable[[Config], Dataset]] = {
     "stream of drawn": lambda c: Stream("drawn", c.lengths),
     "sized stream": lambda c: SizedStream("numpy", c.lengths, c.told),
     "broken stream": lambda c: FaultyStream("tensors", c.lengths),
-}
-
-PIPES: dict[str, Callable[[Config], Dataset]] = {
     "pipe": lambda c: IterableWrapper(range(c.size)).shuffle().sharding_filter(),
-    "map pipe": lambda c: SequenceWrapper(list(range(c.size))),
 }
-"""torch's data pipes are frozen, and its loader still seeds, shuffles and shards them. Directed only."""
 
 DRAWING_DATASETS = {"drawn", "batched and drawn"}
 """Map-style: a batch depends on which worker makes it."""
@@ -149,11 +147,13 @@ SAMPLERS: dict[str, Callable[[Config, torch.Generator | None], Any]] = {
     ),
     "list": lambda c, g: [i * 7 % c.size for i in range(c.size)],
     "numpy": lambda c, g: np.arange(c.size)[::-1],
+    "begun": lambda c, g: Begun(range(c.size)),
 }
 BATCH_SAMPLERS: dict[str, Callable[[Config], Any]] = {
     "uneven batches": lambda c: UnevenBatches(c.size),
     "list of batches": lambda c: [[i, (i + 1) % c.size] for i in range(0, c.size, 2)],
     "tuples": lambda c: [tuple(range(i, min(i + 3, c.size))) for i in range(0, c.size, 3)],
+    "begun batches": lambda c: Begun([[index] for index in range(c.size)]),
 }
 
 COLLATES: dict[str, Callable[[Any], Any] | None] = {
@@ -195,12 +195,22 @@ def resampled(kind: Any) -> Any:
     return Mine
 
 
-class Drawn:
+class Begun:
+    """Draws when it is iterated, so that the states of the generators show how often it is."""
+
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
 
     def __len__(self) -> int:
         return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        torch.rand(1)
+        return iter(self.sampler)
+
+
+class Drawn(Begun):
+    """Draws for each index."""
 
     def __iter__(self) -> Iterator[Any]:
         for index in self.sampler:
@@ -228,14 +238,35 @@ def draw_and_change_the_dataset(worker: int) -> None:
     _ = torch.rand(3), random.random(), np.random.rand()
 
 
-INITS: dict[str, Callable[[int], None]] = {"seed": seed_anew, "draw": draw_and_change_the_dataset}
+def start_slowly(worker: int) -> None:
+    """Tasks and the next epoch wait for the worker together."""
+    time.sleep(0.2)
+
+
+INITS: dict[str, Callable[[int], None]] = {
+    "seed": seed_anew,
+    "draw": draw_and_change_the_dataset,
+    "late": start_slowly,
+}
+
+
+def draw_and_fail(index: int) -> Any:
+    """Some samples raise after they have drawn."""
+    value = datasets.SAMPLES["drawn"](index)
+    if index % 7 == 5:
+        raise ValueError(f"broken sample {index}")
+    return value
+
+
+#: Not drawn. torch's data pipes are frozen, and its loader still seeds, shuffles and shards them.
+DIRECTED_ONLY = {"pipe", "map pipe", "broken and drawn", "begun", "begun batches", "late"}
 
 
 def draw_config(seed: int) -> Config:
     """The configuration of a seed; what torch refuses (in words, which are compared) is drawn as well."""
     rng = random.Random(seed)
     stream = rng.random() < 0.25
-    dataset = rng.choice(sorted(STREAMS if stream else MAP_DATASETS))
+    dataset = rng.choice(sorted({*(STREAMS if stream else MAP_DATASETS)} - DIRECTED_ONLY))
     workers = rng.choice([0, 1, 2, 2, 3])
     config = Config(
         dataset=dataset,
@@ -254,7 +285,8 @@ def draw_config(seed: int) -> Config:
         seed=rng.randrange(2**32),
     )
     if not stream:
-        kinds = ["default"] * 2 + ["shuffle"] * 4 + sorted(SAMPLERS) + sorted(BATCH_SAMPLERS)
+        others = [name for kind in (SAMPLERS, BATCH_SAMPLERS) for name in sorted({*kind} - DIRECTED_ONLY)]
+        kinds = ["default"] * 2 + ["shuffle"] * 4 + others
         config = replace(config, sampler=rng.choice(kinds))
         if config.sampler in BATCH_SAMPLERS:
             config = replace(config, batch_size=1)
@@ -349,7 +381,7 @@ def make_arguments(config: Config, generators: dict[str, torch.Generator]) -> di
         generators[name] = torch.Generator().manual_seed(config.seed + 1)
     for_sampler = generators.get("loader" if config.generator == "shared" else "sampler")
     arguments: dict[str, Any] = {
-        "dataset": {**MAP_DATASETS, **STREAMS, **PIPES}[config.dataset](config),
+        "dataset": {**MAP_DATASETS, **STREAMS}[config.dataset](config),
         "num_workers": config.num_workers,
         "collate_fn": COLLATES[config.collate],
         "generator": generators.get("loader"),
@@ -466,65 +498,87 @@ def check_config(config: Config) -> None:
         assert found is None, f"{config}\n{found}"
 
 
-def seeds() -> range:
-    first, _, end = os.environ.get("FASTQ_PARITY_SEEDS", "0:25").partition(":")
-    return range(int(first), int(end) if end else int(first) + 1)
-
-
 STOPPED = (2, None, None)
 LONGER: dict[str, Any] = {"dataset": "sized stream", "lengths": (9, 9), "told": 4, "batch_size": 3}
 STAY: dict[str, Any] = {"persistent_workers": True, "epochs": 3}
+BROKEN_OFF: dict[str, dict[str, Any]] = {
+    "drawn": {"dataset": "drawn"},
+    "drawn in the collate": {"collate": "wrap and draw"},
+    "broken": {"dataset": "broken and drawn"},
+    "stream": {"dataset": "stream of drawn", "lengths": (17, 20)},
+}
+FEW_BREAKS: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 4, "stop_after": (2, 2, None), **STAY}
+BREAKS: dict[str, Any] = {"prefetch_factor": 3, **STAY, "epochs": 6, "stop_after": (0, 4, 1, None, 2, None)}
 DIRECTED: dict[str, Config] = {
     "no workers, shuffled": Config(num_workers=0, sampler="shuffle", epochs=2),
     "no workers, generator": Config(num_workers=0, sampler="shuffle", generator="loader", epochs=2),
     "no workers, drawn": Config(num_workers=0, dataset="drawn", sampler="drawing", epochs=2),
     "no workers, stopped": Config(num_workers=0, sampler="replacement", stop_after=STOPPED),
-    "one worker": Config(num_workers=1, sampler="shuffle", epochs=2),
     "shuffled by a generator": Config(sampler="shuffle", generator="loader", epochs=3),
-    "one generator for all": Config(sampler="replacement", generator="shared", epochs=2),
-    "drawn in workers": Config(dataset="drawn", sampler="shuffle", epochs=2),
     "drawn in persistent workers": Config(dataset="drawn", **STAY),
     "drawn in the sampler": Config(sampler="drawing", prefetch_factor=3, stop_after=STOPPED),
-    "drawn in the sampler, one worker": Config(sampler="drawing", num_workers=1, prefetch_factor=1),
-    "drawn in the collate": Config(collate="wrap and draw", **STAY),
-    "seeded by the init function": Config(dataset="drawn", init="seed", epochs=2),
     "edited by the init function": Config(dataset="tensors", init="draw"),
-    "large, kept": Config(dataset="large", keep=True, **STAY),
-    "large, overwritten": Config(dataset="large", scribble=True, **STAY),
-    "ragged": Config(dataset="ragged", collate="wrap", keep=True),
     "aliases": Config(collate="alias"),
-    "unbatched and large": Config(batch_size=None, dataset="large", keep=True, size=40),
     "unbatched, no workers": Config(batch_size=None, dataset="numpy", num_workers=0),
     "unbatched and not collated": Config(batch_size=None, dataset="dict", sampler="list"),
     "unbatched, own function": Config(batch_size=None, dataset="objects", collate="wrap"),
-    "batch sampler": Config(batch_size=1, sampler="uneven batches", epochs=2),
     "tuples from the batch sampler": Config(batch_size=1, sampler="tuples", dataset="batched"),
     "broken samples": Config(dataset="broken", batch_size=1, **STAY),
     "broken samples, no workers": Config(dataset="broken", num_workers=0, batch_size=2, epochs=2),
     "missing keys": Config(dataset="no key", batch_size=None),
     "nothing": Config(size=0, **STAY),
-    "nothing to shuffle": Config(size=0, sampler="shuffle"),
     "less than a batch": Config(size=3, drop_last=True),
-    "fewer batches than workers": Config(size=3, num_workers=3, prefetch_factor=4, epochs=2),
-    "stream": Config(dataset="stream", num_workers=3, batch_size=2, epochs=2),
     "stream, no workers": Config(dataset="stream", num_workers=0, batch_size=2, epochs=2),
     "stream, last ones dropped": Config(dataset="stream", num_workers=3, batch_size=2, drop_last=True),
-    "stream, persistent and drawn": Config(dataset="stream of drawn", batch_size=2, **STAY),
-    "stream, unbatched": Config(dataset="stream", batch_size=None, epochs=2),
-    "stream longer than it says": Config(**LONGER, epochs=2),
     "stream longer than it says, no workers": Config(**LONGER, num_workers=0),
     "stream longer than it says, len not asked": Config(**LONGER, ask_len=False),
-    "stream with an empty worker": Config(dataset="stream", lengths=(0, 7), batch_size=2, epochs=2),
     "broken stream": Config(dataset="broken stream", lengths=(7, 4), batch_size=2),
-    "broken stream, unbatched": Config(dataset="broken stream", lengths=(7, 4), batch_size=None),
     "stream stopped early": Config(dataset="stream", lengths=(30, 30), stop_after=STOPPED),
+    "pipe, shuffled by a generator": Config(dataset="pipe", sampler="shuffle", generator="loader", **STAY),
+    "pipe, no workers": Config(dataset="pipe", sampler="shuffle", num_workers=0, epochs=2),
+    "out of order": Config(in_order=False, sampler="shuffle", **STAY),
+    **{
+        f"{name}, after breaks": Config(size=48, batch_size=2, **given, **FEW_BREAKS)
+        for name, given in BROKEN_OFF.items()
+    },
+    "begun, no workers": Config(sampler="begun", num_workers=0, epochs=3),
+    "begun, workers stay": Config(sampler="begun", **STAY),
+    "begun batches, workers stay": Config(sampler="begun batches", batch_size=1, **STAY),
+}
+VARIATIONS: dict[str, Config] = {
+    **{
+        f"{name}, after more breaks": Config(size=48, batch_size=2, **given, **BREAKS)
+        for name, given in BROKEN_OFF.items()
+    },
+    "a slow start, after breaks": Config(dataset="drawn", init="late", size=48, batch_size=2, **FEW_BREAKS),
+    "a slow start, after more breaks": Config(dataset="drawn", init="late", size=48, batch_size=2, **BREAKS),
+    "begun": Config(sampler="begun", epochs=3),
+    "begun, unbatched": Config(sampler="begun", batch_size=None, epochs=3),
+    "begun, unbatched, no workers": Config(sampler="begun", batch_size=None, num_workers=0, epochs=3),
+    "begun, unbatched, workers stay": Config(sampler="begun", batch_size=None, **STAY),
+    "begun batches": Config(sampler="begun batches", batch_size=1, epochs=3),
+    "begun batches, no workers": Config(sampler="begun batches", batch_size=1, num_workers=0, epochs=3),
+    "one worker": Config(num_workers=1, sampler="shuffle", epochs=2),
+    "one generator for all": Config(sampler="replacement", generator="shared", epochs=2),
+    "drawn in workers": Config(dataset="drawn", sampler="shuffle", epochs=2),
+    "drawn in the sampler, one worker": Config(sampler="drawing", num_workers=1, prefetch_factor=1),
+    "seeded by the init function": Config(dataset="drawn", init="seed", epochs=2),
+    "large, kept": Config(dataset="large", keep=True, **STAY),
+    "large, overwritten": Config(dataset="large", scribble=True, **STAY),
+    "ragged": Config(dataset="ragged", collate="wrap", keep=True),
+    "unbatched and large": Config(batch_size=None, dataset="large", keep=True, size=40),
+    "batch sampler": Config(batch_size=1, sampler="uneven batches", epochs=2),
+    "nothing to shuffle": Config(size=0, sampler="shuffle"),
+    "fewer batches than workers": Config(size=3, num_workers=3, prefetch_factor=4, epochs=2),
+    "stream": Config(dataset="stream", num_workers=3, batch_size=2, epochs=2),
+    "stream, unbatched": Config(dataset="stream", batch_size=None, epochs=2),
+    "stream longer than it says": Config(**LONGER, epochs=2),
+    "stream with an empty worker": Config(dataset="stream", lengths=(0, 7), batch_size=2, epochs=2),
+    "broken stream, unbatched": Config(dataset="broken stream", lengths=(7, 4), batch_size=None),
     "stream refuses to be shuffled": Config(dataset="stream", sampler="shuffle"),
     "pipe, shuffled": Config(dataset="pipe", sampler="shuffle", epochs=2),
-    "pipe, shuffled by a generator": Config(dataset="pipe", sampler="shuffle", generator="loader", **STAY),
     "pipe, not shuffled": Config(dataset="pipe", epochs=2),
-    "pipe, no workers": Config(dataset="pipe", sampler="shuffle", num_workers=0, epochs=2),
     "map pipe": Config(dataset="map pipe", sampler="shuffle", num_workers=1),
-    "out of order": Config(in_order=False, sampler="shuffle", **STAY),
     "out of order, one worker": Config(in_order=False, num_workers=1, dataset="drawn"),
     "out of order, broken": Config(in_order=False, dataset="broken", batch_size=1),
     "stream out of order": Config(in_order=False, dataset="stream of drawn", num_workers=3, **STAY),
@@ -538,15 +592,16 @@ DIRECTED: dict[str, Config] = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("seed", seeds())
+@seeds(3, 25)
 def test_drawn_configuration_equals_torch(seed: int) -> None:
     check_config(draw_config(seed))
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", DIRECTED)
+@thorough(but={"name": [*DIRECTED]})
+@pytest.mark.parametrize("name", [*DIRECTED, *VARIATIONS])
 def test_directed_configuration_equals_torch(name: str) -> None:
-    check_config(DIRECTED[name])
+    check_config({**DIRECTED, **VARIATIONS}[name])
 
 
 def test_drawn_configurations_can_be_drawn_again_and_cover_the_space() -> None:
@@ -555,13 +610,13 @@ def test_drawn_configurations_can_be_drawn_again_and_cover_the_space() -> None:
     drawn = [draw_config(seed) for seed in range(600)]
     assert len(set(map(str, drawn))) == 600
     for name, values in {
-        "dataset": {*MAP_DATASETS, *STREAMS},
-        "sampler": {"default", "shuffle", *SAMPLERS, *BATCH_SAMPLERS},
+        "dataset": {*MAP_DATASETS, *STREAMS} - DIRECTED_ONLY,
+        "sampler": {"default", "shuffle", *SAMPLERS, *BATCH_SAMPLERS} - DIRECTED_ONLY,
         "collate": set(COLLATES),
         "subclass": set(SUBCLASSES),
         "num_workers": {0, 1, 2, 3},
         "start_method": {None, "fork", "spawn", "forkserver"},
-        "init": {None, *INITS},
+        "init": {None, *INITS} - DIRECTED_ONLY,
     }.items():
         assert {getattr(config, name) for config in drawn} == values
     assert any(config.unordered and config.persistent_workers for config in drawn)

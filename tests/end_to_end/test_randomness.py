@@ -1,6 +1,6 @@
-"""Rows R4, R7, R8 and R10 to R12: seeds of workers, when samplers are asked, and odd keys.
+"""Rows R4, R8 and R10 to R12: seeds of workers, samplers that raise, and odd keys.
 
-`test_parity` compares with torch what is drawn from which generator and when (R1 to R3, R5, R6, R9, R10b).
+`test_parity` compares with torch what is drawn from which generator and when (R1 to R3, R5 to R7, R9, R10b).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import collections
 import datetime
 import multiprocessing
 import random
-import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ from fastq_loader import DataLoader
 from tests.support.datasets import (
     BatchEcho,
     Colour,
-    CountingSampler,
     DoublingSubset,
     Echo,
     FailingSampler,
@@ -33,9 +32,10 @@ from tests.support.datasets import (
     Stream,
     assert_same,
     identity,
-    tensor_sample,
 )
+from tests.support.gates import Gates
 from tests.support.loaders import MANY_WORKERS, WORKERS, seed_all, torch_has
+from tests.support.thorough import thorough
 
 pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
@@ -84,28 +84,7 @@ def test_r4_worker_seeds_are_base_plus_id_and_numpys_a_hash_of_both(given: bool)
         assert [sample["by init"], sample["drawn"]] == [draw(), draw()], "seeds come before worker_init_fn"
 
 
-@pytest.mark.parametrize("place", ["batch_sampler", "sampler", "sampler of samples"])
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
-def test_r7_sampler_iterations_per_epoch_are_torchs(place: str, workers: int, persistent: bool) -> None:
-    seen = []
-    for kind in (TorchDataLoader, DataLoader):
-        sampler = CountingSampler([[0], [1]] if place == "batch_sampler" else [0, 1])
-        arguments: dict[str, Any] = {
-            "batch_sampler": {"batch_sampler": sampler},
-            "sampler": {"sampler": sampler, "batch_size": 2},
-            "sampler of samples": {"sampler": sampler, "batch_size": None},
-        }[place]
-        loader = kind(range(2), num_workers=workers, persistent_workers=persistent, **arguments)
-        counts = [sampler.iterations]
-        for _ in range(3):
-            iterator = iter(loader)
-            counts.append(sampler.iterations)
-            counts.extend(sampler.iterations for _batch in iterator)
-        seen.append(counts)
-        del loader, iterator
-    assert seen[0] == seen[1]
-
-
+@thorough(but={"workers": [0, 2], "prefetch": [None, 2]})
 @pytest.mark.parametrize("keys", [[[0, 1], [2, 3]], []], ids=["at the third", "at the first"])
 @pytest.mark.parametrize(("workers", "prefetch"), [(0, None), (1, 1), (1, 4), (2, 1), (2, 2)])
 def test_r8_batches_before_a_sampler_error_are_delivered_first(
@@ -122,31 +101,27 @@ def test_r8_batches_before_a_sampler_error_are_delivered_first(
                 next(iterator)
 
 
-def worker_and_numbers(batches: Sequence[Any]) -> list[tuple[int, list[int]]]:
-    """Of batches of a Stream of tensors: who sent them and what is in them."""
-    numbers = [labels.tolist() for _, labels in batches]
-    return [(labels[0] // 1000, [label % 1000 for label in labels]) for labels in numbers]
+class HeldUp(Stream):
+    """Worker 0 waits at a gate."""
 
-
-class SlowStream(Stream):
-    """Worker 0 needs longer for one sample than the other one for all of them."""
+    gates: Gates
 
     def __iter__(self) -> Iterator[Any]:
-        for number in self.numbers():
-            time.sleep(0.1 if own_worker() == 0 else 0)
-            yield tensor_sample(number)
+        if own_worker() == 0:
+            self.gates.wait_at(0)
+        return super().__iter__()
 
 
-def test_r10_a_stream_out_of_order_loses_nothing() -> None:
-    stream = SlowStream("tensors", [3, 20])
-    loader = DataLoader(
-        stream, 2, num_workers=2, in_order=False, multiprocessing_context="fork"
-    )  # both at once
-    batches = worker_and_numbers(list(loader))
-    slow, fast = ([numbers for sender, numbers in batches if sender == worker] for worker in (0, 1))
-    assert batches[0][0] == 1
-    assert slow == [[0, 1], [2]]
-    assert fast == [[i, i + 1] for i in range(0, 20, 2)]
+def test_r10_a_stream_out_of_order_loses_nothing(tmp_path: Path) -> None:
+    stream, gates = HeldUp("tensors", [3, 20]), Gates(tmp_path)
+    stream.gates = gates
+    iterator = iter(DataLoader(stream, 2, num_workers=2, in_order=False))
+    batches = [next(iterator)[1].tolist()]
+    assert batches == [[1000, 1001]]
+    gates.open(0)
+    batches += [labels.tolist() for _, labels in iterator]
+    assert [batch for batch in batches if batch[0] < 1000] == [[0, 1], [2]]
+    assert [batch for batch in batches if batch[0] >= 1000] == [[i, i + 1] for i in range(1000, 1020, 2)]
 
 
 class Gated(Dataset):
@@ -195,12 +170,13 @@ def feasible_script(seed: int, samples: int, workers: int, prefetch: int) -> lis
 
 
 SCRIPTS = [
+    *((w, p, feasible_script(seed, 18, w, p)) for seed, w, p in [(2, 3, 2), (0, 2, 2), (1, 3, 1), (3, 2, 4)]),
     *((2, prefetch, [1] * (12 - prefetch) + [0] * prefetch) for prefetch in (1, 2, 3)),  # worker 0 is slow
-    *((w, p, feasible_script(seed, 18, w, p)) for seed, w, p in [(0, 2, 2), (1, 3, 1), (2, 3, 2), (3, 2, 4)]),
 ]
 
 
 @pytest.mark.skipif(not torch_has("_workers_num_tasks"), reason="this torch hands out tasks in turn")
+@thorough(after=2)
 @pytest.mark.parametrize(("workers", "prefetch", "script"), SCRIPTS)
 def test_r10_the_choice_of_the_next_worker_is_torchs_for_any_order_of_completion(
     workers: int, prefetch: int, script: list[int]

@@ -30,12 +30,11 @@ from tests.support.datasets import SAMPLES, Made, MapDataset, Record, Stream, as
 from tests.support.far_workers import LocalPlacement, far, far_pids
 from tests.support.late_device import late_device
 from tests.support.loaders import MANY_WORKERS, seed_all
+from tests.support.thorough import thorough
 from tests.support.traces import check as check_trace
 from tests.support.traces import read, tracks
 
 pytestmark = [pytest.mark.processes, MANY_WORKERS, pytest.mark.usefixtures("warm_far_workers")]
-
-SCHEDULES = pytest.mark.parametrize("schedule", ["dynamic", "round_robin"])
 
 
 def taken(workers: str | WorkerKind, dataset: Any, stops: tuple[int | None, ...], options: Any) -> list[Any]:
@@ -60,10 +59,6 @@ def check(dataset: Any, *stops: int | None, tls: Any = None, **options: Any) -> 
     assert_same(taken(far(nodes=2, tls=tls), dataset, stops, options), here)
 
 
-def nine_megabytes(index: int) -> Any:
-    return torch.full((3, 224, 224), index % 251, dtype=torch.uint8), {"label": index}
-
-
 def everything(index: int) -> Any:
     return [SAMPLES[kind](index) for kind in ("dict", "large", "numpy", "objects", "text")]
 
@@ -73,59 +68,63 @@ def stacked(samples: list[Any]) -> dict[str, Any]:
     images = torch.stack([image for image, _ in samples], out=empty((len(samples), 3, 64, 96)))
     info = get_worker_info()
     assert info is not None
-    return {"images": images, "labels": [label for _, label in samples], "seed": info.seed}
+    return {"images": images, "drawn": torch.rand(2), "seed": info.seed}
 
 
 def defined_here() -> Any:
     class Local(Dataset[Any]):
         def __len__(self) -> int:
-            return 8
+            return 1
 
-        def __getitem__(self, index: int) -> Any:
-            return (lambda i: 2 * i)(index)
+        def __getitem__(self, key: Any) -> Any:
+            return (lambda key: Record(repr(key), key))(key)
 
     return Local()
 
 
 KEYS = [2**70, np.int64(3), (1, "a"), slice(1, 2), "text", frozenset({4})]
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "large batches": (Made(nine_megabytes, 640), {"batch_size": 64, "schedule": "dynamic"}),
-    "objects beside tensors": (Made(everything, 24), {"collate_fn": identity, "schedule": "dynamic"}),
-    "functions of the user's": (MapDataset("large", 30), {"collate_fn": stacked, "worker_init_fn": seed_all}),
-    "seeds of the user's": (MapDataset("drawn", 30), {"worker_init_fn": seed_all}),
-    "any index": (
-        Made(lambda key: Record(repr(key), key), 1),
+    "functions and seeds, large batches": (
+        MapDataset("large", 192),
+        {"batch_size": 64, "collate_fn": stacked, "worker_init_fn": seed_all},
+    ),
+    "any index, a class in a function": (
+        defined_here(),
         {"batch_size": None, "sampler": KEYS, "schedule": "dynamic"},
     ),
-    "what is defined in a function": (defined_here(), {}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_users_write_gives_the_same_there(name: str) -> None:
+def test_users_objects_give_the_same_there(name: str) -> None:
     dataset, options = CASES[name]
     check(dataset, **options)
 
 
+SCHEDULES = ["dynamic", "round_robin"]
 STAY: dict[str, Any] = {"persistent_workers": True}
 EPOCHS: dict[str, tuple[Any, tuple[int | None, ...], dict[str, Any]]] = {
-    "dicts": (MapDataset("dict", 41), (None,), {"shuffle": True}),
-    "large": (MapDataset("large", 41), (None,), {"shuffle": True}),
     "breaks": (MapDataset("drawn", 60), (None, 3, 0, 1, None), {"shuffle": True, **STAY}),
     # No part has ended when the epoch is broken off: as in torch, it depends on the time whether another task
     # was given out for one.
     "a stream": (Stream("drawn", [23, 18, 5]), (None, 2, None), STAY),
+    "dicts": (MapDataset("dict", 41), (None,), {"shuffle": True}),
+    "large": (MapDataset("large", 41), (None,), {"shuffle": True}),
 }
 
 
-@SCHEDULES
-@pytest.mark.parametrize("name", EPOCHS)
+@thorough(after=2)
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [*zip(EPOCHS, SCHEDULES * 2, strict=True), *zip(EPOCHS, SCHEDULES[::-1] * 2, strict=True)],
+)
 def test_epochs_are_the_same(name: str, schedule: str) -> None:
     dataset, stops, options = EPOCHS[name]
     check(dataset, *stops, schedule=schedule, **options)
 
 
-@SCHEDULES
+@thorough(after=1)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_batches_for_a_device_lie_in_one_block(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with late_device(monkeypatch):
         check(MapDataset("large", 40), schedule=schedule, device="cuda", shuffle=True)
@@ -155,9 +154,9 @@ def test_an_epoch_goes_on_elsewhere() -> None:
 
 
 def test_batches_are_kept_while_others_come() -> None:
-    loader = DataLoader(MapDataset("large", 400), 4, num_workers=2, workers=far(), schedule=Dynamic(window=4))
+    loader = DataLoader(MapDataset("large", 100), 4, num_workers=2, workers=far(), schedule=Dynamic(window=4))
     batches = list(loader)
-    local = DataLoader(MapDataset("large", 400), 4, num_workers=1)
+    local = DataLoader(MapDataset("large", 100), 4, num_workers=1)
     assert_same(batches, list(local))
     assert [(worker.node, worker.wire_bytes) for worker in local.statistics().workers] == [(None, 0)]
     iterator = iter(loader)
@@ -209,7 +208,8 @@ def test_more_workers_than_places_wait_until_a_machine_joins(tmp_path: Path) -> 
     assert [worker.batches > 0 for worker in loader.statistics().workers].count(True) >= 2
 
 
-@SCHEDULES
+@thorough(after=1)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_errors_come_at_their_positions_with_type_attributes_and_traceback(schedule: str) -> None:
     def outcomes(workers: Any) -> Iterator[Any]:
         dataset = CrimeAt(raise_os_error, 5, 12)
@@ -224,7 +224,7 @@ def test_errors_come_at_their_positions_with_type_attributes_and_traceback(sched
     assert_same(list(outcomes(far())), list(outcomes("processes")))
 
 
-def test_what_cannot_be_sent_or_opened_there_is_said_once_and_at_once() -> None:
+def test_a_dataset_that_cannot_be_sent_or_opened_there_is_one_error_at_once() -> None:
     locked = DataLoader(Made(threading.Lock().acquire, 4), num_workers=1, workers=far())
     with pytest.raises(UnpicklableError, match="dataset cannot be sent to another machine"):
         iter(locked)
@@ -233,7 +233,9 @@ def test_what_cannot_be_sent_or_opened_there_is_said_once_and_at_once() -> None:
         next(iter(loader))
 
 
-def test_statistics_and_a_trace_say_where_each_worker_is_and_what_came_from_there(tmp_path: Path) -> None:
+def test_statistics_and_a_trace_have_the_machine_of_each_worker_and_the_bytes_from_there(
+    tmp_path: Path,
+) -> None:
     options: Any = {"batch_size": 4, "num_workers": 2, "schedule": "dynamic", "persistent_workers": True}
     met = tmp_path / "met"
     met.mkdir()
@@ -269,8 +271,9 @@ def test_statistics_and_a_trace_say_where_each_worker_is_and_what_came_from_ther
     data.close()
 
 
-@pytest.mark.parametrize("workers", ["processes", far()], ids=["local", "far"])
-def test_what_is_counted_keeps_no_pool_alive(workers: Any) -> None:
+@thorough(after=1)
+@pytest.mark.parametrize("workers", [far(), "processes"], ids=["far", "local"])
+def test_statistics_keep_no_pool_alive(workers: Any) -> None:
     data = DataLoader(MapDataset("dict", 8), 4, num_workers=1, workers=workers)
     list(data)
     next(iter(data))
@@ -296,5 +299,5 @@ def test_torch_warns_of_more_workers_than_cpus_only_of_this_machine(monkeypatch:
 @pytest.mark.skipif(not certificates.AVAILABLE, reason="there is no program openssl")
 def test_encrypted_batches_are_the_same(tmp_path: Path) -> None:
     tls = certificates.make_tls(tmp_path)
-    for kind in ("large", "drawn"):
-        check(MapDataset(kind, 60), tls=tls, batch_size=8, shuffle=True)
+    check(Made(everything, 30), tls=tls, collate_fn=identity, batch_size=8, shuffle=True)
+    check(MapDataset("drawn", 60), tls=tls, batch_size=8, shuffle=True)

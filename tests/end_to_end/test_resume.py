@@ -2,12 +2,11 @@
 
 More than the default seeds, each from every stop:
 
-    FASTQ_RESUME_SEEDS=0:500 python -m pytest tests/end_to_end/test_resume.py -k drawn
+    python -m pytest tests/end_to_end/test_resume.py -k drawn --seeds 0:500
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import random
@@ -28,7 +27,8 @@ from fastq_loader.reading import generators
 from tests.conftest import run_script
 from tests.support.datasets import Sized
 from tests.support.loaders import MANY_WORKERS, seed_all
-from tests.support.samplers import ASKED, ZOO, SayingIterator, Users, arguments
+from tests.support.samplers import ZOO, SayingIterator, arguments
+from tests.support.thorough import seeds, thorough
 
 pytestmark = [pytest.mark.processes, MANY_WORKERS]
 SAVED = RoundRobin(save_generators=True)
@@ -103,26 +103,11 @@ class BeginsAnew(Stays):
         self.at, self.epoch = 0, self.epoch + 1
 
 
-class Numbers:
+class Numbers(SayingIterator):
     """An iterator that says where it stands."""
 
-    def __init__(self, numbers: range) -> None:
-        self.numbers, self.at = numbers, 0
-
-    def __iter__(self) -> Numbers:
-        return self
-
     def __next__(self) -> Any:
-        if self.at >= len(self.numbers):
-            raise StopIteration
-        self.at += 1
-        return self.numbers[self.at - 1], torch.rand(1)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
+        return super().__next__(), torch.rand(1)
 
 
 class IteratorSays(IterableDataset):  # type: ignore[type-arg]
@@ -264,13 +249,10 @@ def rest(loader: DataLoader[Any], stops: list[Stop]) -> list[list[Any]]:
     return epochs
 
 
-SEEDS = range(*map(int, os.environ.get("FASTQ_RESUME_SEEDS", "0:20").split(":")))
-
-
-@pytest.mark.parametrize("seed", SEEDS)
+@seeds(2, 20)
 @pytest.mark.filterwarnings("ignore:Neither the dataset nor its iterator")
-def test_a_drawn_run_goes_on_from_anywhere(seed: int) -> None:
-    config, every = Config.drawn(seed), "FASTQ_RESUME_SEEDS" in os.environ
+def test_a_drawn_run_goes_on_from_anywhere(seed: int, request: pytest.FixtureRequest) -> None:
+    config, every = Config.drawn(seed), request.config.getoption("--seeds")
     seed_all(seed)
     loader = config.loader(seed)
     stops = [stop_at(loader, between=True)]
@@ -307,6 +289,7 @@ def resumed(loader: Any, state: dict[str, Any]) -> Any:
     return loader
 
 
+@thorough(but={"workers": (2, 1), "in_order": True})
 @pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("workers", [(0, 2), (2, 0), (2, 1)])
 def test_nothing_that_was_handed_out_is_loaded_again(workers: tuple[int, int], in_order: bool) -> None:
@@ -355,42 +338,36 @@ def test_what_came_out_of_order_does_not_come_again_with_order() -> None:
         assert not in_order or left == sorted(left)
 
 
-SCRIPT = """
-import json, os
-from tests.end_to_end.test_resume import Augmented, plain, seeded
-from tests.support.loaders import seed_all
+def two_epochs(workers: int, state: Any = None, kill_after: int | None = None) -> Iterator[Any]:
+    """The batches, each with the state after it; the process may be killed."""
+    seed_all(5 if state is None else 6)
+    loader = seeded(Augmented(70), 4, seed=1 if state is None else 9, shuffle=True, num_workers=workers)
+    loader.load_state_dict(state or {})
+    for _ in range(loader.position.epoch, 2):
+        for batch in loader:
+            yield plain(batch), loader.state_dict()
+            if loader.position.batches == kill_after:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-stop, state = {stop}, {state!r}
-seed_all(5)
-loader = seeded(Augmented(70), 4, seed=1 if state is None else 9, shuffle=True, num_workers={workers})
-if state is not None:
-    seed_all(6)
-    loader.load_state_dict(state)
-for epoch in range(loader.position.epoch, 2):
-    for batch in loader:
-        print(json.dumps([plain(batch), loader.state_dict()]), flush=True)
-        if stop >= 0 and loader.position.batches == stop:
-            os.kill(os.getpid(), 9)
+
+SCRIPT = """
+import json
+from tests.end_to_end.test_resume import two_epochs
+
+for each in two_epochs({workers}, None, {stop}):
+    print(json.dumps(each), flush=True)
 """
 
 
-def run(stop: int, workers: int, state: Any = None) -> list[Any]:
-    done = run_script(SCRIPT.format(stop=stop, workers=workers, state=state), timeout=100, warm=True)
-    assert done.returncode == (-signal.SIGKILL if stop >= 0 else 0), done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-@functools.cache
-def never_stopped() -> list[Any]:
-    return [batch for batch, _ in run(-1, 0)]
-
-
-@pytest.mark.parametrize(("stop", "workers"), [(1, (2, 3)), (18, (0, 2)), (19, (1, 0))])
+@thorough(after=1)
+@pytest.mark.parametrize(("stop", "workers"), [(19, (2, 3)), (1, (1, 0)), (18, (0, 2))])
 def test_a_killed_process_goes_on_in_another_with_other_workers(stop: int, workers: tuple[int, int]) -> None:
-    first = run(stop, workers[0])
+    done = run_script(SCRIPT.format(stop=stop, workers=workers[0]), warm=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    first = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(first) == stop
-    second = run(-1, workers[1], first[-1][1])
-    assert [batch for batch, _ in first + second] == never_stopped()
+    second = two_epochs(workers[1], first[-1][1])
+    assert [batch for batch, _ in [*first, *second]] == [batch for batch, _ in two_epochs(0)]
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
@@ -474,65 +451,6 @@ def test_what_was_staged_does_not_count_and_errors_keep_their_positions(staged: 
         assert next(left, None) == (None if wanted == 12 else wanted)
 
 
-@pytest.mark.parametrize("kind", ASKED)
-def test_a_sampler_that_says_where_it_stands_may_be_read_ahead(kind: str) -> None:
-    def loader(seed: int) -> DataLoader[Any]:
-        own = torch.Generator().manual_seed(seed)
-        given: Any = {"schedule": "dynamic", "num_workers": 2, "persistent_workers": True}
-        return DataLoader(Augmented(20), **arguments(kind, 20, own, batch_size=3, **given))
-
-    with loader(1) as first:
-        stops, epochs = list[Stop](), list[Any]()
-        for _ in range(2):
-            batches = []
-            for batch in first:
-                batches.append(plain(batch)[0])
-                stops.append(stop_at(first))
-            epochs.append(batches)
-    for stop in stops[:: len(stops) - 2]:  # the first one, and before the last batch
-        with loader(2) as second:
-            epoch, at, _ = stop.position
-            assert indices(go_on(second, stop)) == epochs[epoch][at:], stop.position
-
-
-class Interrupted(SayingIterator):
-    """Raises in the place of its sixth index, and goes on."""
-
-    def __next__(self) -> Any:
-        index = super().__next__()
-        if index == 5:
-            raise KeyError(index)
-        return index
-
-
-class SaysAndRaises(Users):
-    def __iter__(self) -> Iterator[int]:
-        return Interrupted(list(range(self.length)))
-
-
-@pytest.mark.parametrize("stop", [4, 5, 6])
-def test_an_error_of_a_sampler_that_was_drawn_and_not_handed_out_keeps_its_place(stop: int) -> None:
-    def loader() -> DataLoader[Any]:
-        return DataLoader(range(12), None, sampler=SaysAndRaises(12), num_workers=2, prefetch_factor=4)  # type: ignore[arg-type]
-
-    def take(batches: Any) -> Iterator[Any]:
-        while True:
-            try:
-                yield int(next(batches))
-            except (KeyError, RuntimeError) as error:
-                yield str(error)[:20]
-            except StopIteration:
-                return
-
-    first, second = loader(), loader()
-    taken, iterator = [], take(iter(first))
-    while len(taken) < stop:
-        taken.append(next(iterator))
-    left = list(take(iter(resumed(second, first.state_dict()))))
-    wanted = [*range(5), "the sampler raised Ke", *range(6, 12)][stop:]
-    assert left == [each[:20] if isinstance(each, str) else each for each in wanted]
-
-
 def test_an_epoch_that_cannot_begin_is_still_to_be_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     first = DataLoader(Augmented(20), 4, num_workers=1, schedule="dynamic")
     next(iter(first))
@@ -549,6 +467,7 @@ def test_an_epoch_that_cannot_begin_is_still_to_be_resumed(monkeypatch: pytest.M
     assert second.position == (1, 0, 5)
 
 
+@thorough(but={"workers": 2, "kind": "says"})
 @pytest.mark.parametrize("kind", ["replacement", "says"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_states_that_other_threads_ask_for_meanwhile_are_those_of_one_moment(workers: int, kind: str) -> None:
@@ -650,6 +569,7 @@ class Asks:
             self.ask()
 
 
+@thorough(after=1)
 @pytest.mark.parametrize("replacement", [False, True])
 def test_a_state_from_the_middle_of_a_draw_is_that_of_before(replacement: bool) -> None:
     def loader(seed: int) -> DataLoader[Any]:

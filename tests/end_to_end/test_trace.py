@@ -18,6 +18,7 @@ from tests.end_to_end.test_restarts import Doomed
 from tests.support.crimes import CrimeAt, Rows, raise_value_error
 from tests.support.datasets import Stream
 from tests.support.late_device import late_device
+from tests.support.thorough import thorough
 from tests.support.traces import Event, asynchronous, batches, check, of, opened, read, tracks
 
 pytestmark = pytest.mark.processes
@@ -46,6 +47,7 @@ def traced(loader: DataLoader[Any], path: Path, epochs: int = 1) -> tuple[list[E
     return checked(path), given
 
 
+@thorough(but={"kind": ["map-style", "persistent"]})
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_batch_of_every_epoch_is_there_from_its_task_to_its_step(kind: str, tmp_path: Path) -> None:
     loader: Any = DataLoader(batch_size=2, num_workers=2, **KINDS[kind])
@@ -70,18 +72,6 @@ def test_without_workers_the_consumer_loads(tmp_path: Path) -> None:
     names = [span["name"] for span in tracks(events)["consumer"]]
     one = ["next", "sampler", "fetch", "collate", "step"]
     assert names == ["iter", *one * 3, "next", "sampler"]
-
-
-def test_an_epoch_that_is_broken_off_is_marked(tmp_path: Path) -> None:
-    loader = DataLoader(Rows(40), 2, num_workers=2)
-    with loader.trace(tmp_path / "a.json"):
-        for _ in range(3):
-            for seen, _ in enumerate(loader):
-                if seen == 3:
-                    break
-    loader.close()
-    events = checked(tmp_path / "a.json")
-    assert [mark["name"].partition(" is ")[2] for mark in of(events, "i")].count("broken off") == 3
 
 
 def test_two_iterators_at_once_have_their_own_workers(tmp_path: Path) -> None:
@@ -187,16 +177,16 @@ def test_a_consumer_that_is_killed_leaves_a_trace_that_can_be_opened(tmp_path: P
         with loader.trace({str(path)!r}):
             for seen, _ in enumerate(loader):
                 time.sleep(0.002)
-                if seen == 100:
-                    print("a hundred", flush=True)
+                if seen == 50:
+                    print("fifty", flush=True)
     """
-    with running_script(script) as running:
-        running.wait_for("a hundred")
+    with running_script(script, warm=True) as running:
+        running.wait_for("fifty")
         os.kill(running.pid, signal.SIGKILL)
         assert running.finish().left == ()
     events = opened(path.read_text())
     check(events)
-    assert len(batches(events)) > 80
+    assert len(batches(events)) > 30
 
     def is_free() -> bool:
         try:

@@ -1,19 +1,19 @@
-"""`tune` on whole loaders, and on the shell."""
+"""`tune` on whole loaders."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from fastq_loader import DataLoader, tune
-from tests.conftest import run_script, running_script, wait_until
+from tests.conftest import running_script, wait_until
 from tests.support.datasets import Made, Stream
+from tests.support.thorough import thorough
 
 pytestmark = pytest.mark.processes
 
@@ -38,7 +38,7 @@ def test_it_finds_more_workers_for_a_dataset_that_waits() -> None:
     generator = torch.Generator().manual_seed(1)
     loader = DataLoader(Made(wait, 10_000), 4, shuffle=True, num_workers=1, generator=generator)
     before = generator.get_state(), torch.get_rng_state()
-    found = tune(loader, seconds=4, schedules=["round_robin"], max_workers=4, progress=False)
+    found = tune(loader, seconds=2, schedules=["round_robin"], max_workers=3, progress=False)
     assert all(map(torch.equal, before, (generator.get_state(), torch.get_rng_state())))
     assert found.settings["num_workers"] > 1, str(found)
     assert loader.statistics().epochs == 0
@@ -51,6 +51,7 @@ def test_it_finds_more_workers_for_a_dataset_that_waits() -> None:
     assert contents(loader, 5) == theirs
 
 
+@thorough()
 @pytest.mark.usefixtures("forked_workers")
 def test_an_iterable_dataset_is_tuned_too() -> None:
     found = tune(DataLoader(Stream("tensors", [4] * 8), 2), seconds=2, max_workers=2, progress=False)
@@ -58,6 +59,7 @@ def test_an_iterable_dataset_is_tuned_too() -> None:
     assert found.rows[0].batches_per_second > 0
 
 
+@thorough()  # of one trial by default: `tools/test_trials.py`
 def test_ctrl_c_prints_what_was_measured_and_leaves_nothing() -> None:
     with running_script(
         """
@@ -67,7 +69,8 @@ def test_ctrl_c_prints_what_was_measured_and_leaves_nothing() -> None:
         before = belongings()
         found = tune(make_loader(), seconds=20)
         print(found.notes[-1], found.rows[0].batches_per_second > 0, acquired(before))
-        """
+        """,
+        warm=True,
     ) as script:
         # When something is told for the second time, something was measured.
         assert wait_until(lambda: script._stderr.read_text().count("\n") >= 2, 40)
@@ -77,16 +80,3 @@ def test_ctrl_c_prints_what_was_measured_and_leaves_nothing() -> None:
     assert result.stdout == "It was interrupted: this is what was measured so far. True {}\n"
     assert "Traceback" not in result.stderr
     assert not result.left
-
-
-def test_the_shell_prints_a_table(tmp_path: Path) -> None:
-    script = """
-        import subprocess, sys
-        line = "-m fastq_loader tune my_data:make_loader --seconds 2 --max-workers 1 --quiet"
-        sys.exit(subprocess.run([sys.executable, *line.split()], cwd="FOLDER").returncode)
-    """
-    (tmp_path / "my_data.py").write_text("from tests.end_to_end.test_tune import make_loader\n")
-    result = run_script(script.replace("FOLDER", str(tmp_path)), timeout=60)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    assert result.stdout.startswith("Recommended: num_workers=")

@@ -29,6 +29,7 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as TorchLoader
 
 from fastq_loader import DataLoader
+from tests.support.thorough import thorough
 
 pytestmark = pytest.mark.processes
 
@@ -121,19 +122,11 @@ class Slots(Numbers):
 
 
 class OddList(list[Any]):
-    def _refuse(self) -> Any:
-        note("a list")
-        raise RuntimeError("a list was read")
-
-    __len__ = __iter__ = _refuse
+    __len__ = __iter__ = Watched._refuse  # type: ignore[assignment]
 
 
 class OddDict(dict[Any, Any]):
-    def _refuse(self) -> Any:
-        note("a dict")
-        raise RuntimeError("a dict was read")
-
-    __len__ = __iter__ = items = keys = _refuse
+    __len__ = __iter__ = items = keys = Watched._refuse  # type: ignore[assignment]
 
 
 class LazyModule(ModuleType):
@@ -258,14 +251,15 @@ def as_collate(held: Any) -> Any:
     return held if callable(held) else Plain(held)
 
 
+PLACES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "dataset": lambda held: {"dataset": held},
+    "sampler": lambda held: {"dataset": range(N), "sampler": held},
+    "collate_fn": lambda held: {"dataset": range(N), "collate_fn": as_collate(held)},
+}
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
-    **{f"dataset: {name}": lambda make=make: {"dataset": make()} for name, make in HELD.items()},  # type: ignore[misc]
     **{
-        f"sampler: {name}": lambda make=make: {"dataset": range(N), "sampler": make()}  # type: ignore[misc]
-        for name, make in HELD.items()
-    },
-    **{
-        f"collate_fn: {name}": lambda make=make: {"dataset": range(N), "collate_fn": as_collate(make())}  # type: ignore[misc]
+        f"{place}: {name}": lambda make=make, put=put: put(make())  # type: ignore[misc]
+        for place, put in PLACES.items()
         for name, make in HELD.items()
     },
     "a stream": lambda: {"dataset": Stream()},
@@ -284,10 +278,16 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "a sampler without a state": lambda: {"dataset": range(N), "sampler": Shuffles()},
     "a shuffle": lambda: {"dataset": Numbers(), "shuffle": True, "generator": torch.Generator()},
 }
-RUNS: list[dict[str, Any]] = [
-    {},
-    {"num_workers": 2},
-    {"num_workers": 1, "persistent_workers": True},
+#: They run with workers by default, too.
+TELLING = [
+    *(f"{place}: {held}" for place in PLACES for held in ("watched", "properties")),
+    *("dataset: a graph", "sampler: an odd attribute", "a stream", "batches of a sampler", "single indices"),
+]
+STAY = {"num_workers": 1, "persistent_workers": True}
+RUNS = [
+    pytest.param({}, id="no workers"),
+    pytest.param(STAY, id="workers stay", marks=thorough(but={"case": TELLING})),
+    pytest.param({"num_workers": 2}, id="workers", marks=thorough()),
 ]
 
 
@@ -313,7 +313,7 @@ def seen(made: Callable[[], Any]) -> tuple[Any, Counter[str]]:
         return found, Counter(file.read().decode().splitlines())
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_batches_and_no_more_looks_than_torchs(
     case: str, run: dict[str, Any], tmp_path: Path

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fastq_loader.insight.chooser import NOISE, Limits, most_workers, numbers, price, rank
 from fastq_loader.insight.model import Costs, Setting
+from tests.support.thorough import examples
 
 OWN = Setting(2)
 SETTINGS = st.builds(
@@ -32,6 +33,7 @@ def decoding(load: float = 0.05, **others: float) -> Costs:
     return Costs((load,), pack=0.0001, overhead=0.0001, **others)
 
 
+@examples(100)
 @given(MEASURED)
 def test_the_best_is_the_cheapest_of_those_within_the_noise(measured: dict[Setting, float]) -> None:
     ranked = rank(None, measured, LIMITS)
@@ -42,6 +44,7 @@ def test_the_best_is_the_cheapest_of_those_within_the_noise(measured: dict[Setti
     assert price(best, OWN) <= min(price(each, OWN) for each in equals)
 
 
+@examples(100)
 @given(MEASURED)
 def test_what_comes_first_is_never_slower_than_by_the_noise(measured: dict[Setting, float]) -> None:
     ordered = list(rank(None, measured, LIMITS))
@@ -51,6 +54,7 @@ def test_what_comes_first_is_never_slower_than_by_the_noise(measured: dict[Setti
             assert measured[first] < measured[then], "the cheaper one only stands behind if it is slower"
 
 
+@examples(100)
 @given(MEASURED, st.randoms(use_true_random=False))
 def test_the_order_does_not_depend_on_the_order_in_which_they_were_found(
     measured: dict[Setting, float], random: Random
@@ -124,6 +128,7 @@ def test_all_that_may_be_chosen() -> None:
     }, "what is not named is as it is"
 
 
+@examples(100)
 @given(st.floats(0, 1e4), st.integers(0, 5), st.integers(0, 9), st.floats(0, 1e3))
 def test_nothing_is_chosen_that_memory_does_not_hold(
     memory: float, most: int, own: int, batch_bytes: float
@@ -137,6 +142,7 @@ def test_nothing_is_chosen_that_memory_does_not_hold(
         assert each.num_workers * (100 + batch_bytes * (each.prefetch_factor + 1)) <= memory
 
 
+@examples(100)
 @given(st.floats(0.0, 1.0), st.floats(0.1, 256))
 def test_as_many_workers_may_be_tried_as_keep_the_cpus_busy(load_cpu: float, cpus: float) -> None:
     most = most_workers(decoding(load_cpu=load_cpu), cpus)
@@ -153,6 +159,7 @@ def test_work_that_waits_gets_more_workers_than_cpus() -> None:
     assert most_workers(decoding(load_cpu=0.01), 64) == 64
 
 
+@examples(100)
 @given(st.integers(1, 300), st.floats(0.3, 300))
 def test_numbers_grow_in_steps_of_which_none_is_wide(most: int, cpus: float) -> None:
     tried = numbers(most, cpus)

@@ -27,6 +27,7 @@ from fastq_loader.system import pages
 from tests.support import records
 from tests.support.loaders import MANY_WORKERS
 from tests.support.records import call, came, gives
+from tests.support.thorough import examples
 
 #: CPUs that never limit.
 MANY = 1e9
@@ -48,12 +49,14 @@ WORKERS, PREFETCH = st.integers(1, 8), st.integers(1, 4)
 ENDS = 1.1
 
 
+@examples(100)
 @given(COSTS, st.floats(0.5, 8))
 def test_without_workers_everything_is_done_in_turn(costs: Costs, cpus: float) -> None:
     expected = costs.load + costs.draw + costs.device + costs.step
     assert seconds_per_batch(costs, Setting(0), cpus) == pytest.approx(expected)
 
 
+@examples(100)
 @given(COSTS, TIMES, WORKERS, st.integers(2, 4), st.booleans())
 def test_the_slower_side_wins(costs: Costs, load: float, workers: int, prefetch: int, dynamic: bool) -> None:
     costs = replace(costs, loads=(load,))
@@ -62,6 +65,7 @@ def test_the_slower_side_wins(costs: Costs, load: float, workers: int, prefetch:
     assert found == pytest.approx(max(consumer, (load + costs.pack) / workers), rel=0.05)
 
 
+@examples(100)
 @given(COSTS, TIMES, WORKERS)
 def test_in_a_window_of_one_only_the_step_runs_beside_loads(costs: Costs, load: float, workers: int) -> None:
     costs = replace(costs, loads=(load,))
@@ -70,6 +74,7 @@ def test_in_a_window_of_one_only_the_step_runs_beside_loads(costs: Costs, load: 
     assert found == pytest.approx(max(costs.step, load + costs.pack) + between, rel=0.01)
 
 
+@examples(100)
 @given(COSTS, WORKERS, PREFETCH, st.booleans(), st.floats(0.5, 8))
 def test_the_limits_are_kept(costs: Costs, workers: int, prefetch: int, dynamic: bool, cpus: float) -> None:
     found = seconds_per_batch(costs, Setting(workers, prefetch, dynamic), cpus)
@@ -78,12 +83,14 @@ def test_the_limits_are_kept(costs: Costs, workers: int, prefetch: int, dynamic:
     assert found >= costs.cpu / cpus
 
 
+@examples(100)
 @given(COSTS, WORKERS, WORKERS)
 def test_more_workers_are_never_slower_where_there_are_cpus(costs: Costs, some: int, more: int) -> None:
     few, many = (seconds_per_batch(costs, Setting(n, dynamic=True), MANY) for n in sorted((some, more)))
     assert many <= few * ENDS
 
 
+@examples(100)
 @given(COSTS, WORKERS, PREFETCH)
 def test_dynamic_is_never_slower_than_taking_turns(costs: Costs, workers: int, prefetch: int) -> None:
     turns, dynamic = (

@@ -30,6 +30,7 @@ from fastq_loader.system import pages
 from tests.support.datasets import Stream, identity
 from tests.support.limited import Naps
 from tests.support.records import gives
+from tests.support.thorough import examples
 
 LIMITS = {*CAUSES, "balanced", "unknown"}
 
@@ -48,6 +49,7 @@ def evidence_of(busy: float = 0.5, **shares: Any) -> Evidence:
     return Evidence(epoch, Costs((load,)), Setting(2))
 
 
+@examples(100)
 @given(st.lists(st.integers(0, 100), min_size=8, max_size=8).filter(any), st.floats(0, 1))
 def test_of_any_epoch_there_is_one_limit_and_its_share(parts: list[int], busy: float) -> None:
     shares = {cause: part / sum(parts) for cause, part in zip(CAUSES, parts, strict=True)}
@@ -219,6 +221,7 @@ SECONDS = st.floats(0, 1e5)
 NAMES = st.text(max_size=300)
 
 
+@examples(100)
 @given(
     st.sampled_from([*CAUSES, "balanced", "unknown"]),
     st.lists(SECONDS, min_size=8, max_size=8),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,8 @@ import torch.utils.data.dataloader
 
 import fastq_loader
 from fastq_loader import DataLoader, Prefetcher
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_script
+from tests.support.thorough import thorough
 
 TORCHS: list[Any] = [torch.utils.data.DataLoader]  # as an attribute of this module it would be replaced
 
@@ -78,20 +78,24 @@ print(DataLoader is torch.utils.data.DataLoader is torch.utils.data.dataloader.D
 """
 
 
-@pytest.mark.processes
-def test_a_program_has_torchs_again_and_keeps_what_it_has_of_ours(tmp_path: Path) -> None:
-    (file := tmp_path / "program.py").write_text(PROGRAM.format(OURS))
-    for command in ([file], ["-c", PROGRAM.format("")]):
-        done = subprocess.run([sys.executable, *command], cwd=ROOT, env=PATHS, capture_output=True, text=True)
-        assert (done.stdout.split()[-1:], done.stderr) == (["True"], "")
-
-
 OURS = """
 from fastq_loader import DataLoader as Ours
 import atexit
 atexit.register(lambda: (Ours is fastq_loader.DataLoader is not DataLoader) or print("False"))
 """
-PATHS = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.processes
+@thorough(after=1)
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_program_has_torchs_again_and_keeps_what_it_has_of_ours(is_file: bool) -> None:
+    done: Any
+    if is_file:
+        done = run_script(PROGRAM.format(OURS), warm=True)
+    else:  # a program without a source keeps nothing of ours
+        command = [sys.executable, "-c", PROGRAM.format("")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 def test_inside_another_and_twice_it_changes_nothing() -> None:
@@ -113,7 +117,7 @@ def wrapped(loader: Any) -> Any:
     return {"train": SimpleNamespace(base_dataloader=loader), "eval": [Prefetcher(loader, "cpu"), trainer]}
 
 
-def test_whose_class_runs_is_found_through_what_wraps_it() -> None:
+def test_the_class_that_runs_is_found_through_its_wrappers() -> None:
     [torchs] = TORCHS
 
     class Derived(DataLoader[Any]):

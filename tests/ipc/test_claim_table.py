@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.ipc import claim_table
@@ -24,6 +24,7 @@ from fastq_loader.scheduling.in_flight import PendingTasks
 from fastq_loader.scheduling.states import Batch
 from fastq_loader.system.calls import set_lock
 from tests.support.forking import end_of, fork
+from tests.support.thorough import examples
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
@@ -150,7 +151,7 @@ def test_closing_it_twice_closes_no_other_descriptor(shared: SharedTable) -> Non
     os.close(reused)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(
     st.integers(2, 5),
     st.lists(st.tuples(st.sampled_from("oocaad"), st.integers(0, 20)), min_size=20, max_size=60),

@@ -11,7 +11,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.errors import ProtocolError
@@ -37,6 +37,7 @@ from fastq_loader.ipc.messages import (
     load_index,
 )
 from tests.support.datasets import assert_same
+from tests.support.thorough import examples
 
 TOKEN = bytes(range(TOKEN_BYTES))
 
@@ -83,7 +84,7 @@ FROM_CONSUMER = st.one_of(
 )
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(FROM_CONSUMER, FROM_WORKERS)
 def test_messages_survive(to_worker: messages.Message, to_consumer: messages.Message) -> None:
     assert_same(to_worker, decode_for_worker(encode(to_worker)), "message")
@@ -138,6 +139,7 @@ def test_plain_indices_travel_without_a_pickle(monkeypatch: pytest.MonkeyPatch) 
         assert_same(index, travel(index), "index")
 
 
+@examples(100)
 @given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1)))
 def test_packed_integers_come_out_as_a_list(integers: list[int]) -> None:
     packed = Indices(array("q", integers).tobytes())
@@ -300,7 +302,7 @@ MSGPACK_VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.integers(0, 7), st.lists(MSGPACK_VALUES, max_size=12), st.binary(max_size=40))
 def test_other_frames_raise_nothing_else(kind: int, fields: list[Any], junk: bytes) -> None:
     for frame in (msgpack.packb((VERSION, kind, *fields), unicode_errors="surrogatepass"), junk):

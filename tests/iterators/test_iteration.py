@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleP
 
 from fastq_loader import DataLoader, IteratorInvalid
 from fastq_loader.iterators import base
-from tests.conftest import descendants, of_kind, wait_until
+from tests.conftest import acquired, belongings, descendants, of_kind, wait_until
 from tests.support.datasets import FaultyDataset, Made, SizedStream
 from tests.support.loaders import torch_has
 
@@ -105,6 +105,21 @@ def test_a_batch_whose_warning_was_interrupted_comes_next(monkeypatch: pytest.Mo
         next(iterator)
     monkeypatch.setattr(base, "warn_user", lambda text, category: None)
     assert [label for _, label in iterator] == [0, 1, 2, 3]
+
+
+class DrawsAtOnce(Sampler[int]):
+    """Draws when it is iterated, and not for its first index."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(4).tolist())
+
+
+def test_r1_the_sampler_draws_before_the_seed_of_the_iteration_is_drawn() -> None:
+    found = []
+    for kind in (TorchDataLoader, DataLoader):
+        torch.manual_seed(1)
+        found.append([*make(kind, batch_size=None, sampler=DrawsAtOnce()), torch.rand(1).item()])
+    assert found[0] == found[1]
 
 
 class GoesOn(Sampler[int]):
@@ -231,6 +246,14 @@ def test_a_pool_ends_with_the_last_iterator_that_refers_to_it() -> None:
     assert wait_until(lambda: not descendants(), 3)
 
 
+def test_an_exhausted_iterator_that_is_kept_holds_no_process_descriptor_or_memory() -> None:
+    before = belongings()
+    iterator = iter(make(DataLoader, num_workers=1))
+    assert iterate(iterator) == 4
+    assert wait_until(lambda: not acquired(before), 6)
+    assert next(iterator, None) is None
+
+
 def test_a_pool_that_has_ended_is_replaced_in_the_next_epoch() -> None:
     with persistent() as loader:
         assert numbers(loader) == [[0, 1], [2, 3]]
@@ -249,7 +272,7 @@ def test_no_method_of_torchs_iterators_runs_in_ours(workers: int) -> None:
     # For torch's own iterators that keep workers, at the exit; the second is that of older versions.
     assert inherited <= {"_clean_up_persistent_workers_atexit", "_clean_up_worker"}
     for name in methods & {"_try_put_index", "_get_data", "_try_get_data", "_process_data"}:
-        with pytest.raises(NotImplementedError, match="nothing of torch's iterators runs"):
+        with pytest.raises(NotImplementedError, match="no code of torch's iterators runs"):
             getattr(iterator, name)()
     with pytest.raises(AttributeError, match="has no attribute '_data_queue'"):
         _ = iterator._data_queue

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.memory import allocator
@@ -20,6 +20,7 @@ from fastq_loader.packing.pack import Packer
 from tests.support.datasets import Opaque, assert_same
 from tests.support.pair import DTYPES, LARGE, TOKEN, Pair, offset_of, paired
 from tests.support.simulated_fork import Fork
+from tests.support.thorough import examples
 
 pytestmark = [
     pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd"),
@@ -61,7 +62,7 @@ def test_a_kept_tensor_can_be_shipped_again_and_at_last_without_a_copy(pair: Pai
     assert pair.idle()
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.lists(st.tuples(st.sampled_from(("make", "keep", "drop", "ship")), st.integers(1, 4)), max_size=20))
 def test_no_block_is_written_to_while_somebody_has_it(steps: list[tuple[str, int]]) -> None:
     with paired() as pair:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.memory.arena import AVAILABLE, Arena
@@ -25,6 +25,7 @@ from fastq_loader.system import calls
 from tests.conftest import wait_until
 from tests.support.forking import end_of, fork
 from tests.support.simulated_fork import Fork
+from tests.support.thorough import examples
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
@@ -133,7 +134,7 @@ def test_a_finalizer_that_is_held_up_does_not_release_the_next_lease(arena: Aren
 # ---- the end ----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(st.sets(st.integers(0, 11)), st.permutations(range(12)), st.booleans())
 def test_a_retired_arena_is_the_blocks_that_are_held(kept: set[int], order: list[int], seen: bool) -> None:
     arena = Arena(1)
@@ -224,7 +225,7 @@ def test_the_memory_cannot_be_cut_short(arena: Arena) -> None:
             os.ftruncate(arena.fd, length)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.sampled_from([1, 2, 3, 64]), st.lists(st.integers(1, 1 << 22), min_size=1, max_size=20))
 def test_every_worker_has_its_part_and_every_block_words_behind_all_of_them(
     workers: int, needs: list[int]

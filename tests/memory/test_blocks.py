@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fastq_loader.memory.blocks import (
@@ -13,6 +13,7 @@ from fastq_loader.memory.blocks import (
     device_aligned,
     size_class,
 )
+from tests.support.thorough import examples
 
 SIZES = st.one_of(
     st.integers(0, 1 << 20),
@@ -21,7 +22,7 @@ SIZES = st.one_of(
 )
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(SIZES, SIZES)
 @example(SMALLEST, SMALLEST + 1)
 def test_a_size_class_fits_and_wastes_little(smaller: int, larger: int) -> None:
@@ -42,7 +43,7 @@ def test_there_are_four_size_classes_between_powers_of_two() -> None:
         assert sizes == {(1 << power) * quarters // 4 for quarters in (5, 6, 7, 8)}
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 20)), max_size=40))
 def test_the_address_space_gives_each_byte_once(steps: list[tuple[bool, int, int]]) -> None:
     space = FreeRanges(((10, 60), (70, 40)))  # neighbours: they merge when one is given back

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.memory.forked_children import ForkedChildren, moment
 from tests.conftest import run_script
 from tests.support.simulated_fork import Fork
+from tests.support.thorough import examples
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def watching() -> Iterator[ForkedChildren]:
 EVENTS = st.sampled_from(("birth", "death", "fork", "finish", "child dies"))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.lists(st.tuples(EVENTS, st.integers(0, 5)), max_size=30))
 def test_a_thing_may_be_seen_by_the_children_whose_forks_it_met(steps: list[tuple[str, int]]) -> None:
     with watching() as watched, ExitStack() as stack:

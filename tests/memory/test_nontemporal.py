@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, default_collate
@@ -23,6 +23,7 @@ from fastq_loader.reading import collate
 from tests.conftest import run_script
 from tests.support.datasets import assert_same
 from tests.support.pair import Pair, noise, paired
+from tests.support.thorough import examples, thorough
 
 pytestmark = pytest.mark.skipif(not arenas.AVAILABLE, reason="this system has no memfd")
 
@@ -52,7 +53,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
         yield pair
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.integers(0, 130), st.integers(0, 70), st.integers(0, 5), st.data())
 def test_only_the_pieces_are_written(nbytes: int, target_at: int, count: int, data: st.DataObject) -> None:
     total = nbytes * count
@@ -190,6 +191,7 @@ class Images(Dataset[Any]):
 
 @BUILT
 @pytest.mark.processes
+@thorough(but={"workers": 2})
 @pytest.mark.parametrize(("workers", "prefetch", "megabytes"), [(2, 2, 6.5), (1, 6, 4.6)])
 @pytest.mark.parametrize("factor", [1.0, 0.7])
 def test_batches_that_exceed_the_cache(workers: int, prefetch: int, megabytes: float, factor: float) -> None:
@@ -210,6 +212,7 @@ def test_an_installation_without_the_c_does_without_it() -> None:
         import sys
         sys.modules["fastq_loader.memory._nontemporal"] = None  # the import fails
         import torch
+        from torch.utils.data import Subset
         from fastq_loader import DataLoader
         from fastq_loader.memory import nontemporal
         from tests.memory.test_nontemporal import Images
@@ -218,7 +221,7 @@ def test_an_installation_without_the_c_does_without_it() -> None:
         source, target = torch.arange(10), torch.zeros(6, dtype=torch.int64)
         nontemporal.copy(target.data_ptr(), [source.data_ptr() + 16, source.data_ptr() + 40], 24)
         assert target.tolist() == [2, 3, 4, 5, 6, 7]
-        data = Images(20 << 20)
+        data = Subset(Images(20 << 20), range(4))
         for number, (image, nontemporally) in enumerate(DataLoader(data, None, num_workers=1)):
             assert torch.equal(image, data[number][0]) and not nontemporally
         print("as ever")

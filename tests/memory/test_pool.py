@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -28,6 +28,7 @@ from fastq_loader.memory.blocks import (
 )
 from fastq_loader.memory.pool import KINDS, WORTH_A_PROMISE, BlockPool, Demand
 from tests.support.invariants import check_pool, states
+from tests.support.thorough import examples
 
 WORKERS = 3
 PATIENT = 12  # tasks, in place of a thousand
@@ -422,7 +423,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=80, stateful_step_count=50)
+TestLedger.settings = examples(80, stateful_step_count=50)
 
 
 # ---- with the memory behind it ----------------------------------------------------------------------
@@ -470,7 +471,7 @@ def test_closing_keeps_only_what_users_hold_and_may_be_called_again(pool: BlockP
 SIZES = st.lists(st.integers(1, 1000), max_size=4)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.lists(SIZES, min_size=1, max_size=KINDS, unique_by=lambda kind: tuple(sorted(kind))))
 def test_a_task_gets_enough_for_any_recent_kind_of_batch(kinds: list[list[int]]) -> None:
     demand = Demand()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fastq_loader.errors import UnpicklableError
@@ -46,6 +46,7 @@ from tests.support.datasets import (
     assert_same,
 )
 from tests.support.pair import DTYPES, LARGE, Pair, noise, paired, random_tensor
+from tests.support.thorough import examples
 
 pytestmark = [
     pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd"),
@@ -140,10 +141,35 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 BATCHES = st.recursive(LEAVES, containers, max_leaves=12)
 
 
-@settings(max_examples=250)
+RAND = torch.rand
+LAST = torch.channels_last
+STRIDED = [
+    torch.arange(6).view(3, 2).t(),
+    torch.arange(3)[:, None].t(),
+    torch.arange(10)[::5][None],
+    torch.arange(4.0).expand(1, 4),
+    torch.arange(4.0).as_strided((1, 4), (77, 1)),
+    *(RAND(shape).contiguous(memory_format=LAST) for shape in ((2, 1, 4, 4), (1, 3, 1, 1), (3, 1, 200, 200))),
+    RAND(1, 3, 200, 200).contiguous(memory_format=LAST),
+    *(torch.empty(0, 3).t(), torch.empty(0), torch.empty(4, 0, 2)),
+    *(torch.tensor(3.0), torch.tensor(3.0).expand(2, 3), torch.tensor(3.0).expand(300, 300)),
+    *(RAND(200, 300).t(), RAND(200, 300)[:, ::7]),
+]
+
+#: Values that are packed by themselves, neighbours that are not, and keys and values that compare equal.
+PLAIN: list[Any] = [
+    *([2**63, -(2**63)], [2**64], [-(2**63) - 1, 0], [True, 1], [[1], 2]),
+    *(["a", None, 2.5, b"x", False], (True, 1, 1.0, 0, False, 0.0, -0.0, np.int64(1))),
+    *({1: "a"}, {True: "a"}, {1.0: "a"}, {np.int64(1): "a"}, {"1": "a"}, {2**70: "a"}),
+]
+
+
+@examples(250)
 @given(st.lists(BATCHES, min_size=1, max_size=3))
 @example([[], (), {}, ((),), [[[]]], {"": {}}])
 @example(list(OBJECTS))
+@example(STRIDED)
+@example([*PLAIN, PLAIN, PLAIN[::-1]])
 def test_a_batch_of_anything_comes_out_as_it_went_in(batches: list[Any]) -> None:
     with paired() as pair:
         for batch in batches:
@@ -151,7 +177,7 @@ def test_a_batch_of_anything_comes_out_as_it_went_in(batches: list[Any]) -> None
         assert pair.idle()
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.lists(st.lists(tensors(LARGE_SHAPES) | arrays(LARGE_SHAPES), max_size=3), min_size=1, max_size=4))
 def test_large_leaves_come_out_of_used_blocks_as_they_went_in(batches: list[list[Any]]) -> None:
     with paired() as pair:
@@ -168,27 +194,6 @@ def test_large_leaves_come_out_of_used_blocks_as_they_went_in(batches: list[list
 
 
 # ---- layouts ----------------------------------------------------------------------------------------
-
-
-RAND = torch.rand
-LAST = torch.channels_last
-STRIDED = [
-    torch.arange(6).view(3, 2).t(),
-    torch.arange(3)[:, None].t(),
-    torch.arange(10)[::5][None],
-    torch.arange(4.0).expand(1, 4),
-    torch.arange(4.0).as_strided((1, 4), (77, 1)),
-    *(RAND(shape).contiguous(memory_format=LAST) for shape in ((2, 1, 4, 4), (1, 3, 1, 1), (3, 1, 200, 200))),
-    RAND(1, 3, 200, 200).contiguous(memory_format=LAST),
-    *(torch.empty(0, 3).t(), torch.empty(0), torch.empty(4, 0, 2)),
-    *(torch.tensor(3.0), torch.tensor(3.0).expand(2, 3), torch.tensor(3.0).expand(300, 300)),
-    *(RAND(200, 300).t(), RAND(200, 300)[:, ::7]),
-]
-
-
-@pytest.mark.parametrize("tensor", STRIDED, ids=lambda tensor: f"{tuple(tensor.shape)} {tensor.stride()}")
-def test_strides_come_out_as_they_went_in(pair: Pair, tensor: torch.Tensor) -> None:
-    assert_same(tensor, pair.trip(tensor))
 
 
 def test_an_array_may_be_empty_and_comes_out_contiguous_as_pickle_has_it(pair: Pair) -> None:
@@ -349,7 +354,7 @@ VIEWS: dict[str, Callable[[torch.Tensor, int, int], torch.Tensor]] = {
 CHOSEN = st.tuples(st.sampled_from(list(VIEWS)), st.floats(0, 0.9), st.floats(0, 0.6), st.booleans())
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.sampled_from((16, 2 * LARGE)), st.lists(CHOSEN, min_size=1, max_size=5), st.integers(0, 3))
 def test_views_of_one_storage_alias_as_they_did(
     count: int, chosen: list[tuple[str, float, float, bool]], shift: int
@@ -461,31 +466,7 @@ def test_a_tree_of_many_containers_comes_out_as_it_went_in(pair: Pair, boxes: in
     assert pair.idle()
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        [],
-        [2**63, -(2**63)],
-        [2**64],
-        [-(2**63) - 1, 0],
-        [True, 1],
-        ["a", None, 2.5, b"x", False],
-        [[1], 2],
-        [True, 1, 1.0, 0, False, 0.0, -0.0, np.int64(1), {1: "a"}, {True: "a"}, {1.0: "a"}, {"1": "a"}],
-    ],
-    ids=str,
-)
-def test_plain_values_stay_what_they_are(pair: Pair, values: list[Any]) -> None:
-    batch = {"values": values, "tuple": tuple(values), "after": 3}
-    assert_same(batch, pair.trip(batch))
-    assert_same(values[::-1], pair.trip(values[::-1]))
-
-
-def test_keys_that_compare_equal_in_one_batch_after_the_other(pair: Pair) -> None:
-    for batch in ({1: "a"}, {True: "a"}, {1.0: "a"}, {np.int64(1): "a"}, {1: "a"}, {2**70: "a"}):
-        assert_same(batch, pair.trip(batch))
-
-
+@examples(100)
 @given(st.lists(st.integers(0, 4), max_size=4))
 def test_strides_are_torchs(shape: list[int]) -> None:
     assert contiguous_strides(tuple(shape)) == torch.empty(shape).stride()

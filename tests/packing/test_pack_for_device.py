@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.ipc.messages import Handle
@@ -21,6 +21,7 @@ from fastq_loader.memory.blocks import DEVICE_ALIGNMENT, SMALLEST
 from fastq_loader.packing.tensors import moved, tensors_of
 from tests.support.datasets import Opaque, Point, Slotted, assert_same
 from tests.support.pair import DTYPES, Pair, noise, paired, random_tensor
+from tests.support.thorough import examples
 
 pytestmark = [
     pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd"),
@@ -70,7 +71,7 @@ def check_layout(handle: Handle) -> None:
         assert (at * dtype.itemsize - spec.leaves[number].start) % DEVICE_ALIGNMENT == 0
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.lists(FIELDS, min_size=1, max_size=4))
 def test_any_fields_from_anywhere(batches: list[Any]) -> None:
     with paired(for_device=True) as pair:

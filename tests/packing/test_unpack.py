@@ -21,6 +21,7 @@ from fastq_loader.packing.spec import REMEMBERED, SPEC_BYTES, Spec, SpecCache
 from fastq_loader.packing.unpack import Unpacker
 from tests.support.datasets import Opaque, assert_same
 from tests.support.pair import LARGE, TOKEN, Pair, paired
+from tests.support.thorough import examples
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
@@ -247,6 +248,7 @@ def leaf(
 LENGTHS = st.sampled_from((1, 20_000, 90_000, REMEMBERED))
 
 
+@examples(100)
 @given(st.lists(st.tuples(st.integers(0, 9), LENGTHS, st.booleans()), max_size=30))
 def test_a_consumer_has_every_spec_that_its_worker_remembers(packed: list[tuple[int, int, bool]]) -> None:
     worker, consumer = SpecCache(), SpecCache()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
@@ -23,6 +23,7 @@ from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.reading import collate
 from tests.support.datasets import Level, assert_same
 from tests.support.pair import LARGE, Pair, paired
+from tests.support.thorough import examples, seeds, thorough
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
@@ -62,7 +63,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(
     st.sampled_from(((), (1,), (3,), (0,), (2, 3, 4, 5), (2, 1, 4, 4), (64, 300), (3, 2, 70, 80))),
     st.lists(st.sampled_from(list(LAYOUTS)), min_size=1, max_size=3),
@@ -84,6 +85,7 @@ def outcome(stack: Callable[[Any], Any], batch: list[Any]) -> Any:
         return type(error), str(error)
 
 
+@thorough(but={"count": LARGE})
 @pytest.mark.parametrize("count", [4, LARGE])
 @pytest.mark.parametrize("first", DTYPES, ids=str)
 @pytest.mark.parametrize("second", DTYPES, ids=str)
@@ -125,12 +127,6 @@ def test_large_results_lie_in_a_block_and_small_ones_do_not(
         sample = kind(length, dtype=dtype if kind is torch.zeros else str(dtype).removeprefix("torch."))
         stacked = default_collate([{"x": sample}] * 4)["x"]
         assert (pair.allocator.block_at(stacked.data_ptr()) is not None) is block
-
-
-def test_a_stacked_batch_is_shipped_without_another_copy(pair: Pair) -> None:
-    samples = [torch.rand(LARGE) for _ in range(3)]
-    assert_same({"x": torch.stack(samples)}, pair.run(lambda: {"x": collate.stack_tensors(samples)}))
-    assert pair.copied == []
 
 
 def test_graphs_and_subclasses_go_the_way_torch_has_for_them(pair: Pair) -> None:
@@ -307,7 +303,7 @@ def seen(collate_fn: Callable[[Any], Any], batch: Any, entries: tuple[Any, ...])
     return result, [(each.category, str(each.message)) for each in warned], calls
 
 
-@pytest.mark.parametrize("seed", range(300))
+@seeds(100, 300)
 def test_samples_become_what_torch_makes_of_them(seed: int, table: dict[Any, Any]) -> None:
     draws = random.Random(seed)
     samples, entries = make_samples(draws, draws.choice((1, 2, 4))), draws.choice(ENTRIES)

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, Subset
 from torch.utils.data._utils import fetch as torch_fetch
 
 from fastq_loader.reading.fetch import EndOfStream, Fetcher
+from tests.support.thorough import examples
 
 
 class Squares(Dataset[int]):
@@ -136,7 +137,7 @@ def test_a_stop_iteration_of_user_code_is_an_error(place: str) -> None:
     assert isinstance(caught.value.__cause__, StopIteration)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.integers(0, 20), st.integers(1, 6), st.booleans(), st.booleans())
 def test_a_stream_is_cut_as_torch_cuts_it(
     count: int, batch_size: int, drop_last: bool, auto_collation: bool

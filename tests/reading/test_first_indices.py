@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fastq_loader.ipc.messages import Indices
 from fastq_loader.reading.first_indices import KEPT, FirstIndices
+from tests.support.thorough import examples
 
 
 def first(*batches: Any) -> FirstIndices:
@@ -35,6 +36,7 @@ def batched(order: list[int], size: int) -> list[list[int]]:
 ORDERS = st.lists(st.integers(-3, 300), max_size=60)
 
 
+@examples(100)
 @given(ORDERS, ORDERS, st.integers(1, 7))
 def test_an_order_repeats_what_begins_like_it_and_goes_down_twice(
     one: list[int], other: list[int], size: int

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data._utils.worker import _generate_state
 
 from fastq_loader.reading import generators
+from tests.support.thorough import examples
 
 MAKE: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.Generator().manual_seed(3),
@@ -112,7 +113,7 @@ def draw_of_each() -> tuple[Any, ...]:
     )
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(BASE_SEEDS, st.integers(0, 1000))
 @example(0, 0)
 @example(2**63 - 1, 7)
@@ -157,6 +158,7 @@ def test_the_devices_of_the_build_are_seeded(
     assert torch.initial_seed() == 42 or expected == ["all"]
 
 
+@examples(100)
 @given(BASE_SEEDS, st.lists(st.integers(0, 2**62), min_size=2, max_size=4, unique=True))
 def test_batches_draw_different_numbers_and_the_same_whoever_loads_them(
     base_seed: int, batches: list[int]

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from fastq_loader.ipc.messages import Indices, decode_index
 from fastq_loader.reading import sampling
+from tests.support.thorough import examples
 
 
 def iterate(index_sampler: Any, **options: Any) -> Iterator[Any]:
@@ -34,6 +35,7 @@ def story(batches: Iterator[Any], generator: torch.Generator | None) -> list[Any
     return [*told, states()]
 
 
+@examples(100)
 @given(
     length=st.integers(1, 40),
     batch_size=st.integers(1, 50),

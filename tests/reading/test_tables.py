@@ -16,6 +16,7 @@ from torch.utils.data._utils import fetch as torch_fetch
 
 from fastq_loader.reading.fetch import Fetcher
 from fastq_loader.reading.tables import Gatherer, is_table
+from tests.support.thorough import examples
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32),
@@ -88,6 +89,7 @@ def tables(draw: st.DrawFn) -> tuple[Any, list[Any]]:
     return dataset, draw(st.lists(draw(st.sampled_from([usual, several])), max_size=9))
 
 
+@examples(100)
 @given(tables())
 def test_every_table_and_index_gives_what_torch_gives(case: tuple[Any, list[Any]]) -> None:
     check(*case)
@@ -127,6 +129,7 @@ def flat(batch: Any) -> list[Any]:
     return [(type(batch), len(batch), names), *(leaf for part in parts for leaf in flat(part))]
 
 
+@examples(100)
 @given(combined())
 def test_concatenations_and_stacks_give_what_torch_gives(case: tuple[Any, list[Any]]) -> None:
     batch, wanted = fetched(*case), by_rows(*case)

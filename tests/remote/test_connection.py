@@ -38,6 +38,7 @@ from fastq_loader.remote.connection import (
     listen,
 )
 from tests.support import certificates
+from tests.support.thorough import examples
 
 TOKEN, OTHER = bytes(range(16)), bytes(16)
 NONCES = b"c" * NONCE_BYTES, b"s" * NONCE_BYTES
@@ -73,6 +74,7 @@ def heard(said: bytes, sizes: Sequence[int] = ()) -> Request:
             client.join()
 
 
+@examples(100)
 @given(cuts)
 def test_a_client_with_the_token_is_let_in_however_its_bytes_are_cut(sizes: list[int]) -> None:
     assert heard(said_by_a_client(), sizes) == REQUEST
@@ -103,8 +105,9 @@ def test_before_the_token_is_shown_no_more_is_received_than_the_lines_have() -> 
         assert mine.recv(100) == b"more"
 
 
+@examples(100)
 @given(st.binary(max_size=3000), cuts)
-def test_whatever_else_is_said_nobody_gets_in(said: bytes, sizes: list[int]) -> None:
+def test_a_client_that_says_anything_else_is_not_let_in(said: bytes, sizes: list[int]) -> None:
     with pytest.raises((Refused, Lost)):
         heard(MAGIC + said, sizes)
 

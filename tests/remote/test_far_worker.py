@@ -54,6 +54,7 @@ pytestmark = [
 ]
 
 SECONDS = 30  # against hanging
+EPOCH, TASK = Epoch(1, None), Task(1, 0, 0, 7, (), ())
 
 
 def slow(index: int) -> int:
@@ -122,7 +123,7 @@ def test_it_answers_one_proxy_and_ends_when_it_is_told(started: Started) -> None
     connection = started.connect()
     with pytest.raises(Lost):
         started.connect()
-    tell(connection, Epoch(1, None), Task(1, 0, 0, 7, (), ()))
+    tell(connection, EPOCH, TASK)
     assert connection.receive() is not None
     tell(connection, Stop())
     with pytest.raises(Lost):
@@ -132,15 +133,16 @@ def test_it_answers_one_proxy_and_ends_when_it_is_told(started: Started) -> None
 
 
 @pytest.mark.parametrize("index", [7, "slow"])
-def test_it_ends_with_its_proxy_also_in_the_middle_of_a_batch(started: Started, index: Any) -> None:
-    connection = started.connect()
-    tell(connection, Epoch(1, None), Task(1, 0, 0, index, (), ()))
-    if index == 7:
-        assert connection.receive() is not None
-    else:
-        assert wait_until(lambda: "in slow" in started.stacks(), SECONDS)
-    connection.close()
-    assert started.end() == f"exited with code {0 if index == 7 else 1}"
+def test_it_ends_with_its_proxy_also_in_the_middle_of_a_batch(index: Any) -> None:
+    with patched("_OUTLIVES", 0.3) as started:
+        connection = started.connect()
+        tell(connection, EPOCH, TASK._replace(index=index))
+        if index == 7:
+            assert connection.receive() is not None
+        else:
+            assert wait_until(lambda: "in slow" in started.stacks(), SECONDS)
+        connection.close()
+        assert started.end() == f"exited with code {0 if index == 7 else 1}"
 
 
 def test_another_version_is_refused_with_what_differs() -> None:
@@ -148,18 +150,17 @@ def test_another_version_is_refused_with_what_differs() -> None:
         Started(versions={"torch": "0.1"})
 
 
-def test_silence_is_refused_in_time_but_not_that_of_the_proxy() -> None:
-    with patched("PATIENCE", 1.0) as started:
+def test_a_silent_client_is_refused_in_time_but_not_a_silent_proxy() -> None:
+    with patched("PATIENCE", 0.5) as started:
         connection = started.connect()
-        for _ in range(2):
-            with socket.create_connection(started.address, SECONDS) as stranger:
-                assert stranger.recv(1) == b""
-        tell(connection, Epoch(1, None), Task(1, 0, 0, 7, (), ()))
+        with socket.create_connection(started.address, SECONDS) as stranger:
+            assert stranger.recv(1) == b""
+        tell(connection, EPOCH, TASK)
         assert connection.receive() is not None
         connection.close()
 
 
-def test_of_many_who_are_silent_the_first_are_refused_at_once() -> None:
+def test_of_many_silent_clients_the_first_are_refused_at_once() -> None:
     with patched("_STRANGERS", 2) as started:
         began = time.monotonic()
         strangers = [socket.create_connection(started.address, SECONDS) for _ in range(3)]
@@ -172,7 +173,7 @@ def test_of_many_who_are_silent_the_first_are_refused_at_once() -> None:
 
 def test_a_child_of_the_dataset_does_not_keep_the_connection(started: Started, tmp_path: Path) -> None:
     connection, file = started.connect(), tmp_path / "pid"
-    tell(connection, Epoch(1, None), Task(1, 0, 0, str(file), (), ()))
+    tell(connection, EPOCH, TASK._replace(index=str(file)))
     assert connection.receive() is not None
     started.far.child.process.kill()
     connection.settimeout(SECONDS)
@@ -190,7 +191,7 @@ def test_with_tls_only_a_certificate_of_the_authority_is_let_in(tmp_path: Path) 
         with pytest.raises(Lost):
             connect(started.address, TOKEN, Request(False), WELCOME, tls=wrong)
     connection = started.connect()
-    tell(connection, Epoch(1, None), Task(1, 0, 0, 1, (), ()))
+    tell(connection, EPOCH, TASK)
     assert connection.receive() is not None
     assert "in run" in started.stacks()
     connection.close()
@@ -198,7 +199,6 @@ def test_with_tls_only_a_certificate_of_the_authority_is_let_in(tmp_path: Path) 
 
 
 ANSWER = Answer(1, 0, 0, BATCH, 0, 0, (), (), None)
-TASK = Task(1, 0, 0, [1, 2], (), ())
 
 
 class Scene:
@@ -275,7 +275,7 @@ def test_blocks_serve_the_next_task_when_their_bytes_were_sent(scene: Scene) -> 
     assert scene.states() == {FREE}
 
 
-def test_what_is_on_its_way_is_not_written_to(scene: Scene) -> None:
+def test_blocks_that_are_on_their_way_are_not_written_to(scene: Scene) -> None:
     """Nothing is received meanwhile; two batches fit into what waits and what is on its way."""
     nbytes = 64 * SMALLEST
     for at in range(2):
@@ -286,7 +286,9 @@ def test_what_is_on_its_way_is_not_written_to(scene: Scene) -> None:
         assert part == bytes([at]) * nbytes
 
 
-def test_what_does_not_fit_raises_and_frees_its_blocks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_does_not_fit_raises_and_frees_its_blocks(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(LONGEST, MESSAGE, 2000)
     with pytest.raises(ValueError, match="plain values do not fit"):
         scene.load([torch.zeros(SMALLEST), "x" * 3000])

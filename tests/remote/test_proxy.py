@@ -13,18 +13,7 @@ import pytest
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.decoding import decode_for_worker
-from fastq_loader.ipc.messages import (
-    BATCH,
-    ENDED,
-    Answer,
-    Epoch,
-    Handle,
-    Ping,
-    Space,
-    Stop,
-    Task,
-    encode,
-)
+from fastq_loader.ipc.messages import BATCH, ENDED, Answer, Epoch, Handle, Ping, Space, Stop, Task, encode
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST
@@ -188,16 +177,13 @@ def test_bytes_lie_where_the_answer_says_in_granted_blocks_and_new_ones(scene: S
     assert scene.claims.begun(1) is None
 
 
-def test_an_answer_without_a_batch_gives_its_blocks_back(scene: Scene) -> None:
-    scene.tell(EPOCH, task(0, (SMALLEST, SMALLEST)))
-    sent = scene.answer(answer(0, kind=ENDED, handle=None))
-    assert (sent.kind, sent.handle, sent.returned) == (ENDED, None, (SMALLEST,))
-
-
-def test_times_are_of_this_clock(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_without_a_batch_gives_its_blocks_back_and_its_times_are_of_this_clock(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module.time, "monotonic_ns", lambda: 90_000)
-    scene.tell(EPOCH, task(0))
-    sent = scene.answer(answer(0, fetched=2_000, collated=4_000, handle=None))
+    scene.tell(EPOCH, task(0, (SMALLEST, SMALLEST)))
+    sent = scene.answer(answer(0, kind=ENDED, fetched=2_000, collated=4_000, handle=None))
+    assert (sent.kind, sent.handle, sent.returned) == (ENDED, None, (SMALLEST,))
     assert (sent.started, sent.fetched, sent.collated, sent.finished) == (86_000, 87_000, 89_000, 90_000)
     scene.tell(task(1))
     assert scene.answer(answer(1, handle=None)).fetched == 0
@@ -214,7 +200,7 @@ def test_times_are_of_this_clock(scene: Scene, monkeypatch: pytest.MonkeyPatch) 
         (b"garbage", 0, "not a"),
     ],
 )
-def test_what_is_no_answer_is_refused(wrong: bytes, body: int, reason: str, scene: Scene) -> None:
+def test_a_message_that_is_no_answer_is_refused(wrong: bytes, body: int, reason: str, scene: Scene) -> None:
     scene.tell(EPOCH, task(0))
     scene.far.send(MESSAGE, wrong, [bytes(body)])
     with pytest.raises(ProtocolError, match=reason):
@@ -222,7 +208,7 @@ def test_what_is_no_answer_is_refused(wrong: bytes, body: int, reason: str, scen
     assert scene.socket.sent == []
 
 
-def test_what_is_for_the_proxy_is_not_passed_on(scene: Scene) -> None:
+def test_messages_for_the_proxy_are_not_passed_on(scene: Scene) -> None:
     space = SMALLEST * 5
     start, _ = scene.arena.mapping.region(1)
     scene.blocks._space.take(1 << 20)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fastq_loader.remote.ranks import TURN, Board, Holding, gifts, share, used, waits_for
 from tests.support.ray_store import Store
+from tests.support.thorough import examples
 
 AMOUNTS = st.floats(0.01, 4, allow_nan=False)
 POOLS = st.dictionaries(
@@ -19,6 +20,7 @@ POOLS = st.dictionaries(
 )
 
 
+@examples(100)
 @given(
     st.fixed_dictionaries({"CPU": st.integers(0, 64), "GPU": st.integers(0, 8)}),
     st.dictionaries(st.sampled_from(["CPU", "GPU", "decoder"]), AMOUNTS),
@@ -40,6 +42,7 @@ def test_parts_of_a_cpu_add_up() -> None:
     assert used({"CPU": 8.0, "GPU": 1.0}, {"CPU": 3.0}) == {"CPU": 5.0, "GPU": 1.0}
 
 
+@examples(100)
 @given(POOLS)
 def test_each_pool_that_starves_is_given_one_in_each_turn_by_all_that_have_more_in_turn(pools: Any) -> None:
     starving = {name for name in pools if pools[name].workers == 0 and pools[name].waited >= TURN}
@@ -75,7 +78,7 @@ def test_the_richest_gives_first() -> None:
         ([], {"CPU": 1}, "no worker is being started"),
     ],
 )
-def test_what_workers_wait_for_is_said_with_numbers(starting: Any, takes: Any, reason: str) -> None:
+def test_the_reason_of_a_wait_has_numbers(starting: Any, takes: Any, reason: str) -> None:
     assert waits_for(starting, takes, {"CPU": 4.0}, {"CPU": 0.5}) == reason
 
 
@@ -102,7 +105,7 @@ def test_pools_of_a_job_see_each_other_and_no_others() -> None:
     assert not store.keys
 
 
-def test_one_that_is_dead_is_not_taken_for_one_that_starves() -> None:
+def test_a_dead_pool_is_not_taken_for_one_that_starves() -> None:
     store = Store()
     one, dead = Board(store, "job", "01"), Board(store, "job", "02")
     for waited in (20, 21):
@@ -116,7 +119,7 @@ def test_one_that_is_dead_is_not_taken_for_one_that_starves() -> None:
         assert dead.name not in one.exchange(Holding(2, 0))
 
 
-def test_what_ended_programs_left_does_not_count_and_is_taken_away() -> None:
+def test_entries_of_ended_programs_do_not_count_and_are_removed() -> None:
     store = Store()
     Board(store, "job", "01").join({"CPU": 0.0}, ())
     Board(store, "job", "02").join({"CPU": 5.0}, ())

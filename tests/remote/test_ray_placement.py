@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from fastq_loader import RayWorkers
@@ -22,6 +22,7 @@ from fastq_loader.remote.proxy import NoPlace, Place
 from fastq_loader.remote.ray_placement import RayPlacement
 from tests.conftest import run_script
 from tests.support.ray_store import Store
+from tests.support.thorough import examples
 
 NODE = "f" * 56
 
@@ -173,6 +174,11 @@ def ray(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Ray:
     return played
 
 
+@pytest.fixture
+def two_ranks(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
 def started(workers: RayWorkers, places: int = 1, flexible: bool = True) -> RayPlacement:
     placement = RayPlacement(workers, flexible)
     placement.start(b"setup", places)
@@ -230,17 +236,11 @@ def test_a_dead_actor_makes_way(error: Any, ray: Ray, placement: RayPlacement, c
         clock.now += 0.2
     else:
         actor.run.answer(error(text))
+        assert placement.death(place) == "The actor is dead because x", "it is asked at once"
     placement.find([], 1)
     assert ray.killed == [actor], "whatever it is doing"
     assert len(ray.actors) == 2
     assert placement.death(place) == ("The actor is dead because x" if error else "")
-
-
-def test_ray_is_asked_at_once_of_a_place_lost_with_its_actor(ray: Ray, placement: RayPlacement) -> None:
-    place = ray.actors[0].place(3)
-    placement.find([], 1)
-    ray.actors[0].run.answer(ActorDiedError("The actor died because it was killed by the memory monitor."))
-    assert placement.death(place) == "The actor died because it was killed by the memory monitor"
 
 
 def test_actors_wait_for_room_and_are_made_again(ray: Ray, clock: Clock) -> None:
@@ -329,14 +329,33 @@ def test_an_actor_that_never_opens_the_dataset_makes_way_beside_others(ray: Ray,
     placement.close()
 
 
-def test_all_that_wait_hear_why_no_worker_starts_if_each_is_needed(ray: Ray) -> None:
-    placement = started(RayWorkers(), 2, flexible=False)
-    ray.actors[0].place(1)
-    placement.find([], 2)
+NO_TORCH = OSError("Traceback\nOSError: no torch there"), "OSError: no torch there"
+KILLED = ActorDiedError("The actor died because it was killed"), "The actor died because it was killed"
+NOT_MADE = ActorDiedError("The actor died because of an error raised in its creation task, so there"), ""
+NOT_MADE[0].actor_init_failed = True
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "opening", "running"),
+    [
+        (*NO_TORCH, False, 1),  # all that wait hear it, because each is needed
+        (*KILLED, True, 0),  # it died while it opened the dataset
+        (*NOT_MADE, False, 0),
+    ],
+)
+def test_three_actors_that_fail_are_enough(
+    ray: Ray, error: Exception, text: str, opening: bool, running: int
+) -> None:
+    placement = started(RayWorkers(), 1 + running, flexible=not running)
+    if running:
+        ray.actors[0].place(1)
+        placement.find([], 2)
     for _ in range(3):
-        ray.actors[-1].open.answer(OSError("no torch there"))
+        if opening:
+            ray.actors[-1].where.answer("10.0.0.7")
+        ray.actors[-1].open.answer(error)
         found = placement.find([], 1)
-    assert found == [NoPlace("no torch there")]
+    assert found == [NoPlace(text or str(error))]
     placement.close()
 
 
@@ -345,31 +364,12 @@ def test_where_no_worker_starts_those_that_wait_hear_why_and_no_more_is_tried(ra
     for made in (2, 4, 6):  # those that were made together fail together, once
         assert len(ray.actors) == made
         for actor in ray.actors[-2:]:
-            actor.open.answer(OSError("Traceback\nOSError: no torch there"))
+            actor.open.answer(NO_TORCH[0])
         found = placement.find([], 2)
     assert found == [NoPlace("OSError: no torch there")] * 2
     assert placement.find([], 1) == found[:1]
     assert len(ray.actors) == 6
     placement.close()
-
-
-def test_a_worker_that_dies_while_it_opens_the_dataset_is_a_failure(ray: Ray) -> None:
-    placement = started(RayWorkers())
-    for number in range(3):
-        ray.actors[number].where.answer("10.0.0.7")
-        ray.actors[number].open.answer(ActorDiedError("The actor died because it was killed"))
-        found = placement.find([], 1)
-    assert found == [NoPlace("The actor died because it was killed")]
-    placement.close()
-
-
-def test_an_actor_that_cannot_be_made_is_a_failure(ray: Ray, placement: RayPlacement) -> None:
-    error = ActorDiedError("The actor died because of an error raised in its creation task, so there")
-    error.actor_init_failed = True
-    for number in range(3):
-        ray.actors[number].open.answer(error)
-        found = placement.find([], 1)
-    assert found == [NoPlace(str(error))]
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["shut down", "and started again"])
@@ -419,16 +419,7 @@ def test_at_the_exit_of_the_process_ray_is_called_no_more(ray: Ray, monkeypatch:
 
 @pytest.mark.parametrize(
     ("ranks", "flexible", "given", "actors"),
-    [
-        ("2", True, {}, 3),
-        ("2", True, {"num_cpus": 1.5}, 2),
-        ("2", True, {"num_gpus": 0.5}, 2),
-        ("16", True, {}, 1),
-        ("2", True, {"num_cpus": 0}, 5),
-        ("1", True, {}, 5),
-        ("", True, {}, 5),
-        ("2", False, {}, 5),
-    ],
+    [("2", True, {}, 3), ("2", True, {"num_gpus": 0.5}, 2), ("", True, {}, 5), ("2", False, {}, 5)],
 )
 def test_a_rank_asks_for_its_part_of_the_cluster(
     ray: Ray, monkeypatch: pytest.MonkeyPatch, ranks: str, flexible: bool, given: dict[str, Any], actors: int
@@ -440,40 +431,21 @@ def test_a_rank_asks_for_its_part_of_the_cluster(
     assert len(ray.store.keys) == 1, "nothing stays in the store"
 
 
-def test_what_others_hold_is_no_part_of_a_rank_and_what_ranks_hold_is(
-    ray: Ray, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("has_store", [True, False], ids=["", "a version of Ray without its store"])
+@pytest.mark.usefixtures("two_ranks")
+def test_resources_of_others_are_no_part_of_a_rank_and_those_of_ranks_are(ray: Ray, has_store: bool) -> None:
     """Ray Train's own workers take CPUs of the cluster, too."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
     ray.taken = {"CPU": 2.0}
+    if not has_store:
+        del ray.modules["ray.experimental.internal_kv"]
     first = started(RayWorkers(), 5)
     assert len(ray.actors) == 3
-    ray.taken = {"CPU": 5.0}  # with those
-    second = started(RayWorkers(), 5)
-    assert len(ray.actors) == 6
+    assert first.find([], 1) == []
+    if has_store:
+        ray.taken = {"CPU": 5.0}  # with those
+        started(RayWorkers(), 5).close()
+        assert len(ray.actors) == 6
     first.close()
-    second.close()
-
-
-def test_ranks_of_a_program_that_was_killed_do_not_count(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    ray.taken = {"CPU": 4.0}
-    ray.store.keys[b":/2 02-a 4 0"] = b'{"CPU": 0.0}'
-    started(RayWorkers(), 5).close()
-    assert len(ray.actors) == 2
-    assert len(ray.store.keys) == 1
-
-
-def test_a_version_of_ray_without_its_store_is_used_as_well(
-    ray: Ray, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    del ray.modules["ray.experimental.internal_kv"]
-    ray.taken = {"CPU": 2.0}
-    placement = started(RayWorkers(), 5)
-    assert len(ray.actors) == 3
-    assert placement.find([], 1) == []
-    placement.close()
 
 
 class Ranks:
@@ -518,24 +490,7 @@ class Ranks:
             pool.close()
 
 
-def test_a_rank_whose_room_went_to_another_gets_one_back(
-    ray: Ray, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other one is in a collective step: it asks for nothing, and its loader's thread gives it up."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    ranks = Ranks(ray, clock, 2, 4, RayWorkers(), lambda waiting: waiting[0])
-    ranks.step()
-    assert ranks.shares() == [2, 2]
-    ray.there = {"CPU": 2.0}  # a machine is gone, and with it all workers of one rank
-    ranks.kill(ranks.pools[1])
-    for _ in range(60):
-        ranks.step()
-    assert ranks.shares() == [1, 1]
-    assert sum(actor in ray.killed for actor in ray.actors[:2]) == 1
-    ranks.close()
-
-
-def test_what_is_given_up_is_what_costs_least_and_is_said(
+def test_a_rank_gives_up_the_worker_that_costs_least_and_says_so(
     ray: Ray, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -570,38 +525,29 @@ def starve(ray: Ray, clock: Clock, placement: RayPlacement, pools: str, first: i
         placement.find([], 0)
 
 
-def test_one_worker_is_kept_however_many_starve(
-    ray: Ray, clock: Clock, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("pools", ["abc", "a"])
+@pytest.mark.usefixtures("two_ranks")
+def test_one_worker_is_kept_and_a_rank_that_starves_again_is_given_again(
+    ray: Ray, clock: Clock, pools: str
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
     placement = started(RayWorkers(), 3)
     for number, actor in enumerate(ray.actors):
         actor.place(number)
-    starve(ray, clock, placement, "abc")
-    assert len(ray.killed) == 2
-    placement.close()
-
-
-def test_who_starves_again_is_given_again(ray: Ray, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    placement = started(RayWorkers(), 3)
-    for number, actor in enumerate(ray.actors):
-        actor.place(number)
-    for ended in (1, 2):
-        for first in (10, 12):  # once in a turn
-            starve(ray, clock, placement, "a", first)
-            assert len(ray.killed) == ended
+    starve(ray, clock, placement, pools)
+    if len(pools) == 1:
+        starve(ray, clock, placement, pools, 12)
+        assert len(ray.killed) == 1, "once in a turn"
         ray.store.keys = {b":/2 a 1 0": b""}
         clock.now += 2
         placement.find([], 0)
         ray.actors[-1].place(9)
+        starve(ray, clock, placement, pools)
+    assert len(ray.killed) == 2
     placement.close()
 
 
-def test_a_rank_publishes_how_long_it_has_had_no_room(
-    ray: Ray, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+@pytest.mark.usefixtures("two_ranks")
+def test_a_rank_publishes_how_long_it_has_had_no_room(ray: Ray, clock: Clock) -> None:
     placement = started(RayWorkers(), 1)
     (actor,) = ray.actors
     place = actor.place(1)
@@ -625,11 +571,9 @@ def test_a_rank_publishes_how_long_it_has_had_no_room(
     placement.close()
 
 
-def test_without_restarts_nothing_that_works_is_given_up(
-    ray: Ray, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("two_ranks")
+def test_without_restarts_nothing_that_works_is_given_up(ray: Ray, clock: Clock) -> None:
     """A batch may be lost with it. What waits makes way."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
     placement = started(RayWorkers(max_restarts=0), 3)
     for number, actor in enumerate(ray.actors[:2]):
         actor.place(number)
@@ -638,7 +582,7 @@ def test_without_restarts_nothing_that_works_is_given_up(
     placement.close()
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_each_rank_comes_to_have_a_worker_whatever_dies(
     data: st.DataObject, ray: Ray, clock: Clock, monkeypatch: pytest.MonkeyPatch
@@ -663,10 +607,10 @@ def test_each_rank_comes_to_have_a_worker_whatever_dies(
     ranks.close()
 
 
-def test_ranks_are_those_of_torch_distributed(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "1")
+def test_ranks_are_those_of_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     played = SimpleNamespace(is_available=bool, is_initialized=lambda: True, get_world_size=lambda: 4)
     monkeypatch.setattr(ray_placement, "distributed", played)
+    monkeypatch.setenv("WORLD_SIZE", "1")
     assert ray_placement._ranks() == 1
     played.is_available = lambda: True
     assert ray_placement._ranks() == 4
@@ -676,14 +620,15 @@ def test_ranks_are_those_of_torch_distributed(ray: Ray, monkeypatch: pytest.Monk
     ("given", "lacks"),
     [
         ({"resources": {"decoder": 1}}, r"resources={'decoder': 1}\): .* has 1 decoder \(the most is 0\)"),
-        ({"num_cpus": 9}, r"num_cpus=9\): .* has 9 CPU \(the most is 8\)"),
         (
             {"num_cpus": 9, "num_gpus": 1},
             r"num_cpus=9, num_gpus=1\): .* 9 CPU .* and 1 GPU \(the most is 0\)",
         ),
     ],
 )
-def test_what_no_machine_has_is_an_error_at_the_start(ray: Ray, given: dict[str, Any], lacks: str) -> None:
+def test_resources_that_no_machine_has_are_an_error_at_the_start(
+    ray: Ray, given: dict[str, Any], lacks: str
+) -> None:
     placement = RayPlacement(RayWorkers(**given))
     with pytest.raises(ValueError, match=lacks):
         placement.start(b"setup", 1)
@@ -695,7 +640,7 @@ def test_what_no_machine_has_is_an_error_at_the_start(ray: Ray, given: dict[str,
     ("groups", "raises"),
     [([(4, 2)], False), ([(-1, 1)], False), ([(0, 1)], True), ([(4, 0)], True), ([], True)],
 )
-def test_what_an_autoscaler_may_add_counts(
+def test_resources_that_an_autoscaler_may_add_count(
     ray: Ray, groups: list[tuple[int, int]], raises: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     kinds = [SimpleNamespace(max_count=most, resources={"CPU": 1, "decoder": has}) for most, has in groups]

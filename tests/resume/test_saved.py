@@ -47,7 +47,7 @@ def cut(of: dict[str, Any]) -> dict[str, Any]:
 
 DAMAGED: dict[str, tuple[Callable[[], Any], str]] = {
     "no dict": (lambda: [state()], "the state is a list"),
-    "foreign": (lambda: {"model": 1}, "'library'.*it has 'model'"),
+    "foreign": (lambda: {"model": 1}, "'library'.*its keys are 'model'"),
     "of a later version": (changed("version", to=4), "field 'version' is 4, and this release reads 3"),
     "of an older version": (changed("version", to=2), "field 'version' is 2, and this release reads 3"),
     "a version that is none": (changed("version", to=True), "field 'version' is True"),
@@ -159,7 +159,7 @@ def test_a_stream_that_says_where_it_stands_is_not_begun_anew() -> None:
     told = state(DataLoader(Says("tensors", (5,)), 2))
     told["workers"] = [None]
     with pytest.raises(
-        ValueError, match=r"field 'workers\.0' is None: the dataset did not say where it stood"
+        ValueError, match=r"field 'workers\.0' is None: the state has no position of the dataset"
     ):
         DataLoader(Says("tensors", (5,)), 2).load_state_dict(told)
 

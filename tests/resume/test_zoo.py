@@ -15,7 +15,20 @@ from torch.utils.data import Dataset, RandomSampler
 
 from fastq_loader import DataLoader
 from fastq_loader.reading import generators
-from tests.support.samplers import ASKED, ZOO, FailsAt3, OneList, ReadsAhead, Says, Users, arguments
+from tests.end_to_end.test_resume import Stop, go_on, stop_at
+from tests.support.loaders import seed_all
+from tests.support.samplers import (
+    ASKED,
+    ZOO,
+    FailsAt3,
+    OneList,
+    ReadsAhead,
+    SayingIterator,
+    Says,
+    Users,
+    arguments,
+)
+from tests.support.thorough import thorough
 
 N = 11
 
@@ -29,14 +42,9 @@ class Numbers(Dataset):  # type: ignore[type-arg]
         return int(index[1] if isinstance(index, tuple) else index)
 
 
-def loader(kind: str, seed: int, batch_size: int | None) -> DataLoader[Any]:
-    given = arguments(kind, N, torch.Generator().manual_seed(seed), batch_size=batch_size)
+def loader(kind: str, seed: int, batch_size: int | None, **more: Any) -> DataLoader[Any]:
+    given = arguments(kind, N, torch.Generator().manual_seed(seed), batch_size=batch_size, **more)
     return DataLoader(Numbers(), collate_fn=np.array, **given)
-
-
-def users() -> tuple[Any, ...]:
-    """The states of the generators that the user saves."""
-    return tuple(map(generators.state_of, generators.GLOBAL.values()))
 
 
 def batches(iterator: Iterator[Any]) -> Iterator[Any]:
@@ -54,45 +62,49 @@ def state(of: DataLoader[Any]) -> str:
     return json.dumps(of.state_dict())
 
 
-Stop = tuple[int, int, str, Any]
-
-
 def run(make: Callable[[int], DataLoader[Any]]) -> tuple[list[list[Any]], list[Stop]]:
     """The batches of three epochs, and a stop before, after and between all of them."""
-    for seed, draws in enumerate((torch.manual_seed, random.seed, np.random.seed)):
-        draws(seed)
+    seed_all(0, 1, 2)
     first, whole = make(1), list[list[Any]]()
-    stops = [(0, 0, state(first), users())]
-    for epoch in range(3):
+    stops = [stop_at(first)]
+    for _ in range(3):
         whole.append([])
         for batch in batches(iter(first)):
-            whole[epoch].append(batch)
-            stops.append((epoch, len(whole[epoch]), state(first), users()))
-        stops.append((epoch + 1, 0, state(first), users()))
+            whole[-1].append(batch)
+            stops.append(stop_at(first))
+        stops.append(stop_at(first))
     return whole, stops[:-1]
 
 
 def assert_goes_on(make: Callable[[int], DataLoader[Any]], whole: list[list[Any]], stop: Stop) -> None:
     """With the order of the run without a stop, and with two more; what the user draws is what it was."""
-    epoch, at, saved, states = stop
+    epoch, at, _ = stop.position
     rest: list[Any] = [[] for _ in range(epoch, 3)]
     for number in range(3):  # then right after that, and after the next batch
-        second = make(2)
-        second.load_state_dict(json.loads(saved))
-        for each, of_user in zip(generators.GLOBAL.values(), states, strict=True):
-            generators.set_state(each, of_user)
+        second = go_on(make(2), stop)
         iterator = batches(iter(second))
         if at or rest[0]:
-            assert generators.same(states, users()), "what a resumed epoch draws was drawn before"
+            users = [generators.state_of(each) for each in generators.GLOBAL.values()]
+            assert generators.same(stop.users, users), "what a resumed epoch draws was drawn before"
         if number == 1 and (batch := next(iterator, None)) is not None:
             rest[0].append(batch)
         if number == 0 or rest[0]:
-            saved, states = state(second), users()
+            stop = stop_at(second)
     rest[0] += iterator
     rest[1:] = [list(batches(iter(second))) for _ in rest[1:]]
     assert rest == [whole[epoch][at:], *whole[epoch + 1 :]], f"from {epoch, at}"
 
 
+#: What others of the zoo show as well.
+ALIKE = [
+    *("shuffle with a generator", "subset", "computed by weights", "computed, each once"),
+    *("the user's, dealt out", "batches, dealt out", "random, later", "torch, at once", "reads ahead"),
+    *("says, in batches", "says, no short batch", "says, in a shuffle", "says, in the user's shuffle"),
+    *("says numpy's", "sets its generator"),
+]
+
+
+@thorough(but={"kind": [kind for kind in ZOO if kind not in ALIKE], "batch_size": 3})
 @pytest.mark.parametrize("kind", ZOO)
 @pytest.mark.parametrize("batch_size", [3, None])
 def test_a_sampler_goes_on_from_anywhere(kind: str, batch_size: int | None) -> None:
@@ -102,6 +114,45 @@ def test_a_sampler_goes_on_from_anywhere(kind: str, batch_size: int | None) -> N
     whole, stops = run(make)
     for stop in stops:
         assert_goes_on(make, whole, stop)
+
+
+@pytest.mark.processes
+@thorough(after=1)
+@pytest.mark.parametrize("kind", ASKED)
+def test_a_sampler_that_says_where_it_stands_may_be_read_ahead_by_workers(kind: str) -> None:
+    def make(seed: int) -> DataLoader[Any]:
+        return loader(kind, seed, 3, schedule="dynamic", num_workers=2, persistent_workers=True)
+
+    whole, stops = run(make)
+    for stop in (stops[1], stops[len(whole[0])]):  # the second is after the last batch
+        assert_goes_on(make, whole, stop)
+
+
+class Interrupted(SayingIterator):
+    """Raises in the place of its sixth index, and goes on."""
+
+    def __next__(self) -> Any:
+        index = super().__next__()
+        if index == 5:
+            raise KeyError(index)
+        return index
+
+
+class SaysAndRaises(Users):
+    def __iter__(self) -> Iterator[int]:
+        return Interrupted(list(range(self.length)))
+
+
+@pytest.mark.processes
+@thorough(after=1)
+@pytest.mark.parametrize("at", [5, 4, 6])
+def test_an_error_of_a_sampler_that_was_drawn_and_not_handed_out_keeps_its_place(at: int) -> None:
+    def make(seed: int) -> DataLoader[Any]:
+        return DataLoader(Numbers(), None, sampler=SaysAndRaises(N), num_workers=2, prefetch_factor=4)
+
+    whole, stops = run(make)
+    assert whole[0] == [*range(5), "error", *range(6, N)]
+    assert_goes_on(make, whole, stops[at])
 
 
 class SaysTuples(Says):
@@ -164,7 +215,10 @@ class HiddenNames(Hidden):
         return (("item", index) for index in super().__iter__())
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.processes)])
+WITH_WORKERS = [pytest.mark.processes, thorough(but={"kind": Hidden, "given_out": 2})]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=WITH_WORKERS)])
 @pytest.mark.parametrize("kind", [CountsEpochs, Many, Hidden, HiddenTensors, HiddenNames])
 @pytest.mark.parametrize(("batch_size", "given_out"), [(None, 10), (4, 2)])
 def test_an_order_that_does_not_come_back_is_an_error(
@@ -198,50 +252,32 @@ def test_a_sampler_that_has_become_shorter_is_an_error() -> None:
         iter(second)
 
 
-@pytest.mark.parametrize("draws", [3, 20])
-def test_a_generator_that_two_loaders_share_gives_the_same_order_or_an_error(draws: int) -> None:
-    """The other loader is read in mid-epoch. RandomSampler draws 32 indices at a time."""
-
-    def make() -> tuple[DataLoader[Any], DataLoader[Any]]:
-        g = torch.Generator().manual_seed(1)
-        return tuple(  # type: ignore[return-value]
-            DataLoader(Numbers(), 2, sampler=RandomSampler(range(N), True, 40, g), generator=g)  # type: ignore[arg-type]
-            for _ in range(2)
-        )
-
-    train, other = make()
-    iterator = iter(train)
-    torch.rand(1, generator=train.generator)  # as many as you like, before the first index
-    for batch in range(draws):
-        next(iterator)
-        if batch == 1:
-            list(other)
-    told = json.loads(state(train))
-    again, _ = make()
-    again.load_state_dict(told)
-    if draws == 3:
-        assert list(map(repr, again)) == list(map(repr, iterator))
-    else:
-        with pytest.raises(ValueError, match="something else drew"):
-            iter(again)
-
-
-def test_a_shuffle_is_digested_by_its_permutations() -> None:
-    """The other loader draws between two of them."""
+@pytest.mark.parametrize(
+    ("replacement", "draws", "error"),
+    [(True, 3, None), (True, 20, "something else drew"), (False, 8, "field 'order'")],
+)
+def test_a_generator_that_two_loaders_share_gives_the_same_order_or_an_error(
+    replacement: bool, draws: int, error: str | None
+) -> None:
+    """The other loader is read in mid-epoch. RandomSampler draws 32 indices at a time, or a permutation."""
 
     def make() -> DataLoader[Any]:
         g = torch.Generator().manual_seed(1)
-        return DataLoader(Numbers(), 4, sampler=RandomSampler(range(N), False, 3 * N, g), generator=g)  # type: ignore[arg-type]
+        return DataLoader(Numbers(), 2, sampler=RandomSampler(range(N), replacement, 40, g), generator=g)  # type: ignore[arg-type]
 
-    first, second = make(), make()
+    first, again = make(), make()
     iterator = iter(first)
-    next(iterator)
-    torch.rand(1, generator=first.generator)
-    for _ in range(4):
+    torch.rand(1, generator=first.generator)  # as many as you like, before the first index
+    for batch in range(draws):
         next(iterator)
-    second.load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match="field 'order'"):
-        iter(second)
+        if batch == 1:
+            list(DataLoader(Numbers(), shuffle=True, generator=first.generator))
+    again.load_state_dict(json.loads(state(first)))
+    if error is None:
+        assert list(map(repr, again)) == list(map(repr, iterator))
+    else:
+        with pytest.raises(ValueError, match=error):
+            iter(again)
 
 
 class CannotSay(Says):
@@ -299,9 +335,7 @@ def test_a_loader_whose_sampler_says_nothing_refuses_what_another_has_said() -> 
     SaysNothing = type("Says", (Users,), {"__iter__": lambda self: iter(range(N))})
     SaysNothing.__qualname__ = Says.__qualname__
     second = DataLoader(Numbers(), sampler=SaysNothing(N))
-    with pytest.raises(
-        ValueError, match="field '_index_sampler_state': the sampler said where it stands, and"
-    ):
+    with pytest.raises(ValueError, match="field '_index_sampler_state': the sampler's state was saved, and"):
         second.load_state_dict(first.state_dict())
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.consumer.deaths import Timeout
 from fastq_loader.errors import InvalidTransition
 from fastq_loader.scheduling.backlog import Backlog
-from fastq_loader.scheduling.events import Died
 from fastq_loader.scheduling.in_flight import InFlight, PendingTasks, ReorderRing
 from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
 from fastq_loader.scheduling.states import Batch, WorkerTable
+from tests.support.thorough import examples
 
 STEPS = st.lists(
     st.tuples(st.just("push"), st.integers(-2, 12))  # relative to the head
@@ -23,7 +23,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.integers(1, 9), STEPS)
 def test_the_ring_behaves_like_a_dict(capacity: int, steps: list[tuple[str, int]]) -> None:
     ring: ReorderRing[Any] = ReorderRing(capacity)
@@ -90,7 +90,7 @@ def test_with_few_tasks_workers_are_idle(tasks: tuple[int | None, ...], workers:
     assert outstanding(*tasks)[0].leave_idle(workers) is idle
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.integers(1, 6), st.lists(st.integers(0, 5), max_size=40))
 def test_no_two_shared_tasks_have_a_slot_in_common(slots: int, steps: list[int]) -> None:
     """However late the batch of an epoch is: the numbers that come round go past it."""
@@ -118,24 +118,11 @@ def test_no_two_shared_tasks_have_a_slot_in_common(slots: int, steps: list[int])
     assert not tasks
 
 
-def test_what_is_lost_with_a_worker() -> None:
-    tasks, batches = outstanding(0, 1, None, None, None)
-    claimed = frozenset([batches[3].ticket])
-    assert tasks.lost_with(Died(1, 4), 1, last=False) == [(1, 1), (1, 4)]
-    assert tasks.lost_with(Died(1, 4), 2, last=False) == [(1, 1)], "batch 4 of another epoch"
-    assert tasks.lost_with(Died(2, None, "died", claimed), 1, last=False) == [(1, 3)]
-
-
-def test_the_batch_of_a_ticket() -> None:
-    tasks, batches = outstanding(None, 1)
-    assert [tasks.seq_of(1, batch.ticket) for batch in batches] == [0, 1]
-    assert tasks.seq_of(2, batches[0].ticket) is tasks.seq_of(1, 99) is tasks.seq_of(1, None) is None
-
-
 def turns(table: WorkerTable, count: int, share_of: int | None = None) -> list[int | None]:
     return [table.take_turn(share_of) for _ in range(count)]
 
 
+@examples(100)
 @given(st.integers(1, 5), st.integers(1, 20), st.sets(st.integers(0, 4)))
 def test_no_worker_has_more_than_its_share_of_a_window(workers: int, window: int, ended: set[int]) -> None:
     table = WorkerTable(workers)
@@ -176,6 +163,7 @@ def test_a_dead_worker_keeps_its_turns_and_an_ended_one_does_not() -> None:
         table.move(0, "replace")
 
 
+@examples(100)
 @given(st.permutations(range(12)), st.integers(0, 12))
 def test_every_position_counts_once_in_whatever_order_they_come(order: list[int], come: int) -> None:
     progress = START
@@ -188,6 +176,7 @@ def test_every_position_counts_once_in_whatever_order_they_come(order: list[int]
     assert progress.beyond == {position for position in handed_out if position > head}
 
 
+@examples(100)
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from((b"", b"a", b"b"))), max_size=10))
 def test_each_worker_is_counted_and_its_last_word_kept(batches: list[tuple[int, bytes]]) -> None:
     progress = Progress(workers=(WorkerProgress(),) * 3)
@@ -318,7 +307,7 @@ def test_in_order_no_worker_is_passed_over_in_an_epoch(window: int) -> None:
 EVENTS = st.sampled_from(["offer", "claim", "read", "epoch", "look", "restart"])
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.integers(1, 3), st.integers(1, 6), st.lists(st.tuples(EVENTS, st.integers(0, 5)), max_size=80))
 def test_each_worker_knows_the_tasks_or_asks(workers: int, limit: int, steps: list[tuple[str, int]]) -> None:
     pool, known, epoch, ticket = Pool(workers, limit), [set[int]() for _ in range(workers)], 1, 0
@@ -358,12 +347,14 @@ def test_each_worker_knows_the_tasks_or_asks(workers: int, limit: int, steps: li
 HEADS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1), st.integers(0, 5)), max_size=30)
 
 
+@examples(100)
 @given(HEADS, st.sampled_from([(0, False), (0, True), (5, False)]))
 def test_torchs_timeout_is_of_a_message(heads: list[tuple[int, int, int]], options: tuple[int, bool]) -> None:
     patience = Timeout(*options)
     assert {patience.seconds(*head) for head in heads} <= {options[0] or None}
 
 
+@examples(100)
 @given(HEADS, st.integers(1, 60))
 def test_of_a_head_it_ends_at_a_fixed_moment(heads: list[tuple[int, int, int]], timeout: int) -> None:
     patience = Timeout(timeout, of_head=True)

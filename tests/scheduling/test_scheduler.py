@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 
 from fastq_loader.errors import InvalidTransition, PoisonBatch
 from fastq_loader.ipc.messages import BATCH, ENDED, ERROR, Answer
@@ -20,12 +20,13 @@ from fastq_loader.scheduling.states import DEAD, GONE, READY, Batch
 from tests.support import invariants
 from tests.support.scheduler_machine import SchedulerMachine, arrive
 from tests.support.simulation import REGION, SimulatedArena
+from tests.support.thorough import examples
 
 Arrived = tuple[int, Answer]
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(
-    max_examples=200,
+TestScheduler.settings = examples(
+    200,
     stateful_step_count=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
@@ -88,31 +89,10 @@ def of(sends: Sequence[Send] | None) -> list[tuple[int | None, int, int]]:
     return [(send.worker, send.task.seq, send.task.attempt) for send in sends]
 
 
-def unanswered(scheduler: Scheduler) -> list[tuple[int, int]]:
-    outstanding = sorted(scheduler.pending_tasks.items())
-    return [(seq, batch.attempt) for (epoch, seq), batch in outstanding if epoch == scheduler.epoch]
-
-
-def test_every_epoch_sends_a_window_in_turns_from_the_first_worker() -> None:
-    scheduler, sends = started(workers=3, length=5)
-    assert of(sends) == [(0, 0, 0), (1, 1, 0), (2, 2, 0), (0, 3, 0), (1, 4, 0)]
-    assert of(begin(scheduler)) == [*of(sends), (2, 5, 0)]
-
-
 def test_an_epoch_comes_after_the_one_before() -> None:
     scheduler, _ = started()
     with pytest.raises(InvalidTransition, match="epoch 1 follows epoch 1"):
         scheduler.begin_epoch(1)
-
-
-def test_a_batch_that_came_early_waits_for_the_ones_before_it() -> None:
-    scheduler, sends = started()
-    arrive(scheduler, *answer(sends[1]))
-    assert scheduler.wanted() == Wait(0, 0, 1)
-    arrive(scheduler, *answer(sends[0]))
-    assert isinstance(scheduler.wanted(), Batch)
-    assert scheduler.to_draw == 1, "torch draws first"
-    assert delivered(scheduler) == 1
 
 
 def test_the_end_of_a_workers_part_may_be_processed_after_its_death() -> None:
@@ -136,13 +116,6 @@ def test_an_answer_that_is_not_due_is_a_defect() -> None:
         arrive(scheduler, *answer(sends[0]))
     with pytest.raises(AssertionError, match="does not owe"):
         arrive(scheduler, *answer(sends[1]._replace(worker=0)))
-
-
-def test_new_blocks_that_the_batch_does_not_use_are_heard_of() -> None:
-    scheduler, sends = started()
-    event = answer(sends[0], nbytes=100_000)
-    arrive(scheduler, 0, event[1]._replace(used=()))
-    assert states(scheduler) == {0: "granted"}
 
 
 def test_a_window_grows_while_the_next_batch_is_late_and_shrinks_when_none_is_any_more() -> None:
@@ -223,38 +196,6 @@ def test_a_task_of_an_older_epoch_is_its_claimants_and_its_blocks_too() -> None:
     arrive(scheduler, *used_grant(send, 1))
     assert scheduler.stale == 1
     assert states(scheduler) == {0: "free"}
-
-
-def test_which_worker_has_a_task_of_an_older_epoch_may_be_unknown_until_it_answers() -> None:
-    scheduler, send = granted()
-    begin(scheduler)
-    arrive(scheduler, *used_grant(send, 1))
-    assert scheduler.stale == 1
-    assert states(scheduler) == {0: "free"}
-
-
-def test_a_dead_workers_batches_are_sent_again_in_their_order() -> None:
-    scheduler, sends = started(restarts=1)
-    arrive(scheduler, *answer(sends[1]))
-    again = scheduler.died(Died(0, 0))
-    assert of(again) == [(0, 0, 1), (0, 2, 1)]
-    assert unanswered(scheduler) == [(0, 1), (2, 1), (3, 0)]
-    assert scheduler.wanted() == Wait(0, 0, 1, attempt=1)
-    invariants.check(scheduler)
-    assert scheduler.pending_tasks.due(0, answer(sends[0])[1]) is None, "of the attempt before"
-    for send in again or []:
-        arrive(scheduler, *answer(send))
-    assert [delivered(scheduler) for _ in range(3)] == [0, 1, 2]
-
-
-@pytest.mark.parametrize("begun", [True, False])
-def test_of_shared_tasks_only_those_that_the_dead_worker_had_are_sent_again(begun: bool) -> None:
-    """It may have claimed its next task while its last answer was still in its socket."""
-    scheduler, sends = started(shared_tasks=True, restarts=1)
-    arrive(scheduler, *answer(sends[0], worker=1))
-    died = Died(1, 2) if begun else Died(1, None, "died", frozenset([sends[2].task.ticket]))
-    assert of(scheduler.died(died)) == [(1, 1, 0), (1, 3, 0), (None, 2, 1)]
-    assert unanswered(scheduler) == [(1, 0), (2, 1), (3, 0)]
 
 
 @pytest.mark.parametrize("shared", [False, True])

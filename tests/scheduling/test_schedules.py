@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader import Dynamic, RoundRobin
@@ -20,6 +20,7 @@ from fastq_loader.scheduling.schedules import (
     Window,
     read_schedule,
 )
+from tests.support.thorough import examples
 
 
 def test_short_forms_and_configurations_mean_the_same() -> None:
@@ -85,7 +86,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     st.integers(1, 12),
     st.integers(0, 40),
@@ -123,22 +124,6 @@ def test_it_stays_between_its_bounds_whatever_happens(
         assert in_flight.under_way <= window.widest
 
 
-@settings(max_examples=50)
-@given(st.integers(1, 20), STEPS)
-def test_a_fixed_window_is_constant(least: int, steps: list[tuple[str, float]]) -> None:
-    in_flight = InFlight(window := Window(least))
-    in_flight.ask(least)
-    for what, amount in steps:
-        if what == "late":
-            assert window.room(in_flight.under_way, 0, amount) == 0
-        elif what == "hand out":
-            for _ in range(int(amount)):
-                in_flight.hand_out()
-                assert in_flight.under_way == least
-        window.widen_to(least + 3)  # a worker's stream ended, and another one was asked for more
-        assert window.size == window.widest == least
-
-
 @pytest.mark.parametrize(("least", "widest"), [(1, 2), (4, 64), (10, 11), (3, 1000)])
 def test_it_shrinks_back_when_no_batch_is_late_any_more(least: int, widest: int) -> None:
     in_flight = InFlight(window := Window(least, widest, 1 << 40))
@@ -166,7 +151,7 @@ def test_a_window_that_just_grew_is_given_time() -> None:
     assert sizes == [11, 11, 8]
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 40))
 def test_a_group_is_asked_for_together(least: int, group: int, batches: int) -> None:
     group = min(group, least)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from fastq_loader.sharing.columns import Fields, Numbers, Pickled, Plain, Ragged, column_of
 from fastq_loader.sharing.containers import SharedMapping, SharedSequence
+from tests.support.thorough import examples
 
 
 class Colour(IntEnum):
@@ -75,6 +76,7 @@ VALUES = st.one_of(
 )
 
 
+@examples(100)
 @given(VALUES)
 def test_every_value_comes_back_as_it_was(values: list[Any]) -> None:
     column = column_of(values)
@@ -98,12 +100,13 @@ def test_every_value_comes_back_as_it_was(values: list[Any]) -> None:
         ([[1], []], Ragged),
     ],
 )
-def test_what_arrow_does_not_hold_is_pickled(values: list[Any], kind: type) -> None:
+def test_each_kind_of_values_has_its_column(values: list[Any], kind: type) -> None:
     column = column_of(values)
     assert type(column) is kind
     assert same([column[at] for at in range(len(values))], values)
 
 
+@examples(100)
 @given(VALUES, st.booleans(), st.integers(-12, 12), st.slices(9))
 def test_a_sequence_is_read_like_what_it_replaces(
     values: list[Any], is_tuple: bool, at: int, part: slice
@@ -135,6 +138,7 @@ def test_a_sequence_is_read_like_what_it_replaces(
     assert same(pickle.loads(pickle.dumps(shared, 5))[:], plain)
 
 
+@examples(100)
 @given(st.lists(st.integers(0, 3), max_size=3), st.lists(st.integers(0, 3), max_size=3))
 def test_sequences_compare_like_lists(one: list[int], other: list[int]) -> None:
     for compare in (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne):
@@ -163,6 +167,7 @@ KEYS = st.one_of(
 )
 
 
+@examples(100)
 @given(st.dictionaries(KEYS, ANY_SCALAR, max_size=9), KEYS)
 def test_a_mapping_is_read_like_a_dict(plain: dict[Any, Any], key: Any) -> None:
     shared = SharedMapping(plain, 0)

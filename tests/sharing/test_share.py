@@ -7,10 +7,9 @@ import logging
 import os
 import random
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,13 @@ from typing import Any
 import pytest
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from fastq_loader import DataLoader, share, sharing_report
+from fastq_loader import DataLoader, cached, share, sharing_report
 from fastq_loader.sharing.share import _about, _nbytes
 from fastq_loader.system import calls
-from tests.conftest import open_descriptors
+from tests.conftest import open_descriptors, run_script, running_script, wait_until
+from tests.support.thorough import thorough
 
-N = 30_000
+N = 20_000
 
 
 class Files(Dataset[Any]):
@@ -59,7 +59,7 @@ def test_large_containers_are_replaced_and_small_ones_are_not(caplog: pytest.Log
     assert sharing_report(share(dataset)) == sharing_report(dataset), "twice is once"
 
 
-def test_what_is_named_is_shared_whatever_its_size() -> None:
+def test_named_attributes_are_shared_whatever_their_size() -> None:
     dataset = share(Files(3), "classes", "samples")
     assert type(dataset.classes) is not list
     assert type(dataset.index) is dict
@@ -69,17 +69,15 @@ def test_what_is_named_is_shared_whatever_its_size() -> None:
 
 
 def test_datasets_with_attributes_of_one_name_keep_their_own() -> None:
-    one, other = Files(), Files()
-    other.samples = [(path, -label) for path, label in other.samples]
-    wanted = list(one.samples), list(other.samples)
-    share(one)
-    share(ConcatDataset([one, other]))
-    assert type(other.samples) is not list, "though the first one was shared before"
-    assert (one.samples[:], other.samples[:]) == wanted
-    one, other = Files(), Files()
-    other.samples = [(path, -label) for path, label in other.samples]
-    share(ConcatDataset([one, other]))
-    assert (one.samples[:], other.samples[:]) == wanted
+    for shared_before in (True, False):
+        one, other = Files(), Files()
+        other.samples = [(path, -label) for path, label in other.samples]
+        wanted = list(one.samples), list(other.samples)
+        if shared_before:
+            share(one)
+        share(ConcatDataset([one, other]))
+        assert type(other.samples) is not list
+        assert (one.samples[:], other.samples[:]) == wanted
 
 
 @pytest.mark.parametrize(
@@ -90,7 +88,7 @@ def test_datasets_with_attributes_of_one_name_keep_their_own() -> None:
         (("samples", "odd"), TypeError, "Files.odd has a key that is no string, bytes, number"),
     ],
 )
-def test_what_is_refused_replaces_nothing(names: tuple[str, ...], error: type[Exception], text: str) -> None:
+def test_an_error_replaces_nothing(names: tuple[str, ...], error: type[Exception], text: str) -> None:
     dataset = Files()
     with pytest.raises(error, match=text):
         share(dataset, *names)
@@ -106,42 +104,57 @@ def test_without_memfd_only_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -
     assert type(share(dataset).samples) is not list
 
 
-WITHOUT_PYARROW = """
-import sys
-sys.modules["pyarrow"] = None
-from tests.sharing.test_share import Files, share
-try:
-    share(Files(1))
-except ImportError as error:
-    print(error)
-"""
+@pytest.mark.processes
+def test_without_pyarrow_the_error_says_what_to_install() -> None:
+    result = run_script(
+        """
+        import sys
+        sys.modules["pyarrow"] = None
+        from tests.sharing.test_share import Files, share
+        try:
+            share(Files(1))
+        except ImportError as error:
+            print(error)
+        """,
+        warm=True,
+    )
+    assert result.stdout.startswith("share() needs pyarrow (")
+    assert "pip install '.[share]'" in result.stdout
+
+
+class Cached(Files):
+    """Its workers share what they have read, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = cached(super().__getitem__, limit="9MB")
+
+    def __getitem__(self, at: int) -> Any:
+        return self.read(at)
 
 
 @pytest.mark.processes
-def test_without_pyarrow_it_says_what_to_install() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_PYARROW], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("share() needs pyarrow (")
-    assert "pip install '.[share]'" in done.stdout
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_read_what_is_shared(method: str) -> None:
-    plain = DataLoader(Files(), 1000)
-    with DataLoader(share(Files()), 1000, num_workers=2, multiprocessing_context=method) as shared:
-        for batch, wanted in zip(shared, plain, strict=True):
-            assert [each.tolist() for each in batch] == [each.tolist() for each in wanted]
+@pytest.mark.parametrize(
+    ("method", "workers"), [("spawn", 1), ("fork", 2), pytest.param("spawn", 2, marks=thorough())]
+)
+def test_workers_read_shared_containers(method: str, workers: int) -> None:
+    plain, dataset = Files(), share(Cached())
+    options: dict[str, Any] = {"sampler": range(N - 1000, N), "collate_fn": list}
+    with DataLoader(dataset, 100, num_workers=workers, multiprocessing_context=method, **options) as shared:
+        found = [sample for batch in shared for sample in batch]
+    assert found == [plain[at] for at in range(N - 1000, N)]
+    assert dataset.read.statistics().stored == 1000
 
 
 # ---- names ------------------------------------------------------------------------------------------
 
 OTHER = """
-import sys, time
-from tests.sharing.test_share import Files, share
-dataset = share(Files(), name=sys.argv[1])
-assert dataset.samples[7] == ("images/00000007.jpg", 7)
-print(dataset.samples.source is not None, flush=True)
-time.sleep(60)
+    import signal
+    from tests.sharing.test_share import Files, share
+    dataset = share(Files(), name="a/b")
+    assert dataset.samples[7] == ("images/00000007.jpg", 7)
+    print(dataset.samples.source is not None, flush=True)
+    signal.pause()
 """
 
 
@@ -155,33 +168,22 @@ def changed(key: str, change: Callable[[Any], Any]) -> Callable[[], Files]:
 
 
 OTHERS: list[tuple[Callable[[], Files], str]] = [
-    (
-        changed("samples", lambda of: of[:-1]),
-        rf"another process shares 'samples' with {N:,} .*",
-    ),
-    (
-        changed("samples", lambda of: [*of[:-1], ("b", 1)]),
-        ".* shares 'samples' with other items",
-    ),
+    (changed("samples", lambda of: of[:-1]), rf"another process shares 'samples' with {N:,} .*"),
+    (changed("samples", lambda of: [*of[:-1], ("b", 1)]), ".* shares 'samples' with other items"),
     (changed("samples", tuple), "another process shares 'samples' as a list, and here it is a tuple,"),
-    (
-        changed("index", lambda of: list(of.items())),
-        ".* shares 'index' as a dict, and .* a list,",
-    ),
+    (changed("index", lambda of: list(of.items())), ".* shares 'index' as a dict, and .* a list,"),
     (changed("classes", lambda of: [f"{number:010}" for number in range(N)]), "only here shares 'classes'"),
     (changed("index", len), "only another process shares 'index'"),
 ]
 
 
-def inodes() -> set[int]:
-    """Of the memory of this kind that this process holds."""
+def inodes(pid: int | str = "self") -> set[int]:
+    """Of the memory of this kind that a process holds."""
     found = set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            if "fastq_loader.mapped" in os.readlink(f"/proc/self/fd/{fd}"):
-                found.add(os.stat(f"/proc/self/fd/{fd}").st_ino)
-        except OSError:  # it was the descriptor of the listing
-            continue
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):  # it was the descriptor of the listing
+            if "fastq_loader.mapped" in os.readlink(f"/proc/{pid}/fd/{fd}"):
+                found.add(os.stat(f"/proc/{pid}/fd/{fd}").st_ino)
     return found
 
 
@@ -192,27 +194,21 @@ def test_the_second_of_a_name_finds_the_memory_of_the_first_and_sigkill_leaves_n
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     before, descriptors = inodes(), open_descriptors()
-    other = subprocess.Popen([sys.executable, "-c", OTHER, "a/b"], stdout=subprocess.PIPE, text=True)
-    assert other.stdout is not None
-    with other, other.stdout:
-        assert other.stdout.readline() == "True\n"
+    with running_script(OTHER, env={"TMPDIR": str(tmp_path)}, warm=True) as other:
+        other.wait_for("True\n")
         dataset = share(Files(), name="a/b")
         assert dataset.samples == Files().samples
         (inode,) = inodes() - before
-        assert any(
-            os.stat(f"/proc/{other.pid}/fd/{fd}").st_ino == inode
-            for fd in os.listdir(f"/proc/{other.pid}/fd")
-        )
+        assert inode in inodes(other.pid)
         for other_data, text in OTHERS:
             with pytest.raises(ValueError, match=rf"share\(name='a/b'\): {text} under this name"):
                 share(other_data(), name="a/b")
-        other.send_signal(signal.SIGKILL)
+        os.kill(other.pid, signal.SIGKILL)
+        other.finish()
     again = share(Files(), name="a/b")
     assert inodes() - before == {inode}, "this process has held it on"
     del dataset, again
-    deadline = time.monotonic() + 5
-    while inodes() != before and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert wait_until(lambda: inodes() == before, 5)
     assert open_descriptors().keys() == descriptors.keys()
     new = share(Files(), name="a/b")
     assert inodes() - before != {inode}, "nobody held it any more"
@@ -240,7 +236,7 @@ def test_names_and_the_order_of_attributes_are_told_apart() -> None:
     assert first.samples == wanted.samples
 
 
-def test_what_only_a_pickle_holds_is_compared_by_its_value() -> None:
+def test_pickled_items_are_compared_by_their_values() -> None:
     part = "".join(["a", "b"])
     assert _about([[part, part], Path("a")]) == _about([["ab", "".join(["a", "b"])], Path("a")])
     assert _about([Path("a")]) != _about([Path("b")])

@@ -27,6 +27,7 @@ from fastq_loader.statistics.snapshots import (
 from fastq_loader.statistics.workers import WorkerCounters
 from tests.support import records
 from tests.support.alarms import Alarm
+from tests.support.thorough import examples
 
 SECOND = 1_000_000_000
 
@@ -266,12 +267,14 @@ def histogram_of(durations: list[int]) -> Histogram:
     return histogram
 
 
+@examples(100)
 @given(DURATIONS, st.floats(1, 100))
 def test_a_percentile_is_within_three_percent(durations: list[int], percent: float) -> None:
     exact = sorted(durations)[math.ceil(percent / 100 * len(durations) - 1e-9) - 1] / 1e9
     assert abs(histogram_of(durations).percentile(percent) / exact - 1) < 0.03
 
 
+@examples(100)
 @given(DURATIONS, DURATIONS)
 def test_two_histograms_make_one(first: list[int], second: list[int]) -> None:
     both = histogram_of(first)

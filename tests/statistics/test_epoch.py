@@ -18,6 +18,7 @@ from fastq_loader.statistics.records import CLOSE, CUT, DEVICE, DREW, DROP, END,
 from fastq_loader.statistics.snapshots import CAUSES, LateBatch
 from fastq_loader.statistics.workers import WorkerCounters
 from tests.support.records import Played, answer, call, came, folded, gives
+from tests.support.thorough import examples
 
 TIMES = st.integers(0, 10**10)
 SEEDS = st.integers(0, 1 << 32)
@@ -146,6 +147,7 @@ def counted(counters: Counters) -> list[Any]:
     return [counters.snapshot(), [worker.cpu_marks for worker in counters.workers], *kept]
 
 
+@examples(100)
 @given(SEEDS)
 def test_folding_in_any_split_gives_the_same_as_in_one(seed: int) -> None:
     both, split = [], random.Random(seed)
@@ -162,6 +164,7 @@ def test_folding_in_any_split_gives_the_same_as_in_one(seed: int) -> None:
     assert not counters.records
 
 
+@examples(100)
 @given(SEEDS)
 def test_the_causes_add_up_to_the_time_whatever_happens(seed: int) -> None:
     played = Played(counters := Counters(), random.Random(seed))
@@ -209,6 +212,7 @@ def test_what_a_batch_took_to_load_is_known_of_all_though_the_last_thousand_are_
     assert epoch.load == 2
 
 
+@examples(100)
 @given(st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=30))
 def test_ready_batches_are_averaged_over_parts_of_the_epoch(batches: list[tuple[int, int]]) -> None:
     epoch, now, ready = EpochCounters(1, 1), 1, 0

@@ -88,21 +88,6 @@ def return_lambda(_: int) -> Any:
 
 
 @dataclass(eq=False)
-class SaysGoodbye(Sized, Dataset):
-    """Writes to a file when it is dropped, and whether it is in a worker then."""
-
-    path: str
-    length: int = 4
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def __del__(self) -> None:
-        with open(self.path, "a") as file:
-            file.write(f"{os.getpid()} {get_worker_info()}\n")
-
-
-@dataclass(eq=False)
 class CrimeAt(Sized, Dataset[Any]):
     """`length` integers, a crime at index `at`, `delay` seconds before it."""
 
@@ -192,8 +177,15 @@ class CountsPickling(Sized, Dataset[int]):
         return index
 
 
+@dataclass(eq=False)
 class WorkerReport(CountsPickling):
-    """What a worker says about itself."""
+    """What a worker says about itself; it writes to a file when it is dropped, and whether in a worker."""
+
+    path: str = os.devnull
+
+    def __del__(self) -> None:
+        with open(self.path, "a") as file:
+            file.write(f"{os.getpid()} {get_worker_info()}\n")
 
     def __getitem__(self, index: int) -> Any:
         info = get_worker_info()

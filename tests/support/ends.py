@@ -5,9 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -21,16 +21,16 @@ from fastq_loader import Processes
 from tests.support.far_workers import far
 
 LOADERS: dict[str, dict[str, Any]] = {
-    "torch": {},
+    "restarts": {"workers": Processes(max_restarts=2)},
     "plain": {},
     "busy": {},
-    "restarts": {"workers": Processes(max_restarts=2)},
     "busy, restarts": {"workers": Processes(max_restarts=2)},
     "persistent, restarts": {"workers": Processes(max_restarts=2), "persistent_workers": True},
     "dynamic, restarts": {"workers": Processes(max_restarts=2), "schedule": "dynamic"},
     "spawned workers": {"workers": Processes(max_restarts=2), "multiprocessing_context": "spawn"},
     "forkserver's workers": {"workers": Processes(max_restarts=2), "multiprocessing_context": "forkserver"},
     "far": {},
+    "torch": {},
 }
 WHERE = ("program", "fork", "spawn", "forkserver", "torch.multiprocessing.spawn")
 #: Name → exit code.
@@ -76,21 +76,34 @@ def _rank(_: int, loader: str, how: str) -> None:
     end(loader, how)
 
 
-def run(where: str, loader: str, how: str) -> None:
-    """End there, and print the exit code of the process that has ended."""
+def run(where: str, loader: str, ends: list[str]) -> None:
+    """Start a process for each end, and print the exit codes when all have ended."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if where == "program":
-        end(loader, how)
-    elif where == "torch.multiprocessing.spawn":
-        process: Any = torch.multiprocessing.spawn(_rank, (loader, how), nprocs=1, join=False)
-        process.processes[0].join()
-        for file in process.error_files:  # where its text waits for a caller who joins all ranks
-            with suppress(FileNotFoundError):
-                os.unlink(file)
-        print("exit code", process.processes[0].exitcode)
-    else:
-        target: Callable[..., None] = end
-        child: Any = multiprocessing.get_context(where).Process(target=target, args=(loader, how))  # type: ignore[attr-defined]
-        child.start()
-        child.join()
-        print("exit code", child.exitcode)
+    children: dict[str, Any] = {}
+    files: list[str] = []  # where a text waits for a caller who joins all ranks
+    for how in ends:
+        if where == "program":
+            children[how] = subprocess.Popen([sys.executable, "-m", "tests.support.ends", loader, how])
+        elif where == "torch.multiprocessing.spawn":
+            ranks: Any = torch.multiprocessing.spawn(_rank, (loader, how), nprocs=1, join=False)
+            children[how] = ranks.processes[0]
+            files += ranks.error_files
+        else:
+            context: Any = multiprocessing.get_context(where)
+            children[how] = context.Process(target=end, args=(loader, how))
+            children[how].start()
+    codes = {}
+    for how, child in children.items():
+        if where == "program":
+            codes[how] = child.wait()
+        else:
+            child.join()
+            codes[how] = child.exitcode
+    for file in files:
+        with suppress(FileNotFoundError):
+            os.unlink(file)
+    print("exit codes", codes)
+
+
+if __name__ == "__main__":
+    end(*sys.argv[1:])

@@ -166,9 +166,10 @@ class LocalPlacement(Placement):
         if place.node in self.off:
             return "its node was switched off"
         far = self.running.get(place)
-        if far is not None and wait_until(lambda: bool(far.child.process.exitcode is not None), ENDS):
-            return f"it {far.child.death()[0]}"
-        return self._deaths.get(place, "")
+        ended = far is not None and wait_until(lambda: bool(far.child.process.exitcode is not None), ENDS)
+        if far is None or not ended or place in self._deaths:  # then `_end` may have killed it
+            return self._deaths.get(place, "")
+        return f"it {far.child.death()[0]}"
 
     def _end(self, place: Place) -> None:
         """It has a moment to end by itself, as with Ray."""

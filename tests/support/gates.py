@@ -44,9 +44,6 @@ class Gates:
         for name in names:
             (self.folder / f"open-{name}").touch()
 
-    def is_open(self, name: object) -> bool:
-        return (self.folder / f"open-{name}").exists()
-
     def arrived(self, name: object) -> list[int]:
         """The processes that have come to a gate, the last one last."""
         marks = sorted(self.folder.glob(f"at-{name}-*"), key=lambda mark: mark.stat().st_mtime_ns)

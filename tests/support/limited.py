@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,10 +126,10 @@ def every_tenth(index: int) -> bool:
 
 
 def sleepy_start(worker: int) -> None:
-    time.sleep(0.6)
+    time.sleep(0.3)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Case:
     """A run of so many batches and steps of so many seconds that one cause limits.
 
@@ -201,8 +202,21 @@ CASES = {
 }
 
 
-def play(case: Case, workers: int, context: str | None) -> tuple[DataLoader[Any], Stopwatch]:
-    """Run a case. The loader's newest epoch is the one that was measured."""
+def play(
+    cases: list[Case], workers: int, context: str | None
+) -> Iterator[tuple[Case, DataLoader[Any], Stopwatch]]:
+    """Run cases at once, each on a thread of its own: all that takes time sleeps. The newest epoch of each
+    loader is the one that was measured."""
+    prepared = [(case, *_prepared(case, workers, context)) for case in cases]
+    with ThreadPoolExecutor(len(cases)) as threads:
+        list(threads.map(lambda each: each[2].run(each[1], each[0].step), prepared))
+    for case, loader, watch in prepared:
+        with loader:
+            yield case, loader, watch
+
+
+def _prepared(case: Case, workers: int, context: str | None) -> tuple[DataLoader[Any], Stopwatch]:
+    """The loader of a case before the epoch that is measured."""
     watch = Stopwatch(workers=workers)
     arguments: dict[str, Any] = {"sampler": Order(), "persistent_workers": case.warm and workers > 0}
     arguments |= case.arguments(workers, watch)
@@ -214,5 +228,4 @@ def play(case: Case, workers: int, context: str | None) -> tuple[DataLoader[Any]
         for _ in loader:
             pass
     arguments["sampler"].samples = case.batches
-    watch.run(loader, case.step)
     return loader, watch

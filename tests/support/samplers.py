@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,14 +50,20 @@ class Shuffles(Users):
 
 
 class Own(Users):
-    """Draws every index from a generator of its own."""
+    """Draws every index from a generator of its own, which may be Python's or numpy's."""
 
-    def __init__(self, length: int, seed: int) -> None:
+    def __init__(self, length: int, rng: Any, at_once: bool = False) -> None:
         super().__init__(length)
-        self.rng = np.random.default_rng(seed)
+        self.rng, self.at_once = rng, at_once
 
     def __iter__(self) -> Iterator[int]:
-        return (int(self.rng.integers(self.length)) for _ in range(self.length))
+        drawn = (self.draw() for _ in range(self.length))
+        return iter(list(drawn)) if self.at_once else drawn
+
+    def draw(self) -> int:
+        if isinstance(self.rng, torch.Generator):
+            return int(torch.randint(self.length, (), generator=self.rng))
+        return int(self.rng.choice(range(self.length)))
 
 
 class FailsAt3(Users):
@@ -182,7 +188,7 @@ class StaysAtItsEnd(Says):
 class SayingIterator:
     """The iterator of a sampler that says nothing itself."""
 
-    def __init__(self, order: list[Any]) -> None:
+    def __init__(self, order: Sequence[Any]) -> None:
         self.order, self.at = order, 0
 
     def __iter__(self) -> SayingIterator:
@@ -257,7 +263,7 @@ TORCHS: Zoo = {
         "sampler": Distributed(Shuffles(n, of_numpy, at_once=False), 3, num_replicas=2, rank=1)
     },
     "batches, dealt out": lambda n, g: {
-        "batch_sampler": Distributed(BatchSampler(Own(n, 3), 4, False), num_replicas=2, rank=0)
+        "batch_sampler": Distributed(BatchSampler(Own(n, random.Random(3)), 4, False), num_replicas=2, rank=0)
     },
 }
 #: Users', that draw from generators alone.
@@ -267,7 +273,7 @@ BEGUN_AGAIN: Zoo = {
     "numpy, later": lambda n, g: {"sampler": Shuffles(n, of_numpy, at_once=False)},
     "torch, at once": lambda n, g: {"sampler": Shuffles(n, of_torch, at_once=True)},
     "in batches": lambda n, g: {"batch_sampler": BatchSampler(Shuffles(n, of_numpy, False), 3, False)},
-    "own generator": lambda n, g: {"sampler": Own(n, g.initial_seed())},
+    "own generator": lambda n, g: {"sampler": Own(n, np.random.default_rng(g.initial_seed()))},
     "reads ahead": lambda n, g: {"batch_sampler": ReadsAhead(IsItsIterator(n))},
     "reads ahead in a shuffle": lambda n, g: {"batch_sampler": ReadsAhead(SaysInAShuffle(n, g))},
 }

@@ -67,6 +67,17 @@ def refuse(*names: str) -> None:
             raise OSError(ctypes.get_errno(), "prctl")
 
 
+def mounted(folder: str, options: str = "") -> bool:
+    """Whether this process, and those that it starts from now on, see an empty tmpfs in place of a folder."""
+    library = ctypes.CDLL(None)
+    new_namespace, recursive_and_private = 0x20000, 0x4000 | 1 << 18
+    return not (
+        library.unshare(new_namespace)
+        or library.mount(None, b"/", None, recursive_and_private, None)
+        or library.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, options.encode())
+    )
+
+
 @cache
 def private_mounts() -> list[str]:
     """A command that runs another with 8 MB in /dev/shm; nothing where that is not permitted."""

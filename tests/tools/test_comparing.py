@@ -26,7 +26,7 @@ from fastq_loader.reading import generators
 from fastq_loader.tools.leaves import difference, digest, leaves
 from tests.conftest import running_script
 from tests.support.datasets import Opaque, Point
-from tests.support.loaders import WORKERS
+from tests.support.thorough import thorough
 
 TORCHS = torch.utils.data.DataLoader
 
@@ -86,8 +86,8 @@ def missing(index: int) -> Any:
 
 
 @pytest.mark.processes
-@WORKERS
-@pytest.mark.parametrize("kind", [DataLoader, TORCHS])
+@thorough(after=2)
+@pytest.mark.parametrize(("kind", "workers"), [(DataLoader, 2), (TORCHS, 0), (DataLoader, 0), (TORCHS, 2)])
 def test_equal_loaders_are_equal_and_stay_as_they_are(kind: Any, workers: int) -> None:
     dataset, generator = Drawn(), torch.Generator().manual_seed(3)
     loader = kind(dataset, 4, shuffle=True, num_workers=workers, generator=generator)
@@ -117,26 +117,28 @@ def test_equal_loaders_are_equal_and_stay_as_they_are(kind: Any, workers: int) -
     ("loader", "text"),
     [
         (
-            Odd(Drawn(), 4, num_workers=2),
+            Odd(Drawn(), 4),
             r"batch 2 of epoch 0: batch\[0\]\[1, 2\] is 0\.\d+ with torch, and 1\.\d+ with fastq_loader\.\n"
-            r"Likely cause: what Odd changes of its base class\.",
+            r"Likely cause: an override in the subclass Odd\.",
         ),
         (
             Drawing(Drawn(), 4),
             r"the end of epoch 0: generators\['random'\] is str '\w+' with torch, and str '\w+' with",
         ),
         (
-            DataLoader(Drawn(lambda index: time.time_ns()), 4, num_workers=2),
+            DataLoader(Drawn(lambda index: time.time_ns()), 4),
             r"batch 0 of epoch 0: batch\[0\] is \d+ with torch, and \d+ with .*\nBut torch's DataLoader "
             r"differs from itself .*the dataset \(a sample\[0\] is int \d+ at first, and int \d+ then\)",
         ),
-        (
+        pytest.param(
             DataLoader(Drawn(lambda index: np.random.default_rng().random()), 4),
             r"But torch's .*the dataset .* draws from a generator that nothing seeds",
+            marks=thorough(),
         ),
-        (
+        pytest.param(
             DataLoader(Drawn(), 4, collate_fn=lambda samples: time.time_ns()),
             r"But torch's .*Likely cause: collate_fn \(a batch is .* at first, and .* then\) reads the time",
+            marks=thorough(),
         ),
         (
             Odd(Drawn(), 4, collate_fn=Counting()),
@@ -145,12 +147,12 @@ def test_equal_loaders_are_equal_and_stay_as_they_are(kind: Any, workers: int) -
         ),
         (
             Odd(Drawn(), 4, collate_fn=str),
-            r"what comes next is 'batch 2 of epoch 0: batch' with torch, and 'an error' with fastq_loader "
+            r"the next part is 'batch 2 of epoch 0: batch' with torch, and 'an error' with fastq_loader "
             r"\(TypeError: .*\)\.",
         ),
     ],
 )
-def test_the_first_difference_is_told_with_its_likely_cause(loader: Any, text: str) -> None:
+def test_the_first_difference_has_its_likely_cause(loader: Any, text: str) -> None:
     found = compare(loader)
     assert not found.equal
     assert re.search(text, found.difference or "", re.DOTALL), found.difference
@@ -161,14 +163,16 @@ def test_the_first_difference_is_told_with_its_likely_cause(loader: Any, text: s
 @pytest.mark.parametrize(
     ("loader", "batches", "number", "text"),
     [
-        (DataLoader(Drawn(), 4, num_workers=2, schedule="dynamic"), None, 6, "schedule='dynamic': values"),
+        (DataLoader(Drawn(), 4, num_workers=1, schedule="dynamic"), None, 6, "schedule='dynamic': values"),
         (DataLoader(Drawn(), 4, pin_memory=True), None, 6, "pin_memory=True: left out; batches stayed"),
-        (DataLoader(Endless(), 4, num_workers=2), 5, 5, "Of each epoch 5 batches at most were read."),
+        (DataLoader(Endless(), 4), 5, 5, "At most 5 batches of each epoch were read."),
         (DataLoader(Drawn(missing), 4), None, 3, "Both raised FileNotFoundError: 13.png: they were compared"),
         (DataLoader(Drawn(missing), 4, errors=Skip()), None, 3, "errors=Skip"),
     ],
 )
-def test_what_is_left_out_is_told(loader: Any, batches: int | None, number: int, text: str) -> None:
+def test_notes_name_the_parts_that_were_left_out(
+    loader: Any, batches: int | None, number: int, text: str
+) -> None:
     found = compare(loader, batches=batches)
     assert (found.equal, found.batches) == (True, number)
     assert any(note.startswith(text) for note in found.notes), found.notes
@@ -184,11 +188,7 @@ ONES, ROWS = torch.ones(2, 3), torch.arange(6).view(2, 3)
         ([1], (1,), "batch is list of 1 here, and tuple of 1 there"),
         (1, True, "batch is int 1 here, and bool True there"),
         (Point(1, Opaque("x")), Point(1, Opaque("y")), "batch[1].value is str 'x' here, and str 'y' there"),
-        (
-            ONES,
-            ONES.double(),
-            "batch is torch.Tensor float32[2, 3], strides (3, 1) here, and torch.Tensor float64",
-        ),
+        (ONES, ONES.double(), "Tensor float32[2, 3], strides (3, 1) here, and torch.Tensor float64"),
         (
             ONES,
             torch.ones(3, 2).T,
@@ -203,7 +203,7 @@ ONES, ROWS = torch.ones(2, 3), torch.arange(6).view(2, 3)
         ({"a", "b"}, {"b", "a"}, ""),
     ],
 )
-def test_a_difference_of_batches_is_told_with_its_path(one: Any, other: Any, text: str) -> None:
+def test_a_difference_of_batches_has_its_path(one: Any, other: Any, text: str) -> None:
     parts = list(leaves(one)), list(leaves(other))
     found = difference(*parts, ("here", "there"))
     assert (digest(parts[0]) == digest(parts[1])) == (not found)
@@ -242,12 +242,12 @@ MADE: list[Callable[[int], Any]] = [
 
 
 @pytest.mark.parametrize("make", MADE)
-def test_what_an_object_keeps_is_compared(make: Callable[[int], Any]) -> None:
+def test_attributes_of_objects_are_compared(make: Callable[[int], Any]) -> None:
     assert digest(leaves(make(2))) == digest(leaves(make(2)))
     assert digest(leaves(make(2))) != digest(leaves(make(3)))
 
 
-def test_what_cannot_be_taken_apart_is_named() -> None:
+def test_an_object_that_cannot_be_taken_apart_is_named() -> None:
     parts = list(leaves({"lock": threading.Lock(), "text": "a", "empty": []}))
     assert [(leaf.path, leaf.kind) for leaf in parts if leaf.opaque] == [("batch['lock']", "_thread.lock")]
 
@@ -277,13 +277,13 @@ def local(samples: Any) -> Any:
 
 @pytest.mark.processes
 def test_errors_that_come_later_on_purpose_are_no_fault_and_opaque_parts_have_a_note() -> None:
-    found = compare(TORCHS(range(24), 2, sampler=Raises(ValueError), num_workers=2))  # type: ignore[arg-type]
+    found = compare(TORCHS(range(24), 2, sampler=Raises(ValueError), num_workers=1))  # type: ignore[arg-type]
     assert not found.equal
     assert "differ on purpose" in str(found).replace("\n", " ")
     assert "please report" not in str(found)
     found = compare(TORCHS(Raises(ValueError), 2, collate_fn=local))  # type: ignore[arg-type]
     assert found.equal
-    assert "Not compared: what is in a _thread._local (batch 1 of epoch 0: batch[0])" in str(found)
+    assert "Not compared: the contents of a _thread._local (batch 1 of epoch 0: batch[0])" in str(found)
 
 
 HANGS = """
@@ -304,15 +304,16 @@ class Hangs(Raises):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@thorough(after=1)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_comparison_that_is_killed_takes_torchs_workers_along(number: signal.Signals) -> None:
-    with running_script(HANGS) as running:
+    with running_script(HANGS, warm=True) as running:
         running.wait_for("it hangs")
         os.kill(running.pid, number)
         assert running.finish(60).left == ()
 
 
-def test_what_holds_itself_has_an_end() -> None:
+def test_an_object_that_contains_itself_has_an_end() -> None:
     batch: list[Any] = [1]
     batch.append(batch)
     assert [part.path for part in leaves(batch)] == ["batch", "batch[0]", "batch[1]"]
@@ -321,18 +322,16 @@ def test_what_holds_itself_has_an_end() -> None:
 LOADER, ODD = DataLoader(Drawn(), 4), Odd(Drawn(), 4)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ("--epochs 0", "epochs=0 must be"),
-        ("--batches 0", "batches=0 must"),
-        ("--step-seconds -1", "0 seconds or more"),
-    ],
-)
-def test_wrong_use_has_a_text_and_an_exit_code(options: str, text: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["compare", f"{__name__}:LOADER", *options.split()])
-    assert text in capsys.readouterr().err
+def test_wrong_use_has_a_text_and_an_exit_code(capsys: Any) -> None:
+    options = {
+        "--epochs 0": "epochs=0 must be",
+        "--batches 0": "batches=0 must",
+        "--step-seconds -1": "0 seconds",
+    }
+    for given, text in options.items():
+        with pytest.raises(SystemExit, match="2"):
+            main(["compare", f"{__name__}:LOADER", *given.split()])
+        assert text in capsys.readouterr().err
     with pytest.raises(TypeError, match="compare needs a DataLoader"):
         compare(DataLoader)
 

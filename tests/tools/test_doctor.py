@@ -30,7 +30,7 @@ def test_a_machine_that_has_all_is_fine_and_batches_move(capsys: pytest.CaptureF
     assert command.main(["doctor"]) == 0
     page = capsys.readouterr().out
     assert {line.split()[0] for line in page.splitlines()[:-2]} <= {OK, NOTE}
-    assert "\nok      batches: 16 of two workers are equal to those of none\n" in page
+    assert "\nok      batches: 16 from two workers equal those without any\n" in page
     assert page.endswith("\n\nAll is fine.\n")
 
 
@@ -65,52 +65,63 @@ def test_a_planted_fault_is_found_with_its_remedy(
     assert re.search(text, found(check)[what])
 
 
-@NEEDED
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("fault", "line"),
-    [
-        ("limit(resource.RLIMIT_NOFILE, (64, 64))", r"descriptors: 64 .*; run `ulimit -n \d+` \(the hard"),
-        ("limit(resource.RLIMIT_FSIZE, (1 << 28, -1))", "ulimit -f: .*; run `ulimit -f unlimited`"),
-        ("limit(resource.RLIMIT_AS, (used + (1 << 30), -1))", "ulimit -v: .*; run `ulimit -v unlimited`"),
-        ("os.environ['TMPDIR'] = '/no/such'", "sockets: .* TMPDIR=/no/such cannot be .*; set it to a f"),
-        (
-            "refuse('memfd_create')",
-            "memfd_create: missing or refused: .*; allow it in the container's seccomp",
-        ),
-        ("refuse('eventfd')", "eventfd: missing or refused: .*; allow it in the container's seccomp"),
-    ],
-)
-def test_a_fault_of_the_process_is_found_on_the_shell(fault: str, line: str) -> None:
-    source = f"""
-        import os, resource
+#: Code that makes a fault of a process, and the line of the page about it.
+PROCESSES = {
+    "limit(resource.RLIMIT_NOFILE, (64, 64))": r"descriptors: 64 .*; run `ulimit -n \d+` \(the hard",
+    "limit(resource.RLIMIT_FSIZE, (1 << 28, -1))": "ulimit -f: .*; run `ulimit -f unlimited`",
+    "limit(resource.RLIMIT_AS, (used + (1 << 30), -1))": "ulimit -v: .*; run `ulimit -v unlimited`",
+    "os.environ['TMPDIR'] = '/no/such'": "sockets: .* TMPDIR=/no/such cannot be .*; set it to a f",
+    "refuse('memfd_create')": "memfd_create: missing or refused: .*; allow it in the container's seccomp",
+    "refuse('eventfd')": "eventfd: missing or refused: .*; allow it in the container's seccomp",
+}
+TORCHS = "calls.AVAILABLE = False"
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    """The pages of processes with these faults, and their exit codes."""
+    result = run_script(
+        f"""
+        import os, resource, sys
         from fastq_loader.__main__ import main
+        from fastq_loader.system import calls
+        from tests.support.forking import end_of, fork
         from tests.support.sandbox import refuse
         limit = resource.setrlimit
         used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-        {fault}
-        raise SystemExit(main(["doctor"]))
-    """
-    result = run_script(source, warm=True)
-    assert result.returncode == 1, result
-    assert re.search(f"^change  {line}", result.stdout, re.MULTILINE), result.stdout
 
+        def page(fault):
+            exec(fault, globals())
+            print("\\nexit code", main(["doctor"]), flush=True)
 
-@pytest.mark.processes
-def test_where_torchs_own_workers_run_it_says_so_and_finds_nothing_to_change() -> None:
-    source = """
-        from fastq_loader.__main__ import main
-        from fastq_loader.system import calls
-        calls.AVAILABLE = False
-        raise SystemExit(main(["doctor"]))
-    """
-    result = run_script(source, warm=True)
-    assert result.returncode == 0, result
-    assert re.search(
-        "^note    workers: .*torch's own run, because memfd_create is missing", result.stdout, re.MULTILINE
+        for fault in {[*PROCESSES, TORCHS]!r}:
+            print("====", fault, flush=True)
+            assert end_of(fork(lambda: page(fault))) == 0
+        """,
+        warm=True,
     )
-    assert "\nok      batches: 16 of two workers are equal to those of none\n" in result.stdout
-    assert "eventfd" not in result.stdout
+    assert result.returncode == 0, result
+    return dict(part.split("\n", 1) for part in result.stdout.split("==== ")[1:])
+
+
+@NEEDED
+@pytest.mark.processes
+@pytest.mark.parametrize("fault", PROCESSES)
+def test_a_fault_of_the_process_is_found_on_the_shell(fault: str, pages: dict[str, str]) -> None:
+    assert pages[fault].endswith("\nexit code 1\n")
+    assert re.search(f"^change  {PROCESSES[fault]}", pages[fault], re.MULTILINE), pages[fault]
+
+
+@NEEDED
+@pytest.mark.processes
+def test_where_torchs_own_workers_run_it_says_so_and_finds_nothing_to_change(pages: dict[str, str]) -> None:
+    page = pages[TORCHS]
+    assert page.endswith("\nexit code 0\n")
+    assert re.search(
+        "^note    workers: .*torch's own run, because memfd_create is missing", page, re.MULTILINE
+    )
+    assert "\nok      batches: 16 from two workers equal those without any\n" in page
+    assert "eventfd" not in page
 
 
 @pytest.mark.processes
@@ -126,7 +137,7 @@ def test_batches_that_come_out_wrong_or_not_at_all_are_found(
 
     monkeypatch.setattr(doctor._Samples, "__getitem__", read)
     assert re.search(
-        "two workers are not those of none|give none: TypeError", found(doctor._batches)["batches"]
+        "two workers differ from those without|gave none: TypeError", found(doctor._batches)["batches"]
     )
 
 
@@ -140,7 +151,7 @@ def test_a_check_that_fails_is_a_line_and_no_traceback(
     monkeypatch.setattr(doctor, "CHECKS", (check,))
     assert doctor.report() == 1
     assert capsys.readouterr().out == (
-        "note    before: it\nchange  check: this could not be looked at: KeyError('VmSize')\n\n1 to change.\n"
+        "note    before: it\nchange  check: this check failed: KeyError('VmSize')\n\n1 to change.\n"
     )
 
 
@@ -149,6 +160,6 @@ def test_the_oldest_versions_are_those_of_the_package() -> None:
     assert dict(re.findall(r'"(\w+)>=([\d.]+)"', declared)) == doctor.OLDEST
 
 
-def test_an_empty_tmpdir_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_tmpdir_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", "")
     assert not found(doctor._sockets)

@@ -16,9 +16,10 @@ from fastq_loader import DataLoader, Dynamic, ToDevice
 from fastq_loader.insight.model import Setting
 from fastq_loader.tools import trials
 from fastq_loader.tools.trials import Measured
-from tests.conftest import descendants, running_script, wait_until
+from tests.conftest import descendants, running_script
 from tests.support.datasets import Made
 from tests.support.loaders import image
+from tests.support.thorough import thorough
 
 pytestmark = pytest.mark.processes
 
@@ -43,6 +44,7 @@ class Sleeping(Dataset[Any]):
         return 64
 
     def __getitem__(self, index: int) -> int:
+        print("asleep", flush=True)
         time.sleep(60)
         return index
 
@@ -119,11 +121,11 @@ def test_a_schedule_stays_as_it_was_said_if_it_is_of_that_kind() -> None:
     assert trials.like(loader, Setting(1, 2, dynamic=False)).schedule == "round_robin"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("persistent", [False, True])
-def test_it_tells_the_rate_and_what_a_batch_costs(workers: int, persistent: bool) -> None:
+@thorough(after=2)
+@pytest.mark.parametrize(("workers", "persistent"), [(2, True), (0, False), (2, False), (0, True)])
+def test_it_measures_the_rate_and_the_costs_of_a_batch(workers: int, persistent: bool) -> None:
     loader: DataLoader[Any] = DataLoader(Made(image, 60), 4, num_workers=2, persistent_workers=persistent)
-    found = measure(loader, Setting(workers, 2), step=0.001, seconds=0.2)
+    found = measure(loader, Setting(workers, 2), step=0.001, seconds=0.1)
     assert found.batches > 0
     assert found.seconds >= found.batches * 0.001
     assert found.costs is not None
@@ -147,13 +149,13 @@ def test_threads_of_torch_in_the_consumer_do_not_stop_it() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_has_no_batch_is_told_so_and_not_to_take_more_time(workers: int) -> None:
+def test_an_empty_dataset_is_an_error_that_says_so(workers: int) -> None:
     with pytest.raises(ValueError, match="the loader gives no batch: its dataset is empty"):
         measure(DataLoader(Made(float, 0), num_workers=workers), Setting(workers, 2))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_loader_and_all_that_is_its_stay_as_they_were(workers: int) -> None:
+def test_the_loader_and_its_parts_stay_as_they_were(workers: int) -> None:
     dataset, generator = Counting(), torch.Generator().manual_seed(1)
     sampler = RandomSampler(dataset, generator=generator)
     loader: DataLoader[Any] = DataLoader(dataset, 4, sampler=sampler, generator=generator)
@@ -185,30 +187,37 @@ def test_an_error_of_the_users_code_is_raised(workers: int) -> None:
 
 
 def test_a_process_that_dies_says_how() -> None:
-    with pytest.raises(RuntimeError, match="the process of a trial exited with code 7 before it said"):
+    with pytest.raises(RuntimeError, match="the process of a trial exited with code 7 before it sent"):
         measure(DataLoader(Failing(vanish)), Setting(0, 2))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@thorough(after=1)
+@pytest.mark.parametrize("workers", [2, 0])
 def test_one_that_takes_too_long_is_ended_with_its_workers(workers: int) -> None:
-    with pytest.raises(TimeoutError, match="too few batches in 1 s"):
-        trials.measure(DataLoader(Sleeping(), num_workers=2), Setting(workers, 2), 0.0, 0.1, 1.0)
+    with pytest.raises(TimeoutError, match="too few batches in 0 s"):
+        trials.measure(DataLoader(Sleeping(), num_workers=2), Setting(workers, 2), 0.0, 0.1, 0.3)
     assert not descendants()
 
 
-def test_when_time_is_over_what_there_is_counts() -> None:
-    found = trials.measure(DataLoader(Made(float, 10**6), num_workers=1), TWO, 0.0, 60.0, 1.5)
-    assert found.batches > 0
-
-
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_the_imports_of_its_process_are_not_part_of_its_time(method: str) -> None:
+@thorough(after=1)
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_when_time_is_over_its_batches_count_and_the_start_of_its_process_is_no_part_of_it(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_with = trials.leave_with
+    starts = lambda *given, **named: (time.sleep(0.5), leave_with(*given, **named))  # noqa: E731
+    monkeypatch.setattr(trials, "leave_with", starts)  # for a process that imports nothing
     setting = Setting(0, 2, start_method=method)
     assert trials.measure(DataLoader(Made(float, 10**6)), setting, 0.0, 60.0, 0.2).batches > 0
 
 
-@pytest.mark.parametrize("to_the_group", [False, True])
-def test_ctrl_c_ends_it_with_its_workers(to_the_group: bool) -> None:
+@thorough(after=2)
+@pytest.mark.parametrize(
+    ("end", "number"),
+    [(os.killpg, signal.SIGINT), (os.kill, signal.SIGKILL), (os.kill, signal.SIGINT)],
+    ids=["Ctrl-C", "SIGKILL", "SIGINT"],
+)
+def test_it_ends_with_its_workers_when_the_consumer_is_interrupted_or_dies(end: Any, number: int) -> None:
     with running_script(
         """
         import os
@@ -220,26 +229,16 @@ def test_ctrl_c_ends_it_with_its_workers(to_the_group: bool) -> None:
             measure(DataLoader(Sleeping(), num_workers=2))
         except KeyboardInterrupt:
             print("interrupted", acquired(before))
-        """
+        """,
+        warm=True,
     ) as script:
-        assert wait_until(lambda: len(script.processes()) == 4, 30), "it, the trial and two workers"
-        (os.killpg if to_the_group else os.kill)(script.pid, signal.SIGINT)
+        script.wait_for("asleep\nasleep\n")
+        assert len(script.processes()) == 4, "it, the trial and two workers"
+        end(script.pid, number)
         result = script.finish()
-    assert result[:3] == (0, "interrupted {}\n", "")
+    code, said = (-9, "") if number == signal.SIGKILL else (0, "interrupted {}\n")
+    assert result[:3] == (code, f"asleep\nasleep\n{said}", "")
     assert not result.left
-
-
-def test_the_consumers_death_ends_it_with_its_workers() -> None:
-    with running_script(
-        """
-        from fastq_loader import DataLoader
-        from tests.tools.test_trials import Sleeping, measure
-        measure(DataLoader(Sleeping(), num_workers=2))
-        """
-    ) as script:
-        assert wait_until(lambda: len(script.processes()) == 4, 30)
-        os.kill(script.pid, signal.SIGKILL)
-        assert not script.finish().left
 
 
 def rate(loader: DataLoader[Any], *epochs: tuple[Any, ...], step: float = 0.0) -> tuple[float, float]:

@@ -11,6 +11,7 @@ import random
 import signal
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,10 @@ from fastq_loader.statistics.records import (
 )
 from fastq_loader.tracing import trace
 from fastq_loader.tracing.trace import Recorder
-from tests.conftest import run_script
+from tests.support.forking import end_of, fork
 from tests.support.records import Played, answer, call, came, gives
+from tests.support.thorough import examples
 from tests.support.traces import Event, batches, check, interval, of, opened, read, tracks
-
-PID = os.getpid()
 
 
 def events_of(path: Path, *found: Record, origin: int = 0, far: Any = None) -> list[Event]:
@@ -191,6 +191,7 @@ def test_what_failed_before_it_was_fetched_has_no_times_of_an_earlier_batch(tmp_
     assert set(found[1:]) == {("fetch", 41, 41), ("collate", 41, 42)}
 
 
+@examples(100)
 @given(seed=st.integers(0, 1 << 32))
 def test_spans_nest_and_agree_with_statistics_whatever_happens(
     seed: int, tmp_path_factory: pytest.TempPathFactory
@@ -372,12 +373,8 @@ def test_a_forked_child_writes_nothing_and_does_not_keep_the_file_locked(tmp_pat
     ours, path = loader(), tmp_path / "a.json"
     with ours.trace(path):
         list(ours)
-        if not (child := os.fork()):
-            list(ours)
-            os._exit(0)
-        assert os.waitpid(child, 0) == (child, 0)
-        if not (second := os.fork()):
-            signal.pause()  # with the file open
+        assert end_of(fork(lambda: list(ours))) == 0
+        second = fork(signal.pause)  # with the file open
     try:
         check(read(path))
         assert len(of(read(path), "X", "fetch")) == 4
@@ -385,14 +382,20 @@ def test_a_forked_child_writes_nothing_and_does_not_keep_the_file_locked(tmp_pat
             pass
     finally:
         os.kill(second, signal.SIGKILL)
-        os.waitpid(second, 0)
+        end_of(second)
 
 
-def test_a_loader_that_was_traced_is_free(tmp_path: Path) -> None:
+def test_a_loader_that_was_traced_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(*arguments: Any) -> Recorder:
+        made.add(recorder := Recorder(*arguments))
+        return recorder
+
+    made = weakref.WeakSet[Recorder]()
+    monkeypatch.setattr(trace, "Recorder", make)
     with loader().trace(tmp_path / "a.json"):
-        pass
+        assert len(made) == 1
     gc.collect()
-    assert not [found for found in gc.get_objects() if type(found) is Recorder]
+    assert not made
     assert len(json.loads((tmp_path / "a.json").read_text())) == 1
 
 
@@ -405,10 +408,12 @@ def test_a_file_has_one_writer_also_of_other_processes(tmp_path: Path) -> None:
             loader().trace(str(path)),
         ):
             raise AssertionError("it began")
-        result = run_script(
-            f"import fastq_loader; fastq_loader.DataLoader([1]).trace({str(path)!r}).__enter__()"
-        )
-        assert "give every loader, and every rank, a file of its own" in result.stderr
+
+        def write() -> None:
+            with pytest.raises(ValueError, match="give every loader, and every rank, a file of its own"):
+                loader().trace(path).__enter__()
+
+        assert end_of(fork(write)) == 0
     assert len(read(path)) == 1, "the others have not touched it"
 
 

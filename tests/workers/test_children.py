@@ -131,7 +131,9 @@ def dawdle() -> None:
     time.sleep(60)
 
 
-def test_a_process_that_hangs_shows_where_and_one_that_is_stopped_or_gone_does_not() -> None:
+def test_a_process_that_hangs_shows_where_and_one_that_is_stopped_or_gone_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     written = Stacks()
     ready, say = os.pipe()
 
@@ -143,6 +145,7 @@ def test_a_process_that_hangs_shows_where_and_one_that_is_stopped_or_gone_does_n
     pid = fork(hang)
     os.read(ready, 1)
     assert wait_until(lambda: "in dawdle" in written.of(pid), 5)  # it may still be on its way there
+    monkeypatch.setattr(children, "_FIRST_LINE", 0.02)
     os.kill(pid, signal.SIGSTOP)
     assert written.of(pid) == "  (it did not write them)"
     os.kill(pid, signal.SIGKILL)

@@ -132,7 +132,7 @@ def test_the_texts_name_the_worker_its_batch_and_its_stacks() -> None:
         dead = workers.mark_dead(0)
         assert deaths.sentence(dead, None).endswith(f"worker 0 was killed {doing}")
         workers._pool.launch(dead, "/")
-    assert str(deaths.timed_out(None, 7).error).endswith("no worker has come to batch 7 (indices 3) yet")
+    assert str(deaths.timed_out(None, 7).error).endswith("no worker has started batch 7 (indices 3) yet")
     assert deaths.sentence(workers.mark_dead(1), 8) == (
         "DataLoader worker (pid(s) 701) exited unexpectedly: "
         "worker 1 was killed before it answered batch 8 (indices [4, 5])"
@@ -188,8 +188,8 @@ def test_a_worker_that_does_not_get_up_three_times_in_a_row_is_given_up(hangs: b
         workers.replace(1, Epoch(1, None))
 
 
-@pytest.mark.parametrize(("up", "event"), [(True, "start"), (False, "start")])
-def test_a_worker_moves_by_the_table_only(up: bool, event: str) -> None:
+@pytest.mark.parametrize("up", [True, False])
+def test_a_worker_moves_by_the_table_only(up: bool) -> None:
     worker = Worker(3)
     with pytest.raises(InvalidTransition, match="worker 3 is new: 'die' is not allowed"):
         worker.move("die")
@@ -197,7 +197,7 @@ def test_a_worker_moves_by_the_table_only(up: bool, event: str) -> None:
     if up:
         worker.move("hello")
     with pytest.raises(InvalidTransition, match=r"worker 3 is (ready|starting): 'start' is not allowed"):
-        worker.move(event)
+        worker.move("start")
     worker.die("", "")
     worker.specs[0] = "a spec of the one that died"
     worker.begin("")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 import threading
 from multiprocessing import forkserver, reduction
 from multiprocessing.context import get_spawning_popen, set_spawning_popen
@@ -21,8 +19,9 @@ from fastq_loader import Processes
 from fastq_loader.workers.kinds import read_workers
 from fastq_loader.workers.local_pool import LocalPool
 from fastq_loader.workers.payload import Payload
-from tests.conftest import open_descriptors
+from tests.conftest import open_descriptors, run_script
 from tests.support.crimes import CountsPickling
+from tests.support.thorough import is_thorough
 from tests.support.worker_setup import make_plan
 
 
@@ -43,7 +42,7 @@ def test_a_wrong_number_of_restarts_is_named(restarts: Any, error: type[Exceptio
     ("value", "error"), [("threads", ValueError), (4, TypeError), (None, TypeError), (Processes, TypeError)]
 )
 def test_what_is_no_kind_of_workers_is_named(value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"workers=.* is unknown: .* how many there are is num_workers"):
+    with pytest.raises(error, match=r"workers=.* is unknown: .* the number of workers is num_workers"):
         read_workers(value)
 
 
@@ -215,7 +214,7 @@ def test_large_arrays_are_mapped_and_what_is_written_to_them_stays_where_it_is()
 
 # ---- the interpreter that workers are forked from ---------------------------------------------------------
 
-WARM = """
+PROGRAM = """
 import gc, multiprocessing, os, sys
 from fastq_loader import DataLoader
 
@@ -236,13 +235,14 @@ if __name__ == "__main__":
         process.start()
         process.join()
     options = dict(num_workers=2, multiprocessing_context=sys.argv[1], collate_fn=other.same)
-    parents = set()
+    found, parents = [], set()
     for loader in [DataLoader(Forked(), **options) for _ in range(2)]:
         for _ in range(2):
             for (*as_it_should, parent), in loader:
-                print(all(as_it_should))
+                found += as_it_should
                 parents.add(parent)
-    print(len(parents), "for both loaders")
+    assert len(found) == 24 and all(found), found
+    assert len(parents) == 1, "for both loaders"
 """
 MODULE = """
 import os
@@ -253,20 +253,20 @@ def same(batch):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("arguments", [["spawn"], ["forkserver"], ["forkserver", "others"]])
 def test_workers_are_forked_from_an_interpreter_that_has_none_of_the_users_modules_but_those_chosen(
-    arguments: list[str], tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     """Also where Python's own server is up before; and where TMPDIR is too long for a socket's name."""
-    for name, text in (("script", WARM), ("chosen", MODULE), ("other", MODULE)):
+    for name, text in (("program", PROGRAM), ("chosen", MODULE), ("other", MODULE)):
         (tmp_path / f"{name}.py").write_text(text)
-    folder = tmp_path if "others" in arguments else tmp_path / ("long" * 30)
-    folder.mkdir(exist_ok=True)
-    environment = {**os.environ, "TMPDIR": str(folder)}
-    command = [sys.executable, "script.py", *arguments]  # in a folder where workers find the modules, too
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
-    assert done.stdout.split("\n")[-10:] == [*["True"] * 8, "1 for both loaders", ""], done
-    assert "others" in arguments or not os.listdir(folder)
+    long = tmp_path / ("long" * 30)
+    long.mkdir()
+    folders = {"spawn": long, "forkserver": long, "others": tmp_path}
+    arguments = [["spawn"], ["forkserver"], *([["forkserver", "others"]] if is_thorough else [])]
+    runs = [(str(tmp_path), each, {"TMPDIR": str(folders[each[-1]])}) for each in arguments]
+    result = run_script(f"from tests.support.programs import at_once; exec(at_once(*{runs}))", warm=True)
+    assert (result.returncode, result.stderr, result.left) == (0, "", ()), result
+    assert not os.listdir(long)
 
 
 def test_the_code_of_multiprocessing_is_as_it_is_known() -> None:

@@ -30,7 +30,7 @@ OWNER = object()
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(stopping, "BRIEF", 0.2)
-    monkeypatch.setattr(stopping, "_INSTANT", 0.3)
+    monkeypatch.setattr(stopping, "_INSTANT", 0.02)
     yield
     stopping.hurry()
     stopping.wait()
@@ -95,9 +95,10 @@ def test_others_are_left_to_finish_behind_the_callers_back(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("ignores_sigterm", [False, True])
-def test_those_that_take_too_long_are_ended(ignores_sigterm: bool) -> None:
+def test_those_that_take_too_long_are_ended(ignores_sigterm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "BRIEF", 0.05 if ignores_sigterm else LIMIT)
     worker = child(3600, ignores_sigterm)
-    group = stopped(worker, patience=0.2)
+    group = stopped(worker, patience=0.05)
     assert group.over.wait(LIMIT)
     assert worker.process.exitcode == -(signal.SIGKILL if ignores_sigterm else signal.SIGTERM)
 
@@ -122,7 +123,7 @@ def test_where_no_thread_can_be_started_they_are_waited_for(monkeypatch: pytest.
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    worker = child(0.4)
+    worker = child(0.1)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         group = stopped(worker)
@@ -130,16 +131,17 @@ def test_where_no_thread_can_be_started_they_are_waited_for(monkeypatch: pytest.
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_what_fails_afterwards_is_told_and_the_rest_is_done() -> None:
+def test_what_fails_afterwards_is_told_and_the_rest_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()
 
     def fail() -> None:
         raise ValueError("mine")
 
-    group = Stopping(OWNER, {child(0.3): 30}, [fail, told.tell("then")])
+    group = Stopping(OWNER, {child(0.1): 30}, [fail, told.tell("then")])
     group.finish()
     assert group.over.wait(LIMIT)
     assert told == ["then"]
+    monkeypatch.setattr(stopping, "_INSTANT", math.inf)
     group = Stopping(OWNER, {child(0): 30}, [fail, told.tell("then")])
     with pytest.raises(ValueError, match="mine"):
         group.finish()

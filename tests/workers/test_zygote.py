@@ -21,6 +21,7 @@ from fastq_loader.workers.children import UNKNOWN_EXIT, Child
 from fastq_loader.workers.zygote import Zygote, copy_of_consumer, fork_copy
 from tests.conftest import process_table, wait_until
 from tests.support.forking import end_of, fork
+from tests.support.thorough import is_thorough
 
 FORK = multiprocessing.get_context("fork")
 
@@ -71,7 +72,7 @@ def test_its_children_look_like_the_consumers_own() -> None:
 
 def test_threads_that_look_at_the_same_moment_find_one_exit_code() -> None:
     with zygote() as one:
-        for code in range(100):
+        for code in range(100 if is_thorough else 5):
             child = forked(one, code)
             assert readable([child.descriptor], 5)
             together, codes = threading.Barrier(4), list[Any]()

@@ -1,0 +1,410 @@
+"""Faults that a careless change could make, the promise that each breaks, and the test file that finds it.
+
+`python -m tests.faults` plants them, one at a time, in a copy of the repository.
+
+A fault replaces `old` by `new` at one place of one file. `old` consists of code, because comments and texts
+change more often. A user would notice the effect. The first tests of the named file find it: those that show
+the promise itself, not its variations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A planted fault.
+
+    Attributes:
+        name: the fault in plain English.
+        file: the changed file, below `fastq_loader/`.
+        old, new: the text that is replaced, which occurs once in the file, and the text in its place.
+        promise: the broken promise: "guarantee:" and a row of the README's table ("death 2" is the second row
+            of a subject); "rule" and a number of `fastq_loader/README.md`; "row" and one of
+            `tests/README.md`.
+        found_by: the test file that finds it, below `tests/`.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    promise: str
+    found_by: str
+
+    @property
+    def room(self) -> str:
+        """The room of the package in which it lies."""
+        return self.file.partition("/")[0].removesuffix(".py")
+
+
+FAULTS = (
+    # ---- scheduling
+    Fault(
+        "the last batch of an epoch is lost",
+        "scheduling/in_flight.py",
+        "while ring.head < self.drawn:",
+        "while ring.head < self.drawn - 1:",
+        "guarantee: order",
+        "iterators/test_iteration.py",
+    ),
+    Fault(
+        "the answer of an earlier attempt is accepted",
+        "scheduling/in_flight.py",
+        "batch.worker not in (None, worker) or batch.attempt != answer.attempt:",
+        "batch.worker not in (None, worker):",
+        "rule 5",
+        "consumer/test_receiver.py",
+    ),
+    Fault(
+        "the window that a user sets is ignored",
+        "scheduling/schedules.py",
+        "fixed, ahead = schedule.window, prefetch * workers",
+        "fixed, ahead = None, prefetch * workers",
+        "row R6",
+        "scheduling/test_schedules.py",
+    ),
+    # ---- memory
+    Fault(
+        "a block is used again while a forked child sees it",
+        "memory/arena.py",
+        "seen = bool(children.alive) and children.may_see(self._born, died)",
+        "seen = False",
+        "guarantee: memory",
+        "memory/test_arena.py",
+    ),
+    Fault(
+        "the pages of blocks that nobody needs are kept",
+        "memory/pool.py",
+        "            self.arena.mapping.punch(block.offset, block.size)\n",
+        "",
+        "guarantee: memory",
+        "memory/test_pool.py",
+    ),
+    Fault(
+        "the descriptor of the shared memory stays open",
+        "memory/arena.py",
+        "            fd, self.fd = self.fd, -1\n            os.close(fd)\n",
+        "            self.fd = -1\n",
+        "guarantee: leftovers",
+        "memory/test_arena.py",
+    ),
+    # ---- packing
+    Fault(
+        "a batch shares memory with the tensors that its dataset keeps",
+        "packing/pack.py",
+        "copies = self._allocator.copy_held(used) if used else {}",
+        "copies = {}",
+        "rule 1",
+        "end_to_end/test_empty.py",
+    ),
+    Fault(
+        "a handle may reach beyond its block",
+        "packing/unpack.py",
+        "if offset < 0 or start < 0 or need > size or offset + size > self._end:",
+        "if offset < 0 or start < 0 or offset + size > self._end:",
+        "rule 1",
+        "packing/test_unpack.py",
+    ),
+    Fault(
+        "the traceback of the worker is lost",
+        "packing/pickling.py",
+        '    BaseException.__setattr__(error, "__cause__", WorkerTraceback(where))\n',
+        "",
+        "guarantee: errors",
+        "packing/test_pickling.py",
+    ),
+    # ---- ipc
+    Fault(
+        "pickles without the token of the pool are read",
+        "ipc/messages.py",
+        "if not hmac.compare_digest(sealed[:TOKEN_BYTES], token):",
+        "if len(sealed) < TOKEN_BYTES:",
+        "rule 10",
+        "ipc/test_messages.py",
+    ),
+    Fault(
+        "two workers claim one batch, because the lock is not taken",
+        "ipc/claim_table.py",
+        "            set_lock(self._fd, self._command, _FLOCK.pack(_WRITE, 0, at << _WHO, who, 0))\n",
+        "            pass\n",
+        "rule 5",
+        "ipc/test_claim_table.py",
+    ),
+    Fault(
+        "a worker takes tasks from any process",
+        "ipc/sockets.py",
+        "            self._socket.setsockopt(zmq.IPC_FILTER_PID, process)\n",
+        "            pass\n",
+        "rule 10",
+        "ipc/test_sockets.py",
+    ),
+    # ---- workers
+    Fault(
+        "a dead worker is not noticed",
+        "ipc/sockets.py",
+        "        self._epoll.register(descriptor, select.EPOLLIN)\n",
+        "        pass\n",
+        "guarantee: death",
+        "ipc/test_sockets.py",
+    ),
+    Fault(
+        "workers outlive a consumer that was killed",
+        "workers/main.py",
+        "    children.leave_with(setup.consumer, setup.folder)\n",
+        "",
+        "guarantee: death 2",
+        "end_to_end/test_lifecycle.py",
+    ),
+    Fault(
+        "a worker takes a later batch before the one that is wanted next",
+        "workers/task_queue.py",
+        'insort(self._tasks, task, key=attrgetter("seq"))',
+        "self._tasks.append(task)",
+        "rule 4",
+        "workers/test_main.py",
+    ),
+    # ---- consumer
+    Fault(
+        "an interrupt while next() waits ends the iteration",
+        "consumer/event_loop.py",
+        "        self.phase = WAITING\n",
+        "",
+        "guarantee: interrupts",
+        "end_to_end/test_hard_knocks.py",
+    ),
+    Fault(
+        "samples that could not be read are not counted against the limit",
+        "consumer/bad_samples.py",
+        "if self._errors.allows(self.bad, self.read):",
+        "if self._errors.allows(len(found), self.read):",
+        "row E1",
+        "end_to_end/test_bad_samples.py",
+    ),
+    # ---- iterators
+    Fault(
+        "a hint comes again in every epoch",
+        "iterators/hints.py",
+        "            self._resources.hinted.add(kind)\n",
+        "",
+        "row W1",
+        "iterators/test_hints.py",
+    ),
+    Fault(
+        "the error of a sampler counts as that of the next batch",
+        "iterators/serial.py",
+        "self.outcome = self._raised(error, order.position - 1)",
+        "self.outcome = self._raised(error, order.position)",
+        "guarantee: errors",
+        "end_to_end/test_faults.py",
+    ),
+    Fault(
+        "what the workers held stays when their epoch is over",
+        "iterators/multiprocess.py",
+        '                self.engine.close("it was exhausted")\n',
+        "                pass\n",
+        "guarantee: leftovers",
+        "iterators/test_iteration.py",
+    ),
+    Fault(
+        "the seed is drawn before the sampler's",
+        "iterators/base.py",
+        "        self._restart_sampler()\n        self._base_seed = self._draw_base_seed(loader)\n",
+        "        self._base_seed = self._draw_base_seed(loader)\n        self._restart_sampler()\n",
+        "row R1",
+        "iterators/test_iteration.py",
+    ),
+    # ---- resume
+    Fault(
+        "an order that does not come back is not noticed",
+        "resume/order.py",
+        "self._differs = now != self._expected",
+        "self._differs = False",
+        "row S1",
+        "resume/test_zoo.py",
+    ),
+    Fault(
+        "after a break, generators stay where drawing ahead has left them",
+        "resume/record.py",
+        "        newest.order.break_off()\n",
+        "        pass\n",
+        "row I4",
+        "end_to_end/test_broken_epochs.py",
+    ),
+    # ---- reading
+    Fault(
+        "numpy draws the same in all workers",
+        "reading/generators.py",
+        "    numpy_random.seed(numpy_random.SeedSequence(entropy).generate_state(4))\n",
+        "    numpy_random.seed(base_seed & 0xFFFFFFFF)\n",
+        "guarantee: random numbers",
+        "reading/test_generators.py",
+    ),
+    Fault(
+        "the random numbers of a batch depend on who loads it",
+        "reading/reader.py",
+        "number = self._asked * self._readers + self._number if self._iterable else seq",
+        "number = self._asked * self._readers + self._number",
+        "guarantee: random numbers 2",
+        "end_to_end/test_dynamic.py",
+    ),
+    # ---- device
+    Fault(
+        "a batch is handed out before its copy has arrived",
+        "device/copies.py",
+        "        stager.wait(stream, copy.ready)\n",
+        "",
+        "guarantee: device",
+        "device/test_batches.py",
+    ),
+    Fault(
+        "a buffer is filled while a copy still reads it",
+        "device/pinning.py",
+        "            self._copies.wait_for(buffer.copy)\n",
+        "",
+        "guarantee: device",
+        "device/test_pinning.py",
+    ),
+    # ---- statistics, tracing and insight
+    Fault(
+        "the time of the training step is not counted",
+        "statistics/epoch.py",
+        'by_cause["consumer"] += began - self._left',
+        'by_cause["consumer"] += 0',
+        "row S2",
+        "statistics/test_epoch.py",
+    ),
+    Fault(
+        "two traces write into one file",
+        "tracing/trace.py",
+        "            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "            pass\n",
+        "row S3",
+        "tracing/test_trace.py",
+    ),
+    Fault(
+        "more workers are chosen for a gain within the noise",
+        "insight/chooser.py",
+        "band = math.log(max(seconds[setting] / least, 1.0)) // math.log1p(NOISE)",
+        "band = seconds[setting] / least",
+        "row A3",
+        "insight/test_chooser.py",
+    ),
+    # ---- tools
+    Fault(
+        "compare takes other types, dtypes and strides for the same batch",
+        "tools/leaves.py",
+        'for part in (leaf.path.encode(errors="surrogatepass"), leaf.kind.encode(), leaf.data):',
+        'for part in (leaf.path.encode(errors="surrogatepass"), leaf.data):',
+        "row C1",
+        "tools/test_comparing.py",
+    ),
+    # ---- caching and sharing
+    Fault(
+        "a damaged value of a cache is handed out",
+        "caching/store.py",
+        "if len(data) != found.nbytes or zlib.crc32(data, zlib.crc32(head)) != found.checksum:",
+        "if len(data) != found.nbytes:",
+        "row K1",
+        "caching/test_store.py",
+    ),
+    Fault(
+        "values that were drawn at random are cached",
+        "caching/cached.py",
+        "if drew := before.drawn():",
+        "if drew := []:",
+        "row K1",
+        "caching/test_cached.py",
+    ),
+    Fault(
+        "memory that another user has named is read",
+        "sharing/named.py",
+        "if os.fstat(fd).st_uid != os.getuid():",
+        "if os.fstat(fd).st_uid < 0:",
+        "rule 10",
+        "sharing/test_share.py",
+    ),
+    # ---- remote and integrations
+    Fault(
+        "a far worker lets in whoever has no token",
+        "remote/connection.py",
+        "if not hmac.compare_digest(mac, _mac(token, *parts)):",
+        "if len(mac) != _MAC_BYTES:",
+        "row X1",
+        "remote/test_connection.py",
+    ),
+    Fault(
+        "uninstall() forgets modules that were imported meanwhile",
+        "integrations/installing.py",
+        "if place in _replaced or _is_torchs(*place)})",
+        "if place in _replaced})",
+        "row F1",
+        "integrations/test_installing.py",
+    ),
+    # ---- preemption, system, arguments, loader, resources, errors, __main__
+    Fault(
+        "the handler that a program had for the signal is not called",
+        "preemption.py",
+        "        if callable(before):\n            before(number, frame)\n",
+        "",
+        "row P14",
+        "end_to_end/test_preemption.py",
+    ),
+    Fault(
+        "the error of a watchdog takes the place of a batch",
+        "system/interrupts.py",
+        "    if raised_by_handler(error, own_alarm):\n        raise error\n",
+        "    return\n",
+        "guarantee: interrupts",
+        "system/test_interrupts.py",
+    ),
+    Fault(
+        "a property of a user's dataset is called for advice",
+        "system/attributes.py",
+        'return default if hasattr(type(member), "__get__") and not callable(member) else member',
+        "return getattr(part, name, default)",
+        "rule 13",
+        "end_to_end/test_untouched.py",
+    ),
+    Fault(
+        "the worker of a stream is replaced, and reads it from the beginning",
+        "arguments.py",
+        "if is_iterable(loader) and kind.restarts(iterable=True):",
+        "if is_iterable(loader) and kind.is_remote:",
+        "rule 5",
+        "test_arguments.py",
+    ),
+    Fault(
+        "the copy of a loader has its workers",
+        "loader.py",
+        'return {**vars(self), "_iterator": None}',
+        "return {**vars(self)}",
+        "row I10",
+        "end_to_end/test_hooks.py",
+    ),
+    Fault(
+        "close() does not wait for its workers",
+        "resources.py",
+        "        stopping.wait(self.counters)\n",
+        "",
+        "guarantee: leftovers",
+        "end_to_end/test_hard_knocks_workers.py",
+    ),
+    Fault(
+        "an attribute of a user's own error is overwritten",
+        "errors.py",
+        "            if not hasattr(error, name):\n                setattr(error, name, value)\n",
+        "            setattr(error, name, value)\n",
+        "guarantee: errors",
+        "test_errors.py",
+    ),
+    Fault(
+        "compare on the shell succeeds although the batches differ",
+        "__main__.py",
+        "return 0 if found.equal else 1",
+        "return 0",
+        "row C1",
+        "tools/test_comparing.py",
+    ),
+)

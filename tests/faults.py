@@ -1,0 +1,251 @@
+"""Plants faults in the package, one at a time, and runs the tests that have to find them.
+
+`python -m tests.faults` is the proof that the tests guard the promises. `fault_table.py` has the faults.
+Nothing here changes the repository: each job plants its faults in a copy in the temporary folder, and the
+tests of that copy import the copy's package. A fault counts as found if pytest reports a failed test in the
+file that is named for it, or else in the default run, and that test fails again when it is run alone. A run
+that only hits its limit finds nothing, and neither does a test that fails without the fault as well.
+
+    python -m tests.faults                        all faults, in two copies at once
+    python -m tests.faults packing "dead worker"  faults with one of these texts in any of their fields
+    python -m tests.faults --list                 the table of faults
+    python -m tests.faults --places               only check that each place occurs exactly once
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from tests.fault_table import FAULTS, Fault
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Not copied. What was compiled has the paths of the repository in it.
+_LEFT_OUT = (".git", ".hypothesis", ".*_cache", "__pycache__", "build", "mutants", "*.egg-info")
+#: Seconds of one test, of the run of a file, and of the default run.
+_TEST, _FILE, _ALL = 60, 300, 3600
+#: Variable in the environment of the processes of a copy.
+_MARK = "PLANTED_FAULTS"
+#: A failed test in pytest's summary.
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
+_HEADER = ("fault", "room", "promise", "found by", "seconds")
+
+
+class Found(NamedTuple):
+    """What became of a fault.
+
+    Attributes:
+        fault: the fault.
+        test: id of the failed test; "" if none found it.
+        seconds: until it was found.
+        note: what else there is to say.
+    """
+
+    fault: Fault
+    test: str
+    seconds: float
+    note: str = ""
+
+
+class Run(NamedTuple):
+    """A run of pytest: its failed test, or "" with the reason why there is none (also "" if all passed)."""
+
+    test: str
+    why: str
+
+
+#: All tests of a run have passed.
+GREEN = Run("", "")
+
+
+def place_of(fault: Fault, root: Path = ROOT) -> str:
+    """What is wrong with the place of a fault; "" if it is there exactly once."""
+    file = root / "fastq_loader" / fault.file
+    if not file.is_file():
+        return f"there is no {fault.file}"
+    count = file.read_text().count(fault.old)
+    return "" if count == 1 else f"its place occurs {count} times in {fault.file}"
+
+
+class Copy:
+    """A copy of the repository, in which one job runs its tests.
+
+    Args:
+        folder: a folder of its own, in which it is made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self._temporary = folder / "r", folder / "t"
+        shutil.copytree(ROOT, self.root, symlinks=True, ignore=shutil.ignore_patterns(*_LEFT_OUT))
+        self._environment = {**os.environ, "TMPDIR": str(self._temporary), _MARK: str(self.root)}
+        self._environment.pop("PYTHONPATH", None)
+        code = "import fastq_loader; print(fastq_loader.__file__)"
+        imported = subprocess.check_output(
+            [sys.executable, "-c", code], cwd=self.root, env=self._environment, text=True
+        )
+        assert Path(imported.strip()).is_relative_to(self.root), (
+            f"{imported.strip()} is not the copy's package"
+        )
+
+    @contextmanager
+    def planted(self, fault: Fault) -> Iterator[None]:
+        """Plant a fault while the context lasts."""
+        file = self.root / "fastq_loader" / fault.file
+        text = file.read_text()
+        try:
+            self._write(file, text.replace(fault.old, fault.new))
+            yield
+        finally:
+            self._write(file, text)
+
+    def _write(self, file: Path, text: str) -> None:
+        file.write_text(text)
+        # Two versions of one second and one size would be one for Python.
+        for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
+            compiled.unlink()
+
+    def run(self, *tests: str, limit: float) -> Run:
+        """Run tests, all by default, up to the first that fails."""
+        self._temporary.mkdir()
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-o", f"timeout={_TEST}"]
+        command = [sys.executable, "-m", "pytest", *options, *tests]
+        try:
+            with subprocess.Popen(
+                command,
+                cwd=self.root,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            ) as process:
+                try:
+                    output = process.communicate(timeout=limit)[0].decode(errors="replace")
+                except subprocess.TimeoutExpired:
+                    return Run("", f"hung for {limit:.0f} s")
+                finally:
+                    self.end_all()
+        finally:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+        if process.returncode == 0:
+            return GREEN
+        failed = _FAILED.search(output) if process.returncode == 1 else None
+        if failed is None:
+            return Run("", f"pytest ended with {process.returncode}: {output.strip()[-300:]}")
+        return Run(failed[1].removeprefix("tests/"), "")
+
+    def end_all(self) -> None:
+        """End all processes of a run, whatever their session: their environment has the copy's mark."""
+        mark = f"{_MARK}={self.root}".encode() + b"\0"
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):
+                if mark in Path("/proc", name, "environ").read_bytes():
+                    os.kill(int(name), signal.SIGKILL)
+
+
+def find(fault: Fault, copy: Copy) -> Found:
+    """Plant a fault, and look which test finds it, twice."""
+    began, note = time.monotonic(), ""
+    with copy.planted(fault):
+        run = copy.run(f"tests/{fault.found_by}", limit=_FILE)
+        if run == GREEN:
+            run, note = copy.run(limit=_ALL), f"not by {fault.found_by}"
+        seconds = time.monotonic() - began
+        if not run.test:
+            return Found(fault, "", seconds, run.why or "all tests pass")
+        if copy.run(f"tests/{run.test}", limit=_FILE) == GREEN:
+            return Found(fault, "", seconds, f"{run.test} passes when it is run again")
+    if note and copy.run(f"tests/{run.test}", limit=_FILE) != GREEN:
+        return Found(fault, "", seconds, f"{run.test} fails without it, too")
+    return Found(fault, run.test, seconds, note)
+
+
+def find_all(faults: Sequence[Fault], jobs: int, baseline: bool) -> Iterator[Found]:
+    """Look for these faults, in so many copies at once; before that, for files that are red without any."""
+    copies: SimpleQueue[Copy] = SimpleQueue()
+
+    def green(file: str) -> Run:
+        copy = copies.get()
+        try:
+            return copy.run(f"tests/{file}", limit=_FILE)
+        finally:
+            copies.put(copy)
+
+    def found(fault: Fault) -> Found:
+        copy = copies.get()
+        try:
+            return find(fault, copy)
+        finally:
+            copies.put(copy)
+
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder, ThreadPoolExecutor(jobs) as pool:
+        for copy in pool.map(Copy, [Path(folder, str(number)) for number in range(jobs)]):
+            copies.put(copy)
+        red: dict[str, str] = {}
+        if baseline:
+            files = list(dict.fromkeys(fault.found_by for fault in faults))
+            runs = zip(files, pool.map(green, files), strict=True)
+            red = {file: run.test or run.why for file, run in runs if run != GREEN}
+        for fault in faults:
+            if fault.found_by in red:
+                yield Found(fault, "", 0.0, f"{fault.found_by} fails without it: {red[fault.found_by]}")
+        yield from pool.map(found, [fault for fault in faults if fault.found_by not in red])
+
+
+def line(*cells: str) -> str:
+    return " | ".join(cells)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 1 if a fault was not found, or has no place."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.partition("\n\n")[0])
+    parser.add_argument("which", nargs="*", help="texts in the name, file, promise or test file of a fault")
+    parser.add_argument("--list", action="store_true", help="print the table and run nothing")
+    parser.add_argument("--places", action="store_true", help="only look for the places")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="copies at once (default: 2)")
+    parser.add_argument("--no-baseline", action="store_true", help="do not run the files without a fault")
+    options = parser.parse_args(argv)
+    faults = [
+        fault
+        for fault in FAULTS
+        if not options.which or any(text in " ".join(vars(fault).values()) for text in options.which)
+    ]
+    if not faults:
+        parser.error(f"no fault has {' or '.join(options.which)}")
+    if options.list:
+        print(line(*_HEADER[:-1]))
+        for fault in faults:
+            print(line(fault.name, fault.room, fault.promise, fault.found_by))
+        return 0
+    misplaced = {fault.name: wrong for fault in faults if (wrong := place_of(fault))}
+    for name, wrong in misplaced.items():
+        print(f"{name}: {wrong}")
+    if options.places or misplaced:
+        print(f"{len(faults) - len(misplaced)} of {len(faults)} places are there")
+        return 1 if misplaced else 0
+    print(line(*_HEADER), flush=True)
+    lost = 0
+    for found in find_all(faults, options.jobs, not options.no_baseline):
+        fault, lost = found.fault, lost + (not found.test)
+        where = found.test or "NOTHING"
+        where += f" ({found.note})" if found.note else ""
+        print(line(fault.name, fault.room, fault.promise, where, f"{found.seconds:.0f}"), flush=True)
+    print(f"{len(faults) - lost} of {len(faults)} faults are found")
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""The table of planted faults: it covers all rooms and promises, and its places are there."""
+
+from __future__ import annotations
+
+import re
+from itertools import accumulate
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.fault_table import FAULTS, Fault
+from tests.faults import place_of
+from tests.test_architecture import ROOMS
+
+
+def guarantees() -> list[str]:
+    """The rows of the README's table, as `Fault.promise` names them."""
+    section = (ROOT / "README.md").read_text().partition("## Guarantees")[2].partition("\n## ")[0]
+    cells = [row.split("|")[1].strip() for row in section.splitlines() if row.startswith("| ")]
+    subjects = list(accumulate(cells[1:], lambda before, cell: cell or before))
+    numbers = [subjects[:at].count(subject) + 1 for at, subject in enumerate(subjects)]
+    return [
+        f"guarantee: {subject}" + (f" {number}" if number > 1 else "")
+        for subject, number in zip(subjects, numbers, strict=True)
+    ]
+
+
+def rules_and_rows() -> set[str]:
+    """The rules and the rows of the contract, as `Fault.promise` names them."""
+    rules = re.findall(r"^(\d+)\. \*\*", (ROOT / "fastq_loader/README.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| ([A-Z]\d.*?) \|", (ROOT / "tests/README.md").read_text(), re.MULTILINE)
+    return {f"rule {rule}" for rule in rules} | {f"row {name}" for row in rows for name in row.split(", ")}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_has_its_place_and_a_test_file(fault: Fault) -> None:
+    assert place_of(fault) == ""
+    assert fault.old != fault.new
+    assert (ROOT / "tests" / fault.found_by).is_file()
+    assert fault.promise in {*guarantees(), *rules_and_rows()}
+
+
+def test_every_guarantee_and_every_room_has_a_fault() -> None:
+    assert len(guarantees()) >= 10
+    assert set(guarantees()) <= {fault.promise for fault in FAULTS}
+    assert {fault.room for fault in FAULTS} == set(ROOMS)
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 40
