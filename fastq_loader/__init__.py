@@ -19,10 +19,10 @@ dataset (`reading`) and write the batch to shared memory (`packing`, `memory`). 
 `ipc`; the consumer returns the batch, or `device` copies it to an accelerator first.
 """
 
-from fastq_loader.caching.cached import cached
 from fastq_loader.device.accelerator import ToDevice
-from fastq_loader.device.prefetcher import Prefetcher
 from fastq_loader.device.transforms import copy_into, normalize
+from fastq_loader.epoch.prefetcher import Prefetcher
+from fastq_loader.epoch.record import Position
 from fastq_loader.errors import (
     BadSampleFound,
     DuplicateData,
@@ -46,18 +46,20 @@ from fastq_loader.errors import (
     WorkerReplaced,
     WorkerTraceback,
 )
-from fastq_loader.insight.verdict import Diagnosis
-from fastq_loader.integrations.installing import assert_active, install, installed, uninstall
+from fastq_loader.extras.cached.cached import cached
+from fastq_loader.extras.frameworks.installing import assert_active, install, installed, uninstall
+from fastq_loader.extras.insight.verdict import Diagnosis
+from fastq_loader.extras.recovery.preemption import preemption
+from fastq_loader.extras.remote.ray_workers import RayWorkers
+from fastq_loader.extras.share.share import share, sharing_report
+from fastq_loader.extras.tools.comparing import Comparison, ComparisonRow, compare
+from fastq_loader.extras.tools.tuning import Tuning, TuningRow, tune
 from fastq_loader.loader import DataLoader
 from fastq_loader.memory.allocator import empty
 from fastq_loader.memory.arena import AVAILABLE
-from fastq_loader.preemption import preemption
 from fastq_loader.reading.computed import Distributed, PermutationSampler, WeightedSampler
 from fastq_loader.reading.tolerance import Replace, Skip
-from fastq_loader.remote.ray_workers import RayWorkers
-from fastq_loader.resume.record import Position
 from fastq_loader.scheduling.schedules import Dynamic, RoundRobin
-from fastq_loader.sharing.share import share, sharing_report
 from fastq_loader.statistics.snapshots import (
     BadSample,
     CacheStatistics,
@@ -67,8 +69,6 @@ from fastq_loader.statistics.snapshots import (
     StagingStatistics,
     WorkerStatistics,
 )
-from fastq_loader.tools.comparing import Comparison, ComparisonRow, compare
-from fastq_loader.tools.tuning import Tuning, TuningRow, tune
 from fastq_loader.workers.kinds import Processes
 
 if AVAILABLE:  # imported now: a program may give up the right to read files before it iterates

@@ -28,10 +28,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fastq_loader.errors import shorten
-from fastq_loader.loader import DataLoader
-from fastq_loader.tools import comparing, doctor
-from fastq_loader.tools.tuning import checked, tune
+from fastq_loader.api import DataLoader, shorten
+from fastq_loader.extras.tools import comparing, doctor
+from fastq_loader.extras.tools.tuning import checked, tune
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,42 +10,33 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from os import PathLike
-from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.utils.data
-from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler
-from torch.utils.data._utils.collate import default_collate, default_convert
+from torch.utils.data import Dataset, Sampler
 
-from fastq_loader import arguments
-from fastq_loader.caching.cached import caches_of
+from fastq_loader import options
 from fastq_loader.consumer.bad_samples import BadSamples
-from fastq_loader.consumer.engine import Engine
-from fastq_loader.device.accelerator import ToDevice, read_device
-from fastq_loader.device.staging import DeviceSession
-from fastq_loader.insight import auto, verdict
-from fastq_loader.insight.model import Evidence, Setting
-from fastq_loader.insight.verdict import Diagnosis
-from fastq_loader.iterators.multiprocess import MultiprocessIterator
-from fastq_loader.iterators.serial import SerialIterator
+from fastq_loader.device.accelerator import ToDevice
+from fastq_loader.epoch import saved, state
+from fastq_loader.epoch.multiprocess import MultiprocessIterator
+from fastq_loader.epoch.record import Position
+from fastq_loader.epoch.resources import Owner, device_session
+from fastq_loader.epoch.resources import of as resources_of
+from fastq_loader.epoch.serial import SerialIterator
 from fastq_loader.reading.tolerance import Tolerance
-from fastq_loader.resources import Resources
-from fastq_loader.resume import saved, state
-from fastq_loader.resume.record import Position
-from fastq_loader.resume.replay import replay
-from fastq_loader.scheduling.schedules import Dynamic, Schedule, read_schedule
+from fastq_loader.scheduling.schedules import Schedule
 from fastq_loader.statistics.snapshots import LoaderStatistics
-from fastq_loader.tracing.trace import traced
-from fastq_loader.workers.kinds import Auto, WorkerKind
+from fastq_loader.workers.kinds import Auto, WorkerKind, read_workers
+
+if TYPE_CHECKING:
+    from fastq_loader.extras.insight.verdict import Diagnosis
 
 T_co = TypeVar("T_co", covariant=True)
 
-#: Types whose instances have a `__qualname__` that can be read without running user code.
-_FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType)
 
-
-class DataLoader(torch.utils.data.DataLoader[T_co]):
+class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
     """A drop-in `torch.utils.data.DataLoader` over ZeroMQ and reused shared memory.
 
     Takes torch's arguments with torch's meaning, in torch's order, and gives the same batches, random
@@ -121,9 +112,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         device: str | int | torch.device | ToDevice | None = None,
         errors: str | Tolerance = "raise",
     ) -> None:
-        number = auto.given(num_workers)
+        number: Any = num_workers
+        if isinstance(num_workers, str):
+            from fastq_loader.extras.insight import auto
+
+            number = auto.given(num_workers)
         # torch would reject worker arguments where auto is 0, and warn of more remote workers than CPUs.
-        some = 1 if isinstance(number, Auto) or (number > 0 and arguments.elsewhere(workers)) else number
+        some = 1 if isinstance(number, Auto) or (number > 0 and read_workers(workers).is_remote) else number
         super().__init__(
             *(dataset, batch_size, shuffle, sampler, batch_sampler, some, collate_fn, pin_memory),
             *(drop_last, timeout, worker_init_fn, multiprocessing_context, generator),
@@ -139,19 +134,19 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 "prefetch_factor=0 with num_workers > 0 would never load a batch: use 1 or more, or None, "
                 "which is 2"
             )
-        self.schedule, self.device, self.errors = schedule, device, errors
-        self.workers = workers  # last, because its check reads the others
+        more = {"schedule": schedule, "device": device, "errors": errors, "workers": workers}
+        vars(self)["_options"] = options.with_arguments(self, more)
+        vars(self).update((name, each) for name, each in more.items() if not options.is_own_name(self, name))
 
     # Defaults for instances that this constructor did not initialise.
     schedule: str | Schedule = "round_robin"
     workers: str | WorkerKind = "processes"
     device: str | int | torch.device | ToDevice | None = None
     errors: str | Tolerance = "raise"
-    _state_of = state.state_of  # for `Prefetcher`, which reads ahead of the user
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in arguments.CHECKS:
-            arguments.CHECKS[name](self, value)
+        if name in options.ASSIGNED:
+            options.assigned(self, name, value)
         super().__setattr__(name, value)
 
     # ---- iterating ----------------------------------------------------------------------------
@@ -181,60 +176,33 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _choose_workers(self) -> None:
         """Set the number of workers for the next epoch (`num_workers="auto"`). If it changes, workers end."""
-        resources, number = self._resources, int(self.num_workers)
+        resources, number = resources_of(self), int(self.num_workers)
         if resources.saved is not None:  # the rest of an epoch; it may have a state per worker
             chosen = len(resources.saved.progress.workers) or number
         else:
-            prefetch = self.prefetch_factor or 2
-            counters, stay = resources.counters, self.persistent_workers
-            chosen = resources.chooser.next_number(number, counters, prefetch, stay)
+            from fastq_loader.extras.insight.auto import Chooser
+
+            resources.chooser = resources.chooser or Chooser()
+            prefetch, stay = self.prefetch_factor or 2, self.persistent_workers
+            chosen = resources.chooser.next_number(number, resources.counters, prefetch, stay)
         if chosen != number and self.persistent_workers:
             resources.close_engines(f"num_workers='auto' has changed to {chosen}")
         self.num_workers = Auto(chosen)
 
     def _get_iterator(self) -> Any:
         """Create an iterator; subclasses wrap its return value (torch_geometric, litdata)."""
-        kind = arguments.workers(self)
+        resources, mine = resources_of(self), options.of(self)
+        options.check_workers(self, mine, resumes=resources.saved is not None)
         if self.num_workers == 0:
             return SerialIterator(self)
-        if lacking := arguments.torchs_own(self):
-            arguments.tell_of_torchs(lacking)
-            return self._resources.add_torchs(super()._get_iterator())
-        if not (kind.is_remote or isinstance(self.num_workers, Auto)):  # a number that the user chose
+        if lacking := options.torchs_own(self):
+            options.tell_of_torchs(lacking)
+            return resources.add_torchs(super()._get_iterator())
+        if not (mine.workers.is_remote or isinstance(self.num_workers, Auto)):  # a number that the user chose
             self.check_worker_number_rationality()
         return MultiprocessIterator(self)
 
-    def _start_engine(self, base_seed: int, shared_seed: int | None) -> Engine:
-        """Start a pool of workers for an iterator."""
-        resources = self._resources
-        engine = Engine(arguments.plan(self), base_seed, shared_seed, resources.counters, resources.session)
-        resources.engines.add(engine)
-        return engine
-
-    def _device_session(self) -> DeviceSession | None:
-        """The device session, reused from epoch to epoch: a stream for each epoch would strand memory. A
-        change of the device, or of its options, needs a new session and new workers."""
-        resources, options = self._resources, read_device(self.device)
-        if options is not None and options.target is None:
-            options = None
-        if options != (None if resources.session is None else resources.session.options):
-            if self.persistent_workers:
-                resources.close_engines("its loader's device, or what goes with it, was changed")
-            resources.session = None if options is None else DeviceSession(options)
-            resources.counters.stage(None if resources.session is None else resources.session.statistics)
-        return resources.session
-
     # ---- attributes that frameworks use -------------------------------------------------------
-
-    @property
-    def _resources(self) -> Resources:
-        """Runtime state of this loader, created at first use: torchdata's subclass never calls the
-        constructor. State copied with another loader's attributes is replaced, except for `saved`."""
-        resources: Resources | None = vars(self).get("_resources")
-        if resources is None or resources.owner() is not self:
-            saved = None if resources is None else resources.saved
-            resources = vars(self)["_resources"] = Resources(self, saved)
-        return resources
 
     @property
     def _iterator(self) -> Any:
@@ -265,7 +233,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         ...     print(sum(loader))
         tensor([28])
         """
-        self._resources.close("its loader was closed")
+        resources_of(self).close("its loader was closed")
         object.__setattr__(self, "_iterator", None)
 
     def __enter__(self) -> DataLoader[T_co]:
@@ -297,7 +265,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         >>> sorted(torch.cat(batches + list(loader)).tolist())
         [0, 1, 2, 3, 4, 5, 6, 7]
         """
-        unknown = self._resources.record is None and arguments.torchs_own(self, "state_dict() is empty")
+        unknown = resources_of(self).record is None and options.torchs_own(self, "state_dict() is empty")
         return {} if unknown else state.now(self)
 
     def load_state_dict(self, state_dict: dict[str, Any], *, ignore: Iterable[str] = ()) -> None:
@@ -325,7 +293,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Traceback (most recent call last):
         ValueError: ...batch_size...
         """
-        resources = self._resources
+        resources = resources_of(self)
         if state_dict == {}:
             resources.place, resources.shared = (None, None), {}
             return
@@ -359,6 +327,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         >>> loader.replay(1).equal(second)
         True
         """
+        from fastq_loader.extras.recovery.replay import replay
+
         return replay(self, batch, epoch, state)
 
     @property
@@ -371,7 +341,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         >>> loader.position
         Position(epoch=0, batch=1, batches=1)
         """
-        record, loaded = self._resources.place
+        record, loaded = resources_of(self).place
         if loaded is not None:
             return loaded.position
         return Position() if record is None else record.shown_position
@@ -383,11 +353,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         >>> len(list(loader)), loader.statistics().batches
         (4, 4)
         """
-        resources = self._resources
+        from fastq_loader.extras.cached.cached import caches_of
+
+        resources = resources_of(self)
         if history := resources.counters.history:
             history[-1].used_cpu(time.process_time_ns())
         if not resources.counters.epochs:
-            self._device_session()  # usually created when an epoch begins; it counts the copies
+            device_session(self)  # usually created when an epoch begins; it counts the copies
         blocks = [(0, 0, 0), *(engine.blocks() for engine in list(resources.engines))]
         in_use, free, nbytes = map(sum, zip(*blocks, strict=True))
         return resources.counters.snapshot(
@@ -417,31 +389,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         >>> print(DataLoader(range(8)).diagnose())
         Nothing can be said yet: ...
         """
-        arguments.torchs_own(self, "diagnose()")
+        from fastq_loader.extras.insight import verdict
+        from fastq_loader.extras.insight.facts import facts
+        from fastq_loader.extras.insight.model import RunProfile
+
+        options.torchs_own(self, "diagnose()")
         statistics = self.statistics()
         # A subclass may have no attributes before its first epoch.
-        known = self._evidence() if statistics.epochs else Evidence()
-        return verdict.diagnose(verdict.evidence_of(known, statistics, self._resources.counters, epoch))
-
-    def _evidence(self) -> Evidence:
-        """The facts about a run that follow from the arguments, for `diagnose`."""
-        to_device, sampler = read_device(self.device), self._index_sampler
-        if type(sampler) is BatchSampler:
-            sampler = sampler.sampler
-        iterable, schedule = arguments.is_iterable(self), read_schedule(self.schedule)
-        dynamic = isinstance(schedule, Dynamic) and not iterable
-        return Evidence(
-            setting=Setting(0, self.prefetch_factor or 2, dynamic or not self.in_order, schedule.window),
-            iterable=iterable,
-            persistent=self.persistent_workers,
-            in_order=self.in_order,
-            shuffles=type(sampler) is RandomSampler,
-            sampler=type(sampler).__qualname__,
-            collate=_name(self.collate_fn),
-            transform=_name(to_device and to_device.transform),
-            pins=self.pin_memory,
-            batch_size=self.batch_size or 0,
-        )
+        known = facts(self) if statistics.epochs else RunProfile()
+        return verdict.diagnose(verdict.profile_of(known, statistics, resources_of(self).counters, epoch))
 
     def trace(self, path: str | PathLike[str]) -> AbstractContextManager[None]:
         """Write a trace of this loader to a file while the context lasts.
@@ -462,8 +418,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             ValueError: another trace, of any process, is writing to it.
             RuntimeError: this loader is already being traced.
         """
-        arguments.torchs_own(self, "trace()")
-        return traced(path, self._resources.counters)
+        from fastq_loader.extras.tracing.trace import traced
+
+        options.torchs_own(self, "trace()")
+        return traced(path, resources_of(self).counters)
 
     def __repr__(self) -> str:
         name = f"{type(self).__module__}.{type(self).__qualname__}"
@@ -473,7 +431,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             return f"<{name} object at {id(self):#x}, not initialised ({type(error).__name__}: {error})>"
 
     def _describe(self) -> str:
-        resources = self._resources
+        resources = resources_of(self)
         running = "loads on the calling thread"
         if self.num_workers:
             running = f"{self.num_workers * resources.pools() or 'no'} workers running"
@@ -489,11 +447,3 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """The arguments, and the loaded state of the next epoch. Workers and counters are not copied, so a
         copy starts idle."""
         return {**vars(self), "_iterator": None}
-
-
-def _name(function: Any) -> str:
-    """The name of a user's function; "" for torch's own functions."""
-    if any(function is each for each in (None, default_collate, default_convert)):
-        return ""
-    kind = type(function)
-    return str(function.__qualname__ if kind in _FUNCTIONS else kind.__qualname__)

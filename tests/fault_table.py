@@ -36,7 +36,8 @@ class Fault:
     @property
     def room(self) -> str:
         """The room of the package in which it lies."""
-        return self.file.partition("/")[0].removesuffix(".py")
+        folders = self.file.removesuffix(".py").split("/")
+        return ".".join(folders[: 1 + (folders[0] == "extras")])
 
 
 FAULTS = (
@@ -47,7 +48,7 @@ FAULTS = (
         "while ring.head < self.drawn:",
         "while ring.head < self.drawn - 1:",
         "guarantee: order",
-        "iterators/test_iteration.py",
+        "epoch/test_iteration.py",
     ),
     Fault(
         "the answer of an earlier attempt is accepted",
@@ -185,15 +186,15 @@ FAULTS = (
     # ---- iterators
     Fault(
         "a hint comes again in every epoch",
-        "iterators/hints.py",
+        "extras/insight/hints.py",
         "            self._resources.hinted.add(kind)\n",
         "",
         "row W1",
-        "iterators/test_hints.py",
+        "extras/insight/test_hints.py",
     ),
     Fault(
         "the error of a sampler counts as that of the next batch",
-        "iterators/serial.py",
+        "epoch/serial.py",
         "self.outcome = self._raised(error, order.position - 1)",
         "self.outcome = self._raised(error, order.position)",
         "guarantee: errors",
@@ -201,32 +202,32 @@ FAULTS = (
     ),
     Fault(
         "what the workers held stays when their epoch is over",
-        "iterators/multiprocess.py",
+        "epoch/multiprocess.py",
         '                self.engine.close("it was exhausted")\n',
         "                pass\n",
         "guarantee: leftovers",
-        "iterators/test_iteration.py",
+        "epoch/test_iteration.py",
     ),
     Fault(
         "the seed is drawn before the sampler's",
-        "iterators/base.py",
+        "epoch/base.py",
         "        self._restart_sampler()\n        self._base_seed = self._draw_base_seed(loader)\n",
         "        self._base_seed = self._draw_base_seed(loader)\n        self._restart_sampler()\n",
         "row R1",
-        "iterators/test_iteration.py",
+        "epoch/test_iteration.py",
     ),
     # ---- resume
     Fault(
         "an order that does not come back is not noticed",
-        "resume/order.py",
+        "epoch/order.py",
         "self._differs = now != self._expected",
         "self._differs = False",
         "row S1",
-        "resume/test_zoo.py",
+        "epoch/test_zoo.py",
     ),
     Fault(
         "after a break, generators stay where drawing ahead has left them",
-        "resume/record.py",
+        "epoch/record.py",
         "        newest.order.break_off()\n",
         "        pass\n",
         "row I4",
@@ -277,75 +278,75 @@ FAULTS = (
     ),
     Fault(
         "two traces write into one file",
-        "tracing/trace.py",
+        "extras/tracing/trace.py",
         "            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         "            pass\n",
         "row S3",
-        "tracing/test_trace.py",
+        "extras/tracing/test_trace.py",
     ),
     Fault(
         "more workers are chosen for a gain within the noise",
-        "insight/chooser.py",
+        "extras/insight/chooser.py",
         "band = math.log(max(seconds[setting] / least, 1.0)) // math.log1p(NOISE)",
         "band = seconds[setting] / least",
         "row A3",
-        "insight/test_chooser.py",
+        "extras/insight/test_chooser.py",
     ),
     # ---- tools
     Fault(
         "compare takes other types, dtypes and strides for the same batch",
-        "tools/leaves.py",
+        "extras/tools/leaves.py",
         'for part in (leaf.path.encode(errors="surrogatepass"), leaf.kind.encode(), leaf.data):',
         'for part in (leaf.path.encode(errors="surrogatepass"), leaf.data):',
         "row C1",
-        "tools/test_comparing.py",
+        "extras/tools/test_comparing.py",
     ),
     # ---- caching and sharing
     Fault(
         "a damaged value of a cache is handed out",
-        "caching/store.py",
+        "extras/cached/store.py",
         "if len(data) != found.nbytes or zlib.crc32(data, zlib.crc32(head)) != found.checksum:",
         "if len(data) != found.nbytes:",
         "row K1",
-        "caching/test_store.py",
+        "extras/cached/test_store.py",
     ),
     Fault(
         "values that were drawn at random are cached",
-        "caching/cached.py",
+        "extras/cached/cached.py",
         "if drew := before.drawn():",
         "if drew := []:",
         "row K1",
-        "caching/test_cached.py",
+        "extras/cached/test_cached.py",
     ),
     Fault(
         "memory that another user has named is read",
-        "sharing/named.py",
+        "extras/share/named.py",
         "if os.fstat(fd).st_uid != os.getuid():",
         "if os.fstat(fd).st_uid < 0:",
         "rule 10",
-        "sharing/test_share.py",
+        "extras/share/test_share.py",
     ),
     # ---- remote and integrations
     Fault(
         "a far worker lets in whoever has no token",
-        "remote/connection.py",
+        "extras/remote/connection.py",
         "if not hmac.compare_digest(mac, _mac(token, *parts)):",
         "if len(mac) != _MAC_BYTES:",
         "row X1",
-        "remote/test_connection.py",
+        "extras/remote/test_connection.py",
     ),
     Fault(
         "uninstall() forgets modules that were imported meanwhile",
-        "integrations/installing.py",
+        "extras/frameworks/installing.py",
         "if place in _replaced or _is_torchs(*place)})",
         "if place in _replaced})",
         "row F1",
-        "integrations/test_installing.py",
+        "extras/frameworks/test_installing.py",
     ),
     # ---- preemption, system, arguments, loader, resources, errors, __main__
     Fault(
         "the handler that a program had for the signal is not called",
-        "preemption.py",
+        "extras/recovery/preemption.py",
         "        if callable(before):\n            before(number, frame)\n",
         "",
         "row P14",
@@ -369,11 +370,11 @@ FAULTS = (
     ),
     Fault(
         "the worker of a stream is replaced, and reads it from the beginning",
-        "arguments.py",
+        "options.py",
         "if is_iterable(loader) and kind.restarts(iterable=True):",
         "if is_iterable(loader) and kind.is_remote:",
         "rule 5",
-        "test_arguments.py",
+        "test_options.py",
     ),
     Fault(
         "the copy of a loader has its workers",
@@ -385,7 +386,7 @@ FAULTS = (
     ),
     Fault(
         "close() does not wait for its workers",
-        "resources.py",
+        "epoch/resources.py",
         "        stopping.wait(self.counters)\n",
         "",
         "guarantee: leftovers",
@@ -405,6 +406,6 @@ FAULTS = (
         "return 0 if found.equal else 1",
         "return 0",
         "row C1",
-        "tools/test_comparing.py",
+        "extras/tools/test_comparing.py",
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -29,38 +29,42 @@ class Room(NamedTuple):
     pure: str = ""
 
 
-#: Top down: a room stands above everything that it imports.
+#: Top down: a room stands above everything that it imports. Extras know the core as `api` and `errors`.
 ROOMS = {
-    "__main__": Room("tools loader errors"),
-    "tools": Room("loader insight arguments workers packing reading ipc system errors"),
-    "integrations": Room("loader device"),
-    "preemption": Room(""),
-    "loader": Room(
-        "iterators resources caching insight resume arguments consumer workers device scheduling reading "
-        "tracing statistics"
+    "__main__": Room("extras.tools api"),
+    "integrations": Room("extras.frameworks"),
+    "extras.tools": Room("extras.insight api"),
+    "extras.frameworks": Room("api"),
+    "extras.recovery": Room("api"),
+    "extras.cached": Room("extras.insight extras.share api", pure="keys"),
+    "extras.insight": Room("api", pure="model chooser advice"),
+    "extras.share": Room("api"),
+    "extras.remote": Room("api", pure="ranks"),
+    "extras.tracing": Room("api"),
+    "extras": Room(""),
+    "api": Room(
+        "loader epoch options workers scheduling packing reading memory statistics ipc system errors"
     ),
-    "iterators": Room(
-        "insight resume arguments consumer workers device scheduling reading statistics ipc system errors"
-    ),
-    "resources": Room("insight resume consumer workers device statistics errors"),
-    "caching": Room("insight sharing reading packing system errors statistics", pure="keys"),
-    "insight": Room("workers scheduling system statistics", pure="model chooser advice"),
-    "resume": Room("arguments workers scheduling reading system errors"),
-    "arguments": Room("reading remote workers device scheduling ipc system errors"),
-    "remote": Room("workers reading memory ipc system errors statistics", pure="ranks"),
+    "loader": Room("epoch options consumer workers device scheduling reading statistics"),
+    "epoch": Room("options consumer workers device scheduling reading statistics ipc system errors"),
+    "options": Room("reading workers device scheduling ipc system errors"),
     "consumer": Room("reading workers device scheduling packing memory ipc system errors statistics"),
     "workers": Room("scheduling packing reading memory ipc system errors statistics"),
     "device": Room("packing memory ipc system errors statistics", pure="copies pinning"),
     "scheduling": Room("memory ipc errors", pure="*"),
     "packing": Room("memory ipc system errors"),
     "reading": Room("memory ipc system errors", pure="first_indices"),
-    "sharing": Room("memory system"),
     "memory": Room("system errors", pure="pool blocks"),
-    "tracing": Room("ipc system statistics errors"),
     "statistics": Room("ipc system", pure="epoch records snapshots"),
     "ipc": Room("system errors", pure="messages decoding"),
     "system": Room(""),
     "errors": Room("", pure="*"),
+}
+#: Where the core imports an extra, inside of a function: for what a user has asked for, and for hints.
+ASKED_FOR = {
+    "loader": "cached.cached insight insight.auto insight.facts insight.model insight.verdict "
+    "recovery.replay tracing.trace",
+    "epoch.base": "insight.hints",
 }
 IMPURE = {"zmq", "torch", "numpy", "multiprocessing", "threading", "time", "os", "socket", "select", "mmap"}
 #: Lines of a file and of a function, with their docstrings and comments.
@@ -79,7 +83,7 @@ EXTENSIONS = {
 
 
 def room_of(module: str) -> str:
-    return module.split(".")[0]
+    return ".".join(module.split(".")[: 1 + module.startswith("extras.")])
 
 
 PURE = [
@@ -130,11 +134,28 @@ def imported(module: str, types: bool = True) -> frozenset[str]:
 LEAVES = {module for module, path in MODULES.items() if path.stem != "__init__"}
 
 
-def siblings(module: str, types: bool = True) -> set[str]:
-    """The modules of the package that a module imports."""
-    names = imported(module, types)
+def _of_package(names: Iterable[str]) -> set[str]:
     names = {name.removeprefix("fastq_loader.") for name in names if "fastq_loader." in name}
     return names & {*LEAVES, *EXTENSIONS}
+
+
+def siblings(module: str, types: bool = True) -> set[str]:
+    """The modules of the package that a module imports; of the core without the extras that it imports when
+    somebody asks for them."""
+    asked_for = {f"extras.{name}" for name in ASKED_FOR.get(module, "").split()}
+    return _of_package(imported(module, types)) - asked_for
+
+
+@cache
+def homes() -> dict[str, str]:
+    """The names of `api`, and the modules that they come from."""
+    found = {}
+    for node in ast.walk(tree("api")):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                inside = f"{node.module}.{alias.name}".removeprefix("fastq_loader.")
+                found[alias.name] = inside if inside in MODULES else node.module.removeprefix("fastq_loader.")
+    return found
 
 
 def test_the_walk_finds_every_room_and_imports_of_every_kind() -> None:
@@ -151,6 +172,52 @@ def test_imports_point_down() -> None:
     for module in MODULES:
         room = room_of(module)
         assert {room_of(name) for name in siblings(module)} <= {room, *ROOMS[room].imports.split()}, module
+
+
+@pytest.mark.parametrize("module", ASKED_FOR)
+def test_extras_are_imported_when_somebody_asks_for_them(module: str) -> None:
+    at_the_top = {
+        f"{node.module}.{alias.name}"
+        for node in tree(module).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert not any("fastq_loader.extras" in name for name in at_the_top)
+    asked_for = {f"extras.{name}" for name in ASKED_FOR[module].split()}
+    assert asked_for - {"extras.insight"} <= _of_package(imported(module)), "a list that only shrinks"
+
+
+#: Attributes with an underscore that belong to torch's loader and iterators, and to Python.
+TORCHS = {
+    *("_IterableDataset_len_called", "_auto_collation", "_dataset_kind", "_index_sampler", "_iterator"),
+    *("_reset", "_shutdown", "_shutdown_workers", "_next_data", "_sampler_iter", "_worker_info"),
+    *("_replace", "_make", "_exit", "_send_signal", "_children", "_popen", "_Popen"),
+}
+
+
+def test_no_room_reads_a_private_name_of_another() -> None:
+    of_room: dict[str, set[str]] = {room: set() for room in ROOMS}
+    for module in MODULES:
+        of_room[room_of(module)] |= _private(module, ast.Store)
+    for module in MODULES:
+        own = of_room[room_of(module)]
+        others = set().union(*of_room.values()) - own
+        assert not (_private(module, ast.Load) & others) - TORCHS, module
+
+
+@cache
+def _private(module: str, context: type) -> frozenset[str]:
+    """The private names that a module defines (`ast.Store`), or reads of anything but `self` and `cls`."""
+    found = set()
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name if context is ast.Store else "")
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, context):
+            of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            found.add("" if of_self and context is ast.Load else node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and context is ast.Store:
+            found.add(node.id)
+    return frozenset(name for name in found if name.startswith("_") and not name.startswith("__"))
 
 
 def test_no_two_modules_import_each_other() -> None:
@@ -176,8 +243,10 @@ def test_what_is_in_c_is_used_by_the_module_that_says_why() -> None:
 
 def test_pure_modules_import_nothing_that_does_something() -> None:
     for module in PURE:
-        assert not {name.split(".")[0] for name in imported(module, types=False)} & IMPURE, module
-        assert siblings(module, types=False) <= set(PURE), module
+        names = imported(module, types=False)
+        assert not {name.split(".")[0] for name in names} & IMPURE, module
+        by_api = {homes()[name.rpartition(".")[2]] for name in names if name.startswith("fastq_loader.api.")}
+        assert {*siblings(module, types=False), *by_api} - {"api"} <= set(PURE), module
 
 
 def test_no_wait_is_limited_to_descriptors_below_1024() -> None:

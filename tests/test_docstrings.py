@@ -31,7 +31,7 @@ from torch.utils.data._utils.worker import WorkerInfo
 
 import fastq_loader
 from fastq_loader import DataLoader
-from fastq_loader.iterators.base import LoaderIterator
+from fastq_loader.epoch.base import LoaderIterator
 
 MODULES = {"os": os, "signal": signal, "time": time, "torch": torch, "warnings": warnings}
 NAMES = {name: getattr(fastq_loader, name) for name in fastq_loader.__all__}
@@ -91,7 +91,8 @@ PAGES = [*ROOT.glob("*/README.md"), *ROOT.glob("fastq_loader/**/*.md"), *ROOT.gl
 DOTTED = re.compile(r"```.*?```|`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?:\([^`]*\))?`", re.S)
 FILE = re.compile(r"\.(c|html|json|jsonl|md|pem|png|py|pyi|toml|txt|yml)$")
 #: They change a framework when they are imported, and speak of its classes.
-PATCHES = {"fastq_loader.integrations.accelerate", "fastq_loader.integrations.fabric"}
+FRAMEWORKS = ("fastq_loader.extras.frameworks", "fastq_loader.integrations")
+PATCHES = {f"{room}.{name}" for room in FRAMEWORKS for name in ("accelerate", "fabric")}
 #: Packages that need not be installed.
 OPTIONAL = {"accelerate", "lightning", "ray"}
 #: What variables in the prose are.

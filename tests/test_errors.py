@@ -44,9 +44,7 @@ def called_in(module: str) -> None:
     names["outer"]()
 
 
-@pytest.mark.parametrize(
-    "module", ["fastq_loader.loader", "fastq_loader.iterators.base", "fastq_loader_extras"]
-)
+@pytest.mark.parametrize("module", ["fastq_loader.loader", "fastq_loader.epoch.base", "fastq_loader_extras"])
 def test_a_warning_names_the_line_from_which_the_package_was_called(module: str) -> None:
     with pytest.warns(UserWarning, match="look") as caught:
         called_in(module)

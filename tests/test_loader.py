@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import SequentialSampler
 
 from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin, ToDevice
+from fastq_loader.epoch import resources
 from tests.conftest import descendants, wait_until
 from tests.support.crimes import Rows
 from tests.support.datasets import SizedStream, Stream, identity
@@ -166,7 +167,7 @@ def eight(workers: int = 2) -> DataLoader[int]:
 @WORKERS
 def test_i10_a_copy_of_a_loader_starts_idle(workers: int) -> None:
     loader = eight(workers)
-    loader._resources.counters.batches += 1
+    resources.of(loader).counters.batches += 1
     for copied in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
         assert (type(copied), copied.statistics().batches) == (DataLoader, 0)
         with pytest.raises(ValueError, match="batch_size"):

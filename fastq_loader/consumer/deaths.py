@@ -10,7 +10,7 @@ from typing import Any
 from fastq_loader.consumer.delivery import Outcome
 from fastq_loader.errors import LoaderTimeout, WorkerDied, WorkerReplaced, describe_index, warn_user
 from fastq_loader.ipc.messages import decode_index
-from fastq_loader.scheduling.events import Break, Wait
+from fastq_loader.scheduling.events import IterationFailed, Wait
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
@@ -42,7 +42,7 @@ class Deaths:
             f"{worker.cause} {doing}"
         )
 
-    def of(self, lost: Break) -> Outcome:
+    def of(self, lost: IterationFailed) -> Outcome:
         """The error for a worker that died, with torch's own text as its cause."""
         worker = self._group.workers[lost.worker]
         return death(self.sentence(worker, lost.seq, lost.index), RuntimeError(worker.torch_text))

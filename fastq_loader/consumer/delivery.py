@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.device.staging import Staging
 from fastq_loader.errors import ProtocolError, locate
-from fastq_loader.ipc.messages import BATCH, BROKEN, LEFT_OUT, Answer, Handle, decode_index
+from fastq_loader.ipc.messages import BATCH, BROKEN, LEFT_OUT, Answer, BatchHandle, decode_index
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing import pickling
 from fastq_loader.packing.unpack import Unpacker
@@ -148,7 +148,7 @@ class Delivery:
         state = b"" if batch.answer is None else batch.answer.state
         return self.progress.after_worker(batch.worker, state, None if self._iterable else batch.seq)
 
-    def _unpack(self, answer: Answer, handle: Handle) -> object:
+    def _unpack(self, answer: Answer, handle: BatchHandle) -> object:
         try:
             leased, copied, pickled = self._unpacker.open(handle)
         except ProtocolError:

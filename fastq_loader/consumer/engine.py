@@ -140,10 +140,10 @@ class Engine:
             if self.usable and not nested and self._loop is not None and self._loop.scheduler.epoch == epoch:
                 self._admits = epoch
 
-    def said(self) -> dict[int, bytes]:
+    def end_states(self) -> dict[int, bytes]:
         """States of the workers whose part of an iterable dataset has ended in this epoch, by worker."""
         loop = self._loop
-        return {} if loop is None else loop.said
+        return {} if loop is None else loop.end_states
 
     def poll(self, epoch: int) -> None:
         """Begin the copies of batches that have become ready; see `EventLoop.poll`.
@@ -310,7 +310,7 @@ class Engine:
         loop = self._loop
         return self._processes if loop is None else loop.processes()
 
-    def hold(self, hold: bool) -> None:
+    def pause_prefetch(self, hold: bool) -> None:
         """Stop drawing ahead: only the next batch is drawn; with False, draw ahead again. Workers of an
         iterable dataset are not affected. May be called on any thread at any time."""
         loop = self._loop

@@ -22,7 +22,7 @@ from fastq_loader.consumer.delivery import CLOSED, ENDED, Delivery, Outcome, Out
 from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.device.staging import DeviceSession, Staging
 from fastq_loader.ipc.claim_table import slots
-from fastq_loader.ipc.endpoints import expect_threads, naming_the_limit
+from fastq_loader.ipc.endpoints import naming_the_limit, require_threads
 from fastq_loader.ipc.messages import PASSED, Epoch, Space, Task, encode_task
 from fastq_loader.ipc.sockets import THREADS
 from fastq_loader.memory.arena import Arena
@@ -123,7 +123,7 @@ class EventLoop:
         threads = THREADS
         if calls.limit_of("AS") is None and calls.limit_of("DATA") is None:
             threads += _PER_WORKER * self.plan.workers + bool(self.plan.restarts)
-        expect_threads(threads)
+        require_threads(threads)
         self._group.start(base_seed, shared_seed)
         if self._session is not None:  # after the workers, which must not inherit anything of the device
             self._delivery.staging = Staging(self._session, self._unpacker, self.pool.arena.mapping)
@@ -150,7 +150,7 @@ class EventLoop:
         sealed = self._group.sealed(resume)
         self._epoch = Epoch(scheduler.epoch + 1, shared_seed, base_seed, sealed, number)
         self._delivery.progress, self._delivery.bad_samples = done, bad_samples
-        self.said = self._receiver.said = dict[int, bytes]()
+        self.end_states = self._receiver.end_states = dict[int, bytes]()
         # Tasks of an iterable dataset are sent again, and workers skip batches that were handed out before.
         drawn = START if self.plan.rules.iterable else done
         count = scheduler.begin_epoch(self._epoch.epoch, taken, claimed, drawn)

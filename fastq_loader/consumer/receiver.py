@@ -56,7 +56,7 @@ class Receiver:
         self._counters = counters
         self._pool = scheduler.pool
         self.log: EpochLog
-        self.said: dict[int, bytes] = {}
+        self.end_states: dict[int, bytes] = {}
         self._iterable = plan.rules.iterable
         # Where the sampler alone determines the order, this saves a second read of the socket.
         self._one_by_one = plan.in_order and not plan.rules.iterable
@@ -71,7 +71,7 @@ class Receiver:
             if type(answer) is not Answer:
                 self._group.receive_other(worker, answer)
                 continue
-            batch = scheduler.pending_tasks.due(worker, answer)
+            batch = scheduler.pending_tasks.match_answer(worker, answer)
             shared = batch is not None and batch.worker is None
             if batch is None or (shared and self._group.holder(batch.ticket) != worker):
                 # The worker was not assigned the task, and has not claimed it.
@@ -140,7 +140,7 @@ class Receiver:
                 state = unseal(answer.state, self._group.token) if answer.state else b""
                 return answer._replace(state=state, remarks=unseal(answer.remarks, self._group.token))
             if answer.state and answer.epoch == self._scheduler.epoch:
-                self.said[worker.number] = unseal(answer.state, self._group.token)
+                self.end_states[worker.number] = unseal(answer.state, self._group.token)
             return answer
         learned, used = self._unpacker.learn(worker.specs, handle)
         if used:

@@ -1,4 +1,4 @@
-"""The argument `device`, and the `Stager` protocol implemented by torch's API for accelerators.
+"""The argument `device`, and the `DeviceBackend` protocol implemented by torch's API for accelerators.
 
 Runs in the consumer, on the thread that calls `next()`. The device is initialised when the first epoch
 begins, after its workers were started, so that forked workers inherit nothing of it. Neither an import nor
@@ -204,8 +204,8 @@ def can_share(device: torch.device) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::record_stream", key)
 
 
-class TorchStager:
-    """An accelerator behind torch's stream API; see `copies.Stager` for the contract of the methods.
+class TorchBackend:
+    """An accelerator behind torch's stream API; see `copies.DeviceBackend` for the contract of the methods.
 
     Memory is a uint8 tensor. Streams are `torch.Stream`, which are equal if device and number are equal. A
     `torch.cuda.Stream` never equals one of them, so all streams that are compared come from here.

@@ -1,8 +1,8 @@
 """Tracks copies to the device: which are under way, which stream waits, and when memory may be reused.
 
-Pure: streams, events and memory are opaque and belong to a `Stager` (`accelerator` has the real one, the
-tests a simulated one that runs copies late and in any order that streams allow). Used in the consumer, on the
-thread that calls `next()`; nothing here runs on a thread of its own.
+Pure: streams, events and memory are opaque and belong to a `DeviceBackend` (`accelerator` has the real one,
+the tests a simulated one that runs copies late and in any order that streams allow). Used in the consumer, on
+the thread that calls `next()`; nothing here runs on a thread of its own.
 
 The rules, and the wait that enforces each:
 
@@ -31,7 +31,7 @@ Event = Any
 Memory = Any
 
 
-class Stager(Protocol):
+class DeviceBackend(Protocol):
     """Interface of a device. Every call returns at once, except `synchronize`.
 
     Attributes:
@@ -140,7 +140,7 @@ class Copies:
         statistics: the loader's.
     """
 
-    def __init__(self, stager: Stager, prefetch: int, statistics: StagingCounters) -> None:
+    def __init__(self, stager: DeviceBackend, prefetch: int, statistics: StagingCounters) -> None:
         self._stager = stager
         self._statistics = statistics
         # Else a consumer that never waits for its device would run ahead of it without limit, and use as

@@ -1,6 +1,7 @@
 """Host memory that copies to the device read: blocks locked in place, bounce buffers, or neither.
 
-Pure: a `Stager` (see `copies`) locks the pages. Used in the consumer, on the thread that calls `next()`.
+Pure: a `DeviceBackend` (see `copies`) locks the pages. Used in the consumer, on the thread that calls
+`next()`.
 
 A copy from page-locked memory runs by itself, as fast as the bus allows; from pageable memory the driver
 copies in steps, on the caller's thread. Blocks are locked in place ("register"), each when the first batch
@@ -16,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastq_loader.device.copies import Copies, Copy, Memory, Stager
+from fastq_loader.device.copies import Copies, Copy, DeviceBackend, Memory
 from fastq_loader.errors import PinFailed, PinFallback, warn_user
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class PinPolicy:
         self._refused: dict[str, str] = {}  # mode → why the driver refused it
         self._warned: set[str] = set()
 
-    def choose(self, stager: Stager, in_blocks: bool) -> None:
+    def choose(self, stager: DeviceBackend, in_blocks: bool) -> None:
         """Choose the mode of a new pool. Before blocks are registered for the first time, check that copies
         from registered memory arrive.
 
@@ -106,7 +107,7 @@ class PinPolicy:
         return False
 
 
-class Source(NamedTuple):
+class HostMemory(NamedTuple):
     """Location of a batch: `nbytes` from `start` bytes into the block (offset, size)."""
 
     offset: int
@@ -142,7 +143,7 @@ class Pinner:
     """
 
     def __init__(
-        self, stager: Stager, copies: Copies, mapping: Mapping | None, policy: PinPolicy, buffers: int
+        self, stager: DeviceBackend, copies: Copies, mapping: Mapping | None, policy: PinPolicy, buffers: int
     ) -> None:
         self._stager = stager
         self._copies = copies
@@ -155,7 +156,7 @@ class Pinner:
 
     # ---- the source of a copy -----------------------------------------------------------------
 
-    def prepare(self, source: Source) -> Buffer:
+    def prepare(self, source: HostMemory) -> Buffer:
         """Return the source of a batch's copy: its block, or a buffer, which leaves the block free again."""
         start = self._address(source.offset) + source.start
         block = Buffer(self._stager.view(start, source.nbytes))
@@ -177,7 +178,7 @@ class Pinner:
         assert self._mapping is not None
         return self._mapping.base + offset
 
-    def _register(self, source: Source) -> bool:
+    def _register(self, source: HostMemory) -> bool:
         assert self._mapping is not None
         offset, size, statistics, clock = source.offset, source.size, self._statistics, self._stager.clock
         if not self._policy.allows(size, "blocks"):

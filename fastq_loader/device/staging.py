@@ -10,9 +10,9 @@ The order in a call of `next()`: find finished copies, whose blocks are free aga
 was begun earlier, or begin it; make the consumer's stream wait for that copy; begin the copies of the next
 `prefetch` batches that are ready; deliver the head.
 
-An error of a batch that was prepared ahead is stored until its turn (`Attempt`), without its frames. They
-would keep the caller alive, and with it the loader that stores the error: a loader dropped in the middle of
-an epoch would live on until the garbage collector runs.
+An error of a batch that was prepared ahead is stored until its turn (`CapturedCall`), without its frames.
+They would keep the caller alive, and with it the loader that stores the error: a loader dropped in the middle
+of an epoch would live on until the garbage collector runs.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastq_loader.device.accelerator import ToDevice, TorchStager
+from fastq_loader.device.accelerator import ToDevice, TorchBackend
 from fastq_loader.device.copies import Copies, Memory
-from fastq_loader.device.pinning import Buffer, Pinner, PinPolicy, Source
+from fastq_loader.device.pinning import Buffer, HostMemory, Pinner, PinPolicy
 from fastq_loader.errors import UnpicklableError, WorkerTraceback
 from fastq_loader.ipc.messages import Answer
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import device_aligned
 from fastq_loader.packing import pickling
-from fastq_loader.packing.spec import Spec, SpecCache
+from fastq_loader.packing.spec import BatchLayout, LayoutCache
 from fastq_loader.packing.tensors import cloned, moved, tensors_of
 from fastq_loader.packing.unpack import Unpacker
-from fastq_loader.packing.walker import Walker, device_segments, segments_of
+from fastq_loader.packing.walker import TreeFlattener, device_segments, segments_of
 from fastq_loader.statistics.counters import StagingCounters
 from fastq_loader.system.interrupts import refuse_interrupt
 
@@ -46,7 +46,7 @@ class EarlierTraceback(WorkerTraceback):
     """Traceback, as text, of an error that was raised ahead of its turn: the `__cause__` of that error."""
 
 
-class Attempt:
+class CapturedCall:
     """A call made immediately, whose result or error is requested later.
 
     Args:
@@ -102,14 +102,14 @@ class DeviceSession:
         self._policy = PinPolicy(options.pin, options.pin_limit_bytes, self.statistics)
 
     @cached_property
-    def stager(self) -> TorchStager:
+    def stager(self) -> TorchBackend:
         """The device, initialised by the first use.
 
         Raises:
             RuntimeError: it cannot be initialised; with torch's text.
         """
         assert self.options.target is not None, "batches that stay on the host need no session"
-        stager = TorchStager(self.options.target)
+        stager = TorchBackend(self.options.target)
         self.statistics.device = str(stager.device)
         return stager
 
@@ -205,15 +205,15 @@ class Staging(_Stage):
                     refuse_interrupt(error)
                     return
 
-    def _source(self, answer: Answer) -> Source | None:
+    def _source(self, answer: Answer) -> HostMemory | None:
         """Location of the part of a batch that goes to the device, or None."""
         assert answer.handle is not None
         part = self._unpacker.part(answer.handle)
-        return None if part is None else Source(*part)
+        return None if part is None else HostMemory(*part)
 
-    def _copy(self, answer: Answer, source: Source) -> None:
+    def _copy(self, answer: Answer, source: HostMemory) -> None:
         buffer, build = self._pinner.prepare(source), partial(self._build, answer)
-        then = partial(Attempt, build) if self._beside else None
+        then = partial(CapturedCall, build) if self._beside else None
         buffer.copy = self._copies.begin(answer.seq, buffer.memory, source.nbytes, _blocks(answer), then)
 
     def _build(self, answer: Answer, memory: torch.Tensor) -> Any:
@@ -269,7 +269,7 @@ def _blocks(answer: Answer) -> tuple[int, ...]:
 _Segment = tuple[int, int, int]
 
 
-class _Walker(Walker):
+class _Walker(TreeFlattener):
     """Accepts tensors of a graph (`requires_grad`), which only workers cannot send."""
 
     @staticmethod
@@ -296,7 +296,7 @@ class SerialStaging(_Stage):
     def __init__(self, session: DeviceSession) -> None:
         super().__init__(session, None)
         self._walker = _Walker()
-        self._specs = SpecCache()
+        self._specs = LayoutCache()
         self._batches = 0
         # Whether a batch begun ahead is built only at its delivery; then so are the batches after it, so
         # that transforms are called in the order of the batches.
@@ -364,7 +364,7 @@ class SerialStaging(_Stage):
         if not segments:
             return lambda: build(self._no_memory())
         self._batches += 1
-        buffer, then = self._fill_buffer(nbytes, segments), partial(Attempt, build) if beside else None
+        buffer, then = self._fill_buffer(nbytes, segments), partial(CapturedCall, build) if beside else None
         buffer.copy = copy = self._copies.begin(self._batches, buffer.memory, nbytes, (), then)
         if ahead:
             self._session.stager.share(copy.memory, self._session.stager.side)
@@ -397,7 +397,7 @@ class SerialStaging(_Stage):
         plain = (tree, metas, tuple([end - start for start, end in spans]), tuple(offsets))
         spec = self._specs.get(plain)
         if spec is None:
-            spec = Spec(plain)
+            spec = BatchLayout(plain)
             self._specs.remember(plain, spec, plain)
 
         beside = self._beside and bool(segments) and not (there or self._deferred)

@@ -1,2 +1,1 @@
-"""Adapters that make frameworks keep our loader class: one module per framework, active once imported. They
-run in the consumer."""
+"""Modules that make frameworks keep our loader, by the names under which users import them."""

@@ -28,9 +28,9 @@ from fastq_loader.ipc.messages import (
     TASK,
     VERSION,
     Answer,
+    BatchHandle,
     Bundle,
     Epoch,
-    Handle,
     Hello,
     Indices,
     Pickled,
@@ -171,7 +171,7 @@ def _answer(fields: list[Any]) -> Answer:
             offset, size, start = segment
             if not type(offset) is type(size) is type(start) is int:
                 raise ProtocolError(f"{segment!r:.40} where a segment should be")
-        handle = tuple.__new__(Handle, handle)
+        handle = tuple.__new__(BatchHandle, handle)
     return tuple.__new__(Answer, (*head, fresh, returned, handle, (), state, *costs, remarks))
 
 

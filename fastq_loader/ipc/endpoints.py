@@ -108,7 +108,7 @@ def naming_the_limit(count: int) -> Iterator[None]:
         ) from error
 
 
-def expect_threads(count: int) -> None:
+def require_threads(count: int) -> None:
     """Check that `count` more threads can be started.
 
     Raises:

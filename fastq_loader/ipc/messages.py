@@ -131,13 +131,13 @@ class InBlock(NamedTuple):
     nbytes: int
 
 
-class Handle(NamedTuple):
+class BatchHandle(NamedTuple):
     """Location of a batch, and instructions to rebuild it (see `packing`).
 
     Attributes:
         spec_id: the worker's number for the batch's spec.
         spec: the spec itself the first time that this worker uses it, else None; in the consumer the
-            compiled `packing.spec.Spec`, from its arrival on.
+            compiled `packing.spec.BatchLayout`, from its arrival on.
         values: the plain leaves (int, float, str, bytes, bool, None), in the order of the tree.
         packet: the bytes of the small leaves if they are sent in the message, else None.
         segments: the segments that lie in blocks, each as (offset of the block, size of the block, start in
@@ -182,7 +182,7 @@ class Answer(NamedTuple):
     finished: int
     fresh: tuple[tuple[int, int], ...]
     returned: tuple[int, ...]
-    handle: Handle | None
+    handle: BatchHandle | None
     used: tuple[tuple[int, int], ...] = ()
     state: bytes = b""
     fetched: int = 0
@@ -205,7 +205,7 @@ _PACKER = msgpack.Packer(unicode_errors="surrogatepass")
 _pack: Callable[[tuple[Any, ...]], bytes] = _PACKER.pack
 
 
-def packs(value: int) -> bool:
+def fits_64_bits(value: int) -> bool:
     """Whether an int fits msgpack's 64 bits."""
     return -(1 << 63) <= value < (1 << 64)
 
@@ -270,7 +270,7 @@ def encode_task(task: Task, token: bytes) -> bytes:
     return _pack((VERSION, TASK, epoch, seq, attempt, opaque, *others))
 
 
-def pass_on(message: Task | Epoch) -> bytes:
+def reencode(message: Task | Epoch) -> bytes:
     """Encode a decoded message again, as one frame, without unpickling anything in it."""
     if type(message) is Task and type(message.index) is Pickled:
         message = message._replace(index=msgpack.ExtType(PICKLED_INDEX, message.index.data))

@@ -42,8 +42,8 @@ from fastq_loader.ipc.decoding import Read, decode_for_consumer, decode_for_work
 from fastq_loader.ipc.endpoints import (
     endpoint,
     expect_descriptors,
-    expect_threads,
     naming_the_limit,
+    require_threads,
     socket_name,
     way_back,
 )
@@ -405,7 +405,7 @@ class WorkerSocket:
         ahead: int,
     ) -> None:
         expect_descriptors(_OWN_DESCRIPTORS)
-        expect_threads(THREADS)
+        require_threads(THREADS)
         self._pid = process_id.current()
         self._context = zmq.Context(io_threads=1)
         self._frames: deque[bytes] = deque()  # received and not read yet

@@ -28,7 +28,7 @@ import torch
 from fastq_loader.memory import nontemporal
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import SMALLEST, Extents, FreeRanges, device_aligned, size_class
-from fastq_loader.memory.forked_children import ForkedChildren, moment
+from fastq_loader.memory.forked_children import ForkedChildren, tick
 from fastq_loader.system import process_id
 
 #: New pages were filled at 1.3 GB/s: waiting for a promised block takes at most a quarter of that time.
@@ -62,7 +62,7 @@ class OpenBlock:
         self.offset, self.size = offset, size
         self.address, self.reached, self.memory = address, reached, memory
         self.cut = self.holds = self.left = 0
-        self.opened = moment()
+        self.opened = tick()
 
 
 class _Hold:
@@ -131,10 +131,10 @@ class Allocator:
             self._promised = [(size, offset) for offset, size in promises]
             self._idle = sorted([*self._idle, *[(size, offset) for offset, size in grants]])
 
-    def give(self, ranges: Extents) -> None:
+    def free_ranges(self, ranges: Extents) -> None:
         """Add ranges (offset, size) in which new blocks may be made again."""
         with self._lock:
-            self._space.give(ranges)
+            self._space.free_ranges(ranges)
 
     def take(self, nbytes: int, failed: bool = False) -> OpenBlock:
         """Return a block of at least `nbytes` for this task. Once its batch has `failed`, it may be one of
@@ -277,7 +277,7 @@ class Allocator:
         if block.holds:
             return True
         # Only the first such moment counts: children that were forked later do not see the block.
-        block.left = block.left or moment()
+        block.left = block.left or tick()
         return self._children.may_see(block.opened, block.left)
 
     def finish(self, used: Used) -> tuple[list[tuple[int, int]], list[int]]:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from fastq_loader.memory.blocks import PAGE, SMALLEST
-from fastq_loader.memory.forked_children import ForkedChildren, moment
+from fastq_loader.memory.forked_children import ForkedChildren, tick
 from fastq_loader.system import calls, pages, process_id
 
 AVAILABLE = calls.AVAILABLE
@@ -76,7 +76,7 @@ class Mapping:
         words = (table - length // SMALLEST * 8) // PAGE * PAGE
         self._region = words // regions // SMALLEST * SMALLEST
         first = 0 if whole else words  # the tables are always mapped
-        self.piece = calls.Piece(fd, first, length - first)
+        self.piece = calls.MmapRegion(fd, first, length - first)
         mapped = calls.view(self.piece.address, length - first)
         self.base = self.piece.address if whole else 0
         self.memory = mapped if whole else memoryview(b"")
@@ -90,7 +90,7 @@ class Mapping:
         """Start and end, in bytes, of the part in which `worker` makes new blocks."""
         return worker * self._region, (worker + 1) * self._region
 
-    def reach(self, offset: int, nbytes: int) -> tuple[int, calls.Piece]:
+    def reach(self, offset: int, nbytes: int) -> tuple[int, calls.MmapRegion]:
         """The address of some bytes in this process, and the object that keeps it valid.
 
         Raises:
@@ -98,7 +98,7 @@ class Mapping:
         """
         if self.whole:
             return self.base + offset, self.piece
-        piece = calls.Piece(self.fd, offset, nbytes)
+        piece = calls.MmapRegion(self.fd, offset, nbytes)
         return piece.address, piece
 
     def read(self, offset: int, nbytes: int) -> memoryview | bytes:
@@ -284,20 +284,20 @@ class Lease:
     __slots__ = ("__array_interface__", "_arena", "_born", "_memory", "_number", "_offset")
 
     def __init__(
-        self, arena: Arena, number: int, offset: int, memory: calls.Piece, interface: dict[str, Any]
+        self, arena: Arena, number: int, offset: int, memory: calls.MmapRegion, interface: dict[str, Any]
     ) -> None:
         self.__array_interface__ = interface
         self._arena = arena
         self._number = number
         self._offset = offset
         self._memory = memory  # keeps the address valid
-        self._born = moment()
+        self._born = tick()
 
     def __del__(self, process: Any = process_id) -> None:
         arena, offset = self._arena, self._offset
         if arena.pid != process.pid:
             return  # the parent's block: a forked child has nothing to give back
-        died, children = moment(), arena.children
+        died, children = tick(), arena.children
         seen = bool(children.alive) and children.may_see(self._born, died)
         if not arena.retired:
             arena.released.append((offset, self._born, died) if seen else (offset, 0, 0))

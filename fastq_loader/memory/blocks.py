@@ -46,7 +46,7 @@ def device_aligned(nbytes: int) -> int:
 Extents = tuple[tuple[int, int], ...]  # (offset, size in bytes)
 
 
-class Holder(NamedTuple):
+class BlockOwner(NamedTuple):
     """The writer of a block: a worker, or whichever worker will claim a ticket.
 
     Attributes:
@@ -76,7 +76,7 @@ class Block:
         self.offset = offset
         self.size = size
         self.state = GRANTED
-        self.writer = Holder(home)
+        self.writer = BlockOwner(home)
         self.home = home
         self.kept = False
         self.last_task = 0
@@ -96,7 +96,7 @@ class FreeRanges:
                 return offset
         return None
 
-    def give(self, ranges: Extents) -> None:
+    def free_ranges(self, ranges: Extents) -> None:
         """Put ranges back, and merge neighbours."""
         merged: list[tuple[int, int]] = []
         for offset, size in sorted([*self._ranges, *ranges]):

@@ -28,7 +28,7 @@ import weakref
 from fastq_loader.system import calls
 
 #: Returns a larger number at each call, in one step: no other thread can interfere.
-moment = itertools.count(1).__next__
+tick = itertools.count(1).__next__
 
 _NEVER = sys.maxsize
 
@@ -47,7 +47,7 @@ class _Child:
     __slots__ = ("began", "ended", "read", "write")
 
     def __init__(self, watched: bool) -> None:
-        self.began = moment()
+        self.began = tick()
         self.ended = _NEVER
         self.read: list[int] = []
         self.write: list[int] = []
@@ -110,7 +110,7 @@ class ForkedChildren:
         return child
 
     def forked(self, child: _Child) -> None:
-        child.ended = moment()
+        child.ended = tick()
         _close(child.write)  # only the child itself holds it now
         if not self.owned:
             self._forget(child)

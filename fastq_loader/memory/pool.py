@@ -34,8 +34,8 @@ from fastq_loader.memory.blocks import (
     HELD,
     PROMISED,
     Block,
+    BlockOwner,
     Extents,
-    Holder,
     size_class,
 )
 
@@ -57,7 +57,7 @@ EXPECTED = 125
 KINDS = 4
 
 
-class Demand:
+class RecentUsage:
     """The needs of the recent batches.
 
     Attributes:
@@ -145,7 +145,7 @@ class BlockPool:
         self.free_blocks = 0
         self._recent: Sequence[int] = ()  # the blocks of the batch that was delivered last
         self._space: dict[int, list[tuple[int, int]]] = {}  # worker → ranges of its trimmed blocks
-        self.demand = Demand()
+        self.demand = RecentUsage()
         self._needs: list[int] = []  # bytes of the newest batch in each block; `_kind` is its kind
         self._kind: tuple[int, ...] = ()
 
@@ -182,7 +182,7 @@ class BlockPool:
             self._held_bytes += block.size
         return block
 
-    def grant(self, holder: Holder) -> tuple[Extents, Extents]:
+    def grant(self, holder: BlockOwner) -> tuple[Extents, Extents]:
         """Grant blocks for a batch like the recent ones, if available. Return the free and the promised
         ones."""
         demand = self.demand
@@ -299,13 +299,13 @@ class BlockPool:
         for offset in offsets:
             self._move(offset, "give_back")
 
-    def hand_over(self, holder: Holder, worker: int, blocks: Extents) -> None:
+    def hand_over(self, holder: BlockOwner, worker: int, blocks: Extents) -> None:
         """Transfer grants and promises from `holder`, a ticket, to the `worker` that has claimed it."""
         for offset, _ in blocks:
             block = self._blocks[offset]
             if block.writer != holder or block.state not in (GRANTED, PROMISED):
                 raise InvalidTransition(f"block {offset} is {block.state}, and not {holder}'s to hand over")
-            block.writer = Holder(worker)
+            block.writer = BlockOwner(worker)
 
     def mark_dead(self, worker: int) -> None:
         """Take back the grants of `worker`, which is confirmed dead."""

@@ -1,9 +1,9 @@
 """Packs a batch into a handle: the tree as a spec, large leaves in blocks, small ones in a packet.
 
-Runs in workers; `unpack` is the other side. A `Walker` takes the batch apart, and `segments_of` finds the
-bytes that its leaves cover. A segment of 64 KiB or more lies in its own block, so that a loop that keeps the
-labels does not keep the images; smaller segments and the pickled bytes form a packet that the consumer copies
-out.
+Runs in workers; `unpack` is the other side. A `TreeFlattener` takes the batch apart, and `segments_of` finds
+the bytes that its leaves cover. A segment of 64 KiB or more lies in its own block, so that a loop that keeps
+the labels does not keep the images; smaller segments and the pickled bytes form a packet that the consumer
+copies out.
 
 A batch that goes on to a device is laid out for one copy instead: all segments of tensors, also small ones,
 lie in one block at multiples of 256 bytes. Arrays, plain values and objects stay on the host and are packed
@@ -18,12 +18,12 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from fastq_loader.ipc.messages import Handle
+from fastq_loader.ipc.messages import BatchHandle
 from fastq_loader.memory.allocator import Allocator, OpenBlock, Used
 from fastq_loader.memory.blocks import DEVICE_ALIGNMENT, SMALLEST, device_aligned
 from fastq_loader.packing import pickling
-from fastq_loader.packing.spec import ALIGNMENT, SpecCache
-from fastq_loader.packing.walker import Span, Walker, device_bytes, device_segments, segments_of
+from fastq_loader.packing.spec import ALIGNMENT, LayoutCache
+from fastq_loader.packing.walker import Span, TreeFlattener, device_bytes, device_segments, segments_of
 
 #: A packet of up to this many bytes is sent in the message: the extra copies are cheaper than a block's
 #: bookkeeping and page faults.
@@ -45,11 +45,11 @@ class Packer:
     def __init__(self, allocator: Allocator, token: bytes) -> None:
         self._token = token
         self._allocator = allocator
-        self._walker = Walker()
-        self._specs = SpecCache()
+        self._walker = TreeFlattener()
+        self._specs = LayoutCache()
         self._next_id = 0
 
-    def pack(self, batch: Any) -> tuple[Handle, Used]:
+    def pack(self, batch: Any) -> tuple[BatchHandle, Used]:
         """Put a batch into blocks, and mark these as shipped.
 
         Returns:
@@ -74,7 +74,7 @@ class Packer:
             self._allocator.ship(used)
         return handle, used
 
-    def copy_held(self, handle: Handle, used: Used) -> tuple[Handle, Used]:
+    def copy_held(self, handle: BatchHandle, used: Used) -> tuple[BatchHandle, Used]:
         """Replace blocks that user code still references by copies, in the result of `pack`. To be called
         after the worker has dropped the batch.
 
@@ -92,7 +92,7 @@ class Packer:
                 shipped[at] = copy.offset, need
         return handle._replace(segments=tuple(segments)), shipped
 
-    def pack_exception(self, data: bytes) -> tuple[Handle, Used]:
+    def pack_exception(self, data: bytes) -> tuple[BatchHandle, Used]:
         """Pack a pickled exception as a batch of one object, in any free block.
 
         Raises:
@@ -100,7 +100,7 @@ class Packer:
         """
         return self._place("O", data, failed=True)
 
-    def pack_text(self, text: str, out_of_memory: bool) -> Handle:
+    def pack_text(self, text: str, out_of_memory: bool) -> BatchHandle:
         """Pack the text of an exception for which there is no block: it is sent in the message."""
         self._walker.values += [out_of_memory, text]
         try:
@@ -108,7 +108,7 @@ class Packer:
         finally:
             self._walker.clear()
 
-    def unsend(self, handle: Handle) -> None:
+    def unsend(self, handle: BatchHandle) -> None:
         """Undo the bookkeeping for a handle, and the spec in it, that is not sent after all."""
         if handle.spec is not None:
             self._specs.forget(handle.spec)
@@ -118,7 +118,7 @@ class Packer:
         value = walker.objects[0] if len(walker.objects) == 1 else tuple(walker.objects)
         return pickling.dump(value, walker.leaf_in_pickle, batch, walker.containers, for_device)
 
-    def _place(self, tree: Any, pickled: bytes | None, failed: bool = False) -> tuple[Handle, Used]:
+    def _place(self, tree: Any, pickled: bytes | None, failed: bool = False) -> tuple[BatchHandle, Used]:
         """Put the walker's leaves and the pickled bytes into blocks or the packet. Returns as `pack`."""
         metas, spans = segments_of(self._walker.leaves)
         sizes = tuple([end - start for start, end in spans])
@@ -154,7 +154,7 @@ class Packer:
         for offset, size, start, need in placed.values():
             segments.append((offset, size, start))
             used.append((offset, need))
-        return Handle(spec_id, spec, tuple(self._walker.values), packet, tuple(segments)), used
+        return BatchHandle(spec_id, spec, tuple(self._walker.values), packet, tuple(segments)), used
 
     def _place_packet(self, pieces: list[bytes], failed: bool) -> _Placed:
         nbytes = sum(map(len, pieces))

@@ -47,7 +47,7 @@ ALIGNMENT = 64
 _MOST_DIMENSIONS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 
 
-class SpecCache(dict[Any, Any]):
+class LayoutCache(dict[Any, Any]):
     """The newest specs, up to `REMEMBERED` bytes.
 
     A worker and the consumer remember specs in the same order and forget the oldest first. So the consumer
@@ -136,7 +136,7 @@ class Leaf:
         return tensor.set_(whole.untyped_storage(), self.start // tensor.itemsize, self.shape, self.steps)
 
 
-class Spec:
+class BatchLayout:
     """A compiled spec: divides segments into leaves, and builds the tree.
 
     Attributes:
@@ -252,7 +252,7 @@ class Spec:
     # ---- the tree -----------------------------------------------------------------------------
 
     def _compile(self, tree: Any) -> Callable[[list[Any], Any, Any], Any]:
-        """A function that builds a part of the tree, see `Spec.build`."""
+        """A function that builds a part of the tree, see `BatchLayout.build`."""
         if tree == "V":
             self.values += 1
             return lambda leaves, values, objects: next(values)

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.messages import Handle, unseal
+from fastq_loader.ipc.messages import BatchHandle, unseal
 from fastq_loader.memory.arena import Arena
 from fastq_loader.packing import pickling
-from fastq_loader.packing.spec import Spec, SpecCache
+from fastq_loader.packing.spec import BatchLayout, LayoutCache
 from fastq_loader.packing.tensors import moved
 
 #: Bytes that a digest reads of each segment.
@@ -46,7 +46,9 @@ class Unpacker:
         self._arena = arena
         _, self._end = arena.mapping.region(workers - 1)  # followed by tables
 
-    def learn(self, specs: SpecCache, handle: Handle) -> tuple[Handle, tuple[tuple[int, int], ...]]:
+    def learn(
+        self, specs: LayoutCache, handle: BatchHandle
+    ) -> tuple[BatchHandle, tuple[tuple[int, int], ...]]:
         """Check a handle, and replace its spec, or the number of one, by the compiled spec. Returns the
         handle, and the blocks that it needs as (offset, bytes from the block's start), in their order in it.
 
@@ -66,18 +68,18 @@ class Unpacker:
             if spec is None:
                 raise ProtocolError(f"a handle names spec {handle.spec_id}, which its worker has not sent")
         else:
-            spec = Spec(handle.spec)
+            spec = BatchLayout(handle.spec)
             if spec.on_device and not self._for_device:
                 raise ProtocolError("a worker has packed a batch for a device, but batches stay on the host")
             specs.remember(handle.spec_id, spec, handle.spec)
         # Like `_replace`, but several times as fast.
-        learned: Handle = tuple.__new__(Handle, (handle[0], spec, *handle[2:]))
+        learned: BatchHandle = tuple.__new__(BatchHandle, (handle[0], spec, *handle[2:]))
         in_message = spec.small and not handle.segments and len(handle.values) == spec.values
         if in_message and len(handle.packet or b"") >= spec.packet_bytes:
             return learned, ()  # nothing else to check
         return learned, self._used(learned)
 
-    def _used(self, handle: Handle) -> tuple[tuple[int, int], ...]:
+    def _used(self, handle: BatchHandle) -> tuple[tuple[int, int], ...]:
         """The blocks that a handle needs, see `learn`. Raises ProtocolError."""
         spec, segments, packet = handle.spec, handle.segments, handle.packet
         boxed = bool(spec.objects or (packet is None and spec.packet_bytes))  # the packet lies in a block
@@ -97,18 +99,18 @@ class Unpacker:
             used += ((offset, need),)
         return tuple(used)
 
-    def part(self, handle: Handle) -> tuple[int, int, int, int] | None:
+    def part(self, handle: BatchHandle) -> tuple[int, int, int, int] | None:
         """The part of a batch that goes to a device: offset and size of its block, start in the block, and
         length. None if the batch has no such part. The handle comes from `learn`."""
-        spec: Spec = handle.spec
+        spec: BatchLayout = handle.spec
         if not spec.on_device:
             return None
         return (*handle.segments[-len(spec.tails)], spec.device_bytes)
 
-    def digest(self, handle: Handle) -> tuple[bytes, int]:
+    def digest(self, handle: BatchHandle) -> tuple[bytes, int]:
         """A digest of the values, the packet and the first 64 KiB of each segment, which is equal for equal
         batches of two workers; and the number of bytes read. The handle is from `learn`, not unpacked yet."""
-        spec: Spec = handle.spec
+        spec: BatchLayout = handle.spec
         pieces: list[Any] = [repr(handle.values).encode(), handle.packet or b""]
         ranges = []
         if len(handle.segments) > len(spec.tails):
@@ -124,7 +126,7 @@ class Unpacker:
         found = hashlib.blake2b(b"".join(pieces), digest_size=16).digest()
         return found, sum(map(len, pieces))
 
-    def open(self, handle: Handle) -> tuple[Sequence[int], Sequence[int], bytes]:
+    def open(self, handle: BatchHandle) -> tuple[Sequence[int], Sequence[int], bytes]:
         """Prepare to unpack a batch. The handle comes from `learn`.
 
         Returns:
@@ -134,7 +136,7 @@ class Unpacker:
         Raises:
             ProtocolError: the pickled bytes do not begin with this pool's token.
         """
-        spec: Spec = handle.spec
+        spec: BatchLayout = handle.spec
         pickled = b""
         if spec.objects:
             offset, _, total = handle.segments[0]
@@ -147,7 +149,7 @@ class Unpacker:
             return (), offsets, pickled
         return offsets[spec.first_large :], offsets[: spec.first_large], pickled
 
-    def unpack(self, handle: Handle, pickled: bytes, memory: torch.Tensor | None = None) -> Any:
+    def unpack(self, handle: BatchHandle, pickled: bytes, memory: torch.Tensor | None = None) -> Any:
         """Build a batch.
 
         Args:
@@ -160,7 +162,7 @@ class Unpacker:
             MemoryError: there is not enough address space.
             Exception: an error of unpickling.
         """
-        spec: Spec = handle.spec
+        spec: BatchLayout = handle.spec
         segments = handle.segments
         leaves: list[Any] = spec.blank[:]
         packet: Any = handle.packet or b""
@@ -185,7 +187,7 @@ class Unpacker:
         objects = self._objects(spec, pickled, leaves, memory) if spec.objects else ()
         return spec.build(leaves, iter(handle.values), objects)
 
-    def _lease(self, spec: Spec, large: tuple[tuple[int, int, int], ...], leaves: list[Any]) -> None:
+    def _lease(self, spec: BatchLayout, large: tuple[tuple[int, int, int], ...], leaves: list[Any]) -> None:
         """Make leaves as views of blocks. All leaves of a segment share one lease."""
         for at, (segment, (offset, size, start)) in enumerate(zip(spec.large, large, strict=True)):
             try:
@@ -202,7 +204,9 @@ class Unpacker:
                 made = _ndarray(shape, dtype, whole, 0, strides)
                 leaves[number] = made if array else _from_numpy(made)
 
-    def _objects(self, spec: Spec, pickled: bytes, leaves: list[Any], memory: torch.Tensor | None) -> Any:
+    def _objects(
+        self, spec: BatchLayout, pickled: bytes, leaves: list[Any], memory: torch.Tensor | None
+    ) -> Any:
         """The unpickled objects of a batch; an object that is a tensor is moved to the device of `memory`."""
         loaded = pickling.load(pickled, leaves)
         objects = (loaded,) if spec.objects == 1 else loaded
@@ -210,13 +214,13 @@ class Unpacker:
             raise ProtocolError(f"a spec announces {spec.objects} objects, but the pickle has other contents")
         return objects if memory is None else [moved(value, memory.device) for value in objects]
 
-    def exception(self, handle: Handle) -> BaseException:
+    def exception(self, handle: BatchHandle) -> BaseException:
         """The exception in a handle from `learn`.
 
         Raises:
             ProtocolError: the handle has no exception, or its bytes do not begin with this pool's token.
         """
-        spec: Spec = handle.spec
+        spec: BatchLayout = handle.spec
         if spec.values == 2 and not (spec.leaves or spec.objects):  # from `pack_text`
             out_of_memory, text = handle.values
             return (MemoryError if out_of_memory else RuntimeError)(str(text))

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastq_loader.ipc.messages import packs
+from fastq_loader.ipc.messages import fits_64_bits
 from fastq_loader.memory.blocks import device_aligned
 from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.packing.pickling import PLAIN_DTYPES, is_leaf
@@ -64,7 +64,7 @@ class _Sprawling(_Unwalkable):
     """The tree has too many parts, or too much text, to be worth a walk."""
 
 
-class Walker:
+class TreeFlattener:
     """Takes batches apart, one after the other.
 
     Attributes:
@@ -111,7 +111,7 @@ class Walker:
             if self.is_leaf(value):
                 return "L", self.add_leaf(value)
         elif kind is int:
-            if packs(value):
+            if fits_64_bits(value):
                 self.values.append(value)
                 return "V"
         elif kind in _NUMBERS or (kind in _TEXTS and len(value) <= LONGEST):
@@ -131,7 +131,7 @@ class Walker:
             keys = tuple(value)
             # Keys are part of the spec's identity, in which True, 1 and 1.0 would be equal.
             if _STRINGS.issuperset(map(type, keys)) or all(
-                type(key) is str or (type(key) is int and packs(key)) for key in keys
+                type(key) is str or (type(key) is int and fits_64_bits(key)) for key in keys
             ):
                 return "d", keys, self._walk_all(value.values())
         elif kind is tuple:
@@ -154,7 +154,7 @@ class Walker:
         """Whether a list contains only plain values."""
         kinds = set(map(type, values))
         if kinds == _INTEGERS:
-            return packs(min(values)) and packs(max(values))
+            return fits_64_bits(min(values)) and fits_64_bits(max(values))
         if not kinds or not kinds <= _PLAIN:
             return False
         texts = kinds & _TEXTS

@@ -281,7 +281,7 @@ def states(*roots: Any) -> tuple[Any, ...]:
     return tuple(map(_comparable, [*GLOBAL.values(), *own.values()]))
 
 
-class Glance:
+class GeneratorSnapshot:
     """Snapshot of the three shared generators, to find which of them a call has drawn from. It takes a tenth
     of the time of `states`, because numpy needs 80 us to return its state.
 
@@ -295,10 +295,10 @@ class Glance:
     def __init__(self) -> None:
         self._memory = self._of_numpy()
         self._numpy: Any = None
-        if not self._memory or self._memory != Glance._none_waits:
+        if not self._memory or self._memory != GeneratorSnapshot._none_waits:
             self._numpy = state_of(numpy_random)
             if self._memory and not self._numpy["has_gauss"]:
-                Glance._none_waits, self._numpy = self._memory, None
+                GeneratorSnapshot._none_waits, self._numpy = self._memory, None
         self._random = random.getstate()
         self._torch = torch.default_generator.get_state()
 
@@ -334,10 +334,10 @@ def _comparable(generator: Any) -> Any:
 
 def dump(value: Any) -> str:
     """Convert a state, or any value made of dicts, tuples, arrays and plain values, to text."""
-    return json.dumps(value, default=_plain)
+    return json.dumps(value, default=_json_safe)
 
 
-def _plain(value: Any) -> Any:
+def _json_safe(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return {"dtype": value.dtype.str, "base64": base64.b64encode(value.tobytes()).decode()}
     return value.item()  # a numpy scalar

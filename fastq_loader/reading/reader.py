@@ -156,7 +156,7 @@ class Reader:
         self._set_generators()
         raise HandedOutBefore
 
-    def said(self) -> bytes:
+    def state_bytes(self) -> bytes:
         """A pickle of the state to resume from after the batch loaded last; may be empty (b"")."""
         fetcher = self.fetcher
         if fetcher.stateful is False and not self._saves_generators:  # a shortcut for the usual case

@@ -230,7 +230,7 @@ class TolerantFetcher(Fetcher):
     def _note(self, index: Any, error: Exception) -> None:
         if isinstance(error, StopIteration):  # it would end the epoch if it were raised
             error = RuntimeError("the dataset raised StopIteration")
-        self.bad.append([plain(index), None, shorten(error, _ERROR)])
+        self.bad.append([to_builtin(index), None, shorten(error, _ERROR)])
         self.error = error
 
     def _instead(self, indices: list[Any], position: int, read: Callable[[Any], Any]) -> Any:
@@ -239,7 +239,7 @@ class TolerantFetcher(Fetcher):
         for attempt in range(_TRIES):
             index = self._other(indices, position, attempt)
             failed = self.bad[first:]
-            if plain(index) in (tried for tried, _, _ in failed):
+            if to_builtin(index) in (tried for tried, _, _ in failed):
                 continue
             try:
                 sample = read(index)
@@ -248,7 +248,7 @@ class TolerantFetcher(Fetcher):
                 self._note(index, error)
                 continue
             for each in failed:
-                each[1] = plain(index)
+                each[1] = to_builtin(index)
             return sample
         try:
             assert self.error is not None, "it was noted"
@@ -263,7 +263,7 @@ class TolerantFetcher(Fetcher):
 
     def _other(self, indices: list[Any], position: int, attempt: int) -> Any:
         index = indices[position]
-        known = plain(index) if hasattr(index, "__index__") or type(index) is str else 0
+        known = to_builtin(index) if hasattr(index, "__index__") or type(index) is str else 0
         which = repr((*self.place, position, attempt, known))
         digest = hashlib.blake2b(which.encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "little")
@@ -376,7 +376,7 @@ def _part(value: Any, population: int, drawn: random.Random) -> Any:
     return drawn.randrange(population) if made is None else made
 
 
-def plain(index: Any) -> int | str | None:
+def to_builtin(index: Any) -> int | str | None:
     """Convert an index to a number or a text, as statistics and states show it."""
     if index is None or type(index) is str:
         return index

@@ -20,7 +20,7 @@ from fastq_loader.errors import ProtocolError
 T = TypeVar("T")
 
 
-class Backlog(Generic[T]):
+class BroadcastFlowControl(Generic[T]):
     """Flow control of the messages broadcast to the workers of one pool; they may have any type.
 
     Args:

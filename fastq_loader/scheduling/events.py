@@ -40,7 +40,7 @@ class Wait(NamedTuple):
     blocked: bool = False
 
 
-class Break(NamedTuple):
+class IterationFailed(NamedTuple):
     """`worker` died at batch `seq` (None: between batches): the iteration ends with an error."""
 
     worker: int

@@ -197,14 +197,14 @@ class PendingTasks(dict[tuple[int, int], Batch]):
         """Remove a task that was answered, or never will be."""
         batch = self.pop((epoch, seq))
         if batch.worker is None:
-            self.free_slot(batch)
+            self.release_slot(batch)
         return batch
 
-    def free_slot(self, batch: Batch) -> None:
+    def release_slot(self, batch: Batch) -> None:
         """Release the claim-table slot of a task whose claimant is known."""
         self._taken.discard(batch.ticket % self._slots)
 
-    def due(self, worker: int, answer: Answer) -> Batch | None:
+    def match_answer(self, worker: int, answer: Answer) -> Batch | None:
         """The batch to which an answer belongs; None if `worker` has no such task, or the attempt is over."""
         batch = self.get((answer.epoch, answer.seq))
         if batch is None or batch.worker not in (None, worker) or batch.attempt != answer.attempt:
@@ -235,7 +235,7 @@ class PendingTasks(dict[tuple[int, int], Batch]):
         """The tickets of the shared tasks that have no known claimant."""
         return [batch.ticket for batch in self.values() if batch.worker is None]
 
-    def leave_idle(self, workers: int) -> bool:
+    def has_idle_worker(self, workers: int) -> bool:
         """Whether some of `workers` workers have nothing to do. An unclaimed task occupies one worker."""
         busy: set[int] = set()
         claimable = 0

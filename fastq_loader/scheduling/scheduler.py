@@ -16,7 +16,7 @@ sent again, as the next attempt; an answer to an older attempt no longer counts.
 `begin_epoch` requests as many indices as the window has batches. Each is passed to `drawn`, its error to
 `draw_failed`, and the sampler's end to `exhausted`. When the user calls `next()`, `ready` returns the next
 batch, and `to_draw` is the number of indices to draw before it is delivered. If it has not arrived, `wanted`
-returns what to do: `Draw` (and call it again), `Wait`, `Break` or `Finish`.
+returns what to do: `Draw` (and call it again), `Wait`, `IterationFailed` or `Finish`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Any
 
 from fastq_loader.errors import InvalidTransition, PoisonBatch, ProtocolError
 from fastq_loader.ipc.messages import ENDED, SKIPPED, Answer, Task
-from fastq_loader.memory.blocks import Holder
+from fastq_loader.memory.blocks import BlockOwner
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.scheduling.events import Break, Died, Draw, Finish, Send, Wait
+from fastq_loader.scheduling.events import Died, Draw, Finish, IterationFailed, Send, Wait
 from fastq_loader.scheduling.in_flight import InFlight, PendingTasks
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.schedules import Window
@@ -79,7 +79,7 @@ class Scheduler:
         self.epoch = 0
         self.stale = self.refused = self.to_draw = 0
         self.pending_tasks = PendingTasks(slots)
-        self._holders = [Holder(worker) for worker in range(workers)]
+        self._holders = [BlockOwner(worker) for worker in range(workers)]
         self._restarts = restarts
         self._worker_table = WorkerTable(workers)
         self._reset(START)
@@ -193,14 +193,14 @@ class Scheduler:
         self.pending_tasks.add(self.epoch, batch)
         worker, ticket = batch.worker, batch.ticket
         # Same as `Batch.holder` and `Task()`, but faster.
-        holder = tuple.__new__(Holder, (None, ticket)) if worker is None else self._holders[worker]
+        holder = tuple.__new__(BlockOwner, (None, ticket)) if worker is None else self._holders[worker]
         grants, promises = self.pool.grant(holder)
         head = self.epoch, batch.seq, batch.attempt, batch.index
         task = batch.task = tuple.__new__(Task, (*head, grants, promises, ticket))
         return task
 
     def _claimed(self, batch: Batch, worker: int) -> None:
-        self.pending_tasks.free_slot(batch)
+        self.pending_tasks.release_slot(batch)
         task = batch.task
         if task is not None and (task.grants or task.promises):
             self.pool.hand_over(batch.holder, worker, batch.blocks)
@@ -239,7 +239,7 @@ class Scheduler:
         """A worker has answered.
 
         Args:
-            batch: the batch that it answers, from `PendingTasks.due`.
+            batch: the batch that it answers, from `PendingTasks.match_answer`.
             worker: number of the worker.
             answer: its answer.
             fault: error because of which the answer is unusable, or None.
@@ -280,7 +280,7 @@ class Scheduler:
 
     def died(self, event: Died) -> list[Send] | None:
         """A worker is dead. Returns the tasks to send once another process has its number; None if it is not
-        replaced: then `wanted` returns `Break` where it was needed."""
+        replaced: then `wanted` returns `IterationFailed` where it was needed."""
         worker = event.worker
         self._worker_table.move(worker, "die")
         lost = self._lose(event)
@@ -335,7 +335,7 @@ class Scheduler:
         batch = self.ring.pop()
         return None if batch is None else self._hand_out(batch)
 
-    def wanted(self) -> Batch | Draw | Wait | Break | Finish:
+    def wanted(self) -> Batch | Draw | Wait | IterationFailed | Finish:
         """Deliver the next batch, or return what to do first: draw, wait, or end (epoch over, or a death)."""
         while True:
             head = self._in_flight.head_batch(self._worker_table.exhausted)
@@ -348,9 +348,9 @@ class Scheduler:
                 return self._break(head)
             if not self._arrivals:
                 if self._idle_deaths:
-                    return Break(self._idle_deaths.pop(), None, None)
+                    return IterationFailed(self._idle_deaths.pop(), None, None)
                 active = self._worker_table.active()
-                blocked = not self.window.closed and self.pending_tasks.leave_idle(active)
+                blocked = not self.window.closed and self.pending_tasks.has_idle_worker(active)
                 return Wait(head.worker, head.seq, self.ring.filled, head.attempt, blocked)
             found = self._process(self._arrivals.popleft())
             if found is not None:
@@ -361,13 +361,13 @@ class Scheduler:
         unanswered = [epoch for epoch, _ in self.pending_tasks].count(self.epoch)
         return self.window.room(len(self._in_flight.batches), unanswered, self.pool.batch_bytes)
 
-    def _process(self, arrival: Batch | Died) -> Batch | Draw | Break | None:
+    def _process(self, arrival: Batch | Died) -> Batch | Draw | IterationFailed | None:
         """Process one arrival, as torch takes one item off its result queue. None: take the next."""
         if type(arrival) is Died:
             if self.in_order or self._worker_table.exhausted(arrival.worker):
                 return None
             lost = self._in_flight.lost_by(arrival.worker)
-            return Break(arrival.worker, None, None) if lost is None else self._break(lost)
+            return IterationFailed(arrival.worker, None, None) if lost is None else self._break(lost)
         assert type(arrival) is Batch
         if arrival.answer is not None and arrival.answer.kind == ENDED:
             assert arrival.worker is not None, "a part of an iterable dataset belongs to a worker"
@@ -389,12 +389,12 @@ class Scheduler:
         else:
             self.to_draw = 1  # torch calls an exhausted sampler again
             if batch.worker is not None:
-                self._worker_table.gave(batch.worker)
+                self._worker_table.deliver_one(batch.worker)
         return batch
 
-    def _break(self, batch: Batch) -> Break:
+    def _break(self, batch: Batch) -> IterationFailed:
         assert batch.worker is not None, "a lost batch belongs to a worker"
         self._in_flight.leave(batch, "break")
         if not self.shared_tasks:
-            self._worker_table.gave(batch.worker)
-        return Break(batch.worker, batch.seq, batch.index)
+            self._worker_table.deliver_one(batch.worker)
+        return IterationFailed(batch.worker, batch.seq, batch.index)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from fastq_loader.errors import InvalidTransition, describe_index
 from fastq_loader.ipc.messages import Answer, Task, decode_index
-from fastq_loader.memory.blocks import Extents, Holder
+from fastq_loader.memory.blocks import BlockOwner, Extents
 
 NEW, SENT, READY, LOST, GONE = "new", "sent", "ready", "lost", "gone"
 
@@ -75,9 +75,9 @@ class Batch:
         self.error: BaseException | None = None
 
     @property
-    def holder(self) -> Holder:
+    def holder(self) -> BlockOwner:
         """Holder of its task's blocks, in the pool's records."""
-        return Holder(None, self.ticket) if self.worker is None else Holder(self.worker)
+        return BlockOwner(None, self.ticket) if self.worker is None else BlockOwner(self.worker)
 
     @property
     def blocks(self) -> Extents:
@@ -170,7 +170,7 @@ class WorkerTable:
         share = -(-window // going) if window % len(self) else window // going
         return self._undelivered[worker] < share
 
-    def gave(self, worker: int) -> None:
+    def deliver_one(self, worker: int) -> None:
         """A batch of the worker was delivered."""
         self._undelivered[worker] -= 1
 

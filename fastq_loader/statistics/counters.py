@@ -3,7 +3,7 @@
 `Counters` belongs to the loader and outlives its pools of workers. It counts in the fields of the snapshots,
 which themselves are frozen. Records are created on the threads that call `next()`, and folded there every
 10 ms, or whenever statistics are requested, on any thread. Workers on other machines are counted by a
-`Source`.
+`StatisticsSource`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fastq_loader.statistics.epoch import EpochCounters, summed
 from fastq_loader.statistics.records import CLOSE, COPY, CUT, DROP, NEXT, PART, Record, Step
-from fastq_loader.statistics.snapshots import Counting, LoaderStatistics, StagingStatistics, values_of
+from fastq_loader.statistics.snapshots import LoaderStatistics, MutableFields, StagingStatistics, values_of
 from fastq_loader.statistics.workers import WorkerCounters
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _EPOCHS = 100
 _EVERY = 10_000_000
 
 
-class Source(Protocol):
+class StatisticsSource(Protocol):
     """A pool of workers on other machines, which counts for itself."""
 
     def count(self) -> int:
@@ -40,7 +40,7 @@ class Source(Protocol):
         before it has started; None if `pid` is not of this pool."""
 
 
-class StagingCounters(Counting, StagingStatistics):
+class StagingCounters(MutableFields, StagingStatistics):
     """Counts copies to a device.
 
     Attributes:
@@ -132,7 +132,7 @@ class EpochLog:
         return self._found
 
 
-class Counters(Counting, LoaderStatistics):
+class Counters(MutableFields, LoaderStatistics):
     """Counters of a loader. The fields for epochs, waits, late batches, other machines and blocks are filled
     in when a snapshot is taken.
 
@@ -155,7 +155,7 @@ class Counters(Counting, LoaderStatistics):
         self._epochs: dict[int, EpochCounters] = {}
         self._older = EpochCounters(0, 0)  # the sum of the earlier epochs
         self.follow()
-        self.sources: set[Source] = set()
+        self.sources: set[StatisticsSource] = set()
         self._look_at_memory_from = 0  # on the monotonic clock, in nanoseconds
 
     @property
@@ -205,14 +205,14 @@ class Counters(Counting, LoaderStatistics):
         if staging is not None:
             staging.records = self.records
 
-    def ended(self, source: Source) -> None:
+    def ended(self, source: StatisticsSource) -> None:
         """Include the final counts of a pool that has ended."""
         if source in self.sources:
             self.wire_bytes += source.count()
             self.sources.discard(source)
 
     def far_worker(self, pid: int) -> tuple[int, str] | None:
-        """See `Source`."""
+        """See `StatisticsSource`."""
         return next(filter(None, (source.far_worker(pid) for source in list(self.sources))), None)
 
     def _look_at_memory(self) -> None:

@@ -348,7 +348,7 @@ class LoaderStatistics:
         return self.total.head_of_line_seconds
 
 
-class Counting:
+class MutableFields:
     """Makes a subclass of a frozen class mutable, so that it can count in its fields."""
 
     __setattr__, __delattr__ = object.__setattr__, object.__delattr__

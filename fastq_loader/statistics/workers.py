@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastq_loader.statistics.snapshots import Counting, WorkerStatistics, values_of
+from fastq_loader.statistics.snapshots import MutableFields, WorkerStatistics, values_of
 from fastq_loader.system.pages import shared_and_private
 
 if TYPE_CHECKING:
     from fastq_loader.ipc.messages import Answer
 
 
-class WorkerCounters(Counting, WorkerStatistics):
+class WorkerCounters(MutableFields, WorkerStatistics):
     """Counters of one worker, in the fields of a snapshot.
 
     Attributes:

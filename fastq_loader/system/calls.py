@@ -130,7 +130,7 @@ def _whole_pages(address: int, length: int, page: int = mmap.PAGESIZE) -> tuple[
     return -(-address // page) * page, (address + length) // page * page
 
 
-class Piece:
+class MmapRegion:
     """Part of a memfd, mapped into this process, shared and writable, for as long as this object lives.
 
     Args:

@@ -29,7 +29,7 @@ from fastq_loader.ipc.messages import (
 )
 from fastq_loader.ipc.sockets import ConsumerSocket
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.scheduling.backlog import Backlog
+from fastq_loader.scheduling.backlog import BroadcastFlowControl
 from fastq_loader.scheduling.in_flight import PendingTasks
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import calls
@@ -81,7 +81,7 @@ class WorkerGroup:
         self._folders: list[str] = []  # of sockets, until they are removed
         self._socket: ConsumerSocket | None = None
         self._claims: ClaimTable | None = None
-        self._backlog: Backlog[bytes] = Backlog(max(plan.window.widest, _UNREAD))
+        self._backlog: BroadcastFlowControl[bytes] = BroadcastFlowControl(max(plan.window.widest, _UNREAD))
         self.behind = self._backlog.behind
 
     def start(self, base_seed: int, shared_seed: int | None) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,6 +15,10 @@ from fastq_loader.workers.config import Plan
 
 if TYPE_CHECKING:
     from fastq_loader.workers.worker_pool import WorkerPool
+
+
+#: Kinds of workers by their short forms. Kinds of other packages join when they are defined.
+_KINDS: dict[str, type[WorkerKind]] = {}
 
 
 class WorkerKind(ABC):
@@ -31,6 +34,10 @@ class WorkerKind(ABC):
     short_form: ClassVar[str | None] = None
     is_remote: ClassVar[bool] = False
     max_restarts: int | None
+
+    def __init_subclass__(cls) -> None:
+        if short_form := vars(cls).get("short_form"):
+            _KINDS[short_form] = cls
 
     @property
     def grace(self) -> float:
@@ -115,12 +122,11 @@ class Auto(int):
         return f"auto ({int(self)})"
 
 
-def read_workers(workers: Any, kinds: Sequence[type[WorkerKind]] = (Processes,)) -> WorkerKind:
+def read_workers(workers: Any) -> WorkerKind:
     """Check the argument `workers=`, and return the kind of workers.
 
     Args:
         workers: the argument: a kind of workers, or its short form.
-        kinds: the kinds whose short forms are accepted.
 
     Raises:
         ValueError: the argument is an unknown string.
@@ -128,10 +134,9 @@ def read_workers(workers: Any, kinds: Sequence[type[WorkerKind]] = (Processes,))
     """
     if isinstance(workers, WorkerKind):
         return workers
-    for kind in kinds:
-        if isinstance(workers, str) and workers == kind.short_form:
-            return kind()
-    known = " or ".join(f"{kind.short_form!r} or {kind.__name__}(...)" for kind in kinds)
+    if isinstance(workers, str) and workers in _KINDS:
+        return _KINDS[workers]()
+    known = " or ".join(f"{short_form!r} or {kind.__name__}(...)" for short_form, kind in _KINDS.items())
     raise (ValueError if isinstance(workers, str) else TypeError)(
         f"workers={workers!r} is unknown: use a kind of workers, {known}; the number of workers is "
         "num_workers"

@@ -53,7 +53,7 @@ class LocalPool(WorkerPool):
         self._context: Any = None
         self._zygote: zygote.Zygote | None = None
         self._stacks: Stacks | None = None
-        self._moment: zygote.Moment | None = None  # of the start, for an interpreter's forks
+        self._moment: zygote.LaunchEnvironment | None = None  # of the start, for an interpreter's forks
 
     def _prepare(self) -> None:
         """Start the zygote, and pickle the payload once: all workers get the dataset as it is now."""
@@ -67,7 +67,7 @@ class LocalPool(WorkerPool):
             method = None
         elif method is not None:
             self._zygote = plan.kept[method] = zygote.interpreter(method)
-            self._moment = zygote.Moment()
+            self._moment = zygote.LaunchEnvironment()
             with self._explaining():  # while the interpreter imports torch
                 plan.payload.seal()
             self._zygote.wait()

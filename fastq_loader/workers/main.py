@@ -3,7 +3,8 @@
 Everything here runs in a worker: the loop on its main thread, and one thread that only waits for the
 consumer's death. The worker reads tasks from its socket, looks for a new epoch before each one, and answers
 each of its own tasks exactly once. When an epoch is broken off, its remaining tasks are loaded if torch's
-workers would load them and it makes a difference (see `WorkerReader.is_missed`), and skipped otherwise.
+workers would load them and it makes a difference (see `WorkerReader.must_load_dropped_task`), and skipped
+otherwise.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from fastq_loader.ipc.messages import (
     PASSED,
     SKIPPED,
     Answer,
+    BatchHandle,
     Epoch,
-    Handle,
     InBlock,
     Message,
     Ping,
@@ -85,7 +86,7 @@ def main(setup: Setup) -> None:
     socket = open_socket(setup, blocks)
     try:
         socket.say_hello()
-        Worker(setup, blocks, socket, claims).run()
+        WorkerLoop(setup, blocks, socket, claims).run()
     except KeyboardInterrupt:
         return  # user code raised it; as in torch the consumer's own interrupt is the one to show
     finally:
@@ -161,7 +162,7 @@ class Consumer(Protocol):
     def send(self, message: Message) -> None: ...
 
 
-class Worker:
+class WorkerLoop:
     """The loop of one worker.
 
     Args:
@@ -217,7 +218,7 @@ class Worker:
                     return False
                 self._reader.begin_epoch(message)
             elif isinstance(message, Space):
-                self._allocator.give(message.ranges)
+                self._allocator.free_ranges(message.ranges)
             elif isinstance(message, Ping):
                 self._socket.send(message)
             else:
@@ -227,12 +228,12 @@ class Worker:
     def _break_off(self) -> bool:
         """Answer the remaining tasks of the epoch; False: stop."""
         tasks = self._tasks.drop()
-        missed = bool(tasks) and self._reader.is_missed()
+        missed = bool(tasks) and self._reader.must_load_dropped_task()
         for task in tasks:
             if missed and self._socket.told_to_stop():
                 return False
             self._skip(task, load=missed)
-            missed = missed and self._reader.is_missed()
+            missed = missed and self._reader.must_load_dropped_task()
         return True
 
     # ---- one task -----------------------------------------------------------------------------
@@ -276,8 +277,8 @@ class Worker:
     def _read(self, task: Task) -> Any:
         return self._reader.load(task.seq, load_index(task.index, self._setup.token))
 
-    def _load(self, task: Task) -> tuple[int, Handle | None, Used]:
-        handle: Handle | None = None
+    def _load(self, task: Task) -> tuple[int, BatchHandle | None, Used]:
+        handle: BatchHandle | None = None
         try:
             batch = self._read(task)
             handle, used = self._packer.pack(batch)
@@ -294,13 +295,13 @@ class Worker:
                 self._packer.unsend(handle)
             return ERROR, *self._pack_exception(error)
 
-    def _pack_exception(self, error: Exception) -> tuple[Handle, Used]:
+    def _pack_exception(self, error: Exception) -> tuple[BatchHandle, Used]:
         try:
             return self._packer.pack_exception(dump_exception(error, self._setup.worker))
         except Exception as reason:  # no block is left for it, or the error cannot even be described
             return self._as_text(error, reason), []
 
-    def _as_text(self, error: Exception, reason: Exception) -> Handle:
+    def _as_text(self, error: Exception, reason: Exception) -> BatchHandle:
         try:
             text = f"{type(error).__name__}: {error}"
         except Exception:  # its `__str__` fails
@@ -313,7 +314,7 @@ class Worker:
         task: Task,
         kind: int,
         started: int,
-        handle: Handle | None = None,
+        handle: BatchHandle | None = None,
         used: Used = (),
         loaded: bool = False,
     ) -> None:

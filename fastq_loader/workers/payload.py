@@ -64,7 +64,7 @@ class Payload:
 
     def seal(self) -> None:
         """Pickle the objects for all workers as they are now, if they can be sent more than once."""
-        self._carried = self._carried or _Recorder().seal(self.parts)
+        self._carried = self._carried or _DescriptorCollector().seal(self.parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.seal()
@@ -134,7 +134,7 @@ class _Carried:
         return self.descriptors[self._number]
 
 
-class _Recorder:
+class _DescriptorCollector:
     """Takes the place of the process that multiprocessing is starting, and records its descriptors."""
 
     def __init__(self) -> None:
@@ -258,7 +258,7 @@ def write_process(prepared: dict[str, Any], process: BaseProcess) -> tuple[int, 
         TypeError, AttributeError, PicklingError: the process, or the parts of its payload, cannot be pickled.
         OSError: memory or descriptors are used up.
     """
-    recorder, pickled = _Recorder(), io.BytesIO()
+    recorder, pickled = _DescriptorCollector(), io.BytesIO()
     with recorder.recording():
         reduction.dump(prepared, pickled)
         reduction.dump(process, pickled)

@@ -1,9 +1,9 @@
 """The user's objects in a worker: the dataset and its functions, their seeds, and the batches they produce.
 
 Runs in a worker, on its main thread. Random numbers are seeded once in each worker, as in torch, or anew for
-each batch. When an epoch is broken off, torch's workers still load every dispatched batch; `is_missed` tells
-whether later random numbers depend on that. The state that a resumed epoch needs from the worker is sent to
-the consumer with each batch (see `reading.reader`).
+each batch. When an epoch is broken off, torch's workers still load every dispatched batch;
+`must_load_dropped_task` tells whether later random numbers depend on that. The state that a resumed epoch
+needs from the worker is sent to the consumer with each batch (see `reading.reader`).
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class WorkerReader(Reader):
         finally:
             fetcher = self.fetcher
             self.timing = fetcher.fetched, time.monotonic_ns(), fetcher.slowest, fetcher.slowest_at
-            state = self.said()
+            state = self.state_bytes()
             self.state = seal(state, self._setup.token) if state else b""
             self.remarks = b""
             drawn = [] if before is None else self._drawn_since(before)
@@ -129,7 +129,7 @@ class WorkerReader(Reader):
         object.__setattr__(torch_worker._worker_info, "seed", seed)
         return seed
 
-    def is_missed(self) -> bool:
+    def must_load_dropped_task(self) -> bool:
         """Whether a batch of an epoch that was broken off has to be loaded.
 
         torch's workers load every dispatched batch, which changes the random numbers of the next epoch. If

@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
 from fastq_loader.errors import InvalidTransition
-from fastq_loader.packing.spec import SpecCache
+from fastq_loader.packing.spec import LayoutCache
 from fastq_loader.statistics.workers import WorkerCounters
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Worker:
         self.state = NEW
         self.child: Child | None = None
         self.folder = ""
-        self.specs = SpecCache()
+        self.specs = LayoutCache()
         self.counters: WorkerCounters
         self.why = self.cause = self.torch_text = ""
         self.died_up = False
@@ -74,7 +74,7 @@ class Worker:
         self.move("start")
         self.generation += 1
         self.folder, self.why = folder, ""
-        self.specs = SpecCache()  # a new process numbers them anew
+        self.specs = LayoutCache()  # a new process numbers them anew
 
     def die(self, cause: str, torch_text: str) -> None:
         """Record that the process has ended."""

@@ -327,7 +327,7 @@ def _start_interpreter(its: Connection, method: str, preload: list[str]) -> Chil
     return child
 
 
-class Moment:
+class LaunchEnvironment:
     """Folder, `sys.path` and arguments of this process now, for a pool's workers, which may start much later.
     To be closed.
 
@@ -373,7 +373,7 @@ class _Interpreter(popen_fork.Popen):
         self.finalizer = None
 
 
-def fork_interpreter(zygote: Zygote, process: BaseProcess, setup: Setup, moment: Moment) -> Forked:
+def fork_interpreter(zygote: Zygote, process: BaseProcess, setup: Setup, moment: LaunchEnvironment) -> Forked:
     """Have an interpreter fork a child that becomes `process`.
 
     Raises:

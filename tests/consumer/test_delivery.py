@@ -9,7 +9,7 @@ import pytest
 
 from fastq_loader.consumer.delivery import Delivery, Outcome
 from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.messages import BATCH, BROKEN, ERROR, Answer, Handle
+from fastq_loader.ipc.messages import BATCH, BROKEN, ERROR, Answer, BatchHandle
 from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters
 
@@ -30,17 +30,17 @@ class Unpacker:
     def __init__(self, opening: Exception | None = None, unpacking: Exception | None = None) -> None:
         self._opening, self._unpacking = opening, unpacking
 
-    def open(self, handle: Handle) -> tuple[list[int], list[int], None]:
+    def open(self, handle: BatchHandle) -> tuple[list[int], list[int], None]:
         if self._opening is not None:
             raise self._opening
         return [1], [2], None
 
-    def unpack(self, handle: Handle, pickled: None) -> Any:
+    def unpack(self, handle: BatchHandle, pickled: None) -> Any:
         if self._unpacking is not None:
             raise self._unpacking
         return "batch"
 
-    def exception(self, handle: Handle) -> BaseException:
+    def exception(self, handle: BatchHandle) -> BaseException:
         if self._opening is not None:
             raise self._opening
         return handle.values[0]  # type: ignore[no-any-return]
@@ -51,7 +51,7 @@ def hand_out(
 ) -> tuple[Outcome, Pool, Counters]:
     """An answer with blocks 1 and 2; `error` is what it carries."""
     pool, counters = Pool(), Counters()
-    handle = Handle(0, SimpleNamespace(nbytes=40), (error,), None, ((1, 30, 0), (2, 10, 0)))
+    handle = BatchHandle(0, SimpleNamespace(nbytes=40), (error,), None, ((1, 30, 0), (2, 10, 0)))
     answer = Answer(1, 0, 0, outcome, 0, 0, (), (), handle, ((1, 30), (2, 10)))
     delivery = Delivery(unpacker, pool, counters)  # type: ignore[arg-type]
     batch = Batch(0, 3, None)

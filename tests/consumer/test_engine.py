@@ -16,7 +16,7 @@ import torch
 
 import fastq_loader
 from fastq_loader import DataLoader
-from fastq_loader.resources import Resources
+from fastq_loader.epoch.resources import Resources
 from fastq_loader.system import interrupts
 from tests.conftest import descendants
 from tests.support.datasets import Made

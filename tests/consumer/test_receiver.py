@@ -24,7 +24,7 @@ from fastq_loader.ipc.messages import (
     ERROR,
     SKIPPED,
     Answer,
-    Handle,
+    BatchHandle,
     Hello,
 )
 from fastq_loader.memory.blocks import SMALLEST
@@ -80,7 +80,7 @@ def recorded(inbox: Receiver) -> list[str]:
 
 def answer(send: Send, *blocks: tuple[int, int, int], **fields: Any) -> Answer:
     """A batch in these blocks: (offset, size, bytes needed)."""
-    task, handle = send.task, Handle(0, None, (), None, blocks)
+    task, handle = send.task, BatchHandle(0, None, (), None, blocks)
     return Answer(task.epoch, task.seq, task.attempt, BATCH, 1, 2, (), (), handle)._replace(**fields)
 
 
@@ -146,7 +146,7 @@ MISFITS: list[Any] = [
     {"kind": ENDED, "handle": None},  # the end of a dataset with indices
     *({"kind": SKIPPED}, {"handle": None}, {"kind": ERROR, "handle": None}),
     # A block of another size, and one that is not there.
-    *({"handle": Handle(0, None, (), None, (block,))} for block in ((20 * B, 2 * B, 1), (40 * B, B, 1))),
+    *({"handle": BatchHandle(0, None, (), None, (block,))} for block in ((20 * B, 2 * B, 1), (40 * B, B, 1))),
     {"returned": (40 * B,)},
 ]
 

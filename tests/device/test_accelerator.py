@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader, ToDevice
 from fastq_loader.device import accelerator as module
-from fastq_loader.device.accelerator import TorchStager, accelerator, parse, read_device
+from fastq_loader.device.accelerator import TorchBackend, accelerator, parse, read_device
 from fastq_loader.errors import PinFailed
 from tests.conftest import run_script
 from tests.support.datasets import Made, assert_same
@@ -261,9 +261,9 @@ def test_a_backend_of_its_own_is_served_by_torch_itself() -> None:
 import torch
 torch.utils.backend_registration._setup_privateuseone_for_python_backend(rename="late")
 from fastq_loader import DataLoader
-from fastq_loader.device.accelerator import TorchStager
+from fastq_loader.device.accelerator import TorchBackend
 loader = DataLoader([1], device="late")
-stager = TorchStager(torch.device("late"))
+stager = TorchBackend(torch.device("late"))
 event = stager.record(stager.side)
 stager.wait(stager.current_stream(), event)
 print(stager.device, stager.query(event), stager.capturing(), stager.current_stream() == stager.side)
@@ -289,7 +289,7 @@ def test_the_current_device_and_both_streams_are_put_back(at: int, monkeypatch: 
     monkeypatch.setattr(torch.accelerator, "current_stream", current_stream)
     monkeypatch.setattr(torch.accelerator, "set_stream", set_stream)
     monkeypatch.setattr(torch, "Stream", lambda device: SimpleNamespace(name="side", device=device))
-    stager = TorchStager(torch.device(KIND, 1))
+    stager = TorchBackend(torch.device(KIND, 1))
 
     def fail() -> None:
         assert (index, current[1]) == ([1], "side")
@@ -300,7 +300,7 @@ def test_the_current_device_and_both_streams_are_put_back(at: int, monkeypatch: 
     assert (index, current) == ([at], ["first", "second"])
 
 
-class HostStager(TorchStager):
+class HostStager(TorchBackend):
     """The host in a device's place. Attributes: what libcudart says, how often an error was cleared."""
 
     code = clearings = 0

@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import fastq_loader.iterators.base
+import fastq_loader.epoch.base
 from fastq_loader import DataLoader, PinFailed, PinFallback, ToDevice, copy_into, normalize
-from fastq_loader.device.accelerator import TorchStager
+from fastq_loader.device.accelerator import TorchBackend
 from fastq_loader.device.copies import Copies
 from fastq_loader.device.pinning import Pinner
 from fastq_loader.device.staging import DeviceSession
+from fastq_loader.epoch import resources
 from tests.conftest import run_script
 from tests.device.test_transforms import MEAN, STD, by_hand
 from tests.support.crimes import ManyFields
@@ -72,7 +73,7 @@ def test_no_memory_is_read_or_written_too_early(
     make: Any, options: Any, name: str, without: Any, late: str, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with make(**options) as batches:
-        guard.remove(monkeypatch, TorchStager, name, without)
+        guard.remove(monkeypatch, TorchBackend, name, without)
         if late == "copies":
             slow_copies(monkeypatch)
         with guard.outcome:
@@ -111,7 +112,7 @@ def test_a_batch_may_be_read_on_another_stream(
     then: Callable[[Any], Any] | None, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = Pair()
-    guard.remove(monkeypatch, TorchStager, "share", lambda self, memory, stream: None)
+    guard.remove(monkeypatch, TorchBackend, "share", lambda self, memory, stream: None)
     pair.begin(0, then)
     seen = pair.read_first_elsewhere(lag)
     pair.begin(1, then)
@@ -129,7 +130,7 @@ def test_a_transform_beside_reads_memory_of_its_own(guard: Guard, monkeypatch: p
 
     torch.empty(BATCH_BYTES, dtype=torch.uint8, device="cuda").fill_(0)  # loads the kernel
     pair = Pair()
-    guard.remove(monkeypatch, TorchStager, "share", lambda self, memory, stream: None)
+    guard.remove(monkeypatch, TorchBackend, "share", lambda self, memory, stream: None)
     pair.begin(0, late)
     seen = pair.read_first_elsewhere(lambda: None)
     torch.empty(BATCH_BYTES, dtype=torch.uint8, device="cuda").fill_(0)
@@ -164,7 +165,7 @@ CAPTURE = """
 import os, threading
 import torch
 from fastq_loader import DataLoader
-from fastq_loader.device.accelerator import TorchStager
+from fastq_loader.device.accelerator import TorchBackend
 from tests.support.gpu import Numbers
 
 refused = []
@@ -179,7 +180,7 @@ batches = iter(DataLoader(Numbers(), 4, num_workers=2, device="cuda"))
 static = next(batches).clone()
 crime = {crime!r}
 if crime == "next without the guard":
-    TorchStager.capturing = lambda self: False
+    TorchBackend.capturing = lambda self: False
 try:
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="global"):
         twice = static * 2
@@ -275,16 +276,16 @@ def test_a_captured_step_normalises_what_is_copied_into_its_inputs(monkeypatch: 
 @pytest.mark.parametrize("end", ["break", "close"])
 def test_blocks_are_unlocked_after_copies(end: str, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     idle: list[bool] = []
-    unregister = TorchStager.unregister
+    unregister = TorchBackend.unregister
 
-    def watched(self: TorchStager, address: int) -> None:
+    def watched(self: TorchBackend, address: int) -> None:
         idle.append(self.side.query())
         self.side.synchronize()  # or the run without the guard would take memory from under a copy
         unregister(self, address)
 
     with warm_loader(pin="register", persistent_workers=False) as loader:
-        monkeypatch.setattr(TorchStager, "unregister", watched)
-        guard.remove(monkeypatch, TorchStager, "synchronize", lambda self, event: None)
+        monkeypatch.setattr(TorchBackend, "unregister", watched)
+        guard.remove(monkeypatch, TorchBackend, "synchronize", lambda self, event: None)
         slow_copies(monkeypatch)
         batches = iter(loader)
         next(batches)
@@ -336,7 +337,7 @@ def test_twenty_epochs_take_no_more_device_memory_than_two(stream: str, guard: G
             for _ in loader:
                 torch.cuda.synchronize()
                 time.sleep(0.02)  # the next batches are ready by then
-            session = loader._resources.session
+            session = resources.of(loader).session
             if not guard.kept and session is not None:
                 vars(session).pop("stager")
         return torch.cuda.memory_reserved()
@@ -372,19 +373,19 @@ def test_a_copy_reads_from_one_registration(guard: Guard, monkeypatch: pytest.Mo
             torch.cuda.cudart().cudaHostUnregister(self._address(offset))  # type: ignore[no-untyped-call]
 
     runtime = Runtime()
-    monkeypatch.setattr(TorchStager, "_runtime", lambda self: runtime)
+    monkeypatch.setattr(TorchBackend, "_runtime", lambda self: runtime)
     guard.remove(monkeypatch, Pinner, "forget", forget)
-    copy_async = TorchStager.copy_async
+    copy_async = TorchBackend.copy_async
     registrations: list[int] = []
 
-    def watched(self: TorchStager, memory: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
+    def watched(self: TorchBackend, memory: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
         start = source.data_ptr()
         ends = [(address, address + size) for address, size in runtime.locked.items()]
         registrations.append(sum(first <= start and start + nbytes <= end for first, end in ends))
         assert source.is_pinned()
         copy_async(self, memory, source, nbytes)
 
-    monkeypatch.setattr(TorchStager, "copy_async", watched)
+    monkeypatch.setattr(TorchBackend, "copy_async", watched)
     with warm_loader(pin="register") as loader:
         assert wrong_batches(loader) == []
         assert sum(runtime.locked.values()) == staging_of(loader).pinned_bytes
@@ -397,9 +398,9 @@ def test_a_copy_reads_from_one_registration(guard: Guard, monkeypatch: pytest.Mo
 
 @guarded
 def test_an_error_of_the_driver_is_cleared(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
-    guard.remove(monkeypatch, TorchStager, "_clear_error", lambda self: None)
+    guard.remove(monkeypatch, TorchBackend, "_clear_error", lambda self: None)
     with pytest.raises(PinFailed, match="cudaHostRegister of 4096 bytes failed with error"):
-        TorchStager(torch.device("cuda")).register(4096, 4096)
+        TorchBackend(torch.device("cuda")).register(4096, 4096)
     # Raising clears it.
     with nullcontext() if guard.kept else pytest.raises(RuntimeError, match="CUDA error"):
         assert torch.ones(1000, device="cuda").sum().item() == 1000
@@ -416,15 +417,15 @@ def test_a_refusal_of_the_driver_leads_to_the_next_mode(
 ) -> None:
     """After `succeed` calls it is asked to lock memory that is not there: the error is its own."""
     runtime, calls = Runtime(), count()
-    register, pinned = TorchStager.register, TorchStager.pinned
+    register, pinned = TorchBackend.register, TorchBackend.pinned
 
-    def failing(self: TorchStager, address: int, nbytes: int) -> None:
+    def failing(self: TorchBackend, address: int, nbytes: int) -> None:
         register(self, address if next(calls) < succeed else 4096, nbytes)
 
-    monkeypatch.setattr(TorchStager, "_runtime", lambda self: runtime)
-    monkeypatch.setattr(TorchStager, "register", failing)
+    monkeypatch.setattr(TorchBackend, "_runtime", lambda self: runtime)
+    monkeypatch.setattr(TorchBackend, "register", failing)
     if pin == "pageable":
-        monkeypatch.setattr(TorchStager, "pinned", lambda self, nbytes: pinned(self, 1 << 50))
+        monkeypatch.setattr(TorchBackend, "pinned", lambda self, nbytes: pinned(self, 1 << 50))
     with DataLoader(Numbers(), BATCH, num_workers=workers, device="cuda") as loader:
         with pytest.warns(PinFallback) as said:
             assert wrong_batches(loader) == []
@@ -459,7 +460,7 @@ def test_a_users_own_copy_of_a_pinned_batch_is_safe(guard: Guard, monkeypatch: p
             lag()
             yield batch.to("cuda", non_blocking=True)
 
-    guard.remove(monkeypatch, fastq_loader.iterators.base, "pin_memory", lock_in_place)
+    guard.remove(monkeypatch, fastq_loader.epoch.base, "pin_memory", lock_in_place)
     with DataLoader(Numbers(), BATCH, num_workers=2, pin_memory=True, persistent_workers=True) as loader:
         for batch in loader:  # everything is locked, or in torch's cache, after this epoch
             batch.to("cuda")

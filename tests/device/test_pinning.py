@@ -9,7 +9,7 @@ import pytest
 
 from fastq_loader import DataLoader, PinFailed, PinFallback, ToDevice
 from fastq_loader.device.copies import Copies
-from fastq_loader.device.pinning import BOUNCE, PAGEABLE, REGISTER, Pinner, PinPolicy, Source
+from fastq_loader.device.pinning import BOUNCE, PAGEABLE, REGISTER, HostMemory, Pinner, PinPolicy
 from fastq_loader.statistics.counters import StagingCounters
 from tests.conftest import of_kind
 from tests.support.datasets import Made
@@ -83,8 +83,8 @@ def test_a_mode_that_the_driver_refused_is_not_chosen_again(in_blocks: bool) -> 
 
 def test_seconds_are_counted() -> None:
     pool = Pool(in_blocks=True)
-    pool.pinner.prepare(Source(0, KIB, 0, 64))
-    pool.pinner.prepare(Source(0, KIB, 64, 64))
+    pool.pinner.prepare(HostMemory(0, KIB, 0, 64))
+    pool.pinner.prepare(HostMemory(0, KIB, 64, 64))
     assert (pool.statistics.populate_seconds, pool.statistics.register_seconds) == (1, 1), "once for a block"
     assert pool.device.registered == {0: KIB}
     assert pool.statistics.pinned_bytes == KIB

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader, IteratorInvalid, Prefetcher, ToDevice
-from fastq_loader.device import accelerator, prefetcher, staging
+from fastq_loader.device import accelerator, staging
+from fastq_loader.epoch import prefetcher
 from tests.support import thorough
 from tests.support.datasets import Made, Point, Record, assert_same, identity
 from tests.support.late_device import Late, image_and_label, move_late
@@ -87,7 +88,7 @@ def run(seed: int) -> None:
     device, loader = SimulatedDevice(seed), Loader(draw)
     pace = draw.choice((2, 12, 40))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging, "TorchStager", lambda _: device)
+        patch.setattr(staging, "TorchBackend", lambda _: device)
         patch.setattr(prefetcher, "can_share", lambda _: True)
         patch.setattr(prefetcher, "SerialStaging", simulated(prefetcher.SerialStaging))
         batches: Any = None
@@ -420,7 +421,7 @@ def test_the_iterator_comes_before_the_device(late: Late, monkeypatch: pytest.Mo
     device, loader, made = late(), Failing(), []
     batches = Prefetcher(loader, "cuda")
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "TorchStager", lambda _: made.append(hasattr(loader, "at")) or device)
+        patch.setattr(staging, "TorchBackend", lambda _: made.append(hasattr(loader, "at")) or device)
         held = iter(batches)
     next(held)
     references = sys.getrefcount(loader)
@@ -525,7 +526,7 @@ def test_a_batch_that_an_interrupt_cut_off_was_not_handed_out(late: Late) -> Non
     assert next(iter(prefetcher)).item() == 1
 
 
-class Counting:
+class MutableFields:
     """Another kind of loader, with a state; it cannot tell that after batch 3."""
 
     def __init__(self) -> None:
@@ -549,7 +550,7 @@ class Counting:
 def test_any_loader_with_a_state_is_asked_in_time(device: str, late: Late) -> None:
     if device == "cuda":
         late()
-    prefetcher = Prefetcher(Counting(), device)
+    prefetcher = Prefetcher(MutableFields(), device)
     assert prefetcher.state_dict() == {"given": 0}
     for at, batch in enumerate(prefetcher):
         assert batch.item() == at

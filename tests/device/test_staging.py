@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fastq_loader import DataLoader, ToDevice
 from fastq_loader.device import copies, pinning, staging
-from fastq_loader.device.staging import Attempt
+from fastq_loader.device.staging import CapturedCall
 from fastq_loader.memory.arena import Mapping
 from tests.conftest import descendants, run_script, wait_until
 from tests.device import test_pinning
@@ -374,7 +374,7 @@ def test_an_error_that_waits_is_raised_once_and_says_where_it_came_from(error: E
         except ValueError:
             raise error from None
 
-    attempt = Attempt(fail)
+    attempt = CapturedCall(fail)
     with pytest.raises(type(error)) as raised:
         attempt.take()
     assert raised.value is error

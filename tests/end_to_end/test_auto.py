@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fastq_loader import DataLoader
-from fastq_loader.insight import auto
+from fastq_loader.epoch import resources
+from fastq_loader.extras.insight import auto
 from fastq_loader.workers.kinds import Auto
 from tests.support.datasets import MapDataset
 from tests.support.loaders import PERSISTENT, Wrapped, seed_all
@@ -124,7 +125,7 @@ def test_a_subclass_that_wraps_its_iterator_is_reset_with_another_number(decisio
 def test_the_real_decision_is_made_from_what_was_counted() -> None:
     with loader_of(dataset=drawn(200)) as loader:
         list(loader)
-        chooser = loader._resources.chooser
+        chooser = resources.of(loader).chooser
         assert not chooser.seen, "there was nothing to decide from"
         for _ in range(3):
             list(loader)

@@ -101,7 +101,7 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(stop: int, tmp_path: Path) 
 def test_accelerate_saves_a_loader_that_it_prepared(stop: int, workers: Any, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")
     pytest.importorskip("torchdata.stateful_dataloader")
-    importlib.import_module("fastq_loader.integrations.accelerate")
+    importlib.import_module("fastq_loader.extras.frameworks.accelerate")
 
     def prepared(seed: int) -> tuple[Any, Any]:
         told = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=True)
@@ -158,7 +158,7 @@ RANK = """
 import json, os, warnings
 import accelerate, torch
 from torch.utils.data import DataLoader, DistributedSampler
-import fastq_loader, fastq_loader.integrations.accelerate as integration
+import fastq_loader, fastq_loader.extras.frameworks.accelerate as integration
 from tests.end_to_end.test_frameworks import Augmented, CONFIGS, OwnArguments, Processes, plain
 
 warnings.simplefilter("ignore")
@@ -262,7 +262,7 @@ DDP = """
 import json, os, warnings
 import lightning, torch
 from torch.utils.data import DataLoader
-import fastq_loader, fastq_loader.integrations.fabric
+import fastq_loader, fastq_loader.extras.frameworks.fabric
 from tests.end_to_end.test_frameworks import Augmented
 
 warnings.simplefilter("ignore")
@@ -330,7 +330,7 @@ def test_with_accelerate_a_dataset_that_cannot_say_where_it_stands_is_an_error_f
     stateful: bool,
 ) -> None:
     accelerate = pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")
-    importlib.import_module("fastq_loader.integrations.accelerate")
+    importlib.import_module("fastq_loader.extras.frameworks.accelerate")
     told = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=stateful)
     accelerator = accelerate.Accelerator(cpu=True, dataloader_config=told)
     prepared = accelerator.prepare(DataLoader(CannotSay(), 4))
@@ -342,7 +342,7 @@ def test_with_accelerate_a_dataset_that_cannot_say_where_it_stands_is_an_error_f
 
 def test_accelerate_says_what_it_cannot_keep() -> None:
     accelerate = pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")
-    integration = importlib.import_module("fastq_loader.integrations.accelerate")
+    integration = importlib.import_module("fastq_loader.extras.frameworks.accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
     with pytest.raises(TypeError, match="prepare the loader itself"):
         integration.prepare(accelerator, Prefetcher(loader(1, 0), "cpu"))
@@ -359,7 +359,7 @@ def test_accelerate_says_what_it_cannot_keep() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_the_trainer_of_transformers_keeps_ours_also_when_it_resumes(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="needs the extra 'frameworks'")
-    importlib.import_module("fastq_loader.integrations.accelerate")
+    importlib.import_module("fastq_loader.extras.frameworks.accelerate")
     loaders: list[Any] = []
     seen: list[Any] = []
 
@@ -405,7 +405,7 @@ def test_the_trainer_of_transformers_keeps_ours_also_when_it_resumes(tmp_path: P
 @pytest.mark.filterwarnings("ignore")
 def test_the_wrapper_of_fabric_reaches_all_that_ours_has(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning", reason="needs the extra 'frameworks'")
-    importlib.import_module("fastq_loader.integrations.fabric")
+    importlib.import_module("fastq_loader.extras.frameworks.fabric")
     fabric = lightning.Fabric(accelerator="cpu", devices=1)
     one, other = (fabric.setup_dataloaders(loader(seed, 2)) for seed in (1, 2))
     assert_active(one)
@@ -430,7 +430,7 @@ def test_the_examples_in_the_docstrings_run() -> None:
         """
         import doctest
         from fastq_loader import DataLoader
-        from fastq_loader.integrations import accelerate
+        from fastq_loader.extras.frameworks import accelerate
         print(doctest.testmod(accelerate, extraglobs={"DataLoader": DataLoader}))
         """,
         timeout=60,

@@ -16,6 +16,7 @@ import pytest
 from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, Dynamic, Prefetcher, Processes, preemption
+from fastq_loader.epoch import resources
 from tests.conftest import running_script, wait_until
 from tests.support.crimes import Slow
 from tests.support.datasets import Sized
@@ -31,7 +32,7 @@ def loader(items: int = 100, **options: Any) -> DataLoader[Any]:
 
 
 def pids(of: DataLoader[Any]) -> list[int]:
-    return [process.pid or 0 for engine in of._resources.engines for process in engine.processes()]
+    return [process.pid or 0 for engine in resources.of(of).engines for process in engine.processes()]
 
 
 TRAINING = """
@@ -207,7 +208,7 @@ def test_from_the_signal_on_nothing_is_loaded_ahead_and_the_loop_may_go_on(sched
                 assert (preempted.signal, called) == (signal.SIGUSR1, [signal.SIGUSR1])
                 assert ours.state_dict()["_num_yielded"] == 1
                 found += [next(iterator).tolist() for _ in range(15)]  # 12 of them were sent before
-                drawn = ours._resources.record.order.drawn[0]
+                drawn = resources.of(ours).record.order.drawn[0]
                 assert drawn <= len(found) + 1, "the next one only"
             found += [batch.tolist() for batch in iterator]
         assert list(chain.from_iterable(found)) == list(range(100))

@@ -25,7 +25,12 @@ from tests.support.late_device import late_device
 #: The programs of the page of troubleshooting have a test of their own.
 PAGES = [
     *("README.md", "fastq_loader/README.md", "fastq_loader/TROUBLESHOOTING.md"),
-    *("fastq_loader/remote/README.md", "fastq_loader/resume/README.md", "bench/README.md", "tests/README.md"),
+    *(
+        "fastq_loader/extras/remote/README.md",
+        "fastq_loader/epoch/README.md",
+        "bench/README.md",
+        "tests/README.md",
+    ),
     *("CHANGELOG.md", ".github/CONTRIBUTING.md", ".github/SECURITY.md"),
 ]
 
@@ -36,8 +41,8 @@ def text_of(page: str) -> str:
 
 BLOCKS = {page: re.findall(r"```python\n(.*?)```", text_of(page), re.S) for page in PAGES}
 FIRST, MY_DATA, RECIPES, COLLATE, GETITEMS = BLOCKS["README.md"]
-RAY = BLOCKS["fastq_loader/remote/README.md"][0]
-RESUME, PREEMPTION = BLOCKS["fastq_loader/resume/README.md"]
+RAY = BLOCKS["fastq_loader/extras/remote/README.md"][0]
+RESUME, PREEMPTION = BLOCKS["fastq_loader/epoch/README.md"]
 
 
 class Images(Sized, Dataset[Any]):

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fastq_loader import DataLoader, Dynamic, LoaderTimeout, WorkerDied, WorkerReplaced
-from fastq_loader.remote.connection import Lost, Refused, Request, connect
+from fastq_loader.extras.remote.connection import Lost, Refused, Request, connect
 from tests.conftest import descendants, process_table, running_script, wait_until
 from tests.support import far_workers
 from tests.support.crimes import CrimeAt, die_beside_a_child, exit_with_7, segfault, system_exit
@@ -189,7 +189,7 @@ def test_a_far_worker_that_was_stopped_is_replaced_after_the_timeout(monkeypatch
 RUNNING = """
     import os, signal, subprocess, sys
     from fastq_loader import WorkerDied
-    from fastq_loader.remote import connection
+    from fastq_loader.extras.remote import connection
     from tests.end_to_end.test_remote_faults import loader
     from tests.support.far_workers import far
     connection.NOTICED_HERE = 1000

@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, get_worker_info
 
 from fastq_loader import DataLoader, Processes, RoundRobin, ToDevice
+from fastq_loader.epoch import multiprocess
 from fastq_loader.reading import generators
 from tests.conftest import run_script
 from tests.support.datasets import Sized
@@ -457,9 +458,7 @@ def test_an_epoch_that_cannot_begin_is_still_to_be_resumed(monkeypatch: pytest.M
     second = resumed(DataLoader(Augmented(20), 4, num_workers=1, schedule="dynamic"), first.state_dict())
     first.close()
     with monkeypatch.context() as patched:
-        patched.setattr(
-            DataLoader, "_start_engine", lambda *_: (_ for _ in ()).throw(OSError("no descriptors"))
-        )
+        patched.setattr(multiprocess, "Engine", lambda *_: (_ for _ in ()).throw(OSError("no descriptors")))
         with pytest.raises(OSError, match="no descriptors"):
             iter(second)
     assert second.position == (0, 1, 1)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fastq_loader import DataLoader, Processes, ToDevice
+from fastq_loader.epoch import resources
 from fastq_loader.errors import WorkerReplaced
 from fastq_loader.statistics.records import DREW
 from tests.conftest import running_script, wait_until
@@ -123,7 +124,7 @@ def test_a_task_that_is_sent_again_is_recorded_again(tmp_path: Path) -> None:
     (tmp_path / "deaths").mkdir()
     dataset, found = Doomed(tmp_path / "deaths", 20), list[Any]()
     with DataLoader(dataset, 2, num_workers=2, workers=Processes(max_restarts=2)) as loader:
-        loader._resources.counters.follow(found.append)
+        resources.of(loader).counters.follow(found.append)
         with pytest.warns(WorkerReplaced):
             list(loader)
     sent = [seq for record in found for step in record[5] if step[0] == DREW for seq in step[3]]

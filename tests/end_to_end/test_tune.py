@@ -59,7 +59,7 @@ def test_an_iterable_dataset_is_tuned_too() -> None:
     assert found.rows[0].batches_per_second > 0
 
 
-@thorough()  # of one trial by default: `tools/test_trials.py`
+@thorough()  # of one trial by default: `extras/tools/test_trials.py`
 def test_ctrl_c_prints_what_was_measured_and_leaves_nothing() -> None:
     with running_script(
         """

@@ -22,9 +22,9 @@ from fastq_loader.ipc.messages import (
     TOKEN_BYTES,
     VERSION,
     Answer,
+    BatchHandle,
     Bundle,
     Epoch,
-    Handle,
     Hello,
     Indices,
     Pickled,
@@ -54,7 +54,12 @@ def tuples(*items: st.SearchStrategy[Any], size: int = 4) -> st.SearchStrategy[t
 
 SPECS = st.recursive(PLAIN | COUNTS, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=9)
 HANDLES = st.builds(
-    Handle, COUNTS, SPECS, tuples(PLAIN), st.none() | st.binary(max_size=16), tuples(COUNTS, COUNTS, COUNTS)
+    BatchHandle,
+    COUNTS,
+    SPECS,
+    tuples(PLAIN),
+    st.none() | st.binary(max_size=16),
+    tuples(COUNTS, COUNTS, COUNTS),
 )
 FROM_WORKERS = st.one_of(
     st.builds(
@@ -94,7 +99,7 @@ def test_messages_survive(to_worker: messages.Message, to_consumer: messages.Mes
 
 
 def test_what_the_consumer_finds_out_is_not_sent() -> None:
-    answer = Answer(0, 0, 0, messages.BATCH, 0, 0, (), (), Handle(1, None, (), None, ((0, 65536, 1),)))
+    answer = Answer(0, 0, 0, messages.BATCH, 0, 0, (), (), BatchHandle(1, None, (), None, ((0, 65536, 1),)))
     assert decode_for_consumer(encode(answer._replace(used=((0, 1),)))) == answer
 
 
@@ -184,9 +189,9 @@ def test_a_pickle_is_opened_only_behind_the_token_of_the_pool() -> None:
 def test_what_is_passed_on_is_the_frame_that_came() -> None:
     for index in ([1, 2], Indices(bytes(16)), "text", 2**70, Pickled(b"not a pickle"), {3}):
         frame = encode(Task(1, 2, 3, index, (), (), 4), TOKEN)
-        assert messages.pass_on(decode_for_worker(frame)) == frame  # type: ignore[arg-type]
+        assert messages.reencode(decode_for_worker(frame)) == frame  # type: ignore[arg-type]
     epoch = encode(Epoch(1, None, 2))
-    assert messages.pass_on(decode_for_worker(epoch)) == epoch  # type: ignore[arg-type]
+    assert messages.reencode(decode_for_worker(epoch)) == epoch  # type: ignore[arg-type]
 
 
 def test_an_index_that_cannot_be_pickled_raises_when_it_is_sent() -> None:

@@ -25,8 +25,8 @@ from fastq_loader.ipc.endpoints import (
     endpoint,
     endpoint_folder,
     expect_descriptors,
-    expect_threads,
     remove_folder,
+    require_threads,
     socket_name,
 )
 from fastq_loader.ipc.messages import TOKEN_BYTES, Answer, Bundle, Epoch, Hello, InBlock, Ping, Stop, encode
@@ -506,10 +506,10 @@ def test_too_few_threads_are_an_error_and_none_is_left(allowed: int, monkeypatch
     monkeypatch.setattr(_thread, "start_new_thread", limited)
     monkeypatch.setattr(os.path, "exists", lambda path: looks.pop() if looks else os.access(path, os.F_OK))
     if allowed == 5:
-        expect_threads(5)
+        require_threads(5)
     else:
         with pytest.raises(BlockingIOError, match=r"needs 5 threads .*`ulimit -u`.*pids") as caught:
-            expect_threads(5)
+            require_threads(5)
         assert caught.value.errno == errno.EAGAIN
     assert not tasks() - before  # of tests before, some may be ending
     assert not (looks and allowed), "it waits until the kernel counts them no more"
@@ -527,7 +527,7 @@ def test_a_signal_waits_until_the_threads_were_counted(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(_thread, "start_new_thread", ringing)
     with alarm_after(60, ring), pytest.raises(Alarm):
-        expect_threads(3)
+        require_threads(3)
     assert len(started) == 3
 
 
@@ -558,4 +558,4 @@ def test_what_runs_on_this_thread_is_no_thread_and_the_wait_ends(monkeypatch: py
         endpoints.time, "sleep", lambda _: waiting.pop()() if waiting else pytest.fail("spins")
     )
     with pytest.raises(RuntimeError, match=r"gevent.*num_workers=0"):
-        expect_threads(3)
+        require_threads(3)

@@ -218,7 +218,7 @@ def test_of_a_block_that_is_mapped_by_itself_only_what_is_mapped_is_the_block(
 def test_new_blocks_are_made_in_space_that_came_back(pair: Pair) -> None:
     taken = [pair.allocator.take(SMALLEST) for _ in range(3)]
     pair.allocator.finish([(block.offset, SMALLEST) for block in taken])
-    pair.allocator.give(((0, SMALLEST), (SMALLEST, SMALLEST)))
+    pair.allocator.free_ranges(((0, SMALLEST), (SMALLEST, SMALLEST)))
     assert pair.allocator.take(2 * SMALLEST).offset == 0
     assert pair.allocator.take(SMALLEST).offset == 3 * SMALLEST
 

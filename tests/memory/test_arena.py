@@ -196,16 +196,16 @@ def test_retiring_may_be_interrupted(calls_before: int, monkeypatch: pytest.Monk
     child.finish()
     del dead  # the child may see it
     assert arena.released_blocks() == []
-    unmap, left = calls.Piece.unmap, [None] * calls_before
+    unmap, left = calls.MmapRegion.unmap, [None] * calls_before
 
-    def interrupted(self: calls.Piece, offset: int, pages: bool = True) -> None:
+    def interrupted(self: calls.MmapRegion, offset: int, pages: bool = True) -> None:
         if not left:
             monkeypatch.undo()
             raise KeyboardInterrupt
         left.pop()
         unmap(self, offset, pages)
 
-    monkeypatch.setattr(calls.Piece, "unmap", interrupted)
+    monkeypatch.setattr(calls.MmapRegion, "unmap", interrupted)
     held = [BLOCK, (SMALLEST, SMALLEST)]
     with pytest.raises(KeyboardInterrupt):
         arena.retire(held)

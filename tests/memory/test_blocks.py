@@ -61,7 +61,7 @@ def test_the_address_space_gives_each_byte_once(steps: list[tuple[bool, int, int
                 free -= {*range(offset, offset + size)}
         elif taken:
             offset, size = taken.pop(which % len(taken))
-            space.give(((offset, size),))
+            space.free_ranges(((offset, size),))
             free |= {*range(offset, offset + size)}
 
 
@@ -69,5 +69,5 @@ def test_the_first_range_with_room_is_cut_and_ranges_merge_again() -> None:
     space = FreeRanges(((10, 30), (50, 60)))
     assert [space.take(size) for size in (40, 20, 20, 5, 10)] == [50, 10, 90, 30, None]
     for offset, size in ((50, 40), (90, 20), (30, 5), (10, 20)):
-        space.give(((offset, size),))
+        space.free_ranges(((offset, size),))
     assert [space.take(size) for size in (61, 60, 31, 30, 1)] == [None, 50, None, 10, None]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastq_loader.memory.forked_children import ForkedChildren, moment
+from fastq_loader.memory.forked_children import ForkedChildren, tick
 from tests.conftest import run_script
 from tests.support.simulated_fork import Fork
 from tests.support.thorough import examples
@@ -39,10 +39,10 @@ def test_a_thing_may_be_seen_by_the_children_whose_forks_it_met(steps: list[tupl
         for step, which in steps:
             if step == "birth":
                 watched.owned += 1
-                living.append((moment(), [fork for fork in forks if fork.under_way]))
+                living.append((tick(), [fork for fork in forks if fork.under_way]))
             elif step == "death" and living:
                 born, met = living.pop(which % len(living))
-                dead.append((born, moment(), met))
+                dead.append((born, tick(), met))
             elif step == "fork":
                 forks.append(Fork(watched))
                 stack.callback(forks[-1].die)
@@ -75,7 +75,7 @@ def test_without_descriptors_every_child_counts(closed: bool) -> None:
     """None is left, or the owner has given its own back."""
     with watching() as watched:
         watched.owned = 1
-        born, before = moment(), descriptors()
+        born, before = tick(), descriptors()
         if closed:
             watched.close()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -87,8 +87,8 @@ def test_without_descriptors_every_child_counts(closed: bool) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert descriptors() == before
         watched.reap()
-        assert watched.may_see(born, moment())
-        assert not watched.may_see(moment(), moment())
+        assert watched.may_see(born, tick())
+        assert not watched.may_see(tick(), tick())
         assert len(watched.alive) == (1 if closed else 10)
 
 

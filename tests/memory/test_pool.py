@@ -22,11 +22,11 @@ from fastq_loader.memory.blocks import (
     HELD,
     PROMISED,
     SMALLEST,
+    BlockOwner,
     Extents,
-    Holder,
     size_class,
 )
-from fastq_loader.memory.pool import KINDS, WORTH_A_PROMISE, BlockPool, Demand
+from fastq_loader.memory.pool import KINDS, WORTH_A_PROMISE, BlockPool, RecentUsage
 from tests.support.invariants import check_pool, states
 from tests.support.thorough import examples
 
@@ -134,10 +134,10 @@ def test_an_answer_that_does_not_fit_changes_nothing(
 
 def test_a_worker_may_decline_a_promise_and_writes_to_the_block_only_when_it_is_released() -> None:
     pool = held_block()
-    assert pool.grant(Holder(0)) == ((), ((0, B),))
+    assert pool.grant(BlockOwner(0)) == ((), ((0, B),))
     pool.accept(0, (), (), (0,), ((0, B),))
     assert states(pool) == {0: HELD}
-    assert pool.grant(Holder(1)) == ((), ((0, B),)), "it can be promised again"
+    assert pool.grant(BlockOwner(1)) == ((), ((0, B),)), "it can be promised again"
     with pytest.raises(ProtocolError, match="worker 1 names the block at 0, which is promised"):
         pool.accept(1, ((0, 1),), (), (), ((0, B),))
     pool.release([0])
@@ -154,29 +154,29 @@ def test_only_large_blocks_are_promised(nbytes: int, monkeypatch: pytest.MonkeyP
     pool = new_pool()
     pool.deliver(write(pool, 0, size_class(nbytes)))
     promised = ((0, size_class(nbytes)),) if nbytes >= WORTH_A_PROMISE else ()
-    assert pool.grant(Holder(1)) == ((), promised)
+    assert pool.grant(BlockOwner(1)) == ((), promised)
 
 
 def test_a_grant_has_the_sizes_of_recent_batches_and_the_warmest_blocks() -> None:
     pool = new_pool()
     offsets = write(pool, 0, 16 * B, 4 * B, 4 * B, 4 * B)
     pool.drop([offsets[at] for at in (2, 0, 3, 1)])
-    assert pool.grant(Holder(1)) == (((0, 16 * B), *[(offsets[at], 4 * B) for at in (1, 3, 2)]), ())
+    assert pool.grant(BlockOwner(1)) == (((0, 16 * B), *[(offsets[at], 4 * B) for at in (1, 3, 2)]), ())
     assert pool.free_blocks == 0
 
 
 def test_blocks_of_a_shared_task_are_handed_over_to_the_worker_that_claims_it() -> None:
     pool = held_block()
-    blocks = sum(pool.grant(Holder(None, 7)), ())
+    blocks = sum(pool.grant(BlockOwner(None, 7)), ())
     for worker in (0, 1):
         with pytest.raises(ProtocolError, match=f"worker {worker} has no grant"):
             pool.accept(worker, (), (), (0,), blocks)
     with pytest.raises(InvalidTransition, match=r"block 0 is promised, and not .*ticket=8"):
-        pool.hand_over(Holder(None, 8), 1, blocks)
-    pool.hand_over(Holder(None, 7), 1, blocks)
+        pool.hand_over(BlockOwner(None, 8), 1, blocks)
+    pool.hand_over(BlockOwner(None, 7), 1, blocks)
     pool.give_back([0])
     with pytest.raises(InvalidTransition, match="block 0 is held, and not"):
-        pool.hand_over(Holder(1), 0, blocks)
+        pool.hand_over(BlockOwner(1), 0, blocks)
 
 
 # ---- trimming ---------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_a_trimmed_block_is_a_range_for_the_worker_that_made_it_or_for_its_succe
     pool = new_pool()
     for worker in (0, 1):
         pool.drop(write(pool, worker, B))
-    ((one,), _), ((other,), _) = pool.grant(Holder(0)), pool.grant(Holder(1))
+    ((one,), _), ((other,), _) = pool.grant(BlockOwner(0)), pool.grant(BlockOwner(1))
     assert (one, other) == ((REGION, B), (0, B)), "each writes to the other's"
     pool.give_back([0, REGION])
     assert len(trimmed(pool, 0)) == 2
@@ -245,7 +245,7 @@ def test_what_a_worker_keeps_is_not_spare() -> None:
 
 def test_a_block_is_cold_if_it_was_neither_made_nor_filled_nor_released_of_late() -> None:
     pool, released, filled, made = new_pool(), (0, B), (10 * B, 2 * B), (20 * B, 3 * B)
-    pool.grant(Holder(0))
+    pool.grant(BlockOwner(0))
     assert pool.demand.tasks == 1
     pool.deliver(write(pool, 0, B))
     pool.accept(0, (), (filled,), (), ())
@@ -270,7 +270,7 @@ class Known:
     """What the model knows of a block."""
 
     size: int
-    writer: Holder | None
+    writer: BlockOwner | None
     home: int
     state: str = GRANTED
     kept: bool = False
@@ -300,7 +300,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def make(self, worker: int, fresh: Extents) -> None:
         self.pool.accept(worker, (), fresh, (), ())
         for offset, size in fresh:
-            self.model[offset] = Known(size, Holder(worker), worker)
+            self.model[offset] = Known(size, BlockOwner(worker), worker)
         self.grown += len(fresh)
 
     @rule(worker=st.integers(0, WORKERS - 1), needs=st.lists(st.integers(1, 1 << 20), max_size=3))
@@ -310,8 +310,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.make(worker, tuple(zip(ends, sizes, strict=False)))
         self.ends[worker] = ends[-1]
 
-    @rule(holder=st.sampled_from([*map(Holder, range(WORKERS)), Holder(None, 1), Holder(None, 2)]))
-    def grant(self, holder: Holder) -> None:
+    @rule(
+        holder=st.sampled_from([*map(BlockOwner, range(WORKERS)), BlockOwner(None, 1), BlockOwner(None, 2)])
+    )
+    def grant(self, holder: BlockOwner) -> None:
         granted, promised = self.pool.grant(holder)
         offsets = [offset for offset, _ in granted + promised]
         wanted = self.pool.demand.wanted
@@ -328,7 +330,7 @@ class LedgerMachine(RuleBasedStateMachine):
             free = [known.size for known in self.model.values() if known.state == FREE]
             assert not [size for size in free if any(want <= size <= 2 * want for want in wanted)]
 
-    def of(self, holder: Holder | None, *states: str) -> Extents:
+    def of(self, holder: BlockOwner | None, *states: str) -> Extents:
         return tuple((o, k.size) for o, k in self.model.items() if k.state in states and k.writer == holder)
 
     @precondition(lambda self: self.some(GRANTED))
@@ -370,7 +372,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(worker=st.integers(0, WORKERS - 1))
     def writer_dead(self, worker: int) -> None:
         self.pool.mark_dead(worker)
-        for offset, _ in self.of(Holder(worker), GRANTED, PROMISED):
+        for offset, _ in self.of(BlockOwner(worker), GRANTED, PROMISED):
             self.move(offset, FREE if self.model[offset].state == GRANTED else HELD)
 
     @rule(batches=st.integers(0, 3))
@@ -383,10 +385,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(worker=st.integers(0, WORKERS - 1), ticket=st.integers(1, 2))
     def hand_over(self, worker: int, ticket: int) -> None:
         """A shared task was claimed."""
-        mine = self.of(Holder(None, ticket), GRANTED, PROMISED)
-        self.pool.hand_over(Holder(None, ticket), worker, mine)
+        mine = self.of(BlockOwner(None, ticket), GRANTED, PROMISED)
+        self.pool.hand_over(BlockOwner(None, ticket), worker, mine)
         for offset, _ in mine:
-            self.model[offset].writer = Holder(worker)
+            self.model[offset].writer = BlockOwner(worker)
 
     @rule(worker=st.integers(0, WORKERS - 1))
     def replace(self, worker: int) -> None:
@@ -474,7 +476,7 @@ SIZES = st.lists(st.integers(1, 1000), max_size=4)
 @examples(100)
 @given(st.lists(SIZES, min_size=1, max_size=KINDS, unique_by=lambda kind: tuple(sorted(kind))))
 def test_a_task_gets_enough_for_any_recent_kind_of_batch(kinds: list[list[int]]) -> None:
-    demand = Demand()
+    demand = RecentUsage()
     for kind in kinds:
         demand.learn(tuple(sorted(kind, reverse=True)))
     assert list(demand.wanted) == sorted(demand.wanted, reverse=True)
@@ -487,7 +489,7 @@ def test_a_task_gets_enough_for_any_recent_kind_of_batch(kinds: list[list[int]])
 
 
 def test_a_kind_that_has_not_come_for_long_is_forgotten() -> None:
-    demand = Demand()
+    demand = RecentUsage()
     demand.learn((100,))
     assert demand.cold() == 0
     for demand.tasks in range(1, PATIENT + 1):
@@ -504,7 +506,7 @@ def test_a_kind_that_has_not_come_for_long_is_forgotten() -> None:
 
 
 def test_the_bytes_of_a_batch_fade_slowly_from_their_maximum() -> None:
-    demand = Demand()
+    demand = RecentUsage()
     for kind, expected in (((600, 400), 1000), ((100,), 990), ((200,), 980.1), ((980, 1), 981)):
         demand.learn(kind)
         assert demand.batch_bytes == pytest.approx(expected)

@@ -28,7 +28,7 @@ from fastq_loader.packing.walker import (
     LONGEST,
     LONGEST_LIST,
     PARTS,
-    Walker,
+    TreeFlattener,
     contiguous_strides,
 )
 from tests.support.datasets import (
@@ -433,7 +433,7 @@ ONE_OBJECT: dict[str, tuple[Any, bool]] = {
 def test_a_batch_that_cannot_be_walked_or_is_not_worth_it_is_one_object(
     pair: Pair, batch: Any, whole: bool
 ) -> None:
-    walker = Walker()
+    walker = TreeFlattener()
     assert (walker.walk(batch) == "O") is whole
     if whole:
         assert walker.objects == [batch]
@@ -442,7 +442,7 @@ def test_a_batch_that_cannot_be_walked_or_is_not_worth_it_is_one_object(
 
 
 def test_after_a_tree_of_many_parts_some_batches_are_not_walked() -> None:
-    walker = Walker()
+    walker = TreeFlattener()
     walker.walk((1,) * (PARTS + 1))
     trees = [walker.walk([1, 2]) for _ in range(BATCHES_UNWALKED + 1)]
     assert trees == ["O"] * BATCHES_UNWALKED + ["v"]

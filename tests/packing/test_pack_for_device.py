@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastq_loader.ipc.messages import Handle
+from fastq_loader.ipc.messages import BatchHandle
 from fastq_loader.memory.allocator import empty
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.memory.blocks import DEVICE_ALIGNMENT, SMALLEST
@@ -63,7 +63,7 @@ def made_all(fields: list[Any], first: int, in_worker: bool) -> list[Any]:
     return [made(field, first + at, in_worker) for at, field in enumerate(fields)]
 
 
-def check_layout(handle: Handle) -> None:
+def check_layout(handle: BatchHandle) -> None:
     spec = handle.spec
     there = {number for number, *_ in spec.on_device}
     assert there == {number for number, leaf in enumerate(spec.leaves) if not leaf.array}

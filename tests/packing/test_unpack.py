@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.messages import TOKEN_BYTES, Handle
+from fastq_loader.ipc.messages import TOKEN_BYTES, BatchHandle
 from fastq_loader.memory.allocator import Allocator, empty
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST, size_class
 from fastq_loader.packing.pack import Packer
-from fastq_loader.packing.spec import REMEMBERED, SPEC_BYTES, Spec, SpecCache
+from fastq_loader.packing.spec import REMEMBERED, SPEC_BYTES, BatchLayout, LayoutCache
 from fastq_loader.packing.unpack import Unpacker
 from tests.support.datasets import Opaque, assert_same
 from tests.support.pair import LARGE, TOKEN, Pair, paired
@@ -26,11 +26,11 @@ from tests.support.thorough import examples
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
 
-def put_together(unpacker: Unpacker, handle: Handle) -> Any:
+def put_together(unpacker: Unpacker, handle: BatchHandle) -> Any:
     return unpacker.unpack(handle, unpacker.open(handle)[2])
 
 
-def receive(pair: Pair, handle: Handle) -> Any:
+def receive(pair: Pair, handle: BatchHandle) -> Any:
     return put_together(pair.unpacker, pair.learn(handle))
 
 
@@ -38,7 +38,7 @@ def receive(pair: Pair, handle: Handle) -> Any:
 
 
 def test_a_spec_is_remembered_until_the_batches_that_name_it_are_put_together(pair: Pair) -> None:
-    def arrive(size: int) -> Handle:
+    def arrive(size: int) -> BatchHandle:
         return pair.learn(pair.handle_of(torch.zeros(size, dtype=torch.uint8)))
 
     first = arrive(0)
@@ -53,16 +53,16 @@ def test_a_spec_is_remembered_until_the_batches_that_name_it_are_put_together(pa
 def test_the_workers_specs_are_told_apart() -> None:
     arena = Arena(2)
     try:
-        unpacker, specs = Unpacker(arena, 2, TOKEN), (SpecCache(), SpecCache())
+        unpacker, specs = Unpacker(arena, 2, TOKEN), (LayoutCache(), LayoutCache())
         for number in range(2):
             handle, _ = Packer(Allocator(arena.mapping, number), TOKEN).pack((number,) * (number + 1))
             assert handle.spec_id == 0
             unpacker.learn(specs[number], handle)
         for number, values in ((0, (5,)), (1, (5, 6))):
-            named, _ = unpacker.learn(specs[number], Handle(0, None, values, None, ()))
+            named, _ = unpacker.learn(specs[number], BatchHandle(0, None, values, None, ()))
             assert put_together(unpacker, named) == values
         with pytest.raises(ProtocolError, match="which its worker has not sent"):
-            unpacker.learn(SpecCache(), Handle(0, None, (5,), None, ()))
+            unpacker.learn(LayoutCache(), BatchHandle(0, None, (5,), None, ()))
     finally:
         arena.retire([])
 
@@ -89,7 +89,7 @@ def test_where_address_space_is_used_up_the_blocks_of_the_batch_come_back(
 # ---- handles that do not fit ------------------------------------------------------------------------
 
 
-def at(handle: Handle, number: int, *segment: Any) -> Handle:
+def at(handle: BatchHandle, number: int, *segment: Any) -> BatchHandle:
     """The handle with another segment; None leaves a number as it is."""
     segments = list(handle.segments)
     pairs = zip(segments[number], segment, strict=True)
@@ -97,14 +97,14 @@ def at(handle: Handle, number: int, *segment: Any) -> Handle:
     return handle._replace(segments=tuple(segments))
 
 
-def spec_with(handle: Handle, tree: Any, *rest: Any) -> Handle:
+def spec_with(handle: BatchHandle, tree: Any, *rest: Any) -> BatchHandle:
     """The handle with another tree in its spec."""
     spec = handle.spec or ()
     return handle._replace(spec=(tree, *(rest or spec[1:])))
 
 
 #: Of a packet in a block, two large leaves, an object and two values.
-LIES: dict[str, Callable[[Handle], Handle]] = {
+LIES: dict[str, Callable[[BatchHandle], BatchHandle]] = {
     "a leaf behind the end of its block": lambda h: at(h, 1, None, None, h.segments[1][1]),
     "a leaf that begins before its block": lambda h: at(h, 1, None, None, -8),
     "a block too small for its leaf": lambda h: at(h, 1, None, SMALLEST, 0),
@@ -126,7 +126,7 @@ LIES: dict[str, Callable[[Handle], Handle]] = {
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
-def test_a_handle_that_does_not_fit_is_refused(pair: Pair, lie: Callable[[Handle], Handle]) -> None:
+def test_a_handle_that_does_not_fit_is_refused(pair: Pair, lie: Callable[[BatchHandle], BatchHandle]) -> None:
     batch = [torch.arange(LARGE), {"x": np.zeros(LARGE)}, torch.rand(4), Opaque(1), 1, ["a", "b"]]
     true = pair.handle_of(batch)
     assert_same(["a", "b"], receive(pair, true)[5])
@@ -164,7 +164,7 @@ def test_where_there_is_no_device_a_batch_for_one_is_refused() -> None:
             with pytest.raises(ProtocolError):
                 pair.learn(handle._replace(segments=((offset, size, into),)))
         with pytest.raises(ProtocolError, match="packed a batch for a device"):
-            Unpacker(pair.arena, 1, TOKEN).learn(SpecCache(), handle)
+            Unpacker(pair.arena, 1, TOKEN).learn(LayoutCache(), handle)
 
 
 def test_a_packed_exception_that_does_not_fit_is_refused(pair: Pair) -> None:
@@ -251,7 +251,7 @@ LENGTHS = st.sampled_from((1, 20_000, 90_000, REMEMBERED))
 @examples(100)
 @given(st.lists(st.tuples(st.integers(0, 9), LENGTHS, st.booleans()), max_size=30))
 def test_a_consumer_has_every_spec_that_its_worker_remembers(packed: list[tuple[int, int, bool]]) -> None:
-    worker, consumer = SpecCache(), SpecCache()
+    worker, consumer = LayoutCache(), LayoutCache()
     for number, (key, length, arrives) in enumerate(packed):
         plain = (key, "k" * length)
         if plain in worker:
@@ -286,10 +286,10 @@ def test_a_spec_whose_leaves_do_not_cover_their_segments_is_refused(
     leaves: tuple[Meta, ...], sizes: Any
 ) -> None:
     with pytest.raises(ProtocolError):
-        Spec((("l", tuple(("L", number) for number in range(len(leaves)))), leaves, sizes))
+        BatchLayout((("l", tuple(("L", number) for number in range(len(leaves)))), leaves, sizes))
 
 
 @pytest.mark.parametrize("short", [(), ("V",), ("V", ()), None, 3], ids=str)
 def test_what_is_no_spec_is_refused(short: Any) -> None:
     with pytest.raises(ProtocolError, match="malformed spec"):
-        Spec(short)
+        BatchLayout(short)

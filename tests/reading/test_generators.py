@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace as Holder
+from types import SimpleNamespace as BlockOwner
 from typing import Any
 
 import numpy as np
@@ -86,8 +86,8 @@ def test_generators_are_put_back_and_set_for_a_while() -> None:
 
 def test_generators_are_found_by_the_way_to_them_and_each_once() -> None:
     generator, rng = torch.Generator(), random.Random(1)
-    dataset = Holder(rng=np.random.default_rng(1))
-    sampler = Holder(inner=Holder(generator=generator), rngs=[rng], data=dataset)
+    dataset = BlockOwner(rng=np.random.default_rng(1))
+    sampler = BlockOwner(inner=BlockOwner(generator=generator), rngs=[rng], data=dataset)
     found = generators.find({"generator": generator, "sampler": sampler}, but=[dataset])
     assert found == {"generator": generator, "sampler.rngs.0": rng}
 
@@ -244,8 +244,8 @@ class Unpicklable(random.Random):
 @pytest.mark.parametrize(
     "put",
     [
-        lambda g: Holder(generator=g),
-        lambda g: Holder(dataset=Holder(transforms=[Holder(), {"crop": (Holder(rng=g),)}])),
+        lambda g: BlockOwner(generator=g),
+        lambda g: BlockOwner(dataset=BlockOwner(transforms=[BlockOwner(), {"crop": (BlockOwner(rng=g),)}])),
         lambda g: [g],
     ],
     ids=["attribute", "deep inside", "in a list"],
@@ -261,7 +261,7 @@ def test_a_draw_from_a_global_generator_or_one_of_the_datasets_own_is_seen(
 
 
 def test_a_generator_made_later_is_seen_and_one_of_unknown_state_counts_as_drawn_from() -> None:
-    dataset = Holder(rng=None)
+    dataset = BlockOwner(rng=None)
     before = generators.states(dataset)
     dataset.rng = random.Random(1)
     assert generators.states(dataset) != before
@@ -274,10 +274,10 @@ def test_looking_for_generators_ends_and_passes_over_data() -> None:
     ring.append(ring)
     deep: Any = random.Random(1)
     for _ in range(5000):
-        deep = Holder(inner=deep)
+        deep = BlockOwner(inner=deep)
     large = [random.Random(1)] * 1000
     quick = generators.states(None)
-    for dataset in (ring, deep, large, Holder(module=np, kind=dict, text="x" * 10**6, ring=ring)):
+    for dataset in (ring, deep, large, BlockOwner(module=np, kind=dict, text="x" * 10**6, ring=ring)):
         assert generators.states(dataset) == quick
 
 
@@ -307,7 +307,7 @@ def test_a_glance_finds_what_was_drawn(first: str, then: str) -> None:
         seed_all()
         for name in (first, then, then):
             draw, drawn = DRAWS[name]
-            glance = generators.Glance()
+            glance = generators.GeneratorSnapshot()
             draw()
             assert glance.drawn() == drawn
 
@@ -316,7 +316,7 @@ def test_a_glance_at_another_kind_of_numpys_generator() -> None:
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(0))
     try:
-        glance = generators.Glance()
+        glance = generators.GeneratorSnapshot()
         assert glance.drawn() == []
         np.random.rand()
         assert glance.drawn() == ["numpy"]

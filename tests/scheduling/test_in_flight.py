@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fastq_loader.consumer.deaths import Timeout
 from fastq_loader.errors import InvalidTransition
-from fastq_loader.scheduling.backlog import Backlog
+from fastq_loader.scheduling.backlog import BroadcastFlowControl
 from fastq_loader.scheduling.in_flight import InFlight, PendingTasks, ReorderRing
 from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
 from fastq_loader.scheduling.states import Batch, WorkerTable
@@ -87,7 +87,7 @@ def outstanding(*workers: int | None, slots: int = 100) -> tuple[PendingTasks, l
     ],
 )
 def test_with_few_tasks_workers_are_idle(tasks: tuple[int | None, ...], workers: int, idle: bool) -> None:
-    assert outstanding(*tasks)[0].leave_idle(workers) is idle
+    assert outstanding(*tasks)[0].has_idle_worker(workers) is idle
 
 
 @examples(100)
@@ -104,7 +104,7 @@ def test_no_two_shared_tasks_have_a_slot_in_common(slots: int, steps: list[int])
             if step % 2:
                 tasks.settle(*key)
             else:
-                tasks.free_slot(batch)
+                tasks.release_slot(batch)
                 batch.worker = 0
         waiting.append(Batch(0, None, None))
         tasks.add(epoch, waiting[-1])
@@ -136,7 +136,7 @@ def test_no_worker_has_more_than_its_share_of_a_window(workers: int, window: int
     assert sorted(taken) == sorted(share * [worker for worker in range(workers) if worker not in ended])
     assert exact or len(taken) >= window, "an index would be lost"
     for worker in set(taken):
-        table.gave(worker)
+        table.deliver_one(worker)
         assert table.undelivered(worker) == share - 1
         assert turns(table, 2, window) == [worker, None]
 
@@ -199,7 +199,7 @@ class Pool:
 
     def __init__(self, workers: int, limit: int) -> None:
         self.offered: set[int] = set()
-        self.backlog: Backlog[int] = Backlog(limit)
+        self.backlog: BroadcastFlowControl[int] = BroadcastFlowControl(limit)
         self.queues: dict[int, list[int | None]] = {}
         for worker in range(workers):
             self.start(worker)

@@ -13,7 +13,7 @@ from fastq_loader.errors import InvalidTransition, PoisonBatch
 from fastq_loader.ipc.messages import BATCH, ENDED, ERROR, Answer
 from fastq_loader.memory.blocks import size_class
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.scheduling.events import Break, Died, Draw, Finish, Send, Wait
+from fastq_loader.scheduling.events import Died, Draw, Finish, IterationFailed, Send, Wait
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import DEAD, GONE, READY, Batch
@@ -106,7 +106,7 @@ def test_the_end_of_a_workers_part_may_be_processed_after_its_death() -> None:
     assert delivered(scheduler) == 1
     assert scheduler.wanted() == Finish()
     begin(scheduler)
-    assert scheduler.wanted() == Break(0, 0, 0)
+    assert scheduler.wanted() == IterationFailed(0, 0, 0)
 
 
 def test_an_answer_that_is_not_due_is_a_defect() -> None:
@@ -224,7 +224,7 @@ def test_a_death_is_reported_after_what_came_before(in_order: bool, lost: int | 
     arrive(scheduler, *answer(sends[first], worker=0))
     assert scheduler.died(Died(1, lost)) is None
     assert delivered(scheduler) == first
-    assert scheduler.wanted() == Break(1, lost, lost)
+    assert scheduler.wanted() == IterationFailed(1, lost, lost)
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -251,7 +251,7 @@ BREAKAGES: dict[str, Callable[[Scheduler], Any]] = {
     "the window is too wide": lambda scheduler: setattr(scheduler.window, "size", 5),
     "too much is asked for": lambda scheduler: vars(scheduler.window).update(size=1, widest=1),
     "a worker is dead": lambda scheduler: scheduler._worker_table._states.__setitem__(1, DEAD),
-    "a batch is not counted": lambda scheduler: scheduler._worker_table.gave(1),
+    "a batch is not counted": lambda scheduler: scheduler._worker_table.deliver_one(1),
     "an assigned task is shared": lambda scheduler: setattr(scheduler._in_flight.batches[1], "worker", None),
 }
 

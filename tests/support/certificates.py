@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from fastq_loader.remote.connection import Tls
+from fastq_loader.extras.remote.connection import Tls
 
 AVAILABLE = shutil.which("openssl") is not None
 

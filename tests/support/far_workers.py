@@ -15,10 +15,10 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
-from fastq_loader.remote.connection import Address, Tls
-from fastq_loader.remote.far_worker import FarWorker
-from fastq_loader.remote.proxy import NoPlace, Place
-from fastq_loader.remote.proxy_pool import _FORK, Placement, ProxyPool
+from fastq_loader.extras.remote.connection import Address, Tls
+from fastq_loader.extras.remote.far_worker import FarWorker
+from fastq_loader.extras.remote.proxy import NoPlace, Place
+from fastq_loader.extras.remote.proxy_pool import _FORK, Placement, ProxyPool
 from fastq_loader.workers.children import Child
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.kinds import WorkerKind

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, Prefetcher, StagingStatistics, ToDevice
-from fastq_loader.device.accelerator import TorchStager
+from fastq_loader.device.accelerator import TorchBackend
 from tests.support.datasets import Sized
 
 CYCLES = 200_000_000  # of the GPU's clock: about 0.1 s
@@ -144,20 +144,20 @@ def warm_prefetcher() -> Iterator[Prefetcher]:
 
 def slow_copies(patch: pytest.MonkeyPatch, times: int = 1) -> None:
     """From here on the side stream sleeps for `times` 0.1 s before every copy."""
-    copy_async = TorchStager.copy_async
+    copy_async = TorchBackend.copy_async
 
-    def late(self: TorchStager, memory: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
+    def late(self: TorchBackend, memory: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
         lag(self.side, times)
         copy_async(self, memory, source, nbytes)
 
-    patch.setattr(TorchStager, "copy_async", late)
+    patch.setattr(TorchBackend, "copy_async", late)
 
 
-def waits_of(side: bool) -> Callable[[TorchStager, Any, Any], None]:
-    """A `TorchStager.wait` that works for the side stream only, or for the consumer's streams only."""
-    wait = TorchStager.wait
+def waits_of(side: bool) -> Callable[[TorchBackend, Any, Any], None]:
+    """A `TorchBackend.wait` that works for the side stream only, or for the consumer's streams only."""
+    wait = TorchBackend.wait
 
-    def some(self: TorchStager, stream: Any, event: Any) -> None:
+    def some(self: TorchBackend, stream: Any, event: Any) -> None:
         if (stream == self.side) == side:
             wait(self, stream, event)
 

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from fastq_loader.device import accelerator, prefetcher, staging
-from fastq_loader.device.accelerator import TorchStager
+from fastq_loader.device import accelerator, staging
+from fastq_loader.device.accelerator import TorchBackend
+from fastq_loader.epoch import prefetcher
 from fastq_loader.errors import PinFailed
 from fastq_loader.packing.tensors import moved
 
@@ -34,8 +35,8 @@ class Event:
         self.over = True
 
 
-class LateStager(TorchStager):
-    """Behaves like an accelerator; see `copies.Stager`.
+class LateStager(TorchBackend):
+    """Behaves like an accelerator; see `copies.DeviceBackend`.
 
     Args:
         seed: of the moments at which copies run.
@@ -153,7 +154,7 @@ def late_device(patch: pytest.MonkeyPatch, **options: Any) -> Iterator[LateStage
     """Inside, device="cuda" is this."""
     stager = LateStager(**options)
     with patch.context() as patched:
-        patched.setattr(staging, "TorchStager", lambda device: stager)
+        patched.setattr(staging, "TorchBackend", lambda device: stager)
         patched.setattr(accelerator, "parse", lambda device: torch.device("cpu"))
         for module in (accelerator, prefetcher):
             patched.setattr(module, "can_share", lambda device: True)

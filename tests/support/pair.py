@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from fastq_loader.ipc.decoding import decode_for_consumer
-from fastq_loader.ipc.messages import BATCH, TOKEN_BYTES, Answer, Handle, encode
+from fastq_loader.ipc.messages import BATCH, TOKEN_BYTES, Answer, BatchHandle, encode
 from fastq_loader.memory.allocator import Allocator, install
 from fastq_loader.memory.arena import Arena
-from fastq_loader.memory.blocks import FREE, SMALLEST, Extents, Holder, device_aligned
+from fastq_loader.memory.blocks import FREE, SMALLEST, BlockOwner, Extents, device_aligned
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing.pack import Packer
-from fastq_loader.packing.spec import SpecCache
+from fastq_loader.packing.spec import LayoutCache
 from fastq_loader.packing.unpack import Unpacker
 from tests.support.invariants import check_pool, states
 
@@ -81,7 +81,7 @@ class Pair:
         self.copied = self.allocator.copied = []
         self.packer = Packer(self.allocator, TOKEN)
         self.unpacker = Unpacker(self.arena, 1, TOKEN, for_device)
-        self.specs = SpecCache()
+        self.specs = LayoutCache()
         self.frames: list[bytes] = []
         self.given: Extents = ()  # blocks of the last task
 
@@ -89,8 +89,8 @@ class Pair:
         """The worker's side of one task; `make` is the dataset."""
         self.hear_releases()
         self.ledger.trim(SPARE_BATCHES)
-        self.allocator.give(self.ledger.space(0))
-        grants, promises = self.ledger.grant(Holder(0))
+        self.allocator.free_ranges(self.ledger.space(0))
+        grants, promises = self.ledger.grant(BlockOwner(0))
         self.given = grants + promises
         self.allocator.begin(grants, promises)
         batch = make()
@@ -103,7 +103,7 @@ class Pair:
         assert isinstance(decoded, Answer)
         return decoded._replace(used=tuple(used))
 
-    def account(self, answer: Answer) -> Handle:
+    def account(self, answer: Answer) -> BatchHandle:
         """The consumer's pool hears of a batch; the handle is as it was sent."""
         assert answer.handle is not None
         self.hear_releases()
@@ -111,21 +111,21 @@ class Pair:
         check_pool(self.ledger)
         return answer.handle
 
-    def handle_of(self, batch: Any) -> Handle:
+    def handle_of(self, batch: Any) -> BatchHandle:
         """A handle as it was sent."""
         return self.account(self.pack(lambda: batch))
 
-    def arrive(self, answer: Answer) -> Handle:
+    def arrive(self, answer: Answer) -> BatchHandle:
         """The consumer hears of a batch."""
         handle, used = self.unpacker.learn(self.specs, self.account(answer))
         assert used == answer.used
         return handle
 
-    def learn(self, handle: Handle) -> Handle:
+    def learn(self, handle: BatchHandle) -> BatchHandle:
         """A handle that is ready to be unpacked."""
         return self.unpacker.learn(self.specs, handle)[0]
 
-    def deliver(self, handle: Handle) -> Any:
+    def deliver(self, handle: BatchHandle) -> Any:
         if self.allocator.for_device:
             batch = put_on_device(self.unpacker, self.arena, handle)
             self.ledger.drop(offset for offset, _, _ in handle.segments)
@@ -154,7 +154,7 @@ class Pair:
         return set(states(self.ledger).values()) <= {FREE}
 
 
-def put_on_device(unpacker: Unpacker, arena: Arena, handle: Handle) -> Any:
+def put_on_device(unpacker: Unpacker, arena: Arena, handle: BatchHandle) -> Any:
     """What the consumer does with a batch that goes to a device, which is memory like any other here."""
     _, _, pickled = unpacker.open(handle)
     memory = torch.full((256,), 0xEE, dtype=torch.uint8)

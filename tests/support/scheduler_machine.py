@@ -18,7 +18,7 @@ from fastq_loader.errors import PoisonBatch, ProtocolError
 from fastq_loader.ipc.messages import BATCH, BROKEN, ENDED, ERROR, SKIPPED, Answer, Epoch, Space, Task
 from fastq_loader.memory.blocks import GRANTED, HELD, PROMISED, Extents
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.scheduling.events import Break, Died, Draw, Finish, Send, Wait
+from fastq_loader.scheduling.events import Died, Draw, Finish, IterationFailed, Send, Wait
 from fastq_loader.scheduling.scheduler import DEADLY, Scheduler
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import Batch
@@ -44,7 +44,7 @@ def key_of(one: Task | Answer) -> Key:
 
 def arrive(scheduler: Scheduler, worker: int, answer: Answer, fault: ProtocolError | None = None) -> None:
     """An answer that is due has come."""
-    batch = scheduler.pending_tasks.due(worker, answer)
+    batch = scheduler.pending_tasks.match_answer(worker, answer)
     assert batch is not None, f"worker {worker} does not owe {answer[:3]}"
     scheduler.arrived(batch, worker, answer, fault)
 
@@ -392,7 +392,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.check_wait(found)
                 self.sleep()
                 return False
-            elif isinstance(found, Break):
+            elif isinstance(found, IterationFailed):
                 self.check_break(found)
                 return True
             else:
@@ -463,7 +463,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.in_order:
             assert wait.behind == 0
 
-    def check_break(self, instruction: Break) -> None:
+    def check_break(self, instruction: IterationFailed) -> None:
         """A worker is not replaced, and the pool ends."""
         assert len(self.alive()) < self.count, "the living were given up"
         if instruction.seq is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from fastq_loader.device.staging import Attempt
+from fastq_loader.device.staging import CapturedCall
 from fastq_loader.errors import PinFailed
 
 SIDE, HOME, OTHER = "side", "home", "other"
@@ -87,7 +87,7 @@ class Batch(NamedTuple):
 
 
 class SimulatedDevice:
-    """See `copies.Stager` for what the methods promise.
+    """See `copies.DeviceBackend` for what the methods promise.
 
     Args:
         seed: of what runs when.
@@ -260,7 +260,7 @@ class SimulatedDevice:
             memory.cell.shared.add(stream)
         else:
             # What a transform made on the side stream; None where it failed.
-            batch = memory.result if isinstance(memory, Attempt) else memory
+            batch = memory.result if isinstance(memory, CapturedCall) else memory
             for part, _ in batch.parts if batch else ():
                 part.cell.shared.add(stream)
 

@@ -116,7 +116,7 @@ class SimulatedWorker:
                 self.tasks.add(message)
             elif isinstance(message, Space):
                 for offset, size in message.ranges:
-                    self._space.give(((offset, size),))
+                    self._space.free_ranges(((offset, size),))
             else:
                 for task in self.tasks.drop():
                     self._answer(task, SKIPPED, (), set())

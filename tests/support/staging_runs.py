@@ -76,7 +76,7 @@ class Run:
         transform = self.transform if self.random.random() < 0.6 else None
         self.options = options_for(**options, transform=transform)
         self.session = DeviceSession(self.options)
-        with patch.object(staging_module, "TorchStager", lambda device: self.device):
+        with patch.object(staging_module, "TorchBackend", lambda device: self.device):
             mapping: Any = SimpleNamespace(base=BASE, populate=self.populate)
             unpacker: Any = SimpleNamespace(
                 part=lambda handle: handle or None,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from fastq_loader.extras.remote.far_worker import FarSetup
 from fastq_loader.memory.arena import Arena
-from fastq_loader.remote.far_worker import FarSetup
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.workers.config import Plan, Rules, Setup
 from fastq_loader.workers.local_pool import LocalPool

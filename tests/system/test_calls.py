@@ -54,7 +54,7 @@ def mapped(address: int) -> bool:
 
 
 def test_a_piece_is_mapped_as_long_as_it_lives(memfd: int) -> None:
-    piece = calls.Piece(memfd, mmap.PAGESIZE + 8, 100)
+    piece = calls.MmapRegion(memfd, mmap.PAGESIZE + 8, 100)
     os.pwrite(memfd, b"seen", mmap.PAGESIZE + 8)
     view = calls.view(piece.address, 5)
     assert bytes(view) == b"seen\0"
@@ -65,13 +65,13 @@ def test_a_piece_is_mapped_as_long_as_it_lives(memfd: int) -> None:
     del piece
     assert not mapped(address)
     with pytest.raises(MemoryError, match="no address space for"):
-        calls.Piece(memfd, 0, 1 << 60)
+        calls.MmapRegion(memfd, 0, 1 << 60)
 
 
 def test_parts_of_a_piece_are_unmapped_with_or_without_their_pages(memfd: int) -> None:
     page = mmap.PAGESIZE
     os.pwrite(memfd, b"x" * 4 * page, 0)
-    piece = calls.Piece(memfd, 0, 4 * page)
+    piece = calls.MmapRegion(memfd, 0, 4 * page)
     for _ in range(2):
         piece.cut([(2 * page, page), (page, page)])
         assert piece.parts.keys() == {0, page, 2 * page, 3 * page}
@@ -87,7 +87,7 @@ def test_parts_of_a_piece_are_unmapped_with_or_without_their_pages(memfd: int) -
 
 
 def test_a_part_that_cannot_be_unmapped_yet_stays_until_the_piece_goes(memfd: int) -> None:
-    piece = calls.Piece(memfd, 0, mmap.PAGESIZE)
+    piece = calls.MmapRegion(memfd, 0, mmap.PAGESIZE)
     library, piece._library = piece._library, Mock()  # whose munmap does not return 0
     piece.unmap(0)
     assert piece.parts.keys() == {0}
@@ -132,7 +132,7 @@ def test_a_lock_keeps_other_processes_out(memfd: int, proc: bool, monkeypatch: p
 @sandbox.NEEDED
 def test_a_call_that_a_sandbox_refuses_is_named_or_done_without(memfd: int) -> None:
     def confined() -> None:
-        piece = calls.Piece(memfd, 0, mmap.PAGESIZE)
+        piece = calls.MmapRegion(memfd, 0, mmap.PAGESIZE)
         assert calls.missing() == ""
         sandbox.refuse(*sandbox.CALLS)
         assert calls.missing() == "memfd_create"
@@ -146,7 +146,7 @@ def test_a_call_that_a_sandbox_refuses_is_named_or_done_without(memfd: int) -> N
         piece.populate(piece.address, mmap.PAGESIZE)
         piece.unmap(0)
         assert not piece.parts
-        calls.Piece(memfd, 0, mmap.PAGESIZE)
+        calls.MmapRegion(memfd, 0, mmap.PAGESIZE)
 
     assert end_of(fork(confined)) == 0
 

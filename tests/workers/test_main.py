@@ -31,7 +31,7 @@ from fastq_loader.reading import generators
 from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.system import calls
 from fastq_loader.workers import task_queue
-from fastq_loader.workers.main import Worker
+from fastq_loader.workers.main import WorkerLoop
 from fastq_loader.workers.reader import WorkerReader
 from fastq_loader.workers.task_queue import TaskQueue
 from tests.support.simulation import Table
@@ -100,7 +100,7 @@ def replies(arena: Arena, dataset: Any, *messages: Message, refuse: int = 0, **f
     install(blocks)
     claims = ClaimTable(arena.fd, arena.mapping.claims)
     wire = Wire(list(messages))
-    worker = Worker(make_setup(arena, dataset, **fields), blocks, wire, claims)  # type: ignore[arg-type]
+    worker = WorkerLoop(make_setup(arena, dataset, **fields), blocks, wire, claims)  # type: ignore[arg-type]
     wire.refuse = refuse
     worker.run()
     claims.close()
@@ -185,10 +185,10 @@ def test_a_stream_that_draws_or_goes_on_where_it_stopped_is_missed_until_it_ends
     loading = WorkerReader(make_setup(arena, stream, rules=STREAM))
     loading.begin_epoch(Epoch(1, None))
     loading.load(0, None)
-    assert loading.is_missed()
+    assert loading.must_load_dropped_task()
     with pytest.raises(EndOfStream):
         loading.load(1, None)
-    assert not loading.is_missed()
+    assert not loading.must_load_dropped_task()
 
 
 def test_the_seeds_of_a_stream_do_not_depend_on_when_others_ended(arena: Arena) -> None:

@@ -1,0 +1,277 @@
+"""Base class of a loader's iterators.
+
+Runs in the consumer, on the thread that calls `next()`. Owns the order in which random numbers are drawn (as
+in torch), the warnings about lengths, and pinning.
+
+The iterators are subclasses of torch's, because other packages check for those classes and read their
+attributes. No code of torch's iterators runs: every method is overridden, and the attributes have torch's
+names and meaning (torch/utils/data/dataloader.py).
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from typing import Any, NoReturn
+
+from torch.autograd import profiler
+from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _DatasetKind,
+)
+
+from fastq_loader import options
+from fastq_loader.consumer.bad_samples import BadSampleCounter
+from fastq_loader.consumer.delivery import Outcome
+from fastq_loader.device.accelerator import ToDevice
+from fastq_loader.device.transforms import copy_into
+from fastq_loader.epoch import resources
+from fastq_loader.epoch.record import begin
+from fastq_loader.errors import warn_user
+from fastq_loader.options import Loader
+from fastq_loader.reading import datapipes
+from fastq_loader.scheduling.progress import Progress
+from fastq_loader.statistics.counters import EpochLog
+from fastq_loader.statistics.records import DEVICE
+
+
+class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
+    """Iterator over an epoch of a loader, or over one epoch after the other.
+
+    Args:
+        loader: the loader, with its arguments.
+
+    Attributes:
+        outcome: the next outcome of `next()`, once it is ready; else None.
+    """
+
+    _profile_name = ""
+    _base_seed: int
+    _indices: Iterator[Any]
+    _bad_samples: BadSampleCounter | None = None
+
+    def __init__(self, loader: Loader) -> None:
+        self._log = self._begin_log(loader)
+        self._dataset = loader.dataset
+        self._pg = None
+        self._index_sampler = loader._index_sampler
+        self._errors = options.of(loader).errors
+        self._begin_record(loader, same_readers=loader.num_workers == 0)
+        self._share_seed(loader)
+        self._dataset_kind = loader._dataset_kind
+        self._IterableDataset_len_called = loader._IterableDataset_len_called
+        self._auto_collation = loader._auto_collation
+        self._drop_last = loader.drop_last
+        self._num_workers = loader.num_workers
+        self._world_size, self._rank = datapipes.world_size_and_rank()
+        self._session = resources.device_session(loader)
+        self._pin_memory, self._pin_memory_device = False, None
+        self._on_host: ToDevice | None = None
+        if self._session is None:  # else batches are page-locked and transformed on their way to the device
+            self._pin_memory, self._pin_memory_device = options.pinning(loader)
+            self._on_host = options.of(loader).device  # device="cpu"
+        self._finishes = self._pin_memory or self._on_host is not None
+        self._timeout = loader.timeout
+        self._collate_fn = loader.collate_fn
+        self._dynamic = options.of(loader).is_dynamic
+        self._restart_sampler()
+        self._base_seed = self._draw_base_seed(loader)
+        self._persistent_workers = loader.persistent_workers
+        self._num_yielded = self._record.progress.delivered
+        self.outcome: Outcome | None = None
+
+    def __iter__(self) -> LoaderIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._index_sampler)
+
+    def __getstate__(self) -> NoReturn:
+        # torch's error and type: an iterator is tied to its processes and cannot move to another.
+        raise NotImplementedError("{} cannot be pickled", type(self).__name__)
+
+    def __next__(self) -> Any:
+        if self._untold:
+            self._tell()
+        if self._num_yielded >= self._hints.due:
+            self._hints.look()
+        # A signal handler may raise at any call. So an outcome is stored as soon as it exists, and no call
+        # comes between taking it here and returning: no batch is lost.
+        outcome, self.outcome = self.outcome, None
+        while outcome is None:  # another thread may take it first
+            if profiler._is_profiler_enabled:
+                with profiler.record_function(self._profile_name):
+                    self._advance()
+            else:
+                self._advance()
+            outcome, self.outcome = self.outcome, None
+        if outcome.progress is not None:
+            self._order.progress = outcome.progress
+        if outcome.error is not None:
+            if self._record.over:
+                self.outcome = outcome  # an interrupt or a hint may end the calls below
+                self._tell()
+                self._hints.look_back()
+                self.outcome = None
+            try:
+                raise outcome.error
+            finally:
+                del outcome  # the error's traceback references this frame
+        self._num_yielded += 1
+        length = self._IterableDataset_len_called
+        if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
+            self._warn_about_length(length, outcome)
+        return outcome.batch
+
+    def skip_to(self, batch: int) -> None:
+        """Go on at a later batch: draw the indices before it, and load nothing for them. @private"""
+        for _ in islice(self._indices, batch - self._order.progress.delivered):
+            continue
+        self._order.progress = Progress(batch)
+
+    def record_skipped(self, progress: Progress) -> None:
+        """Record the progress after a batch that was left out. @private"""
+        self._order.progress = progress
+
+    def poll(self) -> None:
+        """Begin the copies of batches that have become ready since the last `next()`, without waiting. Use it
+        with a `device`, if steps take so long that workers fall idle and copies begin late.
+
+        >>> batches = iter(DataLoader(range(8), 4))
+        >>> batches.poll()
+        >>> next(batches)
+        tensor([0, 1, 2, 3])
+        """
+
+    def copy_into(self, static_batch: Any) -> None:
+        """Take the next batch, and copy it into the tensors that a captured step reads; see
+        `fastq_loader.copy_into`.
+
+        Raises:
+            StopIteration: there is no further batch.
+            ValueError: its structure, shapes or dtypes differ; the batch is lost.
+
+        >>> static_batch = torch.zeros(4, dtype=torch.int64)
+        >>> iter(DataLoader(range(8), 4)).copy_into(static_batch)
+        >>> static_batch
+        tensor([0, 1, 2, 3])
+        """
+        copy_into(static_batch, next(self))
+
+    def _reset(self, loader: Loader, first_iter: bool = False) -> None:
+        """Begin a new epoch. A persistent loader calls this on the object that `_get_iterator` returned, so
+        wrappers forward it."""
+        self.outcome = None
+        if not first_iter:
+            self._log = self._begin_log(loader)
+            self._begin_record(loader, same_readers=True)
+        self._restart_sampler()
+        self._num_yielded = self._record.progress.delivered
+        self._IterableDataset_len_called = loader._IterableDataset_len_called
+        self._share_seed(loader)
+
+    def _begin_log(self, loader: Loader) -> EpochLog:
+        log: EpochLog = resources.of(loader).counters.begin_epoch(time.monotonic_ns(), time.process_time_ns())
+        return log
+
+    def _begin_record(self, loader: Loader, same_readers: bool) -> None:
+        """Create the record of the epoch that begins or resumes; `_epoch_has_begun` makes it the loader's."""
+        newest, loaded = resources.of(loader).place
+        self._record = begin(loader, self._index_sampler, newest, loaded, same_readers)
+        self._order = self._record.order
+        among = resources.of(loader).bad_samples
+        self._tell, self._untold = among.tell, among.untold
+        if self._errors is not None:
+            known = {} if self._record.saved is None else self._record.saved.bad_samples
+            epoch, in_batches = self._record.position.epoch, loader._auto_collation
+            self._bad_samples = BadSampleCounter(among, self._errors, epoch, in_batches, known)
+            self._record.bad_samples = partial(among.state, self._bad_samples)
+
+    def _epoch_has_begun(self, loader: Loader) -> None:
+        """Make the epoch's record the loader's newest, and drop the loaded state. Not called if the epoch
+        could not begin, so the loaded state is then still there."""
+        from fastq_loader.extras.insight.hints import Hints
+
+        mine = resources.of(loader)
+        self._order.note_drawn()
+        if mine.shared and not self._order.drawn[0]:
+            self._order.pending = self._order.shared_now()
+        self._hints = Hints(loader, mine.record, self._record, self._log)
+        mine.place = self._record, None
+        mine.begun.append(self._record)
+        if self._record.replayed:
+            warn_user(
+                f"Neither the dataset nor its iterator has state_dict and load_state_dict, so "
+                f"{self._record.replayed} batches that were handed out before are read again, which takes as "
+                "long as it took before. Give the dataset both methods to go on at once.",
+                UserWarning,
+            )
+
+    def _draw_base_seed(self, loader: Loader) -> int:
+        return self._record.draw_base_seed(loader.generator)
+
+    def _share_seed(self, loader: Loader) -> None:
+        if self._record.saved is not None:
+            self._shared_seed = self._record.shared_seed
+        else:
+            self._shared_seed = datapipes.draw_shared_seed(self._dataset, loader.generator)
+            self._record.shared_seed = self._shared_seed
+        self._dataset = datapipes.apply_seed(self._dataset, self._shared_seed)
+
+    @abstractmethod
+    def _restart_sampler(self) -> None:
+        """Begin the epoch's order of indices, and set `_indices`."""
+
+    @property
+    def _sampler_iter(self) -> Iterator[Any]:
+        return self._indices
+
+    @_sampler_iter.setter
+    def _sampler_iter(self, indices: Iterator[Any]) -> None:
+        self._order.source = indices
+
+    def _next_index(self) -> Any:
+        return next(self._indices)
+
+    def _next_data(self) -> Any:
+        """The next batch, without counting it as yielded."""
+        batch = next(self)
+        self._num_yielded -= 1
+        return batch
+
+    @abstractmethod
+    def _advance(self) -> None:
+        """Store the next outcome in `outcome`."""
+
+    def _finished(self, batch: Any) -> Any:
+        """Transform and pin a batch that stays on the host."""
+        began = time.monotonic_ns()
+        if self._on_host is not None:
+            batch = self._on_host.apply_transform(batch)
+        if self._pin_memory:
+            batch = pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
+        self._log.steps += ((DEVICE, began, time.monotonic_ns()),)
+        return batch
+
+    def _warn_about_length(self, length: int, outcome: Outcome) -> None:
+        text = (
+            f"Length of IterableDataset {self._dataset} was reported to be {length}"
+            f"(when accessing len(dataloader)), but {self._num_yielded} samples have been fetched. "
+        )
+        if self._num_workers > 0:
+            text += (
+                "For multiprocessing data-loading, this could be caused by not properly configuring the "
+                "IterableDataset replica at each worker. Please see "
+                "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
+            )
+        self.outcome = outcome  # an interrupt may end the call below
+        try:
+            warn_user(text, UserWarning)
+        except Warning:  # a filter made it an error; torch loses the batch, too
+            self.outcome = None
+            raise
+        self.outcome = None

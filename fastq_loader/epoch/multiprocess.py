@@ -1,0 +1,157 @@
+"""The iterator over a pool of workers.
+
+Runs in the consumer, on the thread that calls `next()`. Owns no worker: `consumer.engine` does.
+"""
+
+from __future__ import annotations
+
+import time
+from multiprocessing.process import BaseProcess
+from typing import Any, NoReturn
+
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from fastq_loader import options
+from fastq_loader.consumer.delivery import ENDED
+from fastq_loader.consumer.engine import Engine
+from fastq_loader.epoch import resources
+from fastq_loader.epoch.base import LoaderIterator
+from fastq_loader.errors import IteratorInvalid
+from fastq_loader.ipc.messages import decode_index
+from fastq_loader.options import Loader
+from fastq_loader.reading import datapipes
+from fastq_loader.statistics.records import CLOSE, ITER
+from fastq_loader.workers.kinds import Auto
+
+
+class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
+    """One epoch of a pool of workers.
+
+    With persistent workers the pool serves one epoch after the other, and lives as long as any iterator
+    refers to it; otherwise this iterator is its only owner, and closes it when it is exhausted or dropped.
+    """
+
+    _profile_name = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
+    engine: Engine
+
+    def __init__(self, loader: Loader) -> None:
+        super().__init__(loader)
+        self._prefetch_factor = loader.prefetch_factor
+        self._in_order = loader.in_order
+        self._worker_init_fn = datapipes.sharding_init_fn(self._dataset, loader.worker_init_fn)
+        if self._num_workers <= 0:
+            raise AssertionError("num_workers must be greater than 0 for MultiProcessingDataLoaderIter")
+        if self._prefetch_factor <= 0:
+            raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
+        mine = resources.of(loader)
+        plan = options.plan(loader, for_device=mine.session is not None, kept=mine.kept)
+        self.engine = Engine(plan, self._record.pool_seed, self._shared_seed, mine.counters, mine.session)
+        mine.engines.add(self.engine)
+        shared_seed = self._shared_seed
+        if not (self._dynamic or self._record.continues_workers):
+            # torch resets a new iterator, which draws once more: it calls iter() of the sampler a second
+            # time, and draws a second seed for a datapipe graph, which this epoch does not use. A dynamic
+            # schedule draws as without workers.
+            super()._reset(loader, first_iter=True)
+        self._start_epoch(loader, shared_seed)
+
+    def _reset(self, loader: Loader, first_iter: bool = False) -> None:
+        resources.device_session(loader)  # ends the workers if the device was changed
+        if not self.engine.usable:
+            self.engine.close("a new iteration began")
+            if not isinstance(loader.num_workers, Auto):
+                loader.check_worker_number_rationality()
+            MultiprocessIterator.__init__(self, loader)
+            return
+        super()._reset(loader, first_iter)
+        if self._dynamic:
+            self._base_seed = self._draw_base_seed(loader)
+        else:
+            self._record.follow_base_seed(self._base_seed)
+        self._start_epoch(loader, self._shared_seed)
+
+    def _draw_base_seed(self, loader: Loader) -> int:
+        if self._record.continues_workers:
+            return self._record.follow_base_seed(self._record.base_seed)
+        return super()._draw_base_seed(loader)
+
+    def _start_epoch(self, loader: Loader, shared_seed: int | None) -> None:
+        self._exhausted = False
+        record = self._record
+        record.shared_seed = shared_seed
+        record.lives_on = self._persistent_workers and not self._dynamic
+        base_seed = record.base_seed if self._dynamic else None
+        resume = record.resume
+        self._epoch = self.engine.start_epoch(
+            self._order, shared_seed, base_seed, self._log, record.progress, resume, self._bad_samples
+        )
+        self._epoch_has_begun(loader)
+        self._log.leave(ITER, time.monotonic_ns())
+
+    def successor(self) -> MultiprocessIterator:
+        """The iterator of the next epoch, not reset yet. It is another object, so that `next()` on this one
+        can raise; in torch both epochs share one iterator and lose batches."""
+        successor = object.__new__(type(self))
+        vars(successor).update(vars(self))
+        return successor
+
+    def _restart_sampler(self) -> None:
+        self._indices = map(decode_index, self._order.begin(packed=True))
+
+    def _advance(self) -> None:
+        if self._session is not None:
+            self._session.refuse_capture()
+        running = self.engine.closed is None
+        if not (self._exhausted or self.engine.failed):
+            try:
+                self.engine.advance(self._epoch, self, self._finished if self._finishes else None)
+            except IteratorInvalid:
+                if not self._exhausted:  # else another thread has exhausted it meanwhile
+                    raise
+        if self._exhausted or self.engine.failed:
+            self.outcome = self.outcome or ENDED
+        if self.outcome is ENDED:
+            self._exhausted = True
+            if not (self.engine.failed or self._record.over):
+                self._record.end(self.engine.end_states())
+            if not self._persistent_workers:
+                self.engine.close("it was exhausted")
+        if self.outcome is not None and (self.outcome is ENDED or self.outcome.progress is not None):
+            self._order.show(self.outcome.progress)
+        if running and self.engine.closed is not None:
+            self._log.leave(CLOSE, time.monotonic_ns())
+
+    def poll(self) -> None:
+        if self._session is not None and not self._exhausted:
+            self._session.refuse_capture()
+            self.engine.poll(self._epoch)
+
+    # ---- attributes and methods that other packages use ---------------------------------------
+
+    @property
+    def _workers(self) -> list[BaseProcess]:  # type: ignore[override]
+        """All processes that were started, also after they have ended."""
+        return self.engine.processes()
+
+    @property
+    def _shutdown(self) -> bool:  # type: ignore[override]
+        return self.engine.closed is not None
+
+    def _shutdown_workers(self) -> None:
+        self.engine.close("_shutdown_workers() was called", wait=True)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}: no code of torch's iterators runs, "
+            "so their queues and tasks do not exist"
+        )
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError("torch's queues and tasks do not exist: no code of torch's iterators runs")
+
+    _get_data = _try_get_data = _try_put_index = _process_data = _refuse
+    _mark_worker_as_unavailable = _register_persistent_workers_atexit = _refuse
+
+    def __del__(self) -> None:
+        """Override torch's `__del__`, which ends the workers: they may be serving another iterator's epoch.
+        They end with the engine, when the last reference to it is gone."""

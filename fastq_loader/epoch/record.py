@@ -1,0 +1,258 @@
+"""The epoch that a loader is in: its start and its progress.
+
+Runs in the consumer, on the thread that calls `iter()` and `next()`. References neither an iterator nor
+workers, so `state_dict()` also works when those are gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from fastq_loader import options
+from fastq_loader.epoch.order import Order, ResumePoint
+from fastq_loader.options import Loader
+from fastq_loader.reading import generators
+from fastq_loader.reading.position import is_stateful
+from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
+
+#: Stands in for a reader's state that is unknown.
+UNKNOWN = pickle.dumps({"unknown": True})
+
+
+class Position(NamedTuple):
+    """Progress of a loader.
+
+    Attributes:
+        epoch: number of epochs that are over.
+        batch: number of batches delivered in the current epoch, including errors.
+        batches: number of batches delivered in all epochs.
+
+    >>> loader = DataLoader(range(8), 2)
+    >>> batches = list(loader)
+    >>> loader.position
+    Position(epoch=1, batch=0, batches=4)
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    batches: int = 0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A saved state that was read, and fits its loader.
+
+    Attributes:
+        state: the state itself, as the user passed it.
+        position: the loader's position with it.
+        resumes: whether the next epoch continues in the middle.
+        iterable: whether the dataset is iterable.
+        progress, order, base_seed, shared_seed: of that epoch.
+        shared: states of shared generators with which a first epoch begins.
+        bad_samples: initial state for `consumer.bad_samples`, or {}.
+        lives_on: whether its workers would have served the next epoch, too.
+    """
+
+    state: dict[str, Any]
+    position: Position
+    base_seed: int
+    lives_on: bool = False
+    resumes: bool = False
+    iterable: bool = False
+    progress: Progress = START
+    order: ResumePoint = field(default_factory=ResumePoint)
+    shared_seed: int | None = None
+    shared: dict[str, Any] = field(default_factory=dict)
+    bad_samples: dict[str, Any] = field(default_factory=dict)
+
+
+def mixed(seed: int, *numbers: int) -> int:
+    """Derive an unrelated seed from a seed and further numbers."""
+    packed = struct.pack(f"<{1 + len(numbers)}q", seed, *numbers)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+class EpochRecord:
+    """One epoch of a loader.
+
+    Args:
+        order: the order of its indices.
+        position: where it begins or resumes.
+        saved: the state it was resumed from, or None.
+        readers: number of dataset readers whose progress is recorded (workers, or 1 without workers); 0 if
+            it is not needed.
+
+    Attributes:
+        order: the order of its indices, with the progress in it.
+        began: position at which it began or resumed.
+        base_seed, shared_seed: see `generators` and `datapipes`.
+        continues_workers: it follows a saved epoch whose workers would have served this one, too.
+        tells_readers: whether its readers must be sent their saved progress.
+        persistent: whether its readers serve the next epoch, too.
+        lives_on: whether its workers serve the next epoch, for which torch then draws no base seed.
+        constant: see `state.Constant`; None until a state needs it.
+        bad_samples: returns their part of a state; None where they are not counted.
+        shown: of an epoch that a `Prefetcher` reads ahead: a function that returns the state after the
+            batches which that delivered, and the position there.
+    """
+
+    def __init__(self, order: Order, position: Position, saved: Saved | None, readers: int) -> None:
+        self.order = order
+        self.saved = saved
+        self.base_seed = 0
+        self.shared_seed: int | None = None
+        self.continues_workers = self.lives_on = self.persistent = False
+        self.tells_readers = saved is not None
+        self.constant: Any = None
+        self.bad_samples: Callable[[], dict[str, Any]] | None = None
+        self.shown: tuple[Callable[[], dict[str, Any]], Position] | None = None
+        self.began = position
+        progress = order.progress
+        if saved is not None:
+            self.base_seed, self.shared_seed = saved.base_seed, saved.shared_seed
+        if readers and not progress.workers:
+            order.progress = Progress(progress.delivered, progress.beyond, (WorkerProgress(),) * readers)
+
+    @property
+    def progress(self) -> Progress:
+        return self.order.progress
+
+    @property
+    def over(self) -> bool:
+        """Whether the epoch was exhausted."""
+        return self.progress.over
+
+    @property
+    def position(self) -> Position:
+        return self.position_at(self.progress)
+
+    def position_at(self, progress: Progress) -> Position:
+        """The loader's position at some progress of this epoch."""
+        began = self.began
+        batches = began.batches - began.batch + progress.delivered
+        if progress.over:
+            return Position(began.epoch + 1, 0, batches)
+        return Position(began.epoch, progress.delivered, batches)
+
+    @property
+    def next_position(self) -> Position:
+        """Position at which the next epoch begins, even if this one is broken off."""
+        return Position(self.began.epoch + 1, 0, self.shown_position.batches)
+
+    @property
+    def shown_position(self) -> Position:
+        """Position visible to the user, which lags behind if a `Prefetcher` reads ahead."""
+        return self.position if self.shown is None else self.shown[1]
+
+    # ---- used by an iterator when the epoch begins --------------------------------------------
+
+    def draw_base_seed(self, generator: torch.Generator | None) -> int:
+        """Return the seed of the iteration, drawn unless the epoch was resumed."""
+        if self.saved is None:
+            self.base_seed = generators.draw_base_seed(generator)
+        return self.base_seed
+
+    def follow_base_seed(self, seed: int) -> int:
+        """Derive the seed of an epoch for which torch draws none, because its workers live on, from the seed
+        of the previous epoch."""
+        if self.saved is None:
+            self.base_seed = mixed(seed, self.began.epoch)
+        return self.base_seed
+
+    @property
+    def pool_seed(self) -> int:
+        """The base seed of new workers.
+
+        Not the original one if the epoch is resumed in the middle: workers would draw the same random
+        numbers as before for other samples. If progress is recorded for each worker, those with delivered
+        batches get a seed of their own instead (see `resume`)."""
+        progress = self.progress
+        if self.saved is None or not progress.delivered or progress.workers:
+            return self.base_seed
+        return mixed(self.base_seed, progress.delivered)
+
+    @property
+    def replayed(self) -> int:
+        """Number of batches of an iterable dataset that are read again before the epoch resumes."""
+        if self.saved is None or not self.saved.iterable:
+            return 0
+        return sum(count for count, state in self.resume if "position" not in (state or {}))
+
+    @property
+    def resume(self) -> list[tuple[int, dict[str, Any] | None]]:
+        """For each worker: the number of its delivered batches, and its state."""
+        return [self._of_worker(worker) for worker in self.progress.workers] if self.tells_readers else []
+
+    def _of_worker(self, worker: WorkerProgress) -> tuple[int, dict[str, Any] | None]:
+        state = pickle.loads(worker.state) if worker.state else None
+        if state and worker.delivered and "generators" not in state:
+            state["seed"] = mixed(self.base_seed, self.progress.delivered)
+        return worker.delivered, state
+
+    def end(self, said: Mapping[int, bytes]) -> None:
+        """Record that the epoch is over; see `Progress.at_end`."""
+        self.order.progress = self.progress.at_end(said)
+
+    def left(self) -> tuple[WorkerProgress, ...]:
+        """Progress of the readers with which they enter the next epoch. If this one was broken off, it is
+        unknown: they have read beyond the delivered batches."""
+        workers = self.progress.workers
+        if self.over or not self.order.drawn[0]:
+            return workers
+        return (WorkerProgress(0, UNKNOWN),) * len(workers)
+
+
+def begin(
+    loader: Loader,
+    index_sampler: Any,
+    newest: EpochRecord | None,
+    saved: Saved | None,
+    same_readers: bool = False,
+) -> EpochRecord:
+    """Create the record of an epoch that begins.
+
+    Args:
+        loader: the loader.
+        index_sampler: its iterator's: a sampler set later takes effect with the next iterator, as in torch.
+        newest: record of the previous epoch; None for the first.
+        saved: the state loaded for it, or None.
+        same_readers: whether the readers of the previous epoch serve it, too.
+    """
+    parts = index_sampler, loader.generator, loader.dataset
+    dynamic = options.of(loader).is_dynamic
+    ahead = dynamic and loader.num_workers > 0
+    if newest is not None and saved is None and not newest.over and dynamic:
+        newest.order.break_off()
+    if saved is not None and saved.resumes:
+        order = Order(*parts, saved.progress, saved.order, ahead=ahead)
+        record = EpochRecord(order, saved.position, saved, _readers(loader))
+    else:
+        position, workers = Position(), START.workers
+        if saved is not None:
+            position, workers = saved.position, saved.progress.workers
+        elif newest is not None:
+            position, workers = newest.next_position, newest.left() if same_readers else ()
+        traits = None if newest is None else newest.order.traits
+        order = Order(*parts, Progress(workers=workers), traits=traits, ahead=ahead)
+        record = EpochRecord(order, position, None, _readers(loader))
+        record.tells_readers = saved is not None
+        if saved is not None and saved.lives_on and loader.persistent_workers:
+            record.continues_workers = loader.num_workers > 0 and not dynamic
+            record.base_seed = saved.base_seed
+    record.persistent = loader.persistent_workers or loader.num_workers == 0
+    return record
+
+
+def _readers(loader: Loader) -> int:
+    """Number of dataset readers, if each has a state or a part of the data of its own; else 0."""
+    saves = loader.num_workers > 0 and options.of(loader).saves_generators
+    if options.is_iterable(loader) or is_stateful(loader.dataset) or saves:
+        return max(1, int(loader.num_workers))
+    return 0

@@ -1,0 +1,148 @@
+"""Per-loader runtime state besides the arguments: counters, pools of workers, and the device session.
+
+Runs in the consumer. Created when a loader first needs it, because frameworks create loaders without running
+the constructor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from fastq_loader import options
+from fastq_loader.consumer.bad_samples import BadSamples
+from fastq_loader.consumer.engine import Engine
+from fastq_loader.device.staging import DeviceSession, SerialStaging
+from fastq_loader.errors import IteratorInvalid, LoaderHint
+from fastq_loader.statistics.counters import Counters
+from fastq_loader.workers import stopping
+
+if TYPE_CHECKING:
+    from fastq_loader.epoch.record import EpochRecord, Saved
+
+#: Epochs whose batches `replay` can load again.
+_REMEMBERED = 16
+
+
+class Resources:
+    """Runtime state of one loader. Only `saved` is copied or pickled with the arguments.
+
+    Args:
+        owner: the loader; None in a copy that no loader has used yet.
+        saved: the state that the next epoch resumes from, or None.
+
+    Attributes:
+        counters: the loader's counters.
+        engines: the pools of workers that its iterators use.
+        torchs: torch's own iterators, on systems where our workers cannot run.
+        session: the device session, once an iteration has begun, or None.
+        idle: stagings of finished iterations without workers, for reuse.
+        place: `record` and `saved`, each or None, as one immutable tuple, so that other threads can read both
+            at once.
+        held: returns the previous state while an epoch is beginning; else None.
+        shared: states of the global generators from which the first epoch begins, if a state fixes them.
+        hinted: kinds of hints that were issued, and are not issued again.
+        chooser: chooses the number of workers of the next epoch, once `num_workers="auto"` needs it.
+        bad_samples: samples that could not be read.
+        begun: the records of the last epochs, the newest last.
+        kept: objects that its next pools reuse, see `Plan`.
+    """
+
+    def __init__(self, owner: object | None = None, saved: Saved | None = None) -> None:
+        self.owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
+        self.counters = Counters()
+        self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self.torchs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.session: DeviceSession | None = None
+        self.idle: list[SerialStaging] = []
+        self.place: tuple[EpochRecord | None, Saved | None] = None, saved
+        self.held: Callable[[], dict[str, Any]] | None = None
+        self.shared: dict[str, Any] = {}
+        self.hinted: set[type[LoaderHint]] = set()
+        self.chooser: Any = None
+        self.bad_samples = BadSamples({} if saved is None else saved.bad_samples)
+        self.kept: dict[str, Any] = {}
+        self.begun: deque[EpochRecord] = deque(maxlen=_REMEMBERED)
+
+    @property
+    def record(self) -> EpochRecord | None:
+        """The newest epoch."""
+        return self.place[0]
+
+    @property
+    def saved(self) -> Saved | None:
+        """The state that the next epoch resumes from."""
+        return self.place[1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Resources, (None, self.saved)  # without an owner: a subclass may copy all attributes
+
+    def add_torchs(self, iterator: Any) -> Any:
+        """Register an iterator of torch's own, whose epochs are not recorded."""
+        self.place = None, None
+        self.torchs.add(iterator)
+        return iterator
+
+    def pools(self) -> int:
+        """Number of iterators with running workers."""
+        ours = sum(engine.closed is None for engine in list(self.engines))
+        return ours + sum(not iterator._shutdown for iterator in list(self.torchs))
+
+    def close_engines(self, reason: str) -> None:
+        """Stop all workers of the loader, and wait for workers that are in the middle of a sample."""
+        for engine in list(self.engines):
+            engine.close(reason)
+        while self.torchs:
+            iterator = self.torchs.pop()
+            if not iterator._shutdown:  # else it is exhausted already
+                iterator._next_data = partial(_refuse, reason)  # torch would end the epoch without an error
+                iterator._shutdown_workers()
+        stopping.wait(self.counters)
+
+    def close(self, reason: str) -> None:
+        """Close all engines, and release the stagings of iterations without workers."""
+        self.close_engines(reason)
+        while self.idle:
+            self.idle.pop().close()
+
+
+class Owner:
+    """Base class of our `DataLoader`: loaders that have resources."""
+
+    __slots__ = ()
+
+
+def of(loader: Any) -> Resources:
+    """The runtime state of a loader, created at first use: torchdata's subclass never calls the constructor.
+    State copied with another loader's attributes is replaced, except for `saved`."""
+    resources: Resources | None = vars(loader).get("_resources")
+    if resources is None or resources.owner() is not loader:
+        saved = None if resources is None else resources.saved
+        resources = vars(loader)["_resources"] = Resources(loader, saved)
+    return resources
+
+
+def forget(loader: Any) -> None:
+    """Give a copy of a loader a runtime state of its own, without the original's loaded state."""
+    vars(loader).pop("_resources", None)
+
+
+def device_session(loader: Any) -> DeviceSession | None:
+    """The device session, reused from epoch to epoch: a stream for each epoch would strand memory. A change
+    of the device, or of its options, needs a new session and new workers."""
+    resources, device = of(loader), options.of(loader).device
+    if device is not None and device.target is None:
+        device = None
+    if device != (None if resources.session is None else resources.session.options):
+        if loader.persistent_workers:
+            resources.close_engines("its loader's device, or what goes with it, was changed")
+        resources.session = None if device is None else DeviceSession(device)
+        resources.counters.stage(None if resources.session is None else resources.session.statistics)
+    return resources.session
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise IteratorInvalid(f"this iterator cannot go on: {reason}")

@@ -1,0 +1,222 @@
+"""The iterator without workers: it loads on the thread that calls `next()`.
+
+Runs in the consumer. Uses no process, thread, socket or shared memory; order, random numbers and errors
+follow the same rules as with workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+import time
+from contextlib import nullcontext
+from typing import Any
+
+from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
+
+from fastq_loader import options
+from fastq_loader.consumer.bad_samples import BadSampleCounter
+from fastq_loader.consumer.delivery import ENDED, Outcome
+from fastq_loader.device.staging import SerialStaging
+from fastq_loader.epoch import resources
+from fastq_loader.epoch.base import LoaderIterator
+from fastq_loader.epoch.record import UNKNOWN
+from fastq_loader.errors import IteratorInvalid, locate
+from fastq_loader.options import Loader
+from fastq_loader.reading import datapipes
+from fastq_loader.reading.fetch import EndOfStream
+from fastq_loader.reading.reader import HandedOutBefore, Reader
+from fastq_loader.reading.tolerance import LeftOut
+from fastq_loader.scheduling.progress import Progress, WorkerProgress
+from fastq_loader.statistics.records import DEVICE, DREW, END, ITER, LOADED
+from fastq_loader.system.interrupts import refuse_interrupt
+from fastq_loader.workers.kinds import Auto
+
+_NOTHING: Any = object()
+
+
+class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
+    """num_workers=0: loads on the consumer's thread."""
+
+    _profile_name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+
+    def __init__(self, loader: Loader) -> None:
+        self._counters = resources.of(loader).counters
+        super().__init__(loader)
+        if self._timeout != 0 and not isinstance(loader.num_workers, Auto):
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        if self._num_workers != 0:
+            raise AssertionError("_SingleProcessDataLoaderIter requires num_workers == 0")
+        datapipes.shard(self._dataset, self._world_size, self._rank)
+        self._idle = resources.of(loader).idle
+        self._staging = None if self._session is None else SerialStaging.of(self._session, self._idle)
+        self._due: tuple[int, Any] | None = None  # number and index of the next batch
+        self._lock = threading.RLock()  # threads may share the iterator
+        self._busy = False  # in the middle of a step that cannot be repeated
+        rules = vars(options.rules(loader))
+        reseeds = options.of(loader).reseeds
+        self._reader = Reader(self._dataset, self._collate_fn, self._errors, rules, reseeds=reseeds)
+        with self._reader.put_back() if self._dynamic else nullcontext():
+            self._begin_reading()
+            self._note_place()
+        self._epoch_has_begun(loader)
+        self._log.leave(ITER, time.monotonic_ns())
+
+    def _begin_reading(self) -> None:
+        """Create the fetcher, and advance it to the position where the epoch begins or resumes."""
+        record, reader = self._record, self._reader
+        delivered, state = record.resume[0] if record.resume else (0, None)
+        if state is not None:
+            state.pop("seed", None)  # the generators of this process are the user's
+        if self._dataset_kind == _DatasetKind.Iterable and not self._dynamic:
+            self._order.note_shared()  # reading draws from them, and again when it is repeated
+        reader.begin(record.began.epoch, self._base_seed if self._dynamic else None, delivered, state)
+        self._dataset_fetcher = reader.fetcher
+        if reader.to_pass:
+            index = next(iter(self._index_sampler))  # any index will do
+            with self._order.as_at_start():
+                for number in range(reader.to_pass):
+                    with contextlib.suppress(HandedOutBefore, EndOfStream):
+                        reader.load(number, index)
+
+    def _note_place(self) -> None:
+        """Record the dataset's position before the first batch. A stream that was read in an earlier epoch
+        may report its old end until it is read again; then the previous record is left as it is."""
+        progress = self._record.progress
+        if not progress.workers or progress.delivered:
+            return
+        said = self._reader.state_bytes()
+        known, now = (
+            pickle.loads(state).get("position", {}) if state else {}
+            for state in (progress.workers[0].state, said)
+        )
+        if self._dataset_kind == _DatasetKind.Iterable and "iterator" not in now:
+            broken_off = progress.workers[0].state == UNKNOWN
+            if broken_off or pickle.dumps(known.get("dataset")) == pickle.dumps(now.get("dataset")):
+                return
+        self._order.progress = progress._replace(workers=(WorkerProgress(0, said),))
+
+    def __del__(self) -> None:
+        staging = getattr(self, "_staging", None)
+        if staging is not None:
+            self._idle.append(staging)
+
+    def _restart_sampler(self) -> None:
+        self._indices = self._order.begin()
+
+    def _reset(self, loader: Loader, first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)
+        self._due, self._busy = None, False
+
+    def _advance(self) -> None:
+        if self._session is not None:
+            self._session.refuse_capture()
+        with self._lock:
+            self._load_next()
+
+    def _load_next(self) -> None:
+        if self._busy:
+            raise IteratorInvalid("this iterator cannot go on: an interrupt cut a call of next() short")
+        if self.outcome is not None:  # another thread's, which has not taken it yet
+            return
+        self._log.enter(time.monotonic_ns())
+        if self._due is None:
+            self._draw()
+        drawn = self._due
+        if drawn is not None:  # else the sampler has ended, or failed
+            self._load_drawn()
+        if self._record.over:
+            self._log.leave(END, time.monotonic_ns(), time.process_time_ns())
+        elif self.outcome is not None:  # else the batch was left out
+            seq = None if drawn is None else drawn[0]
+            self._log.give(time.monotonic_ns(), None, seq, getattr(self.outcome, "error", None))
+
+    def _load_drawn(self) -> None:
+        """Store the batch, or the error that loading it raised, in `outcome`; nothing if it was left out."""
+        outcome: Outcome | None = None
+        drawn, self._due = self._due, None  # not in the caller: an interrupt may come on entry here
+        if drawn is None:  # a signal handler has loaded it meanwhile
+            return
+        try:
+            outcome = Outcome(self._load(*drawn), self._progress_after(drawn[0]))
+            self._counters.batches += 1
+        except LeftOut:
+            self.record_skipped(self._progress_after(drawn[0]))
+        except EndOfStream:
+            outcome, said = ENDED, self._reader.state_bytes()
+            self._record.end({0: said} if said else {})
+        except BaseException as error:
+            self._due = drawn  # before any call, at which the next interrupt may come
+            if not isinstance(error, Exception):
+                raise
+            outcome = self._raised(error, *drawn)
+        self.outcome, self._due, self._busy = outcome, None, False
+        del outcome  # an error's traceback references this frame
+
+    def _judge(self, counter: BadSampleCounter, number: int, index: Any) -> None:
+        fetcher = self._dataset_fetcher
+        error = counter.judge(number, index, fetcher.bad, fetcher.error)
+        fetcher.error = None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback references this frame
+
+    def _draw(self) -> None:
+        """Store the number and index of the next batch in `_due`, or the sampler's error in `outcome`."""
+        self._busy = True
+        order, began = self._order, time.monotonic_ns()
+        try:
+            index = self._next_index()
+        except StopIteration as stop:
+            self.outcome = Outcome(error=stop)
+            self._record.end({})
+        except Exception as error:
+            self.outcome = self._raised(error, order.position - 1)  # an error takes a position, too
+        else:
+            self._due = (order.position - 1, index)
+        self._busy = False
+        self._log.steps += ((DREW, began, time.monotonic_ns(), ()),)
+
+    def _raised(self, error: Exception, number: int, index: Any = None) -> Outcome:
+        """The outcome of an error in place of a batch. The error of a signal handler is raised instead."""
+        refuse_interrupt(error)
+        locate(error, index=index, batch=number, worker=None)
+        return Outcome(error=error, progress=self._progress_after(number))
+
+    def _progress_after(self, number: int) -> Progress:
+        """The progress of the epoch after a batch, or after the error in its place."""
+        progress = self._order.progress
+        if not progress.workers:
+            return progress.after(number)
+        iterable = self._dataset_kind == _DatasetKind.Iterable
+        return progress.after_worker(0, self._reader.state_bytes(), None if iterable else number)
+
+    def _load(self, number: int, index: Any) -> Any:
+        began = time.monotonic_ns()
+        # An exception, such as an interrupt, ends a generator function: it cannot be resumed.
+        self._busy = self._dataset_kind == _DatasetKind.Iterable
+        batch: Any = _NOTHING
+        try:
+            if self._dynamic:
+                with self._reader.put_back():  # seeded as in workers
+                    batch = self._reader.load(number, index)
+            else:
+                batch = self._reader.load(number, index)
+        except LeftOut:
+            pass
+        finally:
+            ended = time.monotonic_ns()
+            self._log.steps += ((LOADED, began, ended, number, self._dataset_fetcher.fetched),)
+        if self._bad_samples is not None:
+            self._judge(self._bad_samples, number, index)
+        if batch is _NOTHING:
+            raise LeftOut
+        if self._staging is None:
+            return self._finished(batch) if self._finishes else batch
+        self._busy = True  # a copy to the device is under way
+        batch = self._staging.stage(batch)
+        self._log.steps += ((DEVICE, ended, time.monotonic_ns()),)
+        return batch

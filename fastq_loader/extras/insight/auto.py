@@ -1,0 +1,140 @@
+"""`num_workers="auto"`: chooses the number of workers of the next epoch.
+
+`decide` is pure; the rest runs in the consumer, when an epoch begins. The first epoch gets as many workers as
+there are CPUs. From its costs the model estimates the speed of every other number. The model ignores caches
+and the cost of starting workers, so a number that was tried is rated by its measurement, see `chooser`.
+
+More workers must promise a gain larger than the noise, so that two equal numbers do not alternate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from fastq_loader.api import Auto, Counters, calls
+from fastq_loader.extras.insight import machine
+from fastq_loader.extras.insight.chooser import NOISE, Limits, rank
+from fastq_loader.extras.insight.model import Costs, Setting, costs_of
+
+#: Minimum gain for more workers.
+_GAIN = 0.05
+#: Maximum for the first epoch: it has to show the cost of a batch, and memory may be short.
+_MOST_AT_FIRST = 8
+#: Minimum batches for an epoch that was broken off to count.
+_ENOUGH = 16
+#: Epochs remembered for each number of workers.
+_REMEMBERED = 3
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Measurement of an epoch.
+
+    Attributes:
+        workers: number of workers.
+        seconds: wall time of a batch, with the step.
+        costs: of its batches.
+    """
+
+    workers: int
+    seconds: float
+    costs: Costs
+
+
+def remember(seen: list[Seen], epoch: Seen) -> None:
+    """Add an epoch, and drop the oldest of its number. A forgotten number would be tried again and again."""
+    alike = [each for each in seen if each.workers == epoch.workers]
+    if len(alike) == _REMEMBERED:
+        seen.remove(alike[0])
+    seen.append(epoch)
+
+
+def decide(seen: Sequence[Seen], limits: Limits) -> int:
+    """Choose the number of workers of the next epoch.
+
+    Args:
+        seen: epochs, the newest last; at least one.
+        limits: settings to choose from; its own setting is the newest epoch's.
+    """
+    costs, own = _with_transport(seen), limits.own
+    measured: dict[Setting, list[float]] = {}
+    for epoch in seen:  # as if with the newest step
+        setting, change = replace(own, num_workers=epoch.workers), 1.0
+        if abs(epoch.costs.step - costs.step) > epoch.seconds * NOISE:
+            now = replace(epoch.costs, step=costs.step, step_cpu=costs.step_cpu)
+            change = limits.seconds(now, setting) / limits.seconds(epoch.costs, setting)
+        if limits.allow(setting, costs):
+            measured.setdefault(setting, []).append(epoch.seconds * change)
+    ranked = rank(costs, {setting: fmean(each) for setting, each in measured.items()}, limits)
+    best = next(iter(ranked))
+    if best.num_workers > own.num_workers and ranked.get(own, math.inf) <= ranked[best] * (1 + _GAIN):
+        best = own
+    return best.num_workers
+
+
+def _with_transport(seen: Sequence[Seen]) -> Costs:
+    """The newest costs; if they were measured without workers, with transport costs of an older epoch."""
+    newest = seen[-1].costs
+    of = next((epoch.costs for epoch in reversed(seen) if epoch.workers), newest)
+    return replace(newest, pack=of.pack, overhead=of.overhead, load_cpu=of.load_cpu)
+
+
+# ---- the interface for loaders -------------------------------------------------------------------
+
+
+def given(num_workers: Any) -> Any:
+    """Read the argument `num_workers`; "auto" becomes the number of workers of the first epoch.
+
+    Raises:
+        ValueError: it is another string.
+    """
+    if not isinstance(num_workers, str):
+        return num_workers
+    if num_workers != "auto":
+        raise ValueError(f"num_workers={num_workers!r} is unknown: use a number of workers, or 'auto'")
+    return Auto(0 if calls.missing() else min(math.ceil(machine.cpus()), _MOST_AT_FIRST))
+
+
+class Chooser:
+    """Measurements of a loader's epochs, to choose the number of workers of the next one.
+
+    Attributes:
+        seen: epochs whose number of workers was chosen.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[Seen] = []
+        self._started: int | None = None  # number of workers of which only the starting epoch was measured
+
+    def next_number(self, number: int, counters: Counters, prefetch: int, persistent: bool) -> int:
+        """Choose the number of workers of the epoch that begins now.
+
+        Args:
+            number: of the previous epoch.
+            counters: the loader's.
+            prefetch: batches that each worker loads ahead.
+            persistent: whether workers stay from one epoch to the next.
+        """
+        if calls.missing():
+            return 0
+        epoch = next(reversed(counters.history), None)
+        if epoch is None or not (epoch.over or epoch.batches >= _ENOUGH):
+            return number
+        costs = costs_of(epoch, counters.workers if number else (), counters.batch_bytes)
+        if costs is None:
+            return number
+        if persistent and number and self.seen and self.seen[-1].workers != number:
+            # An epoch in which persistent workers start is not representative: the next one counts.
+            started, self._started = self._started, number
+            if started != number:
+                return number
+        self._started = None
+        took = epoch.nanoseconds - (epoch.by_cause["start_up"] if persistent else 0)
+        remember(self.seen, Seen(number, took / 1e9 / epoch.batches, costs))
+        limits = machine.limits(Setting(number, prefetch, dynamic=True))
+        held = limits.needed(limits.own, costs) if persistent else 0.0  # memory that workers have already
+        return decide(self.seen, replace(limits, memory_bytes=limits.memory_bytes + held))

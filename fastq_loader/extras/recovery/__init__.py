@@ -1,0 +1,1 @@
+"""Jobs that are told to end, and batches that are loaded again."""

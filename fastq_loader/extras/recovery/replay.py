@@ -1,0 +1,105 @@
+"""Replay of one batch: drawn and loaded again as it was, on the calling thread.
+
+Runs in the consumer. A copy of the loader without workers, with copies of its samplers and generators, is
+resumed right before the batch, so the loader, its samplers and the process's generators do not change.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fastq_loader.api import (
+    EpochRecord,
+    Position,
+    Progress,
+    ResumePoint,
+    Saved,
+    generators,
+    is_int,
+    options,
+    resources,
+    samplers,
+    saved,
+    warn_user,
+)
+
+#: Attributes that are copied with a loader, because a draw changes them.
+_DRAWING = ("sampler", "batch_sampler", "generator")
+
+
+def replay(loader: Any, batch: int, epoch: int | None, state: Mapping[str, Any] | None) -> Any:
+    """See `DataLoader.replay`."""
+    if options.is_iterable(loader):
+        raise TypeError("replay() needs a map-style dataset: an iterable one is read from its beginning")
+    if not is_int(batch) or batch < 0:
+        raise ValueError(f"batch={batch!r} must be the number of a batch, 0 or more")
+    if state is None:
+        options.check_ours(loader, "replay() without a state")
+    again = _alone(loader)
+    begun = _remembered(loader, epoch) if state is None else _of_state(state, again, epoch)
+    asked = samplers.asked_sampler(again._index_sampler) is not None
+    head = begun.progress.head if asked else batch
+    if head > batch:
+        raise ValueError(
+            f"batch={batch}: the sampler has state_dict(), and this state was saved after batch "
+            f"{head - 1}: use a state that was saved before the batch"
+        )
+    going_on = replace(begun, progress=Progress(head), position=Position(begun.position.epoch, head, head))
+    resources.of(again).place = None, going_on
+    if not options.of(loader).is_dynamic:
+        warn_user(
+            "This batch has the same samples as before, but other random numbers: with a round_robin "
+            "schedule they depend on the batches that the worker had loaded before. With "
+            "schedule='dynamic' each batch has random numbers of its own.",
+            UserWarning,
+        )
+    with generators.put_back():
+        iterator = iter(again)
+        iterator.skip_to(batch)
+        found = next(iterator, None)
+    if again.position.batch != batch + 1:
+        raise IndexError(f"batch={batch}: the epoch had fewer batches, or this one was left out")
+    return found
+
+
+def _alone(loader: Any) -> Any:
+    again = copy.copy(loader)
+    drawing = {name: vars(loader).get(name) for name in _DRAWING}
+    try:
+        copied = copy.deepcopy(drawing, {id(loader.dataset): loader.dataset})
+    except Exception as error:
+        raise TypeError(f"replay() cannot copy the loader's sampler: {error}") from error
+    vars(again)["_iterator"] = None
+    options.put(again, {**options.WITHOUT_WORKERS, **copied})
+    if errors := options.of(again).errors:  # its bad samples were counted, limited and written down before
+        options.put(again, {"errors": replace(errors, limit=None, path=None)})
+    return again
+
+
+def _remembered(loader: Any, epoch: int | None) -> Saved:
+    """The start of one of the last epochs, as a state saved before its first batch."""
+    records: dict[int, EpochRecord] = {record.began.epoch: record for record in resources.of(loader).begun}
+    record = records.get(max(records, default=0) if epoch is None else epoch)
+    if record is None:
+        raise ValueError(
+            f"epoch={epoch!r} is not one of the epochs that this loader remembers "
+            f"({', '.join(map(str, records))}): pass a state= that was saved in it"
+        )
+    if record.order.traits.asked is not None:
+        raise ValueError("the sampler has state_dict(): pass a state= that was saved before the batch")
+    order = ResumePoint(copy.deepcopy(record.order.beginning), *record.order.drawn[:2])
+    return Saved({}, record.began, record.base_seed, resumes=True, order=order)
+
+
+def _of_state(state: Mapping[str, Any], again: Any, epoch: int | None) -> Saved:
+    found = saved.read(state, again, ignore=("num_workers",))
+    if not found.resumes or epoch not in (None, found.position.epoch):
+        where = "in the middle of" if found.resumes else "before"
+        raise ValueError(
+            f"epoch={epoch!r}: this state was saved {where} epoch {found.position.epoch}; use one that was "
+            "saved in the middle of the epoch of the batch"
+        )
+    return found

@@ -1,0 +1,387 @@
+"""A worker on another machine: `workers.main.WorkerLoop`, with a connection in place of its socket.
+
+Runs in a process with no other purpose: an actor of Ray, or a process started by a test. It opens the user's
+objects and works on the main thread. One thread sends batches, so that the wire is busy while the next batch
+is loaded. Another one listens, and each connection, from the proxy or from a client that requests stacks, has
+a thread of its own. Batches are written to blocks of the process's own arena. Once their bytes are sent, the
+blocks are reused for the next tasks; a pool like the consumer's manages them.
+
+The proxy sends tasks one by one. When it is gone there is nothing left to do: the main thread returns after
+its batch, and the starter of the process ends it. If neither happens in time, the process ends itself.
+
+A `FarSetup` is made in the consumer. It is pickled by cloudpickle, which includes objects defined in a
+notebook or a script, and leaves out what exists only on this machine (folder, memory, descriptors).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import platform
+import queue
+import select
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastq_loader.api import (
+    VERSION,
+    Allocator,
+    Answer,
+    Arena,
+    BatchHandle,
+    BlockOwner,
+    BlockPool,
+    Bundle,
+    ClaimTable,
+    Descriptors,
+    Epoch,
+    Extents,
+    Message,
+    Payload,
+    PickledPayload,
+    Ping,
+    ProtocolError,
+    Setup,
+    Space,
+    Stop,
+    Task,
+    UnpicklableError,
+    Used,
+    WorkerLoop,
+    allocator,
+    calls,
+    collate,
+    decode_for_worker,
+    encode,
+    prepare_signals,
+    process_id,
+)
+from fastq_loader.extras.remote import connection
+from fastq_loader.extras.remote.connection import LONGEST, MESSAGE, REPORT, WELCOME, Connection, Lost, Tls
+
+#: Answers that may wait to be sent, besides one that is being sent and one that is being loaded.
+_WAITING = 1
+#: Number of batches whose blocks are retained: one being sent, one waiting, and one being loaded.
+_BATCHES = 3
+#: Connections that have not proven to have the token yet. Each takes two round trips; only a scan of ports
+#: makes more.
+_STRANGERS = 64
+#: Seconds by which this process outlives its proxy in the middle of a batch. Ray ends it sooner, and would
+#: print a warning if it ended by itself.
+_OUTLIVES = 3.0
+#: Seconds between two attempts when descriptors or threads are exhausted.
+_PAUSE = 0.1
+
+#: Payload and body of an answer, and the offsets of the blocks that contain the body.
+_Packed = tuple[bytes, Sequence[Any], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class FarSetup:
+    """Setup of all far workers of a pool.
+
+    Attributes:
+        setup: of any worker; the payload is pickled.
+        tls: encrypts connections, or None.
+        path: the consumer's `sys.path`. Entries missing on the other machine are appended to its own.
+        versions: the consumer's versions, which its workers must have, too.
+    """
+
+    setup: Setup
+    tls: Tls | None
+    path: tuple[str, ...]
+    versions: dict[str, str]
+
+    @classmethod
+    def of(cls, setup: Setup, tls: Tls | None) -> FarSetup:
+        """Pickle the payload of a setup for other machines.
+
+        Raises:
+            UnpicklableError: the dataset, or one of its functions, cannot be pickled.
+        """
+        payload = PickledPayload(_pickled(setup.plan.payload.open()), Descriptors())
+        # A far worker receives the tasks that its proxy has claimed; it claims none.
+        plan = replace(setup.plan, payload=payload, dynamic=False, make_pool=None)
+        sent = replace(setup, plan=plan, folder="", mapping=None, descriptors={})
+        return cls(sent, tls, tuple(sys.path), versions())
+
+
+def versions() -> dict[str, str]:
+    """Versions that must be the same in the consumer and its workers."""
+    return {
+        "fastq_loader's protocol": str(VERSION),
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+    }
+
+
+def _pickled(parts: dict[str, Any]) -> bytes:
+    try:
+        from cloudpickle import dumps
+    except ImportError:  # then the user's objects must be importable from modules
+        dumps = pickle.dumps
+    try:
+        pickled: bytes = dumps(parts)
+        return pickled
+    except Exception:
+        for name, part in parts.items():
+            try:
+                dumps(part)
+            except Exception as error:
+                text = f"{name} cannot be sent to another machine: {type(error).__name__}: {error}"
+                raise UnpicklableError(text) from error
+        raise
+
+
+class FarWorker:
+    """The far worker of this process. The main thread creates it, opening the user's objects, and runs it.
+
+    Args:
+        pickled: a `FarSetup`.
+        address: of this machine, at which it listens.
+        ports: ports that it may listen at; 0 is any.
+
+    Attributes:
+        port: at which it listens.
+
+    Raises:
+        ProtocolError: a version differs from the consumer's.
+        OSError: no port is free, or a certificate is missing.
+    """
+
+    def __init__(self, pickled: bytes, address: str, ports: Sequence[int]) -> None:
+        sent: FarSetup = pickle.loads(pickled)
+        if sent.versions != (here := versions()):
+            raise ProtocolError(f"this machine has {here}, and the consumer {sent.versions}")
+        prepare_signals()
+        multiprocessing.current_process().daemon = True  # like torch's workers
+        sys.path += [folder for folder in sent.path if folder not in sys.path]
+        self._setup = sent.setup
+        self._tls = None if sent.tls is None else sent.tls.context(server=True)
+        with contextlib.suppress(Exception):  # the worker fails in the same way, and reports it
+            plan = self._setup.plan
+            opened = replace(plan, payload=Payload(*plan.payload.open().values()))
+            self._setup = replace(self._setup, plan=opened)
+        self._listener = connection.listen(address, ports)
+        self.port: int = self._listener.getsockname()[1]
+        self._strangers: deque[socket.socket] = deque()
+        self._has_proxy = threading.Lock()
+        self._proxies: queue.Queue[tuple[socket.socket, Connection, int]] = queue.Queue()
+        self._over = False
+        threading.Thread(target=self._accept, name="fastq_loader: listening", daemon=True).start()
+
+    def run(self) -> None:
+        """Wait for the proxy, and work until it stops this worker, or is gone."""
+        sock, client, number = self._proxies.get()
+        for held in (sock, self._listener):  # a child of user code would keep the connection open
+            os.register_at_fork(after_in_child=held.close)
+        gc.freeze()  # see `workers.main`
+        arena = Arena(1)
+        blocks = SentBlocks(arena, self._setup.plan.for_device)
+        allocator.install(blocks)
+        collate.install()
+        setup = replace(self._setup, worker=number)
+        proxy = ProxySocket(client, blocks)
+        try:
+            # The claim table is its own, and has no effect.
+            WorkerLoop(setup, blocks, proxy, ClaimTable(arena.fd, arena.mapping.claims)).run()
+            proxy.finish()
+        except Lost:
+            pass
+        finally:
+            self._over = True
+            with contextlib.suppress(OSError):  # it is closed already
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+    # ---- connections, in threads --------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+                sock.settimeout(connection.PATIENCE)
+                connection.configure(sock, connection.NOTICED_THERE)
+                if self._tls is not None:  # the TLS handshake is part of the first read
+                    sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                if len(self._strangers) == _STRANGERS:
+                    socket.socket.shutdown(self._strangers.popleft(), socket.SHUT_RDWR)
+                self._strangers.append(sock)
+                threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+            except (OSError, RuntimeError, IndexError):  # the client has left, or a resource is exhausted
+                time.sleep(_PAUSE)
+
+    def _serve(self, sock: socket.socket) -> None:
+        client = Connection(sock, MESSAGE)
+        with sock, contextlib.suppress(Lost, ProtocolError):
+            try:
+                request = connection.admit(client, self._setup.token, os.urandom(connection.NONCE_BYTES))
+            finally:
+                with contextlib.suppress(ValueError):  # it was the oldest, and `_accept` ended it
+                    self._strangers.remove(sock)
+            if request.asks:
+                client.send(REPORT, _stacks())
+            elif self._has_proxy.acquire(blocking=False):
+                client.settimeout(None)
+                client.send(WELCOME, b"")
+                self._proxies.put((sock, client, request.worker))
+                self._end_with(sock)
+
+    def _end_with(self, sock: socket.socket) -> None:
+        """End this process if it outlives its proxy, even if the main thread is busy."""
+        poller = select.poll()
+        poller.register(sock, select.POLLRDHUP)
+        poller.poll()
+        time.sleep(_OUTLIVES)
+        if not self._over:
+            os._exit(1)
+
+
+def _stacks() -> bytes:
+    """Dump the Python stacks of all threads of this process."""
+    with open(calls.memfd_create("fastq_loader stacks"), "w+b") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read(LONGEST[REPORT])
+
+
+class SentBlocks(Allocator):
+    """The blocks of a far worker, which are granted to the next task once their bytes are sent.
+
+    Args:
+        arena: its own.
+        for_device: see `Allocator`.
+
+    Attributes:
+        sent: offsets of blocks whose bytes were sent; the sending thread appends to it.
+        shipped: the blocks of the last answer's batch.
+    """
+
+    def __init__(self, arena: Arena, for_device: bool) -> None:
+        super().__init__(arena.mapping, 0, for_device=for_device)
+        self.sent: deque[int] = deque()
+        self.shipped: Used = ()
+        self._kept = BlockPool(arena, 1)
+        self._given: Extents = ()
+
+    def begin(self, grants: Extents, promises: Extents = ()) -> None:
+        self.shipped = ()
+        while self.sent:
+            self._kept.drop([self.sent.popleft()])
+        if self._kept.trim(_BATCHES):
+            self.free_ranges(self._kept.space(0))
+        granted, promised = self._kept.grant(BlockOwner(0))
+        self._given = granted + promised
+        super().begin(granted, promised)
+
+    def finish(self, used: Used) -> tuple[list[tuple[int, int]], list[int]]:
+        fresh, returned = super().finish(used)
+        self._kept.accept(0, tuple(used), tuple(fresh), tuple(returned), self._given)
+        self.shipped = used
+        return [], []
+
+
+class ProxySocket:
+    """Socket of a far worker. A child forked there by user code ends when it uses the socket.
+
+    Args:
+        connection: to the proxy.
+        blocks: the blocks of the batches.
+    """
+
+    def __init__(self, connection: Connection, blocks: SentBlocks) -> None:
+        self._connection = connection
+        self._blocks = blocks
+        self._pid = process_id.current()
+        self._frames: deque[bytes] = deque()  # received by `told_to_stop`
+        self._sending: queue.Queue[_Packed | None] = queue.Queue(_WAITING)
+        self._thread = threading.Thread(target=self._send_all, name="fastq_loader: sending", daemon=True)
+        self._thread.start()
+
+    # ---- in -----------------------------------------------------------------------------------
+
+    def receive(self, block: bool) -> Task | Epoch | Space | Stop | Ping | None:
+        """Return the next message; without `block`, None if none has arrived.
+
+        Raises:
+            Lost: the connection has ended.
+        """
+        process_id.stay_in(self._pid)
+        payload = self._frames.popleft() if self._frames else self._payload(block)
+        if payload is None:
+            return None
+        message = decode_for_worker(payload)
+        assert not isinstance(message, Bundle), "these are for workers of the consumer's machine"
+        return message
+
+    def _payload(self, block: bool) -> bytes | None:
+        frame = self._connection.receive(block)
+        return None if frame is None else frame.payload
+
+    def told_to_stop(self) -> bool:
+        """Whether a Stop has arrived and was not read; it stays in the queue."""
+        process_id.stay_in(self._pid)
+        while (payload := self._payload(block=False)) is not None:
+            self._frames.append(payload)
+        return encode(Stop()) in self._frames
+
+    # ---- out ----------------------------------------------------------------------------------
+
+    def send(self, message: Message) -> None:
+        """Send an answer after those already queued.
+
+        Raises:
+            Exception: it does not fit into a message.
+        """
+        process_id.stay_in(self._pid)
+        assert type(message) is Answer, "the proxy says all else by itself"
+        used = self._blocks.shipped
+        handle, body = self._taken_apart(message.handle, used)
+        payload = encode(message._replace(handle=handle))
+        if len(payload) > LONGEST[MESSAGE]:
+            raise ValueError(f"{len(payload)} bytes of plain values do not fit into a message")
+        self._blocks.shipped = ()
+        if not body:  # an error that replaces a batch too large for a message
+            self._blocks.sent.extend(offset for offset, _ in used)
+            used = ()
+        self._sending.put((payload, body, [offset for offset, _ in used]))
+
+    def _taken_apart(self, handle: BatchHandle | None, used: Used) -> tuple[BatchHandle | None, list[Any]]:
+        """Return a handle whose segments have sizes in place of locations, and the bytes of the segments.
+
+        Only the bytes that the batch needs are sent. So each part starts with the first byte of its segment;
+        the third number of a packet is its size.
+        """
+        if handle is None or not handle.segments:
+            return handle, []
+        mapping, segments, body = self._blocks.mapping, [], []
+        for (offset, _, third), (_, need) in zip(handle.segments, used, strict=True):
+            start = 0 if third == need else third
+            body.append(mapping.read(offset + start, need - start))
+            segments.append((0, need - start, third - start))
+        return handle._replace(segments=tuple(segments)), body
+
+    def _send_all(self) -> None:
+        while (answer := self._sending.get()) is not None:
+            payload, body, offsets = answer
+            with contextlib.suppress(Lost):  # the main thread detects that, too
+                self._connection.send(MESSAGE, payload, body)
+            self._blocks.sent.extend(offsets)
+
+    def finish(self) -> None:
+        """Wait until all answers are sent."""
+        self._sending.put(None)
+        self._thread.join()

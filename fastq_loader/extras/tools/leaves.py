@@ -1,0 +1,143 @@
+"""Parts of a batch, for comparison: types, dtypes, shapes, strides and values.
+
+Runs wherever batches are compared. A part is plain data, so it can be sent between processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fastq_loader.api import parts_of
+
+#: Types whose `repr` is their whole value.
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), np.generic, type)
+#: Containers that have no parts only if they are empty.
+_EMPTY = (list, tuple, dict, set, frozenset, deque, np.ndarray)
+#: Depth to which nested objects are taken apart.
+_DEEPEST = 20
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+class Leaf(NamedTuple):
+    """A part of a batch.
+
+    Attributes:
+        path: its place in the batch: "batch[0]['image']".
+        kind: its type; for tensors and arrays also dtype, shape and strides.
+        data: its values, as the bytes of memory or of text.
+        dtype: torch's or numpy's dtype of values in memory.
+        shape: shape of values in memory.
+        opaque: whether its values are unknown: it is not a container and cannot be pickled.
+    """
+
+    path: str
+    kind: str
+    data: bytes = b""
+    dtype: Any = None
+    shape: tuple[int, ...] = ()
+    opaque: bool = False
+
+
+def leaves(value: Any, path: str = "batch", above: tuple[int, ...] = ()) -> Iterator[Leaf]:
+    """Take a batch apart, containers before their contents. `above`: ids of the objects around `value`."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    inner: list[tuple[str, Any, Any]] = []
+    if isinstance(value, torch.Tensor):
+        yield _tensor(value, path, kind)
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        about = f"{kind} {value.dtype}{list(value.shape)}, strides {value.strides}"
+        yield Leaf(path, about, value.tobytes(), value.dtype, value.shape)
+    else:
+        known = isinstance(value, _ATOMS) or id(value) in above
+        inner = [] if known else _inside(value)
+        reduced = None if known or inner or type(value) in _EMPTY else _reduced(value, above)
+        text = f"of {len(inner)}" if inner else _ADDRESS.sub("", repr(value))
+        yield Leaf(path, kind, text.encode(errors="surrogatepass"), opaque=reduced == ())
+        inner += [(" as it is pickled", "", reduced)] if reduced else []
+    if (own := getattr(value, "__dict__", None)) and not isinstance(value, type) and not inner:
+        inner = [(".__dict__", "", dict(own))]  # attributes of a subclass
+    for form, key, member in inner:
+        yield from leaves(member, path + form.format(key), (*above, id(value)))
+
+
+def _reduced(value: Any, above: tuple[int, ...]) -> Any:
+    """Parts from which a pickle of the object would be made; () if it cannot be pickled."""
+    if len(above) > _DEEPEST:
+        return ()
+    try:
+        parts = value.__reduce_ex__(4)
+    except Exception:  # of user code
+        return ()
+    return (
+        parts
+        if isinstance(parts, str)
+        else [list(part) if isinstance(part, Iterator) else part for part in parts]
+    )
+
+
+def _inside(value: Any) -> list[tuple[str, Any, Any]]:
+    """Parts of a container, in an order that does not depend on hashes."""
+    if isinstance(value, np.ndarray):  # of objects
+        return [("", "", value.tolist())]
+    if isinstance(value, (set, frozenset, deque)):
+        value = list(value) if isinstance(value, deque) else sorted(value, key=repr)
+    return parts_of(value)
+
+
+def _tensor(tensor: torch.Tensor, path: str, kind: str) -> Leaf:
+    kind += f" {str(tensor.dtype).removeprefix('torch.')}"
+    plain = tensor.detach()
+    if plain.layout != torch.strided or plain.is_nested or plain.is_quantized:
+        torch.save(plain, file := io.BytesIO())
+        return Leaf(path, f"{kind} {plain.layout}", file.getvalue())
+    shape, grad = tuple(plain.shape), ", requires_grad" if tensor.requires_grad else ""
+    flat = plain.as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous().flatten()
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return Leaf(path, f"{kind}{list(shape)}, strides {tensor.stride()}{grad}", data, tensor.dtype, shape)
+
+
+def digest(parts: Iterable[Leaf]) -> bytes:
+    """Digest of a batch's parts: equal parts have equal digests."""
+    whole = hashlib.blake2b(digest_size=16)
+    for leaf in parts:
+        for part in (leaf.path.encode(errors="surrogatepass"), leaf.kind.encode(), leaf.data):
+            whole.update(len(part).to_bytes(8, "little"))
+            whole.update(part)
+    return whole.digest()
+
+
+def difference(one: list[Leaf], other: list[Leaf], names: tuple[str, str]) -> str:
+    """Describe the first difference of two batches; "" if equal. `names` tell the two apart in the text."""
+    first, second = next(((a, b) for a, b in zip(one, other, strict=False) if a != b), (None, None))
+    if first is None or second is None:
+        return ""
+    where = first.path
+    if first.path != second.path:
+        where, shown = "the next part", [f"{first.path!r}", f"{second.path!r}"]
+    elif first.kind != second.kind or first.dtype is None:
+        shown = [each.kind if each.dtype else _text(each) for each in (first, second)]
+    else:
+        differing = np.frombuffer(first.data, np.uint8) != np.frombuffer(second.data, np.uint8)
+        number = int(differing.argmax()) // first.dtype.itemsize
+        at = np.unravel_index(number, first.shape)
+        where += f"[{', '.join(map(str, at))}]" if at else ""
+        shown = [_element(leaf, number) for leaf in (first, second)]
+    return f"{where} is {shown[0]} {names[0]}, and {shown[1]} {names[1]}"
+
+
+def _element(leaf: Leaf, number: int) -> str:
+    if isinstance(leaf.dtype, torch.dtype):
+        return str(torch.frombuffer(bytearray(leaf.data), dtype=leaf.dtype)[number].item())
+    return str(np.frombuffer(leaf.data, leaf.dtype)[number])
+
+
+def _text(leaf: Leaf) -> str:
+    return f"{leaf.kind} {leaf.data[:80].decode(errors='replace')}"

@@ -1,0 +1,417 @@
+"""Validate and resolve arguments that torch lacks, or that this system may not support.
+
+Runs in the consumer: at construction, whenever an argument is set later, and when an iteration begins,
+because attributes can be set past `__setattr__`. torch's own arguments are checked by torch.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
+from types import CodeType, FunctionType
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import _DatasetKind
+
+from fastq_loader.device.accelerator import ToDevice, read_device
+from fastq_loader.errors import TorchWorkers, warn_user
+from fastq_loader.ipc.claim_table import WORKERS
+from fastq_loader.reading import datapipes
+from fastq_loader.reading.computed import PermutationSampler
+from fastq_loader.reading.tolerance import Tolerance, read_errors
+from fastq_loader.scheduling.schedules import Dynamic, RoundRobin, Schedule, Window, read_schedule
+from fastq_loader.system import calls, pages
+from fastq_loader.workers.config import Plan, Rules
+from fastq_loader.workers.kinds import Auto, Processes, WorkerKind, read_workers
+from fastq_loader.workers.payload import Payload
+
+
+class Loader(Protocol):
+    """Interface of a loader to the modules below it: torch's arguments, under torch's names. By torch's
+    contract, which wrappers rely on, iterators are made from a loader and reset with one."""
+
+    dataset: Any
+    num_workers: Any
+    prefetch_factor: int | None
+    batch_size: int | None
+    collate_fn: Any
+    generator: Any
+    worker_init_fn: Any
+    multiprocessing_context: Any
+    pin_memory: bool
+    pin_memory_device: str
+    persistent_workers: bool
+    drop_last: bool
+    timeout: float
+    in_order: bool
+    _dataset_kind: Any
+    _IterableDataset_len_called: Any
+
+    @property
+    def _auto_collation(self) -> bool: ...
+    @property
+    def _index_sampler(self) -> Any: ...
+    def check_worker_number_rationality(self) -> None: ...
+
+
+#: Values of the worker arguments in a loader without workers.
+WITHOUT_WORKERS = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "timeout": 0}
+#: The arguments that torch lacks, with their defaults, in the order in which they are checked.
+DEFAULTS: dict[str, Any] = {
+    "schedule": "round_robin",
+    "device": None,
+    "errors": "raise",
+    "workers": "processes",
+}
+
+#: The attributes of a loader that are checked when they are assigned.
+ASSIGNED = {"num_workers", *DEFAULTS}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments that torch lacks, resolved. Made by the constructor of a loader, and immutable.
+
+    A loader has the arguments as attributes, too, for frameworks that rebuild it from them. But a subclass
+    may use these names for something else, such as the device of a model. So nothing reads the attributes.
+    """
+
+    schedule: Schedule
+    device: ToDevice | None
+    errors: Tolerance | None
+    workers: WorkerKind
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether every batch has random numbers of its own."""
+        return isinstance(self.schedule, Dynamic)
+
+    @property
+    def saves_generators(self) -> bool:
+        """Whether workers send the states of their generators with each batch."""
+        return isinstance(self.schedule, RoundRobin) and self.schedule.save_generators
+
+    @property
+    def reseeds(self) -> bool:
+        """Whether the generators of dataset and collate function are seeded for each batch, too."""
+        return isinstance(self.schedule, Dynamic) and self.schedule.reseed
+
+    def as_arguments(self) -> dict[str, Any]:
+        """The arguments of a constructor for these options."""
+        return {**vars(self), "errors": self.errors or "raise"}
+
+
+_READ: dict[str, Callable[[Any, Any], Any]] = {
+    "schedule": lambda loader, value: read_schedule(value),
+    "device": lambda loader, value: read_device(value),
+    "errors": lambda loader, value: read_errors(value, is_iterable(loader)),
+    "workers": lambda loader, value: read_workers(value),
+}
+#: Options of a loader without the keywords.
+_NONE = Options(RoundRobin(), None, None, Processes())
+
+
+def of(loader: Any) -> Options:
+    """The options of a loader; the defaults if its constructor has not run, which frameworks may skip."""
+    options: Options = vars(loader).get("_options", _NONE)
+    return options
+
+
+def with_arguments(loader: Loader, arguments: Mapping[str, Any]) -> Options:
+    """The options of a loader with other values of some arguments, which are checked.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: an argument is invalid, or cannot be used with the others.
+    """
+    changed = {name: _READ[name](loader, arguments[name]) for name in DEFAULTS if name in arguments}
+    options = replace(of(loader), **changed)
+    if "schedule" in changed:
+        check_auto(loader, options.schedule)
+    if "workers" in changed:
+        check_workers(loader, options)
+    return options
+
+
+def assigned(loader: Loader, name: str, value: Any) -> None:
+    """Change an option because an attribute of its name is being assigned.
+
+    Does nothing if the loader's class uses this name for something of its own: with torch's loader,
+    a subclass that assigns `device` has an attribute like any other.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `with_arguments`.
+    """
+    if name == "num_workers":
+        if isinstance(value, str):
+            raise ValueError(
+                f"num_workers={value!r} cannot be set: pass it to the constructor, or set a number"
+            )
+    elif name not in _own_names(type(loader)):
+        vars(loader)["_options"] = with_arguments(loader, {name: value})
+
+
+def put(loader: Any, arguments: Mapping[str, Any]) -> None:
+    """Set arguments of a copy of a loader, also those that torch lets only its constructor set. They are not
+    checked against each other."""
+    names = DEFAULTS.keys() & arguments.keys()
+    for name, value in arguments.items():
+        if name not in names or not is_own_name(loader, name):
+            object.__setattr__(loader, name, value)
+    if names:
+        read = {name: _READ[name](loader, arguments[name]) for name in names}
+        vars(loader)["_options"] = replace(of(loader), **read)
+
+
+def is_own_name(loader: Loader, name: str) -> bool:
+    """Whether a loader's class uses the name of an option for something of its own."""
+    return name in _own_names(type(loader))
+
+
+_names: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
+
+
+def _own_names(kind: type) -> frozenset[str]:
+    """The names of options that a subclass defines in its body, or assigns in one of its methods."""
+    if (found := _names.get(kind)) is None:
+        mine = [
+            each for each in kind.__mro__ if not each.__module__.startswith(("fastq_loader.", "torch.utils."))
+        ]
+        values = [(name, value) for each in mine for name, value in vars(each).items()]
+        defined = {name for name, _ in values} | {name for _, value in values for name in _stored(value)}
+        found = _names[kind] = frozenset(defined & set(DEFAULTS))
+    return found
+
+
+def _stored(value: Any) -> Iterator[str]:
+    """The names of attributes that a method assigns."""
+    if type(value) in (classmethod, staticmethod):
+        value = value.__func__
+    functions = (value.fget, value.fset) if type(value) is property else (value,)
+    pending = [inspect.unwrap(each).__code__ for each in functions if type(each) is FunctionType]
+    while pending:
+        code = pending.pop()
+        if not DEFAULTS.keys().isdisjoint(code.co_names):
+            yield from (each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR")
+        pending += [each for each in code.co_consts if isinstance(each, CodeType)]
+
+
+def is_iterable(loader: Loader) -> bool:
+    """Whether its dataset is iterable, not map-style."""
+    return bool(getattr(loader, "_dataset_kind", None) == _DatasetKind.Iterable)
+
+
+def rules(loader: Loader) -> Rules:
+    """Rules by which its dataset is read."""
+    iterable = is_iterable(loader)
+    replaces = of(loader).errors is not None and not iterable
+    population = _population(loader._index_sampler) if replaces else None
+    return Rules(iterable, loader._auto_collation, loader.drop_last, population)
+
+
+def _population(index_sampler: Any) -> int | None:
+    """Number of indices that a sampler chooses from, if these are 0, 1, 2, ...; None if unknown."""
+    sampler: Any = index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
+    if type(sampler) is PermutationSampler:
+        return sampler.n
+    source = {RandomSampler: "data_source", SequentialSampler: "data_source", DistributedSampler: "dataset"}
+    return len(getattr(sampler, source[type(sampler)])) if type(sampler) in source else None
+
+
+def check_workers(loader: Loader, options: Options, resumes: bool = False) -> None:
+    """Raise unless a loader's workers can be started here, and replaced with its dataset.
+
+    Args:
+        loader: the loader.
+        options: its options, or those that it is to get.
+        resumes: whether the next epoch goes on from a loaded state.
+
+    Raises:
+        RuntimeError: Ray is requested and not installed; or torch's own workers run here, and cannot do what
+            an argument requires.
+        TypeError: the workers of the multiprocessing context are not processes.
+        ValueError: there are too many, or the dataset does not allow workers to be replaced.
+    """
+    check_auto(loader, options.schedule)
+    kind = options.workers
+    number = getattr(loader, "num_workers", 0)
+    if not number:
+        return
+    if lacking := calls.missing():
+        _check_torchs(loader, options, lacking, resumes)
+        return
+    context = getattr(loader, "multiprocessing_context", None)
+    process = getattr(context, "Process", None)
+    if isinstance(process, type) and not issubclass(process, BaseProcess):
+        raise TypeError(
+            f"multiprocessing_context={context!r} starts workers as {process.__module__}."
+            f"{process.__qualname__}, which is no process. Workers need processes, for their signals and "
+            'generators: use "fork", "spawn" or "forkserver", or num_workers=0'
+        )
+    if missing := kind.missing():
+        raise RuntimeError(f"workers={kind} needs {missing}")
+    if number > WORKERS:
+        raise ValueError(f"num_workers={number} is too many: use at most {WORKERS}")
+    if is_iterable(loader) and kind.restarts(iterable=True):
+        raise ValueError(
+            f"{kind} cannot be used with an IterableDataset: a new worker would read its part from the "
+            "beginning. Use max_restarts=0, or a dataset with __getitem__"
+        )
+
+
+def check_auto(loader: Loader, schedule: Schedule) -> None:
+    """Raise if the number of workers is chosen automatically, but the batches would depend on it.
+
+    Raises:
+        ValueError: they would.
+    """
+    if not isinstance(getattr(loader, "num_workers", 0), Auto):
+        return
+    if not isinstance(schedule, Dynamic):
+        raise ValueError(
+            f"num_workers='auto' cannot go with schedule={schedule}: the random numbers of its batches "
+            "depend on how many workers there are. Use schedule='dynamic', where they do not, or a number; "
+            "tune() finds one"
+        )
+    if is_iterable(loader):
+        raise ValueError(
+            "num_workers='auto' cannot go with an IterableDataset: each worker reads a part of it, so that "
+            "the batches depend on how many there are. Use a number; tune() finds one"
+        )
+
+
+_told: set[str] = set()  # not empty once this process has warned that torch's own workers run
+
+
+def torchs_own(loader: Loader, asked: str = "") -> str:
+    """Name of the missing system call because of which torch's own workers run in place of ours; "" if ours
+    run, or no workers at all.
+
+    Args:
+        loader: the loader.
+        asked: a method whose result does not include torch's workers; if set, a hint says so.
+    """
+    lacking = calls.missing() if getattr(loader, "num_workers", 0) else ""
+    if lacking and asked:
+        text = f"{asked}: torch's own workers run here, for lack of {lacking}, and their work is not recorded"
+        warn_user(f"{text}. With num_workers=0 it is", TorchWorkers)
+    return lacking
+
+
+def tell_of_torchs(lacking: str) -> None:
+    """Warn, once in a process, that torch's own workers run."""
+    if not _told:
+        _told.add(lacking)
+        text = f"With num_workers > 0 torch's own workers run: this system or sandbox lacks {lacking}"
+        warn_user(f"{text}. Batches and errors are torch's, and so is the speed", TorchWorkers)
+
+
+def check_ours(loader: Loader, what: str) -> None:
+    """Raise if torch's own workers run for a loader; they cannot do `what`.
+
+    Raises:
+        RuntimeError: they run.
+    """
+    if lacking := torchs_own(loader):
+        raise _cannot(loader, what, lacking)
+
+
+def _cannot(loader: Loader, what: str, lacking: str, remedy: str = "") -> RuntimeError:
+    """The error for something that torch's own workers cannot do."""
+    return RuntimeError(
+        f"{what} cannot go with num_workers={loader.num_workers} here: this system or sandbox lacks "
+        f"{lacking}, so torch's own workers run. Use num_workers=0{remedy}"
+    )
+
+
+def _check_torchs(loader: Loader, options: Options, lacking: str, resumes: bool) -> None:
+    """Raise unless torch's own workers support the loader's arguments and its loaded state.
+
+    Raises:
+        RuntimeError: they do not.
+    """
+    kind, device = options.workers, options.device
+    same = "" if is_iterable(loader) else ", whose batches are the same"
+    for asked, argument, remedy in (
+        (options.is_dynamic, f"schedule={options.schedule}", same),
+        (kind.is_remote or kind.max_restarts, f"workers={kind}", ", or workers='processes'"),
+        (device and (device.target or device.transform), f"device={device}", ", or a Prefetcher"),
+        (options.errors, f"errors={options.errors}", ", or errors='raise'"),
+        (resumes, "load_state_dict()", ""),
+    ):
+        if asked:
+            raise _cannot(loader, argument, lacking, remedy)
+
+
+def window(loader: Loader) -> Window:
+    """The window: how many batches may be in flight."""
+    assert loader.prefetch_factor is not None, "torch's constructor sets it for num_workers > 0"
+    return Window.of(
+        of(loader).schedule,
+        workers=loader.num_workers,
+        prefetch=loader.prefetch_factor,
+        iterable=is_iterable(loader),
+        memory_bytes=pages.installed(),
+    )
+
+
+def plan(loader: Loader, for_device: bool = False, kept: dict[str, Any] | None = None) -> Plan:
+    """The plan of its pool of workers.
+
+    Args:
+        loader: the loader.
+        for_device: whether its batches go to a device.
+        kept: objects that one pool after the other uses.
+    """
+    options = of(loader)
+    kind = options.workers
+    return Plan(
+        make_pool=kind.make_pool,
+        payload=Payload(
+            loader.dataset,
+            loader.collate_fn,
+            datapipes.sharding_init_fn(loader.dataset, loader.worker_init_fn),
+            options.errors,
+        ),
+        rules=rules(loader),
+        workers=int(loader.num_workers),
+        prefetch=loader.prefetch_factor or 2,
+        in_order=loader.in_order,
+        dynamic=options.is_dynamic,
+        window=window(loader),
+        restarts=kind.restarts(is_iterable(loader)),
+        timeout=loader.timeout,
+        persistent=loader.persistent_workers,
+        context=loader.multiprocessing_context,
+        for_device=for_device,
+        save_generators=options.saves_generators,
+        reseed=options.reseeds,
+        grace=kind.grace,
+        kept={} if kept is None else kept,
+    )
+
+
+def pinning(loader: Loader) -> tuple[bool, str | None]:
+    """Whether batches are copied to page-locked memory, and for which type of device. Issues torch's
+    warnings."""
+    if not loader.pin_memory:
+        return False, None
+    if loader.pin_memory_device:
+        warn_user(
+            "pin_memory_device is deprecated, the current accelerator will be used as the device,"
+            f"ignore pin_memory_device='{loader.pin_memory_device}'.",
+            UserWarning,
+        )
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None and accelerator.type != "mps":
+        return True, accelerator.type
+    why = "no accelerator is found, then " if accelerator is None else "not supported on MPS now, "
+    warn_user(
+        f"'pin_memory' argument is set as true but {why}device pinned memory won't be used.", UserWarning
+    )
+    return False, None if accelerator is None else accelerator.type

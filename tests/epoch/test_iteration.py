@@ -1,0 +1,278 @@
+"""Both iterators: seeds, generators, interrupts, the lines that warnings name, and what they refuse."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import random
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+
+from fastq_loader import DataLoader, IteratorInvalid
+from fastq_loader.epoch import base
+from tests.conftest import acquired, belongings, descendants, of_kind, wait_until
+from tests.support.datasets import FaultyDataset, Made, SizedStream
+from tests.support.loaders import torch_has
+
+pytestmark = pytest.mark.processes
+
+
+def make(kind: Any, **arguments: Any) -> Any:
+    return kind(arguments.pop("dataset", range(4)), **arguments)
+
+
+def iterate(loader: Any) -> int:
+    return sum(1 for _ in loader)
+
+
+def warned(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[tuple[str, str, int]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(*arguments, **keywords)
+    return [
+        (str(warning.message), warning.filename, warning.lineno) for warning in of_kind(caught, UserWarning)
+    ]
+
+
+def texts(found: list[tuple[str, str, int]]) -> list[str]:
+    return [text for text, _, _ in found]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_i9b_the_length_of_a_stream_warns_in_torchs_words_at_the_users_line(workers: int) -> None:
+    """The line that calls `next()`; older versions of torch name a line of their own."""
+    found = []
+    for kind in (TorchDataLoader, DataLoader):
+        loader = make(kind, dataset=SizedStream("tensors", [3], told=2), num_workers=workers)
+        assert len(loader) == 2
+        found.append(warned(iterate, loader))
+    assert texts(found[0]) == texts(found[1])
+    assert {(file, line) for _, file, line in found[1]} == {(__file__, iterate.__code__.co_firstlineno + 1)}
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the warning is about having no accelerator")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("device", ["", "cuda"])
+def test_i9b_pinning_without_an_accelerator_warns_in_torchs_words(workers: int, device: str) -> None:
+    given = {"pin_memory": True, "pin_memory_device": device, "num_workers": workers}
+    ours = warned(iterate, make(DataLoader, **given))
+    if torch_has("no accelerator is found"):  # older versions say nothing, or fail
+        assert texts(ours) == texts(warned(iterate, make(TorchDataLoader, **given)))
+    assert len(ours) == (2 if device else 1)
+    assert {(file, line) for _, file, line in ours} == {(__file__, iterate.__code__.co_firstlineno + 1)}
+
+
+def test_i9b_more_workers_than_cpus_warn_at_construction_as_torch_does() -> None:
+    """It is torch's own check, and names a line of torch's constructor."""
+    workers = len(os.sched_getaffinity(0)) + 1
+    torchs, ours = (warned(make, kind, num_workers=workers) for kind in (TorchDataLoader, DataLoader))
+    assert len(ours) == 1
+    assert ours == torchs
+
+
+def test_a_warning_that_was_made_an_error_loses_its_batch_as_with_torch() -> None:
+    for kind in (TorchDataLoader, DataLoader):
+        loader = make(kind, dataset=SizedStream("tensors", [4], told=2), batch_size=None)
+        assert len(loader) == 2
+        iterator = iter(loader)
+        assert [next(iterator)[1] for _ in range(2)] == [0, 1]
+        for number in (2, 3):
+            with pytest.raises(UserWarning, match=f"{number + 1} samples have been fetched"):
+                next(iterator)
+        with pytest.raises(StopIteration):
+            next(iterator)
+
+
+def test_a_batch_whose_warning_was_interrupted_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(text: str, category: type[Warning]) -> None:
+        raise KeyboardInterrupt
+
+    iterator = iter(DataLoader(SizedStream("tensors", [4], told=2), batch_size=None))
+    iterator._IterableDataset_len_called = 0
+    monkeypatch.setattr(base, "warn_user", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    monkeypatch.setattr(base, "warn_user", lambda text, category: None)
+    assert [label for _, label in iterator] == [0, 1, 2, 3]
+
+
+class DrawsAtOnce(Sampler[int]):
+    """Draws when it is iterated, and not for its first index."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(4).tolist())
+
+
+def test_r1_the_sampler_draws_before_the_seed_of_the_iteration_is_drawn() -> None:
+    found = []
+    for kind in (TorchDataLoader, DataLoader):
+        torch.manual_seed(1)
+        found.append([*make(kind, batch_size=None, sampler=DrawsAtOnce()), torch.rand(1).item()])
+    assert found[0] == found[1]
+
+
+class GoesOn(Sampler[int]):
+    """Its iterator has more after its end."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.numbers: Iterator[Any] = iter([3, None, 1])
+        return self
+
+    def __next__(self) -> int:
+        if (number := next(self.numbers)) is None:
+            raise StopIteration
+        return int(number)
+
+
+@pytest.mark.parametrize("kind", [TorchDataLoader, DataLoader])
+def test_an_end_comes_as_often_as_with_torch(kind: Any) -> None:
+    iterator = iter(make(kind, batch_size=None, sampler=GoesOn()))
+    for expected in (3, 1):
+        assert next(iterator) == expected
+        with pytest.raises(StopIteration):
+            next(iterator)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterator_is_not_kept_alive_by_an_error_that_it_raised(workers: int) -> None:
+    iterator = iter(DataLoader(FaultyDataset("tensors", 1, frozenset({0}), LookupError), num_workers=workers))
+    gc.disable()
+    try:
+        with suppress(LookupError):
+            next(iterator)
+        watched = weakref.ref(iterator)
+        del iterator
+        assert watched() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_outcome_that_another_thread_has_not_taken_yet_is_not_overwritten(workers: int) -> None:
+    iterator = iter(DataLoader(range(3), num_workers=workers))
+    for expected in range(3):
+        iterator._advance()  # of a thread that the system has stopped right after it
+        assert next(iterator).item() == expected
+        iterator._advance()
+        iterator._advance()
+        if expected < 2:
+            assert iterator.outcome.batch.item() == expected + 1
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+def items(iterator: Iterator[torch.Tensor]) -> list[int]:
+    return [batch.item() for batch in iterator]
+
+
+def draw(index: int) -> Any:
+    return torch.rand(()), random.random(), np.random.rand()
+
+
+def draw_and_fail(index: int) -> None:
+    draw(index)
+    raise LookupError(index)
+
+
+@pytest.mark.parametrize("make", [draw, draw_and_fail])
+def test_with_dynamic_the_consumers_generators_stay_as_they_were(make: Callable[[int], Any]) -> None:
+    iterator = iter(DataLoader(Made(make, 4), schedule="dynamic"))  # draws the base seed
+
+    def states() -> tuple[Any, ...]:
+        return torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())
+
+    before = states()
+    for _ in range(4):
+        try:
+            next(iterator)
+        except LookupError:
+            assert make is draw_and_fail
+        assert states() == before
+
+
+def test_i9_a_timeout_without_workers_is_refused() -> None:
+    with pytest.raises(AssertionError, match="timeout"):
+        iter(DataLoader(range(4), timeout=1))
+
+
+class Interrupt(BaseException):
+    pass
+
+
+class Interrupted(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+        raise Interrupt
+
+
+def test_a_stream_that_an_interrupt_cut_short_cannot_go_on() -> None:
+    iterator = iter(DataLoader(Interrupted()))
+    assert next(iterator).item() == 0
+    with pytest.raises(Interrupt):
+        next(iterator)
+    with pytest.raises(IteratorInvalid, match="an interrupt cut a call"):
+        next(iterator)
+    iterator._reset(DataLoader(Interrupted()))
+    assert not iterator._busy
+
+
+def persistent(**arguments: Any) -> DataLoader[int]:
+    return DataLoader(range(4), 2, num_workers=1, persistent_workers=True, **arguments)
+
+
+def numbers(batches: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in batches]
+
+
+def test_a_pool_ends_with_the_last_iterator_that_refers_to_it() -> None:
+    loader = persistent()
+    iterator = iter(loader)
+    iterator.__del__()  # as torch_geometric's wrapper calls it
+    assert numbers(iterator) == [[0, 1], [2, 3]]
+    vars(loader)["_iterator"] = None
+    assert len(descendants()) == 1
+    del iterator
+    assert wait_until(lambda: not descendants(), 3)
+
+
+def test_an_exhausted_iterator_that_is_kept_holds_no_process_descriptor_or_memory() -> None:
+    before = belongings()
+    iterator = iter(make(DataLoader, num_workers=1))
+    assert iterate(iterator) == 4
+    assert wait_until(lambda: not acquired(before), 6)
+    assert next(iterator, None) is None
+
+
+def test_a_pool_that_has_ended_is_replaced_in_the_next_epoch() -> None:
+    with persistent() as loader:
+        assert numbers(loader) == [[0, 1], [2, 3]]
+        loader._iterator._shutdown_workers()
+        assert loader._iterator._shutdown
+        assert numbers(loader) == [[0, 1], [2, 3]]
+        assert not loader._iterator._shutdown
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_no_method_of_torchs_iterators_runs_in_ours(workers: int) -> None:
+    iterator = iter(DataLoader(range(2), num_workers=workers))
+    ours, theirs = type(iterator), _MultiProcessingDataLoaderIter if workers else _SingleProcessDataLoaderIter
+    methods = {name for name, _ in inspect.getmembers(theirs, inspect.isfunction)}
+    inherited = {name for name in methods if getattr(ours, name) is getattr(theirs, name)}
+    # For torch's own iterators that keep workers, at the exit; the second is that of older versions.
+    assert inherited <= {"_clean_up_persistent_workers_atexit", "_clean_up_worker"}
+    for name in methods & {"_try_put_index", "_get_data", "_try_get_data", "_process_data"}:
+        with pytest.raises(NotImplementedError, match="no code of torch's iterators runs"):
+            getattr(iterator, name)()
+    with pytest.raises(AttributeError, match="has no attribute '_data_queue'"):
+        _ = iterator._data_queue

@@ -1,0 +1,141 @@
+"""What `state_dict()` returns."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from fastq_loader import DataLoader, PermutationSampler, Position
+from fastq_loader.epoch.record import EpochRecord, Saved, begin
+from fastq_loader.epoch.state import VERSION, describe
+from fastq_loader.scheduling.progress import Progress, WorkerProgress
+from tests.support.datasets import MapDataset, Stream
+from tests.support.samplers import Says
+
+
+class Huge(MapDataset):
+    """Only its length is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__("tensors", 10**8)
+
+
+def stopped(loader: DataLoader[Any], batches: int) -> dict[str, Any]:
+    iterator = iter(loader)
+    for _ in range(batches):
+        next(iterator)
+    return loader.state_dict()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Huge(), 4, sampler=PermutationSampler(10**8, 3)),
+        lambda: DataLoader(Huge(), 4),
+        lambda: DataLoader(MapDataset("tensors", 5000), 4, shuffle=True),
+        lambda: DataLoader(MapDataset("tensors", 5000), 4, shuffle=True, generator=torch.Generator()),
+        lambda: DataLoader(Stream("tensors", (9,)), 4, schedule="dynamic"),
+    ],
+)
+def test_a_state_is_small_and_goes_through_json_and_torch(make: Any) -> None:
+    state = stopped(make(), 2)
+    text = json.dumps(state)
+    assert json.loads(text) == state
+    assert len(text) < 16_000
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True) == state
+
+
+@pytest.mark.processes
+def test_each_state_is_a_dict_of_its_own() -> None:
+    given: dict[str, Any] = {"sampler": Says(20), "num_workers": 2, "persistent_workers": True}
+    loader = DataLoader(MapDataset("tensors", 20), 4, **given)
+    state = stopped(loader, 2)
+    kept = json.dumps(state)
+    assert len(state["_sampler_ahead"]) == 3
+    for part in [state["_index_sampler_state"], *state["_sampler_ahead"], state["workers"], state]:
+        part.clear()
+    assert json.dumps(loader.state_dict()) == kept
+    loader.close()
+
+
+def test_accelerates_keys_say_what_it_takes_them_for() -> None:
+    loader = DataLoader(MapDataset("tensors", 10), 4)
+    for delivered in range(3):
+        state = stopped(loader, delivered)
+        assert state["_num_yielded"] == state["_sampler_iter_yielded"] == delivered
+        assert state["_iterator_finished"] is False
+    assert len(list(loader)) == 3
+    assert loader.state_dict()["_iterator_finished"] is True
+    assert state["version"] == VERSION
+
+
+def test_a_dataset_without_a_length_is_not_asked_for_it() -> None:
+    class Unsized(IterableDataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            raise AssertionError("it cannot know")
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    assert describe(DataLoader(Unsized()))["dataset_length"] is None
+
+
+@pytest.mark.parametrize("said", [lambda: 1 / 0, lambda: {"at": lambda: 0}], ids=["raises", "no pickle"])
+@pytest.mark.parametrize("kind", [MapDataset, Stream])
+def test_a_dataset_that_cannot_say_where_it_stands_is_read_all_the_same(kind: Any, said: Any) -> None:
+    class CannotSay(kind):  # type: ignore[misc]
+        def state_dict(self) -> Any:
+            return said()
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError("nothing was saved")
+
+    loader = DataLoader(CannotSay("tensors", 4 if kind is MapDataset else (4,)), 2)
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(RuntimeError, match=r"the dataset.s state_dict.* cannot be used: .*(zero|local)"):
+        loader.state_dict()
+    assert len(list(iterator)) == 1
+
+
+def resumed(of: DataLoader[Any], **fields: Any) -> EpochRecord:
+    """An epoch that goes on from a state with these fields."""
+    return begin(of, of._index_sampler, None, Saved({}, Position(2, 3, 23), 7, resumes=True, **fields))
+
+
+def worker(delivered: int, **state: Any) -> WorkerProgress:
+    return WorkerProgress(delivered, pickle.dumps(state) if state else b"")
+
+
+@pytest.mark.parametrize(
+    ("iterable", "workers", "replayed", "same_seed"),
+    [
+        (False, (), 0, False),
+        (False, (worker(2, generators={}),), 0, True),
+        (True, (worker(3),), 3, True),
+        (True, (worker(2), worker(1)), 3, True),
+        (True, (worker(3, position={"dataset": 1}),), 0, True),
+        (True, (worker(2, position={"dataset": 1}), worker(0)), 0, True),
+    ],
+)
+def test_workers_draw_the_same_again_only_where_they_go_through_the_same(
+    iterable: bool, workers: tuple[WorkerProgress, ...], replayed: int, same_seed: bool
+) -> None:
+    of = DataLoader(Stream("tensors", (9,)) if iterable else MapDataset("tensors", 20), 2)
+    record = resumed(of, iterable=iterable, progress=Progress(3, frozenset(), workers))
+    assert record.replayed == replayed
+    assert (record.pool_seed == 7) is same_seed
+    assert [count for count, _ in record.resume] == [one.delivered for one in workers]
+    own = ["seed" in (state or {}) for _, state in record.resume]
+    assert own == [bool(one.state) and b"position" in one.state for one in workers]
+    assert resumed(of, iterable=iterable, progress=Progress(0)).pool_seed == 7

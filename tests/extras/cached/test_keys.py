@@ -1,0 +1,80 @@
+"""Keys of calls: the same for what means the same, and different for everything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastq_loader.extras.cached.keys import Keys
+from tests.support.thorough import examples
+
+PLAIN = st.recursive(
+    st.one_of(st.integers(), st.text(), st.binary(), st.floats(allow_nan=False), st.none(), st.booleans()),
+    lambda parts: st.lists(parts, max_size=3).map(tuple),
+    max_leaves=6,
+)
+
+
+def typed(value: Any) -> Any:
+    """With the types, because 1 == 1.0 == True."""
+    parts = [typed(part) for part in value] if isinstance(value, tuple) else repr(value)
+    return type(value).__name__, parts
+
+
+def two(first: Any, second: Any = 7) -> None: ...
+
+
+@examples(100)
+@given(PLAIN, PLAIN)
+def test_keys_are_equal_where_arguments_are(one: Any, other: Any) -> None:
+    keys = Keys(two)
+    assert (keys.key((one,), {}) == keys.key((other,), {})) == (typed(one) == typed(other))
+
+
+@examples(100)
+@given(PLAIN, PLAIN)
+def test_names_and_defaults_make_no_difference(first: Any, second: Any) -> None:
+    keys = Keys(two)
+    key = keys.key((first, second), {})
+    assert key == keys.key((first,), {"second": second}) == keys.key((), {"second": second, "first": first})
+    assert keys.key((first,), {}) == keys.key((first, 7), {})
+
+
+def test_functions_of_any_number_of_arguments_have_keys() -> None:
+    def any_number(*args: Any, flag: bool = False, **others: Any) -> None: ...
+
+    keys = Keys(any_number)
+    assert keys.key((1, 2), {"b": 1, "a": 2}) == keys.key((1, 2), {"a": 2, "b": 1, "flag": False})
+    assert len({keys.key((1, 2), {}), keys.key(((1, 2),), {}), keys.key((), {"a": (1, 2)})}) == 3
+    assert Keys(max).key((1, 2), {}) != Keys(max).key((2, 1), {})
+
+
+def test_a_path_is_a_key_and_not_its_text() -> None:
+    keys = Keys(two)
+    assert keys.key((Path("a/b"),), {}) == keys.key((Path("a/b"),), {}) != keys.key(("a/b",), {})
+
+
+@pytest.mark.parametrize(
+    "value", [[1], {1: 2}, {1}, 1j, object(), (1, [2])], ids=lambda value: type(value).__name__
+)
+def test_an_argument_that_is_no_key_is_named(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"two\(\) was called with .* pass what identifies the sample"):
+        Keys(two).key((value,), {})
+
+
+def test_an_unknown_argument_is_the_functions_own_error() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'third'"):
+        Keys(two).key((1,), {"third": 2})
+
+
+def test_keys_are_these_bytes_in_every_process() -> None:
+    arguments = (1, "ä", b"\0", 2.5, None, ("x", (Path("p"), -(10**30))))
+    assert Keys(lambda x: 0).key((arguments,), {}).hex() == (
+        "2801000000280600000069010000007502000000c3a47301000000006700000000000004404e2802"
+        "000000750100000078280200000028020000007504000000506174687501000000706cf9ffffff00"
+        "000000a937a733044d93652703"
+    )

@@ -1,0 +1,168 @@
+"""Values as bytes, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from fastq_loader.errors import UnpicklableError
+from fastq_loader.extras.cached.values import decode, encode
+from tests.support.thorough import examples
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass
+class Sample:
+    image: Any
+    label: Any = None
+
+
+class Own(torch.Tensor):
+    pass
+
+
+class OwnArray(np.ndarray):
+    pass
+
+
+def reader(value: Any) -> Any:
+    """Gives the value, from its bytes, each time that it is called."""
+    head, parts, nbytes = encode(value)
+    memory = np.zeros(nbytes, np.uint8)
+    for at, data in parts:
+        memory[at : at + data.nbytes] = np.frombuffer(data, np.uint8)
+    return lambda: decode(head, lambda at, count: memory[at : at + count].copy())
+
+
+def again(value: Any) -> Any:
+    return reader(value)()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Types, shapes, the order of strides and bits."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        kept = one.detach().clone(memory_format=torch.preserve_format).stride()
+        return one.dtype == other.dtype and kept == other.stride() and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        kept = one.copy("K").strides
+        bits = one.tobytes() == other.tobytes() if one.dtype != object else list(one) == list(other)
+        strides = kept == other.strides or not one.size  # numpy gives an empty one any
+        return one.dtype == other.dtype and one.shape == other.shape and strides and bits
+    if dataclasses.is_dataclass(one):
+        return same(vars(one), vars(other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(repr(one) == repr(other))
+
+
+LEAVES = st.one_of(
+    st.integers(),
+    st.floats(),
+    st.text(max_size=20),
+    st.binary(max_size=20),
+    st.none(),
+    arrays.arrays(arrays.scalar_dtypes(), arrays.array_shapes(max_side=4, min_dims=0, min_side=0)),
+    arrays.arrays(np.float32, arrays.array_shapes(max_side=4)).map(torch.from_numpy),
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda parts: st.one_of(
+        st.lists(parts, max_size=3),
+        st.tuples(parts, parts),
+        st.dictionaries(st.text(max_size=3), parts, max_size=3),
+        st.builds(Sample, parts, parts),
+        st.builds(Point, parts, parts),
+    ),
+    max_leaves=8,
+)
+
+
+@examples(100)
+@given(VALUES)
+def test_what_comes_back_is_equal_in_type_bits_and_layout(value: Any) -> None:
+    assert same(value, again(value))
+
+
+IMAGE = torch.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        IMAGE.to(memory_format=torch.channels_last),
+        IMAGE.transpose(0, 3)[::2],
+        IMAGE.permute(3, 1, 0, 2).float(),
+        torch.zeros(0, 3),
+        torch.tensor(5.0),
+        torch.zeros(4, 1).expand(4, 6),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.tensor([1 + 2j]),
+        torch.tensor([True]),
+        np.asfortranarray(np.arange(12).reshape(3, 4)),
+        np.arange(24).reshape(2, 3, 4).transpose(2, 0, 1)[::2],
+        np.arange(3.0)[::-1],
+        np.array(["ä", "b"]),
+        np.array([{"a": 1}, None], dtype=object),
+        np.zeros(3, [("a", "i4"), ("b", "f8")]),
+        np.arange(3, dtype=">i4"),
+        np.float64(2.5),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.ones(3).as_subclass(Own),
+        np.ones(3).view(OwnArray),
+        OrderedDict(b=1, a=IMAGE),
+        {"nested": [(Point(1, IMAGE[0]), Sample(np.arange(3)))]},
+        None,
+        "",
+        b"",
+        {1, 2},
+        range(3),
+    ],
+    ids=lambda value: f"{type(value).__name__}",
+)
+def test_values_of_rare_kinds_come_back_as_they_were(value: Any) -> None:
+    assert same(value, again(value))
+
+
+def test_sparse_tensors_travel_by_pickle() -> None:
+    sparse = torch.eye(4).to_sparse()
+    assert torch.equal(again(sparse).to_dense(), sparse.to_dense())
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P", "1", "I;16", "F"])
+def test_images_keep_mode_size_palette_and_info(mode: str) -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    image = image_module.new(mode, (7, 5), 1)
+    image.info["dpi"] = (72, 72)
+    if mode == "P":
+        image.putpalette(bytes(range(256)) * 3)
+    back = again({"image": image})["image"]
+    assert (back.mode, back.size, back.info, back.tobytes()) == (mode, (7, 5), image.info, image.tobytes())
+    assert back.getpalette() == image.getpalette()
+    alone = again(image)
+    assert (type(alone), alone.tobytes()) == (type(image), image.tobytes())
+    alone.putpixel((0, 0), 0 if mode not in ("RGB", "RGBA") else (0,) * len(mode))
+
+
+def test_each_reading_is_a_copy_that_can_be_written_to() -> None:
+    read = reader([torch.zeros(3), np.zeros(3)])
+    for part in read():
+        part += 1
+    assert [each.sum() for each in read()] == [0, 0]
+
+
+def test_an_error_of_pickling_has_the_path() -> None:
+    with pytest.raises(UnpicklableError, match=r"batch\['f'\]"):
+        encode({"f": lambda: 0})

@@ -1,0 +1,374 @@
+"""What is advised, what users are told without asking, and what not."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastq_loader.extras.insight.advice import (
+    advice,
+    duplicate_data,
+    duration,
+    idle_workers,
+    memory_pressure,
+    tiny_batches,
+)
+from fastq_loader.extras.insight.model import Costs, RunProfile, Setting
+from fastq_loader.statistics.epoch import EpochCounters
+from fastq_loader.statistics.records import PART
+from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics, StagingStatistics, WorkerStatistics
+from tests.support.records import answer, call, came
+from tests.support.thorough import examples
+
+EPOCH = EpochStatistics(1, 100, 10.0, workers_seconds=7.7, head_of_line_seconds=2.3)
+UNEVEN = Costs((0.01,) * 9 + (0.3,))
+
+
+TWO = Setting(2)
+
+
+def lines(limit: str, costs: Costs, setting: Setting = TWO, cpus: float = 4.0, **fields: Any) -> str:
+    evidence = RunProfile(**{"epoch": EPOCH, "costs": costs, "setting": setting, "cpus": cpus, **fields})
+    return "\n".join(advice(evidence, [limit]))
+
+
+@pytest.mark.parametrize(
+    ("costs", "workers", "cpus", "line"),
+    [
+        (Costs((0.1,)), 2, 4, "2 → 4: about 2 ×, until the CPUs limit; 2 cores are free"),
+        (Costs((0.1,), step=0.028), 2, 8, "2 → 4: about 1.8 ×, until the consumer limits; 6 cores are free"),
+        (Costs((0.1,), step=0.0245), 2, 8, "2 → 4: about 2 ×, until the consumer limits; 6 cores are free"),
+        (Costs((0.1,)), 1, 2, "1 → 2: about 2 ×, until the CPUs limit; 1 core is free"),
+        (Costs((0.1,), load_cpu=0.01), 2, 2, "2 → 32: about 16 ×; 2 cores are free"),
+        (Costs((0.1,), step=0.1), 0, 2, "0 → 1: about 2 ×, until the consumer limits; 1 core is free"),
+    ],
+)
+def test_more_workers_as_far_as_they_help(costs: Costs, workers: int, cpus: float, line: str) -> None:
+    assert lines("workers", costs, Setting(workers), cpus) == f"num_workers {line}"
+
+
+def test_an_iterable_dataset_must_be_split_among_its_first_workers() -> None:
+    first = lines("workers", Costs((0.1,)), Setting(0), iterable=True)
+    assert first.startswith("num_workers 0 → 4, if the dataset is split among workers: about 4 ×")
+    assert "split" not in lines("workers", Costs((0.1,)), Setting(2), iterable=True)
+
+
+def test_where_the_cpus_are_used_up_only_cheaper_samples_help() -> None:
+    assert lines("workers", Costs((0.1,)), Setting(2), 2) == (
+        "a batch takes 100 ms to load: in half of that, about 2 ×"
+    )
+
+
+DECODED = {
+    "costs": Costs((0.1,), batch_bytes=100e6),
+    "setting": Setting(2),
+    "cpus": 2.0,
+    "epoch": EpochStatistics(1, 100, 10.0, workers_seconds=9.0),
+    "workers": (WorkerStatistics(0, 7, fetch_seconds=9.2, collate_seconds=0.8),),
+    "batch_size": 20,
+    "free_bytes": 20_000_000_000,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({}, "92%.*would hold 2,000 of 2,000 in 10 GB: up to about 5.4 × from the second epoch on"),
+        ({"free_bytes": 14_000_000_000}, "would hold 1,400 of 2,000 in 7 GB: up to about 2.3 ×"),
+        ({"free_bytes": 1_000_000_000}, None),  # too few to be worth it
+        ({"is_cached": True}, None),
+        ({"iterable": True}, None),
+        ({"batch_size": 0}, None),
+        ({"costs": Costs((0.1,))}, None),  # whose sizes nobody knows
+        ({"costs": Costs((2e-3,), batch_bytes=20 * 150e3)}, "would hold"),
+        ({"costs": Costs((0.9e-3,), batch_bytes=20 * 150e3)}, None),  # a hit takes no less
+        ({"workers": (WorkerStatistics(0, 7, fetch_seconds=1, collate_seconds=9),)}, None),
+    ],
+)
+def test_where_a_cache_would_pay(fields: dict[str, Any], line: str | None) -> None:
+    found = [each for each in lines("workers", **{**DECODED, **fields}).splitlines() if "cached" in each]
+    assert (len(found) == 0) if line is None else re.search(line, found[0])
+
+
+def test_what_takes_microseconds_needs_no_workers() -> None:
+    costs = Costs((40e-6,), pack=20e-6, overhead=200e-6)
+    measured = EpochStatistics(1, 1000, 0.3, start_up_seconds=0.08)
+    for limit in ("workers", "transport", "balanced"):
+        assert "a batch takes 40 µs to load: num_workers=0 is about 5.5 × as fast" in lines(
+            limit, costs, epoch=measured
+        )
+    assert "num_workers=0" not in lines("transport", costs, Setting(0), epoch=measured)
+
+
+def test_dynamic_removes_what_slow_batches_cost() -> None:
+    found = lines("head_of_line", UNEVEN)
+    assert found.startswith("schedule='dynamic' removes the 23% lost at the head of the line: about ")
+
+
+@pytest.mark.parametrize(
+    ("setting", "fields", "not_advised"),
+    [
+        (Setting(2, dynamic=True), {}, ["dynamic", "prefetch"]),
+        (Setting(2), {"iterable": True}, ["dynamic"]),  # it may give up the order
+        (Setting(2, fixed_window=4), {}, ["prefetch"]),
+        (Setting(0), {}, ["dynamic", "prefetch", "in_order"]),
+    ],
+)
+def test_no_effect_is_no_advice(setting: Setting, fields: dict[str, Any], not_advised: list[str]) -> None:
+    for limit in ("head_of_line", "workers", "memory"):
+        found = lines(limit, UNEVEN, setting, **fields)
+        assert not any(word in found for word in not_advised)
+
+
+def test_where_dynamic_waits_already_the_slow_batches_are_named() -> None:
+    slowest = Costs((0.01,) * 99 + (9.0,))
+    assert "no batch that takes longer than 20 ms to load" in lines(
+        "head_of_line", slowest, Setting(4, dynamic=True), 64
+    )
+
+
+@pytest.mark.parametrize(
+    ("load", "enough"),
+    [
+        (0.012, "a batch 12 ms: one worker"),
+        (0.060, "a batch 60 ms: 2 workers"),
+        (1e-5, "a batch 10 µs: num_workers=0"),
+    ],
+)
+def test_fewer_workers_where_the_step_limits(load: float, enough: str) -> None:
+    costs = Costs((load,), step=0.031)
+    expected = f"a step takes 31 ms, {enough} would do, at the same speed"
+    assert lines("consumer", costs, Setting(4)) == expected
+    assert lines("consumer", Costs((0.012,), step=0.031), Setting(1)) == "", "all are needed"
+
+
+def test_workers_that_stay_are_advised_where_they_do_not() -> None:
+    slow = EpochStatistics(1, 10, 1.0, start_up_seconds=0.6, workers_seconds=0.4)
+    line = "persistent_workers=True: about 2.5 × from the second epoch on"
+    assert line in lines("start_up", Costs((0.04,)), epoch=slow)
+    assert "num_workers=0 is about 2.5 × as fast" in lines("start_up", Costs((0.04,)), epoch=slow)
+    assert lines("start_up", Costs((0.04,)), epoch=slow, persistent=True) == "", "they start once"
+
+
+def test_what_an_iterable_dataset_takes_to_begin_is_not_taken_for_its_workers() -> None:
+    slow = EpochStatistics(1, 10, 1.0, start_up_seconds=0.6, workers_seconds=0.4)
+    assert lines("start_up", Costs((0.04,)), epoch=slow, iterable=True) == (
+        "persistent_workers=True: up to about 2.5 × from the second epoch on, unless iter(dataset) takes "
+        "the time"
+    )
+
+
+def test_a_window_that_is_too_narrow_is_widened() -> None:
+    costs = Costs((0.1,), load_cpu=0.0)
+    wider = lines("memory", costs, Setting(4, fixed_window=1))
+    assert wider == "schedule=RoundRobin() without window=1: about 4 ×"
+    wider = lines("memory", costs, Setting(4, dynamic=True, fixed_window=1))
+    assert wider == "schedule=Dynamic() without window=1: about 4 ×"
+    assert lines("memory", costs, Setting(4, fixed_window=64)) == ""
+
+
+def test_new_memory_is_for_batches_that_are_kept() -> None:
+    worker = WorkerStatistics(0, 70, work_seconds=1.0, new_memory_seconds=0.5)
+    found = lines("memory", Costs((0.1,), pack=0.02), workers=(worker,))
+    assert found.startswith("new memory takes 50% of the workers' time, because batches are kept or grow")
+    assert found.endswith("about 2 ×")
+
+
+def test_a_collate_of_the_users_may_write_to_shared_memory() -> None:
+    costs = Costs((0.01,), pack=0.03)
+    assert "pad makes tensors in memory of fastq_loader.empty(" in lines("transport", costs, collate="pad")
+    assert "empty" not in lines("transport", costs)
+    assert "empty" not in lines("transport", Costs((1e-5,), pack=9e-5), collate="pad"), "it is quick"
+
+
+def test_what_takes_long_to_put_together_is_made_simpler_and_what_does_not_is_made_larger() -> None:
+    slow, quick = Costs((1e-5,), overhead=0.01), Costs((1e-5,), overhead=3e-4, step=5e-5)
+    assert "pickled" in lines("transport", slow)
+    assert "as many samples" not in lines("transport", slow)
+    assert "batches twice as large: up to about 1.7 × as many samples a second" in lines("transport", quick)
+    assert "pickled" not in lines("transport", quick)
+
+
+def test_another_sampler_is_named() -> None:
+    costs = Costs((0.001,), draw=0.02, step=0.01)
+    assert lines("sampler", costs, sampler="Mine") == (
+        "Mine takes 20 ms a batch; shuffle=True, or fastq_loader.PermutationSampler, in its place: "
+        "up to about 3 ×"
+    )
+    assert "shuffle=True" not in lines("sampler", costs, sampler="RandomSampler", shuffles=True)
+    assert lines("sampler", costs, sampler="Mine", iterable=True) == ""
+
+
+def test_the_way_to_the_device() -> None:
+    costs = Costs((0.001,), device=0.02, step=0.01)
+    pageable = StagingStatistics("cuda", "pageable", "no room")
+    assert "(no room)" in lines("device_copy", costs, staging=pageable)
+    assert lines("device_copy", costs, staging=replace(pageable, pin="register")) == ""
+    in_workers = lines("device_copy", costs, transform="crop")
+    assert in_workers == "crop in the workers, as part of collate_fn: about 2.9 ×"
+    assert lines("device_copy", costs, Setting(0), transform="crop") == ""
+    assert "pin_memory=True" in lines("device_copy", costs, pins=True)
+
+
+def test_without_costs_there_is_no_advice() -> None:
+    assert advice(RunProfile(EPOCH), ["workers"]) == ()
+
+
+SECONDS = st.floats(1e-6, 1.0)
+
+
+@examples(100)
+@given(
+    st.lists(st.sampled_from([*CAUSES, "balanced", "unknown"]), max_size=9),
+    st.lists(SECONDS, min_size=1, max_size=9),
+    st.lists(SECONDS, min_size=4, max_size=4),
+    st.integers(0, 4),
+    st.booleans(),
+    st.floats(0.5, 8.0),
+)
+def test_little_gains_are_not_mentioned_and_the_best_comes_first(
+    limits: list[str], loads: list[float], others: list[float], workers: int, dynamic: bool, cpus: float
+) -> None:
+    pack, overhead, draw, step = others
+    costs = Costs(tuple(loads), pack=pack, overhead=overhead, draw=draw, step=step)
+    evidence = RunProfile(EPOCH, costs, Setting(workers, 2, dynamic), cpus, collate="pad")
+    found = advice(evidence, limits)
+    gains = [float(match.group(1)) for line in found if (match := re.search(r"about ([\d.e+]+) ×", line))]
+    assert len(found) <= 4
+    assert all(gain > 1 for gain in gains)
+    assert gains == sorted(gains, reverse=True)
+
+
+def test_durations_are_short() -> None:
+    seconds = (0.0, 4.2e-5, 0.000_99, 0.031, 0.00234, 0.9999, 7.4, 123.4)
+    texts = ["0 µs", "42 µs", "990 µs", "31 ms", "2.34 ms", "1 s", "7.4 s", "123 s"]
+    assert list(map(duration, seconds)) == texts
+
+
+Batch = tuple[bytes, int]
+
+
+def batches(letters: str, nbytes: int = 8) -> list[Batch]:
+    return [(letter.encode(), nbytes) for letter in letters]
+
+
+ALIKE = {
+    "all eight": [batches("abcdefgh")] * 2,
+    "fewer, if there are no more": [batches("abc")] * 2,
+    "two, with enough in them": [batches("ab", 12)] * 2,
+    "with repetitions": [batches("aabbcc")] * 2,
+    "any two workers": [batches("abcd"), batches("efgh"), batches("abcd")],
+}
+DIFFERENT = {
+    "one worker": [batches("abcdefgh")],
+    "parts": [batches("abcd"), batches("efgh")],
+    "the last one differs": [batches("abcd"), batches("abce")],
+    "one has more": [batches("abcd"), batches("abcde")],
+    "another order": [batches("abcd"), batches("bacd")],
+    "constant data": [batches("aaaaaaaa", 10**6)] * 2,
+    "nearly constant": [batches("abababab", 10**6)] * 2,
+    "two alike": [batches("aa", 10**6)] * 2,
+    "one batch each": [batches("a", 10**6)] * 2,
+    "numbers that may agree by chance": [batches("ab")] * 2,
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("case", [*ALIKE, *DIFFERENT])
+def test_workers_that_give_the_same_data(case: str) -> None:
+    first = dict(enumerate({**ALIKE, **DIFFERENT}[case]))
+    text = duplicate_data("Stream", first)
+    assert (text is not None) == (case in ALIKE)
+    if text is not None:
+        pair = (0, len(first) - 1)
+        assert f"Workers {pair[0]} and {pair[1]} gave the same data (their first {len(first[0])}" in text
+        assert "get_worker_info()" in text
+
+
+@pytest.mark.parametrize(
+    ("given_by", "idle"),
+    [
+        ([8, 0, 8], "1 of 3 workers gave no batch in a whole epoch (worker 1)"),
+        ([0, 8, 0, 8], "2 of 4 workers gave no batch in a whole epoch (worker 0, 2)"),
+        ([8, 8], None),
+        ([8, 1], None),
+        ([8, 7, 0], None),
+        ([0, 0], None),
+    ],
+)
+def test_workers_that_give_nothing(given_by: list[int], idle: str | None) -> None:
+    first = {worker: [(b"", 0)] * count for worker, count in enumerate(given_by) if count}
+    text = idle_workers("Shards", first, len(given_by))
+    assert (text is None) == (idle is None)
+    if text is not None and idle is not None:
+        assert text.startswith(idle)
+        assert f"num_workers={len(first)}" in text
+
+
+def epoch_of(
+    batches: int, *, load: int, way: int, step: int = 0, start_up: int = 0, sampler: int = 0, copy: int = 0
+) -> EpochCounters:
+    counters = EpochCounters(1, 0)
+    counters.batches = batches
+    took = load * 1000
+    answers = (came(answer(seq, 0, took, took)) for seq in range(10))  # all are alike
+    counters.fold(call(PART, 0, 0, *answers))
+    counters.by_cause.update(
+        transport=way * 1000 * batches,
+        consumer=step * 1000 * batches,
+        start_up=start_up * 1000 * batches,
+        sampler=sampler * 1000 * batches,
+        device_copy=copy * 1000 * batches,
+    )
+    return counters
+
+
+def test_batches_that_are_worth_no_worker() -> None:
+    text = tiny_batches(epoch_of(60_000, load=20, way=180, step=30), 2)
+    assert "takes 20 µs to load, and 210 µs with its way from 2 workers" in text
+    assert "this epoch of 60000 batches would have taken about 3.0 s in place of 12.6 s" in text
+
+
+@pytest.mark.parametrize(
+    ("counters", "told"),
+    [
+        (epoch_of(1000, load=500, way=10_000), True),
+        (epoch_of(999, load=500, way=10_000), False),  # a short epoch
+        (epoch_of(10, load=1, way=10**6), False),
+        (epoch_of(5000, load=10, way=1011), True),
+        (epoch_of(5000, load=10, way=1009), False),  # less than five seconds were lost
+        (epoch_of(60_000, load=100, way=201), True),
+        (epoch_of(60_000, load=100, way=199), False),  # less than twice as fast
+        (epoch_of(60_000, load=20, way=180, step=190), False),  # the step takes as long
+        (epoch_of(60_000, load=20, way=180, sampler=190), False),
+        (epoch_of(60_000, load=20, way=180, copy=190), False),
+        (epoch_of(60_000, load=100, way=100, start_up=10**6), False),  # a slow start is something else
+    ],
+)
+def test_where_it_does_not_matter_nothing_is_said(counters: EpochCounters, told: bool) -> None:
+    assert (tiny_batches(counters, 2) is not None) == told
+
+
+MB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("window", "batch_bytes", "left", "told"),
+    [
+        (16, 100 * MB, 3199 * MB, True),
+        (16, 100 * MB, 3200 * MB, False),
+        (16, 4 * MB, 0, True),
+        (15, 4 * MB, 0, False),
+    ],
+)
+def test_a_window_that_takes_half_of_the_memory(window: int, batch_bytes: int, left: int, told: bool) -> None:
+    text = memory_pressure(window, batch_bytes, left)
+    assert (text is not None) == told
+    if text is not None:
+        assert f"{window} batches of {batch_bytes / 1e6:,.1f} MB may be loaded ahead" in text
+        assert "prefetch_factor" in text

@@ -1,0 +1,230 @@
+"""How many workers the next epoch gets, by epochs that are made up."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastq_loader import DataLoader, Processes, RoundRobin
+from fastq_loader.epoch import resources
+from fastq_loader.extras.insight import auto, machine
+from fastq_loader.extras.insight.auto import Chooser, Seen, remember
+from fastq_loader.extras.insight.auto import decide as decide_within
+from fastq_loader.extras.insight.auto import given as number_given
+from fastq_loader.extras.insight.chooser import Limits, most_workers, numbers
+from fastq_loader.extras.insight.model import Costs, Setting, seconds_per_batch
+from fastq_loader.system import calls
+from fastq_loader.workers.kinds import Auto
+from tests.support.datasets import Made, Stream
+from tests.support.thorough import examples, is_thorough
+
+EIGHT = Made(float, 8)
+DECODING = Costs((0.05,), pack=0.0001, overhead=0.0001)
+TINY = Costs((0.00005,), pack=0.00005, overhead=0.0002)
+WAITING = Costs((0.05,), pack=0.0001, overhead=0.0001, load_cpu=0.02)
+
+
+def decide(seen: list[Seen], cpus: float, most: float) -> int:
+    own = Setting(seen[-1].workers, dynamic=True)
+    return decide_within(seen, Limits(own, cpus, most_workers=most))
+
+
+def seconds(costs: Costs, workers: int, cpus: float) -> float:
+    return seconds_per_batch(costs, Setting(workers, 2, dynamic=True), cpus)
+
+
+def run(
+    costs: Costs,
+    cpus: float = 4.0,
+    first: int = 2,
+    epochs: int = 8,
+    most: float = 64,
+    slower: dict[int, float] | None = None,
+) -> list[int]:
+    """The numbers of an epoch after the other, where some take longer than the model says."""
+    seen: list[Seen] = []
+    chosen = [first]
+    while len(chosen) < epochs:
+        workers = chosen[-1]
+        took = seconds(costs, workers, cpus) * (slower or {}).get(workers, 1.0)
+        remember(seen, Seen(workers, took, costs))
+        chosen.append(decide(seen, cpus, most))
+    return chosen
+
+
+@examples(40)
+@given(
+    st.floats(1e-5, 1.0),
+    st.sampled_from([0.02, 0.4, 1.0]),
+    st.sampled_from([0.0, 0.01, 0.2]),
+    st.sampled_from([0.5, 1.0, 2.0, 12.0]),
+    st.integers(1, 8),
+)
+def test_it_is_soon_near_the_best(load: float, load_cpu: float, step: float, cpus: float, first: int) -> None:
+    costs = Costs((load,), pack=0.0001, overhead=0.0001, load_cpu=load_cpu, step=step)
+    chosen = run(costs, cpus, first, epochs=6)
+    possible = {0, first, *numbers(most_workers(costs, cpus), cpus)}
+    best = min(seconds(costs, each, cpus) for each in possible)
+    assert all(seconds(costs, each, cpus) <= best * 1.06 for each in chosen[2:])
+    assert len(set(chosen[2:])) == 1, "equals do not take turns"
+
+
+@pytest.mark.parametrize("load_cpu", [0.05, 0.1, 0.2, 0.5])
+@pytest.mark.parametrize("as_modelled", [True, False])
+def test_workers_that_wait_for_cpus_are_not_halved_for_that(load_cpu: float, as_modelled: bool) -> None:
+    waiting = replace(WAITING, load_cpu=load_cpu)
+    seen = Seen(32, seconds(waiting if as_modelled else WAITING, 32, 2.0), waiting)
+    assert decide([seen], 2.0, 64) >= 32
+    idle = Seen(32, 0.1, replace(WAITING, load_cpu=0.2, step=0.1))
+    assert decide([idle], 2.0, 64) == 1, "the step limits, whatever the CPUs do"
+
+
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [
+        (DECODING, 4),  # as many as there are CPUs
+        (TINY, 0),
+        (WAITING, 64),
+        (replace(DECODING, step=0.2), 1),  # the step takes longer
+        (replace(DECODING, step=0.02), 3),  # three quarters of a batch come in the time of a step
+    ],
+)
+def test_the_number_is_what_the_costs_ask_for(costs: Costs, expected: int) -> None:
+    assert run(costs)[-1] == expected
+
+
+@examples(30)
+@given(st.dictionaries(st.integers(0, 4), st.floats(1.0, 3.0)), st.integers(1, 8))
+def test_what_was_measured_counts_and_not_what_was_expected(slower: dict[int, float], first: int) -> None:
+    chosen = run(DECODING, first=first, epochs=24 if is_thorough else 14, slower=slower)
+    took = {each: seconds(DECODING, each, 4.0) * slower.get(each, 1.0) for each in set(chosen)}
+    assert took[chosen[-1]] <= min(took.values()) * 1.06
+    assert len(set(chosen[10:])) == 1, "nothing is tried again"
+
+
+def test_a_gain_within_the_noise_is_no_reason_for_more_workers() -> None:
+    two = Seen(2, 0.0100, replace(DECODING, step=0.0))
+    four = Seen(4, 0.0097, replace(DECODING, step=0.0))
+    assert decide([four, two], 4.0, 4) == 2
+    assert decide([four, replace(two, seconds=0.011)], 4.0, 4) == 4
+
+
+def test_a_step_that_has_become_longer_needs_fewer_workers() -> None:
+    fast = [Seen(4, 0.0126, DECODING)] * 3
+    slow = replace(DECODING, step=0.1)
+    assert decide([*fast, Seen(4, 0.1002, slow)], 4.0, 64) == 1
+
+
+def test_an_epoch_without_workers_does_not_tell_what_they_add() -> None:
+    with_workers = Costs((0.001,), pack=0.01, overhead=0.01)
+    alone = Costs((0.001,))
+    seen = [Seen(2, 0.021, with_workers), Seen(0, 0.001, alone)]
+    assert decide(seen, 4.0, 64) == 0
+    assert decide([Seen(0, 0.05, replace(alone, loads=(0.05,)))], 4.0, 64) == 4
+
+
+@pytest.mark.parametrize(("number", "persistent", "most"), [(0, False, 7), (2, False, 7), (2, True, 9)])
+def test_workers_and_their_batches_fit_into_memory(
+    monkeypatch: pytest.MonkeyPatch, number: int, persistent: bool, most: int
+) -> None:
+    """In 3.2 GB those of 134 MB, with three batches of 100 MB each; workers that stay have theirs already."""
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 4_000_000_000)
+    monkeypatch.setattr(machine, "local_ranks", lambda *_: 1)
+    monkeypatch.setattr(auto, "decide", lambda seen, limits: (seen[-1].costs, limits))
+    loader = DataLoader(EIGHT)
+    list(loader)
+    counters = resources.of(loader).counters
+    counters.bytes = 100_000_000 * counters.batches
+    costs, limits = Chooser().next_number(number, counters, 2, persistent)  # type: ignore[misc]
+    assert limits.own == Setting(number, dynamic=True)
+    allowed = [each for each in range(20) if limits.allow(replace(limits.own, num_workers=each), costs)]
+    assert allowed == list(range(most + 1))
+
+
+@pytest.mark.parametrize(("cpus", "number"), [(0.25, 1), (1.0, 1), (2.0, 2), (3.5, 4), (96.0, 8)])
+def test_the_first_epoch_goes_by_the_cpus(monkeypatch: pytest.MonkeyPatch, cpus: float, number: int) -> None:
+    monkeypatch.setattr(machine, "cpus", lambda: cpus)
+    first = number_given("auto")
+    assert first == number
+    assert isinstance(first, Auto)
+
+
+def test_a_system_without_workers_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "AVAILABLE", False)
+    loader = loader_of()
+    assert loader.num_workers == 0
+    assert len(list(loader)) == 8
+    list(loader)
+    assert loader.num_workers == 0
+
+
+def test_numbers_are_taken_as_they_are_and_other_words_are_refused() -> None:
+    assert number_given(3) == 3
+    assert not isinstance(number_given(3), Auto)
+    with pytest.raises(
+        ValueError, match="num_workers='automatic' is unknown: use a number of workers, or 'auto'"
+    ):
+        DataLoader(EIGHT, num_workers="automatic")  # type: ignore[arg-type]
+
+
+def test_the_number_is_an_int_that_stays_auto_on_every_way() -> None:
+    number = Auto(2)
+    assert number == 2 < 3
+    assert repr(number) == f"{number}" == "auto (2)"
+    assert json.dumps(number) == "2"
+    for copied in (copy.copy(number), copy.deepcopy(number), pickle.loads(pickle.dumps(number))):
+        assert copied == 2
+        assert type(copied) is Auto
+
+
+def loader_of(**arguments: Any) -> DataLoader[Any]:
+    return DataLoader(EIGHT, **{"num_workers": "auto", "schedule": "dynamic"} | arguments)
+
+
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_a_loader_is_rebuilt_from_its_attributes(number: int) -> None:
+    loader = loader_of(persistent_workers=True, prefetch_factor=3, timeout=5, multiprocessing_context="fork")
+    loader.num_workers = Auto(number)
+    names = ("num_workers", "persistent_workers", "prefetch_factor", "timeout", "schedule")
+    context = loader.multiprocessing_context
+    again = type(loader)(
+        loader.dataset, multiprocessing_context=context, **{name: getattr(loader, name) for name in names}
+    )
+    for each in (again, copy.copy(loader)):
+        assert {name: getattr(each, name) for name in names} == {
+            name: getattr(loader, name) for name in names
+        }
+        assert type(each.num_workers) is Auto
+
+
+@pytest.mark.parametrize("schedule", ["round_robin", RoundRobin()])
+def test_another_schedule_is_an_error_that_says_why(schedule: Any) -> None:
+    text = (
+        r"num_workers='auto' cannot go with schedule=RoundRobin\(.*depend on how many.*Use schedule='dynamic'"
+    )
+    with pytest.raises(ValueError, match=text):
+        DataLoader(EIGHT, num_workers="auto", schedule=schedule)
+    loader = loader_of()
+    with pytest.raises(ValueError, match=text):
+        loader.schedule = schedule
+    assert loader.schedule == "dynamic"
+
+
+def test_an_iterable_dataset_is_an_error_that_says_why() -> None:
+    with pytest.raises(ValueError, match="cannot go with an IterableDataset: each worker reads a part of it"):
+        DataLoader(Stream("tensors", [8]), num_workers="auto", schedule="dynamic")
+
+
+def test_the_word_is_for_the_constructor() -> None:
+    loader = loader_of(workers=Processes(max_restarts=1), in_order=False)
+    with pytest.raises(ValueError, match="num_workers='auto' cannot be set: pass it to the constructor"):
+        loader.num_workers = "auto"  # type: ignore[assignment]
+    loader.num_workers = 3
+    assert type(loader.num_workers) is int

@@ -1,0 +1,414 @@
+"""Hints: each kind comes once, at the user's line, costs no batch, and does not come in near misses."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    get_worker_info,
+)
+
+from fastq_loader import (
+    DataLoader,
+    DuplicateData,
+    Dynamic,
+    IdleWorker,
+    LoaderHint,
+    MemoryPressure,
+    PermutationSampler,
+    PrivateGenerators,
+    SameOrder,
+    TinyBatches,
+)
+from fastq_loader.epoch import resources
+from fastq_loader.extras.insight import advice as judgements
+from fastq_loader.extras.insight import hints
+from tests.support.datasets import Stream
+from tests.support.loaders import WORKERS
+from tests.support.thorough import thorough
+
+pytestmark = pytest.mark.processes
+
+NUMBERS = range(64)
+DOWN = list(reversed(NUMBERS))
+MIB = torch.zeros(1 << 20, dtype=torch.uint8)
+
+
+class Whole(IterableDataset):
+    def __init__(self, length: int, make: Callable[[int], Any] = torch.tensor) -> None:
+        self.length, self.make = length, make
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.make, range(self.length))
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return count(1)
+
+
+def distributed(workers: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(
+        NUMBERS,
+        4,
+        sampler=DistributedSampler(NUMBERS, 2, 0, **options),
+        num_workers=workers,  # type: ignore[arg-type]
+    )
+
+
+def large() -> DataLoader[Any]:
+    return DataLoader([MIB] * 8, num_workers=2, prefetch_factor=3)  # type: ignore[arg-type]
+
+
+class Draws:
+    """A collate function, or a dataset, that draws from a generator of its own, or does so for no sample."""
+
+    def __init__(self, draws: bool = True) -> None:
+        self.rng, self.draws = np.random.default_rng(0), draws
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> float:
+        return self.rng.random() if self.draws else torch.rand(()).item()
+
+    def __call__(self, samples: list[float]) -> list[float]:
+        return [*samples, self[0]]
+
+
+def noise(draws: bool = True, schedule: Any = "dynamic", workers: int = 2) -> DataLoader[Any]:
+    both: Any = Draws(draws), Draws(draws)
+    return DataLoader(both[0], 4, collate_fn=both[1], num_workers=workers, schedule=schedule)
+
+
+@pytest.fixture
+def easily_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small runs matter, and there is no memory."""
+    monkeypatch.setattr(judgements, "LEAST_BATCHES", 1)
+    monkeypatch.setattr(judgements, "_LEAST_TIMES", 0.0)
+    monkeypatch.setattr(judgements, "_LEAST_SECONDS", float("-inf"))
+    monkeypatch.setattr(judgements, "_LEAST_WINDOW", 1 << 20)
+    monkeypatch.setattr(hints, "memory_bytes", lambda: 0)
+
+
+#: Of each kind: a loader, its epochs up to the one that tells, and what the text says.
+CASES: dict[type[LoaderHint], tuple[Callable[[], DataLoader[Any]], int, str]] = {
+    SameOrder: (lambda: distributed(2), 2, "DistributedSampler gave the same order in epochs 0 and 1"),
+    DuplicateData: (lambda: DataLoader(Whole(16), 2, num_workers=2), 1, "every sample of Whole comes more"),
+    IdleWorker: (
+        lambda: DataLoader(Stream("drawn", [9]), num_workers=2),
+        1,
+        r"no batch .* \(worker 1\): Stream",
+    ),
+    TinyBatches: (lambda: DataLoader(range(4), num_workers=2), 1, "4 batches would have taken about 0.0 s"),
+    PrivateGenerators: (lambda: noise(), 1, r"Batches drew from collate_fn\.rng, dataset\.rng, and each"),
+    MemoryPressure: (large, 1, "6 batches of 1.0 MB may be loaded ahead: 6 MB"),
+}
+KINDS = pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
+
+
+def iterate(loader: Any) -> int:
+    return sum(1 for _ in loader)
+
+
+def told(call: Callable[..., Any], *arguments: Any) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", LoaderHint)
+        call(*arguments)
+    return caught
+
+
+@pytest.mark.usefixtures("easily_told")
+@KINDS
+def test_each_kind_comes_once_at_the_users_line_and_says_what_was_seen(kind: type[LoaderHint]) -> None:
+    make, epochs, text = CASES[kind]
+    loader = make()
+    found: list[Any] = []
+    for epoch in range(epochs + 1):
+        found += [(epoch + 1, warning) for warning in told(iterate, loader) if warning.category is kind]
+    assert [epoch for epoch, _ in found] == [epochs]
+    [(_, warning)] = found
+    assert (warning.filename, warning.lineno) == (__file__, iterate.__code__.co_firstlineno + 1)
+    assert re.search(text, str(warning.message))
+
+
+def only(kind: type[LoaderHint]) -> None:
+    warnings.simplefilter("ignore")
+    warnings.simplefilter("error", kind)
+
+
+@thorough(but={"kind": [SameOrder, DuplicateData]})
+@pytest.mark.usefixtures("easily_told")
+@KINDS
+def test_as_an_error_it_costs_no_batch_and_the_epoch_ends_with_the_next_call(kind: type[LoaderHint]) -> None:
+    make, epochs, _ = CASES[kind]
+    loader = make()
+    with warnings.catch_warnings():
+        only(kind)
+        for _ in range(epochs - 1):
+            iterate(loader)
+        iterator, raised, batches = iter(loader), [], 0
+        while True:
+            try:
+                next(iterator)
+            except kind:
+                raised.append(batches)
+                assert loader.state_dict()["_num_yielded"] == batches, "no batch is on its way"
+            except StopIteration:
+                break
+            else:
+                batches += 1
+        with pytest.raises(StopIteration):
+            next(iterator)
+        iterate(loader)  # it does not come again
+        warnings.simplefilter("ignore")
+        assert (len(raised), batches) == (1, iterate(make()))
+
+
+def test_of_two_hints_that_are_errors_the_first_ends_the_epoch() -> None:
+    class Sampled(Whole):
+        def __iter__(self) -> Iterator[Any]:
+            info = get_worker_info()
+            return iter(()) if info is not None and info.id == 2 else super().__iter__()
+
+    def make() -> DataLoader[Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # more workers than cores
+            return DataLoader(Sampled(8), num_workers=3)
+
+    assert [warning.category for warning in told(iterate, make())] == [DuplicateData, IdleWorker]
+    with warnings.catch_warnings():
+        only(LoaderHint)
+        iterator = iter(make())
+        assert len(list(islice(iterator, 16))) == 16
+        with pytest.raises(DuplicateData):
+            next(iterator)
+        with pytest.raises(StopIteration):
+            next(iterator)
+
+
+def test_an_interrupt_in_the_middle_of_a_hint_does_not_lose_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(text: str, category: type[Warning]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hints, "warn_user", interrupted)
+    loader = distributed(0)
+    assert iterate(loader) == 8
+    iterator = iter(loader)
+    assert len(list(islice(iterator, 8))) == 8
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(iterator)
+
+
+def twice(loader: DataLoader[Any]) -> None:
+    assert iterate(loader) == iterate(loader) > 0
+
+
+def tell_epochs(loader: DataLoader[Any]) -> None:
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        iterate(loader)
+
+
+def break_off(loader: DataLoader[Any]) -> None:
+    list(islice(loader, 31))
+    iterate(loader)
+
+
+def side_by_side(loader: DataLoader[Any]) -> None:
+    assert len(list(zip(loader, loader, strict=True))) == len(loader)
+
+
+def resume(loader: DataLoader[Any]) -> None:
+    iterate(loader)
+    list(islice(loader, 2))
+    loader.load_state_dict(loader.state_dict())
+    assert iterate(loader) == len(loader) - 2
+
+
+def begin_again(loader: DataLoader[Any]) -> None:
+    iterator = iter(loader)
+    state = loader.state_dict()
+    assert len(list(iterator)) == len(loader)
+    loader.load_state_dict(state)
+    iterate(loader)
+
+
+class Wraps(Sampler[Any]):
+    def __init__(self, order: Any, shuffle: Any = None) -> None:
+        self.order, self.shuffle = order, shuffle
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.order)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told = epoch
+
+
+class Follows(Wraps):
+    """Was told another epoch, and gives the same all the same."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        return super().__iter__()
+
+
+def given(workers: int, sampler: Any, size: int | None = 4) -> DataLoader[Any]:
+    return DataLoader(NUMBERS, size, sampler=sampler, num_workers=workers)  # type: ignore[arg-type]
+
+
+SAME: dict[str, Callable[[int], DataLoader[Any]]] = {
+    "DistributedSampler": distributed,
+    "our own shuffle": lambda workers: given(workers, PermutationSampler(64, 1)),
+    "any with set_epoch": lambda workers: given(workers, Wraps(DOWN)),
+    "without batches": lambda workers: given(workers, Wraps(DOWN), None),
+    "in a batch sampler": lambda workers: DataLoader(
+        NUMBERS,  # type: ignore[arg-type]
+        batch_sampler=BatchSampler(DistributedSampler(NUMBERS, 2, 0), 4, False),  # type: ignore[arg-type]
+        num_workers=workers,
+    ),
+    "many batches": lambda workers: given(workers, Wraps(DOWN * 2), 2),
+}
+
+
+@thorough(but={"workers": 0})
+@WORKERS
+@pytest.mark.parametrize("name", SAME)
+def test_samplers_that_nobody_told_the_epoch(name: str, workers: int) -> None:
+    loader = SAME[name](workers)
+    assert [warning.category for warning in told(twice, loader)] == [SameOrder]
+
+
+@thorough(but={"workers": 0})
+@WORKERS
+def test_an_epoch_that_was_broken_off_late_enough_is_compared(workers: int) -> None:
+    loader = given(workers, Wraps(DOWN), 1)
+    list(islice(loader, 32))
+    with pytest.warns(SameOrder, match="first 32 samples"):
+        iterate(loader)
+
+
+def test_a_long_epoch_tells_early() -> None:
+    loader = given(0, Wraps(DOWN), 1)
+    iterate(loader)
+    iterator = iter(loader)
+    assert len(list(islice(iterator, 32))) == 32
+    with pytest.raises(SameOrder):
+        next(iterator)
+
+
+ORDERS: dict[str, tuple[Callable[[int], DataLoader[Any]], Callable[[DataLoader[Any]], object]]] = {
+    "told": (distributed, tell_epochs),
+    "no shuffle": (lambda workers: distributed(workers, shuffle=False), twice),
+    "says that it does not shuffle": (lambda workers: given(workers, Wraps(DOWN, shuffle=False)), twice),
+    "ascends": (lambda workers: given(workers, Wraps(NUMBERS)), twice),
+    "cannot be told": (lambda workers: given(workers, DOWN), twice),
+    "one batch": (lambda workers: given(workers, Wraps(DOWN), 64), twice),
+    "few samples": (lambda workers: given(workers, Wraps(DOWN[:19])), twice),
+    "follows by itself": (lambda workers: given(workers, Follows(DOWN)), twice),
+    "broken off": (lambda workers: given(workers, Wraps(DOWN), 1), break_off),
+    "two at once": (distributed, side_by_side),
+    "resumed": (distributed, resume),
+    "resumed from its beginning": (distributed, begin_again),
+}
+
+
+@thorough(but={"workers": 0})
+@WORKERS
+@pytest.mark.parametrize("name", ORDERS)
+def test_orders_that_nobody_is_told_of(name: str, workers: int) -> None:
+    make, use = ORDERS[name]
+    use(make(workers))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(False,), (True, Dynamic(reseed=True)), (True, "round_robin"), (True, "dynamic", 0)],
+    ids=["global generators", "seeded", "torch's order", "no workers"],
+)
+def test_own_generators_that_nobody_is_told_of(arguments: tuple[Any, ...]) -> None:
+    assert not told(twice, noise(*arguments))
+
+
+def test_a_generator_that_a_dataset_makes_for_its_first_sample_is_told_of() -> None:
+    class Late(Draws):
+        def __getitem__(self, index: int) -> float:
+            self.late = vars(self).get("late") or np.random.default_rng(index)
+            return self.late.random()
+
+    dataset: Any = Late()
+    with pytest.warns(PrivateGenerators, match=r"drew from dataset\.late, and each"):
+        iterate(DataLoader(dataset, 4, num_workers=2, schedule="dynamic"))
+
+
+def next_only(loader: DataLoader[Any]) -> None:
+    """torch's own tests: no call that gives a batch of what every worker repeats warns."""
+    iterator = iter(loader)
+    for _ in range(16):
+        next(iterator)
+
+
+def test_the_end_of_an_endless_stream_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(hints._MOMENTS, DuplicateData, 20)
+    iterator = iter(DataLoader(Endless(), num_workers=2))
+    assert len(list(islice(iterator, 20))) == 20
+    with pytest.raises(DuplicateData):
+        next(iterator)
+    assert next(iterator).item() == 11
+
+
+#: `extras/insight/test_advice.py` has more of them.
+STREAMS: dict[str, tuple[Callable[[], DataLoader[Any]], Callable[[DataLoader[Any]], object]]] = {
+    "no worker": (lambda: DataLoader(Whole(16)), twice),
+    "one worker": (lambda: DataLoader(Whole(16), num_workers=1), twice),
+    "indices": (lambda: DataLoader([torch.arange(9)] * 16, num_workers=2), twice),  # type: ignore[arg-type]
+    "broken off": (lambda: DataLoader(Whole(16), 2, num_workers=2), next_only),
+    "parts": (lambda: DataLoader(Stream("tensors", [9, 9]), num_workers=2), twice),
+    "ten batches": (lambda: DataLoader(range(10), num_workers=2), twice),  # type: ignore[arg-type]
+}
+
+
+@thorough(after=4)
+@pytest.mark.parametrize("name", STREAMS)
+def test_streams_that_nobody_is_told_of(name: str) -> None:
+    make, use = STREAMS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LoaderHint)
+        use(make())
+
+
+@pytest.mark.usefixtures("easily_told")
+def test_an_epoch_that_goes_on_is_not_judged_by_its_rest() -> None:
+    loader = DataLoader(Stream("tensors", [1, 20]), num_workers=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert len(list(islice(loader, 4))) == 4
+        state = loader.state_dict()
+        iterate(other := DataLoader(Stream("tensors", [1, 20]), num_workers=2))
+    assert resources.of(other).hinted
+    rest = DataLoader(Stream("tensors", [1, 20]), num_workers=2)
+    rest.load_state_dict(state)
+    assert not told(iterate, rest)
+
+
+def test_memory_that_the_loader_has_already_counts_as_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judgements, "_LEAST_WINDOW", 1 << 20)
+    monkeypatch.setattr(hints, "memory_bytes", lambda: 11 << 20)  # less than two windows
+    assert iterate(large()) == 8

@@ -1,0 +1,391 @@
+"""Which limit is named, what is to blame, the page that says so, and what it is all based on."""
+
+from __future__ import annotations
+
+import html
+import io
+import pickle
+import sys
+from dataclasses import FrozenInstanceError, fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, SequentialSampler, default_collate
+
+from fastq_loader import DataLoader, Dynamic, RoundRobin, ToDevice
+from fastq_loader.epoch import resources
+from fastq_loader.extras.insight import verdict
+from fastq_loader.extras.insight.model import Costs, RunProfile, Setting
+from fastq_loader.extras.insight.verdict import Diagnosis, diagnose
+from fastq_loader.statistics.records import WAITED
+from fastq_loader.statistics.snapshots import (
+    CAUSES,
+    EpochStatistics,
+    LateBatch,
+    StagingStatistics,
+    WorkerStatistics,
+)
+from fastq_loader.system import pages
+from tests.support.datasets import Stream, identity
+from tests.support.limited import Naps
+from tests.support.records import gives
+from tests.support.thorough import examples
+
+LIMITS = {*CAUSES, "balanced", "unknown"}
+
+
+def epoch_of(batches: int = 100, seconds: float = 10.0, **shares: float) -> EpochStatistics:
+    by_cause = {"consumer": 1 - sum(shares.values()), **shares}
+    return EpochStatistics(
+        1, batches, seconds, **{f"{cause}_seconds": share * seconds for cause, share in by_cause.items()}
+    )
+
+
+def profile_of(busy: float = 0.5, **shares: Any) -> RunProfile:
+    """A run with two workers, which are busy for a part of the time."""
+    epoch = epoch_of(**shares)
+    load = 2 * busy * epoch.seconds / max(1, epoch.batches)
+    return RunProfile(epoch, Costs((load,)), Setting(2))
+
+
+@examples(100)
+@given(st.lists(st.integers(0, 100), min_size=8, max_size=8).filter(any), st.floats(0, 1))
+def test_of_any_epoch_there_is_one_limit_and_its_share(parts: list[int], busy: float) -> None:
+    shares = {cause: part / sum(parts) for cause, part in zip(CAUSES, parts, strict=True)}
+    found = diagnose(profile_of(busy, **shares))
+    lost = {cause: share for cause, share in shares.items() if cause != "consumer"}
+    assert found.limit in LIMITS - {"unknown"}
+    assert 0 <= found.share <= 1.0001
+    if found.limit in lost:
+        assert found.share == pytest.approx(lost[found.limit])
+        assert found.share >= max(share for cause, share in lost.items() if cause != "workers") - 1e-9
+    else:
+        assert all(share < 0.2 for share in lost.values())
+        expected = {"consumer": shares["consumer"], "balanced": sum(lost.values())}
+        assert found.share == pytest.approx(expected[found.limit])
+
+
+@pytest.mark.parametrize(
+    ("shares", "busy", "limit", "share"),
+    [
+        ({}, 0.5, "consumer", 1.0),
+        ({"workers": 0.19, "transport": 0.09}, 0.5, "consumer", 0.72),
+        ({"workers": 0.19, "transport": 0.09}, 0.8, "balanced", 0.28),
+        ({"workers": 0.21, "transport": 0.09}, 0.8, "workers", 0.21),
+        ({"workers": 0.19, "transport": 0.11}, 0.8, "transport", 0.11),
+        ({"workers": 0.3, "head_of_line": 0.4}, 1.0, "head_of_line", 0.4),
+    ],
+)
+def test_little_waiting_is_no_limit(shares: dict[str, float], busy: float, limit: str, share: float) -> None:
+    found = diagnose(profile_of(busy, **shares))
+    assert (found.limit, found.share) == (limit, pytest.approx(share))
+
+
+@pytest.mark.parametrize(
+    ("batches", "seconds", "shares", "limit"),
+    [
+        (0, 0.0, {}, "unknown"),
+        (7, 10.0, {"workers": 0.9}, "unknown"),
+        (100, 0.04, {"workers": 0.9}, "unknown"),
+        (1, 10.0, {"start_up": 0.9}, "start_up"),
+        (1, 0.04, {"start_up": 0.9}, "unknown"),
+        (0, 10.0, {"start_up": 0.9}, "unknown"),
+        (7, 10.0, {"start_up": 0.3, "workers": 0.5}, "unknown"),
+    ],
+)
+def test_too_little_says_nothing(batches: int, seconds: float, shares: dict[str, float], limit: str) -> None:
+    found = diagnose(profile_of(batches=batches, seconds=seconds, **shares))
+    assert found.limit == limit
+    if limit == "unknown":
+        assert (found.share, found.culprit, found.advice) == (0.0, None, ())
+
+
+LATE = LateBatch(1, 412, seconds=1.9, load_seconds=2.1, sample=26211, sample_seconds=2.0)
+
+
+@pytest.mark.parametrize(
+    ("late", "culprit"),
+    [
+        ((LATE,), "batch 412, sample 26211: 1.9 s of 7.4 s"),
+        ((LATE, replace(LATE, batch=3)), "batch 412, sample 26211: 1.9 s of 7.4 s"),
+        ((replace(LATE, sample_seconds=1.0),), "batch 412: 1.9 s of 7.4 s"),
+        ((replace(LATE, load_seconds=0.0, sample=None, sample_seconds=0.0),), "batch 412: 1.9 s of 7.4 s"),
+        ((replace(LATE, sample="x" * 1000),), f"batch 412, sample '{'x' * 12}...{'x' * 13}': 1.9 s of 7.4 s"),
+        ((), None),
+    ],
+)
+def test_the_batch_that_held_up_most_is_named(late: tuple[LateBatch, ...], culprit: str | None) -> None:
+    run = replace(profile_of(head_of_line=0.74), late=late)
+    assert diagnose(run).culprit == culprit
+
+
+def test_collating_is_named_where_it_takes_longer_than_reading() -> None:
+    worker = WorkerStatistics(0, 70, fetch_seconds=1.0, collate_seconds=3.0)
+    run = replace(profile_of(workers=0.8), workers=(worker,))
+    assert diagnose(run).culprit == "default_collate: 6 s of 8 s"
+    assert diagnose(replace(run, collate="pad")).culprit == "pad: 6 s of 8 s"
+    quick = replace(worker, collate_seconds=0.9)
+    assert diagnose(replace(run, workers=(quick,))).culprit is None
+
+
+def test_sampler_and_transform_are_named() -> None:
+    assert diagnose(replace(profile_of(sampler=0.5), sampler="Mine")).culprit == "Mine: 5 s of 5 s"
+    on_host = replace(profile_of(device_copy=0.5), transform="normalize")
+    assert diagnose(on_host).culprit == "normalize: 5 s of 5 s"
+    assert diagnose(replace(on_host, staging=StagingStatistics("cuda"))).culprit is None
+    assert diagnose(profile_of(device_copy=0.5)).culprit is None
+
+
+def test_it_is_immutable_and_travels_and_every_field_is_explained() -> None:
+    found = diagnose(profile_of(workers=0.5))
+    assert pickle.loads(pickle.dumps(found)) == found
+    assert repr(found).startswith("Diagnosis(limit='workers', share=0.5")
+    for field in fields(Diagnosis):
+        assert field.name in str(Diagnosis.__doc__)
+        with pytest.raises(FrozenInstanceError):
+            setattr(found, field.name, 1)
+    assert all(f'"{limit}":' in str(Diagnosis.__doc__) for limit in LIMITS)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "no such encoding", None])
+def test_a_terminal_without_blocks_gets_ascii(encoding: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        pass
+
+    Terminal.encoding = encoding  # type: ignore[assignment]
+    run = replace(profile_of(workers=0.5), cpus=8.0, sampler="Größe")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert str(diagnose(run)).isascii()
+    monkeypatch.setattr(sys, "stdout", None)  # a program without a console
+    assert str(diagnose(run)).isascii()
+    Terminal.encoding = "utf-8"  # type: ignore[assignment]
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert "█" in str(diagnose(run))
+
+
+EPOCH = EpochStatistics(
+    epoch=3,
+    batches=1563,
+    seconds=12.4,
+    consumer_seconds=4.96,
+    workers_seconds=7.378,
+    transport_seconds=0.062,
+    wait_p50=0.00008,
+    wait_p95=0.031,
+    wait_p99=0.09,
+    ready=(0.0, 1.0, 4.0, 8.0),
+)
+WORKER = WorkerStatistics(
+    *(0, 70, 0, 100, 9.0),
+    fetch_seconds=8.0,
+    collate_seconds=0.5,
+    packing_seconds=0.5,
+    idle_seconds=1.0,
+)
+PAGE = Diagnosis(
+    "workers",
+    0.595,
+    "pad: 4 s of 7.4 s",
+    ("num_workers 2 → 4: about 1.8 ×, until the consumer limits; 2 cores are free",),
+    EPOCH,
+    (WORKER,),
+    "num_workers=1, prefetch_factor=2, round_robin",
+)
+
+
+def test_a_page_as_it_is_printed() -> None:
+    assert verdict.text(PAGE).splitlines() == [
+        "Loading limits: 60% of the time was spent waiting for it.",
+        "  pad: 4 s of 7.4 s",
+        "",
+        "Epoch 3: 1,563 batches in 12.4 s, 126 a second; num_workers=1,",
+        "prefetch_factor=2, round_robin",
+        "",
+        "  training step      4.96 s  40%  ████████████████",
+        "  loading            7.38 s  60%  ███████████████████████▊",
+        "  transport           62 ms   0%  ▎",
+        "",
+        "  next() took  p50 80 µs   p95 31 ms   p99 90 ms",
+        "  ready ahead  ▁▂▅█  up to 8 batches",
+        "",
+        "  worker     busy  blocked     idle    fetch  collate     pack",
+        "  0           90%       0%      10%    80 ms     5 ms     5 ms",
+        "",
+        "What would help:",
+        "  - num_workers 2 → 4: about 1.8 ×, until the consumer limits; 2 cores are free",
+    ]
+
+
+SECONDS = st.floats(0, 1e5)
+NAMES = st.text(max_size=300)
+
+
+@examples(100)
+@given(
+    st.sampled_from([*CAUSES, "balanced", "unknown"]),
+    st.lists(SECONDS, min_size=8, max_size=8),
+    st.lists(SECONDS, max_size=64),
+    st.integers(0, 40),
+    NAMES,
+    st.lists(NAMES, max_size=4),
+)
+def test_any_page_has_80_columns_and_fits_a_screen(
+    limit: str, by_cause: list[float], ready: list[float], workers: int, culprit: str, advice: list[str]
+) -> None:
+    epoch = EpochStatistics(
+        0,
+        10**6,
+        sum(by_cause),
+        **{f"{cause}_seconds": seconds for cause, seconds in zip(CAUSES, by_cause, strict=True)},
+        ready=tuple(ready),
+    )
+    found = Diagnosis(limit, 0.5, culprit, tuple(advice), epoch, (WORKER,) * workers, "num_workers=40")
+    page = verdict.text(found)
+    assert all(len(line) <= 80 for line in page.split("\n"))
+    assert page.count("\n") < 60
+    assert verdict.in_ascii(page).isascii()
+
+
+def test_workers_on_other_machines_say_where_they_run() -> None:
+    names = ("10.0.0.12", None, "a-name.that.is.long.example")
+    found = replace(PAGE, workers=tuple(replace(WORKER, id=at, node=node) for at, node in enumerate(names)))
+    table = [line for line in verdict.text(found).splitlines() if "90%" in line]
+    assert [line[62:] for line in table] == ["  10.0.0.12", "", "  a-name.that.is.l"]
+
+
+def test_all_epochs_together_have_no_number_and_workers_in_excess_no_line() -> None:
+    assert "\nEpoch 0: 1,563 batches" in verdict.text(replace(PAGE, epoch=replace(EPOCH, epoch=0)))
+    page = verdict.text(replace(PAGE, epoch=replace(EPOCH, epoch=None), workers=(WORKER,) * 10))
+    assert "All epochs: 1,563 batches" in page
+    assert page.count("90%") == 8
+    assert "and 2 more" in page
+
+
+def test_what_is_the_users_is_escaped_in_html() -> None:
+    found = replace(PAGE, culprit="<script>alert('&')</script>")
+    assert found._repr_html_() == f"<pre>{html.escape(verdict.text(found))}</pre>"
+    assert "<script>" not in found._repr_html_()
+
+
+@pytest.fixture
+def evidence(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(verdict, "diagnose", lambda evidence: evidence)
+    return lambda loader, epoch=None: loader.diagnose(epoch)
+
+
+def run(**arguments: Any) -> DataLoader[Any]:
+    loader: DataLoader[Any] = DataLoader(**{"dataset": range(10), **arguments})
+    list(loader)
+    return loader
+
+
+class Mine(SequentialSampler):
+    pass
+
+
+class MyBatches(BatchSampler):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, {"sampler": "SequentialSampler", "shuffles": False, "pins": False}),
+        ({"shuffle": True}, {"sampler": "RandomSampler", "shuffles": True}),
+        ({"sampler": Mine(range(10))}, {"sampler": "Mine", "shuffles": False}),
+        ({"batch_sampler": MyBatches(range(10), 2, False)}, {"sampler": "MyBatches", "shuffles": False}),
+        ({"batch_sampler": BatchSampler(Mine(range(10)), 2, False)}, {"sampler": "Mine"}),
+        ({"batch_size": None}, {"sampler": "SequentialSampler", "collate": ""}),
+        ({"collate_fn": sum}, {"collate": "sum"}),
+        ({"collate_fn": default_collate}, {"collate": ""}),
+        ({"device": ToDevice("cpu", transform=identity)}, {"transform": "identity", "staging": None}),
+        ({"device": "cpu"}, {"transform": ""}),
+        ({"dataset": Stream("tensors", [5])}, {"iterable": True}),
+        ({"persistent_workers": False, "in_order": True}, {"persistent": False, "in_order": True}),
+    ],
+)
+def test_arguments_that_matter(evidence: Any, arguments: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = evidence(run(**arguments))
+    assert {name: getattr(found, name) for name in expected} == expected
+    assert found.setting.num_workers == 0
+    assert found.cpus > 0
+    assert found.costs is not None
+    assert found.workers == ()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("arguments", "setting"),
+    [
+        ({}, Setting(2, 2)),
+        ({"prefetch_factor": 5, "schedule": RoundRobin(window=3)}, Setting(2, 5, False, 3)),
+        ({"schedule": "dynamic"}, Setting(2, 2, True)),
+        ({"schedule": Dynamic(window=7)}, Setting(2, 2, True, 7)),
+        ({"in_order": False}, Setting(2, 2, True)),
+        ({"schedule": "dynamic", "dataset": Stream("tensors", [5, 5])}, Setting(2, 2, False)),
+    ],
+)
+def test_the_setting_is_that_of_the_run(evidence: Any, arguments: dict[str, Any], setting: Setting) -> None:
+    with run(num_workers=2, **arguments) as loader:
+        found = evidence(loader)
+        assert found.setting == setting
+        assert len(found.workers) == 2
+        loader.num_workers = 0
+        list(loader)
+        found = evidence(loader, 1)
+        assert (found.setting.num_workers, found.workers) == (0, ()), "of an epoch without workers"
+
+
+def test_what_workers_have_for_themselves_is_a_line_where_it_is_much() -> None:
+    lines = [
+        "".join(diagnose(replace(profile_of(), workers=(replace(WORKER, private_bytes=each),) * 2)).advice)
+        for each in (0, 600_000_000, 700_000_000)
+    ]
+    assert ["share(dataset)" in line for line in lines] == [False, False, True]
+    assert "workers have 1.1 GB that they do not share" in lines[2]
+
+
+def test_before_the_first_epoch_nothing_is_known() -> None:
+    for loader in (DataLoader(range(3)), DataLoader.__new__(DataLoader)):  # its constructor never ran
+        assert loader.diagnose().limit == "unknown"
+        assert str(loader.diagnose()) == "Nothing can be said yet: there is too little data."
+        with pytest.raises(ValueError, match="epoch=0 is unknown: use the number of an epoch, once there is"):
+            loader.diagnose(0)
+
+
+def test_the_newest_epoch_that_was_long_enough_is_taken_unless_another_is_asked_for(evidence: Any) -> None:
+    loader: DataLoader[Any] = DataLoader(Naps(0.01), sampler=range(8))
+    list(loader)
+    list(loader)
+    next(iter(loader))
+    assert evidence(loader).epoch.epoch == 1
+    assert evidence(loader, 0).epoch.epoch == 0
+    assert evidence(loader, 0).costs.loads != evidence(loader).costs.loads
+    assert evidence(loader, 2).epoch.epoch == 2
+    together = evidence(loader, "all")
+    assert (together.epoch.epoch, together.epoch.batches) == (None, 17)
+    assert len(together.costs.loads) == 8, "of the one that was long enough"
+    for unknown in (3, -1, "none"):
+        text = f"epoch={unknown!r} is unknown: use the number of the epochs 0 to 2, 'all' for all together"
+        with pytest.raises(ValueError, match=text):
+            loader.diagnose(unknown)
+
+
+def test_how_large_batches_and_the_machine_are_is_known_to_the_model(evidence: Any) -> None:
+    loader = run()
+    counters = resources.of(loader).counters
+    counters.bytes = 38_000_000 * counters.batches
+    found = evidence(loader)
+    assert (found.costs.batch_bytes, found.machine_bytes) == (38e6, pages.installed())
+
+
+def test_late_batches_are_those_of_the_epoch(evidence: Any) -> None:
+    loader = run()
+    list(loader)
+    for epoch in (0, 1):
+        held_up = WAITED, 0, 10**9, "head_of_line", 10 * epoch, None
+        resources.of(loader).counters.records.append(gives(None, 1, 1, held_up, epoch=epoch))
+    found = {epoch: [late.batch for late in evidence(loader, epoch).late] for epoch in ("all", 0, 1)}
+    assert found == {"all": [0, 10], 0: [0], 1: [10]}

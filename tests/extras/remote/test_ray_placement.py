@@ -1,0 +1,678 @@
+"""What is asked of Ray, and what becomes of its answers. Ray is played here, and real in `end_to_end`."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
+
+from fastq_loader import RayWorkers
+from fastq_loader.extras.remote import ray_placement
+from fastq_loader.extras.remote.connection import Address
+from fastq_loader.extras.remote.proxy import NoPlace, Place
+from fastq_loader.extras.remote.ray_placement import RayPlacement
+from tests.conftest import run_script
+from tests.support.ray_store import Store
+from tests.support.thorough import examples
+
+NODE = "f" * 56
+
+
+class ActorDiedError(Exception):
+    actor_init_failed = False
+
+
+ActorUnavailableError, GetTimeoutError = (type(name, (Exception,), {}) for name in ("Unavailable", "Timeout"))
+
+
+class Method:
+    def __init__(self) -> None:
+        self.calls: list[Future[Any]] = []
+        self.given: list[Any] = []
+
+    def remote(self, *given: Any) -> Any:
+        self.given.append(given)
+        self.calls.append(Future())
+        return self.calls[-1]
+
+    def answer(self, result: Any) -> None:
+        call = next(call for call in self.calls if not call.done())
+        if isinstance(result, Exception):
+            call.set_exception(result)
+        else:
+            call.set_result(result)
+
+
+class Actor:
+    def __init__(self) -> None:
+        self.where, self.open, self.run = Method(), Method(), Method()
+
+    def place(self, number: int, port: int = 4711) -> Place:
+        if not self.where.calls[0].done():
+            self.where.answer("10.0.0.7")
+        self.open.answer((NODE, "10.0.0.7", port, number))
+        return Place(Address("10.0.0.7", port), number, "10.0.0.7 (Ray's node ffffffffffff)")
+
+
+class Ray:
+    exceptions = SimpleNamespace(
+        ActorDiedError=ActorDiedError,
+        ActorUnavailableError=ActorUnavailableError,
+        GetTimeoutError=GetTimeoutError,
+    )
+
+    def __init__(self) -> None:
+        self.running = False
+        self.lock = threading.RLock()  # that Ray takes for its start and its end
+        self.driver = "this process"
+        self.joined: list[Any] = []
+        self.options: dict[str, Any] = {}
+        self.actors: list[Actor] = []
+        self.killed: list[Actor] = []
+        self.there = {"CPU": 8.0}
+        self.taken = {"CPU": 0.0}
+        self.store = Store()
+        report = '{"autoscaler_report": {"node_type_mapping": {"f": "node_f"}}}'
+        self.store._internal_kv_put("__autoscaling_status", report.encode())
+        self.modules: dict[str, Any] = {}
+
+    def is_initialized(self) -> bool:
+        return self.running
+
+    def init(self, address: Any) -> None:
+        self.joined.append(address)
+        self.running = True
+
+    def remote(self, kind: type) -> Any:
+        return SimpleNamespace(options=self._options)
+
+    def _options(self, **options: Any) -> Any:
+        self.options = options
+        return SimpleNamespace(remote=self._make)
+
+    def _make(self) -> Actor:
+        self._must_run()
+        self.actors.append(Actor())
+        return self.actors[-1]
+
+    def _must_run(self) -> None:
+        assert self.running, "Ray would start anew by itself"
+        assert self.lock._is_owned(), "Ray could be shut down now"  # type: ignore[attr-defined]
+
+    def cluster_resources(self) -> dict[str, float]:
+        return self.there
+
+    def available_resources(self) -> dict[str, float]:
+        self._must_run()
+        return {name: amount - self.taken.get(name, 0) for name, amount in self.there.items()}
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": self.there}, {"Alive": False, "Resources": {"decoder": 1.0}}]
+
+    def put(self, data: bytes) -> Any:
+        self._must_run()
+        return data
+
+    def get_runtime_context(self) -> Any:
+        self._must_run()
+        return SimpleNamespace(get_worker_id=lambda: self.driver, get_job_id=lambda: "01")
+
+    def kill(self, actor: Actor) -> None:
+        self._must_run()
+        self.killed.append(actor)
+
+    def wait(self, references: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        self._must_run()
+        done = [reference for reference in references if reference.done()]
+        return done, [reference for reference in references if reference not in done]
+
+    def get(self, reference: Future[Any], timeout: float = 0) -> Any:
+        self._must_run()
+        if not reference.done():
+            raise GetTimeoutError
+        return reference.result()
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(ray_placement, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Ray:
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    played, real = Ray(), importlib.import_module
+    played.modules = {
+        "ray": played,
+        "ray._private.worker": SimpleNamespace(_connect_or_shutdown_lock=played.lock),
+        "ray._private.state": SimpleNamespace(
+            state=SimpleNamespace(get_cluster_config=lambda: None),
+            jobs=lambda: [{"JobID": "01", "IsDead": False}, {"JobID": "02", "IsDead": True}],
+        ),
+        "ray.experimental.internal_kv": played.store,
+    }
+    monkeypatch.setattr(importlib, "import_module", lambda name: played.modules.get(name) or real(name))
+    return played
+
+
+@pytest.fixture
+def two_ranks(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+def started(workers: RayWorkers, places: int = 1, flexible: bool = True) -> RayPlacement:
+    placement = RayPlacement(workers, flexible)
+    placement.start(b"setup", places)
+    return placement
+
+
+@pytest.fixture
+def placement(ray: Ray) -> Iterator[RayPlacement]:
+    placement = started(RayWorkers(ports=(5, 6)))
+    yield placement
+    placement.close()
+
+
+def lose(placement: RayPlacement, place: Place) -> None:
+    assert placement.find([place], 0) == []
+
+
+def test_ray_that_runs_is_used_and_else_it_is_joined(ray: Ray) -> None:
+    for expected in ([None], [None]):
+        started(RayWorkers()).close()
+        assert ray.joined == expected
+    ray.running = False
+    started(RayWorkers(address="auto")).close()
+    assert ray.joined == [None, "auto"]
+    RayPlacement(RayWorkers()).close()  # it was not started
+
+
+def test_a_place_is_found_once_an_actor_has_one(ray: Ray, placement: RayPlacement) -> None:
+    assert placement.find([], 1) == []
+    assert placement.pause is not None
+    (actor,) = ray.actors
+    assert actor.open.given == [(b"setup", [5, 6])]
+    expected = actor.place(3)
+    assert placement.find([], 0) == []
+    assert placement.find([], 2) == [expected]
+    assert placement.find([], 1) == []
+    assert placement.pause is None, "nothing is asked of Ray meanwhile"
+    assert placement.death(expected) == "", "its actor is there"
+    placement.close()
+    assert ray.killed == [actor]
+
+
+@pytest.mark.parametrize("error", [ActorDiedError, ActorUnavailableError, OSError, None])
+def test_a_dead_actor_makes_way(error: Any, ray: Ray, placement: RayPlacement, clock: Clock) -> None:
+    (actor,) = ray.actors
+    place = actor.place(3)
+    placement.find([], 1)
+    lose(placement, place)
+    assert placement.pause is not None, "Ray is asked again"
+    text = "The actor died.\n\tclass_name: x\nThe actor is dead because x. Some common causes include: (1)"
+    if error is None:
+        clock.now += 0.9
+        placement.find([], 1)
+        assert not ray.killed
+        clock.now += 0.2
+    else:
+        actor.run.answer(error(text))
+        assert placement.death(place) == "The actor is dead because x", "it is asked at once"
+    placement.find([], 1)
+    assert ray.killed == [actor], "whatever it is doing"
+    assert len(ray.actors) == 2
+    assert placement.death(place) == ("The actor is dead because x" if error else "")
+
+
+def test_actors_wait_for_room_and_are_made_again(ray: Ray, clock: Clock) -> None:
+    placement = started(RayWorkers(start_timeout=0))
+    placement.find([], 1)
+    clock.now += 10**6
+    assert placement.find([], 1) == []
+    assert len(ray.actors) == 1
+    for number in range(10):
+        ray.actors[number].open.answer(ActorDiedError("its node has died"))
+        assert placement.find([], 1) == []
+    assert len(ray.actors) == 11
+    placement.close()
+
+
+ROOM = "workers that wait for a machine with room: {} (each takes 1 CPU; free in the cluster: 2 of 8 CPU)"
+OPENING = "the dataset is still being opened on 10.0.0.7"
+
+
+@pytest.mark.parametrize(
+    ("opening", "reason"), [(0, ROOM.format(2)), (1, f"{ROOM.format(1)} and {OPENING}"), (2, OPENING)]
+)
+@pytest.mark.parametrize("flexible", [True, False])
+def test_a_wait_for_the_first_place_ends_and_says_what_it_waited_for(
+    ray: Ray, clock: Clock, opening: int, reason: str, flexible: bool
+) -> None:
+    ray.taken = {"CPU": 6.0}
+    placement = started(RayWorkers(start_timeout=60), 2, flexible)
+    for actor in ray.actors[:opening]:
+        actor.where.answer("10.0.0.7")
+    assert placement.find([], 2) == []
+    clock.now += 60
+    assert placement.find([], 2) == []
+    clock.now += 0.1
+    fix = "(free or add resources, or give it more seconds)"
+    expected = NoPlace(f"not within RayWorkers(start_timeout=60) seconds: {reason} {fix}")
+    assert placement.find([], 2) == [expected] * 2
+    assert placement.find([], 1) == [expected], "the next ones do not wait as long"
+    assert ray.killed == ray.actors
+    assert len(ray.actors) == 2
+    placement.close()
+
+
+@pytest.mark.parametrize("flexible", [True, False])
+def test_few_workers_do_the_work_of_many_only_where_they_may(ray: Ray, clock: Clock, flexible: bool) -> None:
+    placement = started(RayWorkers(start_timeout=60), 2, flexible)
+    place = ray.actors[0].place(1)
+    assert placement.find([], 2) == [place]
+    clock.now += 100
+    found = placement.find([], 1)
+    if flexible:
+        assert found == []
+        assert not ray.killed, "those beyond the first may wait for ever"
+    else:
+        [none] = found
+        assert "wait for a machine with room: 1 (" in str(none)
+    placement.close()
+
+
+def test_time_in_which_a_pool_could_go_on_does_not_count(ray: Ray, clock: Clock) -> None:
+    placement = started(RayWorkers(start_timeout=60))
+    place = ray.actors[0].place(1)
+    placement.find([], 1)
+    clock.now += 100
+    placement.find([], 0)
+    lose(placement, place)
+    ray.actors[0].run.answer(ActorDiedError("it was killed"))
+    placement.find([], 1)
+    clock.now += 60
+    assert placement.find([], 1) == []
+    clock.now += 1
+    assert len(placement.find([], 1)) == 1
+    placement.close()
+
+
+def test_an_actor_that_never_opens_the_dataset_makes_way_beside_others(ray: Ray, clock: Clock) -> None:
+    placement = started(RayWorkers(start_timeout=60), 2)
+    ray.actors[0].place(1)
+    for made in (3, 4, 4):  # three that fail are enough
+        ray.actors[-1].where.answer("10.0.0.8")
+        placement.find([], 1)
+        clock.now += 61
+        assert placement.find([], 1) == []
+        assert len(ray.actors) == made
+    assert ray.killed == ray.actors[1:]
+    placement.close()
+
+
+NO_TORCH = OSError("Traceback\nOSError: no torch there"), "OSError: no torch there"
+KILLED = ActorDiedError("The actor died because it was killed"), "The actor died because it was killed"
+NOT_MADE = ActorDiedError("The actor died because of an error raised in its creation task, so there"), ""
+NOT_MADE[0].actor_init_failed = True
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "opening", "running"),
+    [
+        (*NO_TORCH, False, 1),  # all that wait hear it, because each is needed
+        (*KILLED, True, 0),  # it died while it opened the dataset
+        (*NOT_MADE, False, 0),
+    ],
+)
+def test_three_actors_that_fail_are_enough(
+    ray: Ray, error: Exception, text: str, opening: bool, running: int
+) -> None:
+    placement = started(RayWorkers(), 1 + running, flexible=not running)
+    if running:
+        ray.actors[0].place(1)
+        placement.find([], 2)
+    for _ in range(3):
+        if opening:
+            ray.actors[-1].where.answer("10.0.0.7")
+        ray.actors[-1].open.answer(error)
+        found = placement.find([], 1)
+    assert found == [NoPlace(text or str(error))]
+    placement.close()
+
+
+def test_where_no_worker_starts_those_that_wait_hear_why_and_no_more_is_tried(ray: Ray) -> None:
+    placement = started(RayWorkers(), places=2)
+    for made in (2, 4, 6):  # those that were made together fail together, once
+        assert len(ray.actors) == made
+        for actor in ray.actors[-2:]:
+            actor.open.answer(NO_TORCH[0])
+        found = placement.find([], 2)
+    assert found == [NoPlace("OSError: no torch there")] * 2
+    assert placement.find([], 1) == found[:1]
+    assert len(ray.actors) == 6
+    placement.close()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["shut down", "and started again"])
+def test_ray_that_was_shut_down_is_not_touched(ray: Ray, placement: RayPlacement, again: bool) -> None:
+    place = ray.actors[0].place(3)
+    placement.find([], 1)
+    ray.running, ray.driver = again, "another one"
+    assert placement.death(place) == "Ray was shut down"
+    for _ in range(2):
+        assert placement.find([place], 2) == [NoPlace("Ray was shut down")] * 2
+    placement.close()
+    assert len(ray.actors) == 1
+    assert not ray.killed
+
+
+def test_while_ray_starts_or_ends_it_is_not_touched(ray: Ray, placement: RayPlacement, clock: Clock) -> None:
+    place = ray.actors[0].place(3)
+    placement.find([], 1)
+    found: list[Any] = []
+    with ray.lock:
+        thread = threading.Thread(target=lambda: found.append(placement.find([place], 1)))
+        thread.start()
+        thread.join()
+    assert found == [[]]
+    for _ in range(2):
+        assert placement.find([], 1) == []
+        clock.now += 2
+    assert ray.killed == ray.actors[:1], "what was lost meanwhile is not forgotten"
+
+
+def test_at_the_exit_of_the_process_ray_is_called_no_more(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    exits: list[Any] = []
+    played = SimpleNamespace(
+        register=exits.append, unregister=lambda one: exits.remove(one) if one in exits else None
+    )
+    monkeypatch.setattr(ray_placement, "atexit", played)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    placement = started(RayWorkers())
+    assert len(ray.store.keys) == 2
+    exits[0]()
+    assert len(ray.store.keys) == 1, "nothing stays there"
+    ray.actors[0].place(1)
+    assert placement.find([], 1) == []
+    placement.close()
+    assert exits == [ray_placement._disarm]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flexible", "given", "actors"),
+    [("2", True, {}, 3), ("2", True, {"num_gpus": 0.5}, 2), ("", True, {}, 5), ("2", False, {}, 5)],
+)
+def test_a_rank_asks_for_its_part_of_the_cluster(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch, ranks: str, flexible: bool, given: dict[str, Any], actors: int
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    ray.there = {"CPU": 7.0, "GPU": 2.0}
+    started(RayWorkers(**given), 5, flexible).close()
+    assert len(ray.actors) == actors
+    assert len(ray.store.keys) == 1, "nothing stays in the store"
+
+
+@pytest.mark.parametrize("has_store", [True, False], ids=["", "a version of Ray without its store"])
+@pytest.mark.usefixtures("two_ranks")
+def test_resources_of_others_are_no_part_of_a_rank_and_those_of_ranks_are(ray: Ray, has_store: bool) -> None:
+    """Ray Train's own workers take CPUs of the cluster, too."""
+    ray.taken = {"CPU": 2.0}
+    if not has_store:
+        del ray.modules["ray.experimental.internal_kv"]
+    first = started(RayWorkers(), 5)
+    assert len(ray.actors) == 3
+    assert first.find([], 1) == []
+    if has_store:
+        ray.taken = {"CPU": 5.0}  # with those
+        started(RayWorkers(), 5).close()
+        assert len(ray.actors) == 6
+    first.close()
+
+
+class Ranks:
+    """Pools of several ranks on a cluster of so many CPUs. Ray places those that wait in any order."""
+
+    def __init__(
+        self, ray: Ray, clock: Clock, ranks: int, cpus: int, workers: RayWorkers, choose: Any
+    ) -> None:
+        self.ray, self.clock, self.choose = ray, clock, choose
+        ray.there = {"CPU": float(cpus)}
+        self.pools = [started(workers, 4) for _ in range(ranks)]
+
+    def actors(self, pool: RayPlacement) -> list[Actor]:
+        return [actor.handle for actor in pool._actors]
+
+    def placed(self, pool: RayPlacement) -> list[Actor]:
+        return [actor for actor in self.actors(pool) if actor.where.calls[0].done()]
+
+    def step(self) -> None:
+        """Half a second passes."""
+        self.clock.now += 0.5
+        while sum(len(self.placed(pool)) for pool in self.pools) < self.ray.there["CPU"]:
+            waiting = [a for pool in self.pools for a in self.actors(pool) if not a.where.calls[0].done()]
+            if not waiting:
+                break
+            self.choose(waiting).place(len(self.ray.actors))
+        for pool in self.pools:
+            pool.find([], 4)
+
+    def shares(self) -> list[int]:
+        return [len(self.placed(pool)) for pool in self.pools]
+
+    def kill(self, pool: RayPlacement) -> None:
+        for actor in list(pool._actors):
+            if actor.place is not None:
+                pool.find([actor.place], 0)
+                actor.handle.run.answer(ActorDiedError("it was killed"))
+        pool.find([], 0)
+
+    def close(self) -> None:
+        for pool in self.pools:
+            pool.close()
+
+
+def test_a_rank_gives_up_the_worker_that_costs_least_and_says_so(
+    ray: Ray, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    ray.there = {"CPU": 9.0}
+    placement = started(RayWorkers(), 3)
+    busy, free, opening = ray.actors
+    given = busy.place(1)
+    assert placement.find([], 1) == [given]
+    free_place = free.place(2)
+    opening.where.answer("10.0.0.8")
+    for number, ended in enumerate([opening, free], 1):
+        for waited in (1, 2, 3):
+            clock.now += 2
+            ray.store.keys = {b":/3 other 0 %d" % (10 * number + waited): b""}
+            placement.find([], 0)
+        assert ray.killed == [opening, free][:number]
+        assert ended in ray.killed
+    assert placement.death(free_place) == "its room was given to a rank that had none"
+    assert len(ray.actors) == 3, "none is made meanwhile"
+    ray.store.keys = {b":/3 other 1 0": b""}
+    clock.now += 2
+    placement.find([], 0)
+    assert len(ray.actors) == 5
+    placement.close()
+
+
+def starve(ray: Ray, clock: Clock, placement: RayPlacement, pools: str, first: int = 10) -> None:
+    """Those pools of other ranks have no room, and time passes for them."""
+    for waited in (first, first + 1):
+        clock.now += 2
+        ray.store.keys = {b":/2 %s 0 %d" % (pool.encode(), waited): b"" for pool in pools}
+        placement.find([], 0)
+
+
+@pytest.mark.parametrize("pools", ["abc", "a"])
+@pytest.mark.usefixtures("two_ranks")
+def test_one_worker_is_kept_and_a_rank_that_starves_again_is_given_again(
+    ray: Ray, clock: Clock, pools: str
+) -> None:
+    placement = started(RayWorkers(), 3)
+    for number, actor in enumerate(ray.actors):
+        actor.place(number)
+    starve(ray, clock, placement, pools)
+    if len(pools) == 1:
+        starve(ray, clock, placement, pools, 12)
+        assert len(ray.killed) == 1, "once in a turn"
+        ray.store.keys = {b":/2 a 1 0": b""}
+        clock.now += 2
+        placement.find([], 0)
+        ray.actors[-1].place(9)
+        starve(ray, clock, placement, pools)
+    assert len(ray.killed) == 2
+    placement.close()
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_a_rank_publishes_how_long_it_has_had_no_room(ray: Ray, clock: Clock) -> None:
+    placement = started(RayWorkers(), 1)
+    (actor,) = ray.actors
+    place = actor.place(1)
+
+    def published() -> list[list[str]]:
+        placement.find([], 1)
+        return [key.decode().split()[2:] for key in ray.store.keys if key.startswith(b":/2 ")]
+
+    clock.now += 100
+    assert published() == [["1", "0"]]
+    assert placement.pause == 2, "it looks at the others though nothing is asked of Ray"
+    lose(placement, place)
+    actor.run.answer(ActorDiedError("it was killed"))
+    clock.now += 3
+    assert published() == [["0", "3"]]
+    for _ in range(3):
+        ray.actors[-1].open.answer(OSError("no torch there"))
+        clock.now += 3
+        left = published()
+    assert left == [], "room would be of no use"
+    placement.close()
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_without_restarts_nothing_that_works_is_given_up(ray: Ray, clock: Clock) -> None:
+    """A batch may be lost with it. What waits makes way."""
+    placement = started(RayWorkers(max_restarts=0), 3)
+    for number, actor in enumerate(ray.actors[:2]):
+        actor.place(number)
+    starve(ray, clock, placement, "a")
+    assert ray.killed == ray.actors[2:]
+    placement.close()
+
+
+@examples(50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_each_rank_comes_to_have_a_worker_whatever_dies(
+    data: st.DataObject, ray: Ray, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray.store, ray.actors = Store(), []
+    ray.modules["ray.experimental.internal_kv"] = ray.store
+    number = data.draw(st.integers(2, 4))
+    monkeypatch.setenv("WORLD_SIZE", str(number))
+    workers = RayWorkers(start_timeout=0)
+    at = st.integers(0, 99)
+    ranks = Ranks(ray, clock, number, 10, workers, lambda waiting: waiting[data.draw(at) % len(waiting)])
+    for victim in data.draw(st.lists(st.integers(0, number - 1), max_size=4)):
+        for _ in range(data.draw(st.integers(1, 30))):
+            ranks.step()
+        ray.there = {"CPU": max(float(number), ray.there["CPU"] - data.draw(st.integers(0, 4)))}
+        ranks.kill(ranks.pools[victim])
+    for _ in range(20 * 5 * number):
+        ranks.step()
+        if all(ranks.shares()):
+            break
+    assert all(ranks.shares())
+    ranks.close()
+
+
+def test_ranks_are_those_of_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = SimpleNamespace(is_available=bool, is_initialized=lambda: True, get_world_size=lambda: 4)
+    monkeypatch.setattr(ray_placement, "distributed", played)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert ray_placement._ranks() == 1
+    played.is_available = lambda: True
+    assert ray_placement._ranks() == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "lacks"),
+    [
+        ({"resources": {"decoder": 1}}, r"resources={'decoder': 1}\): .* has 1 decoder \(the most is 0\)"),
+        (
+            {"num_cpus": 9, "num_gpus": 1},
+            r"num_cpus=9, num_gpus=1\): .* 9 CPU .* and 1 GPU \(the most is 0\)",
+        ),
+    ],
+)
+def test_resources_that_no_machine_has_are_an_error_at_the_start(
+    ray: Ray, given: dict[str, Any], lacks: str
+) -> None:
+    placement = RayPlacement(RayWorkers(**given))
+    with pytest.raises(ValueError, match=lacks):
+        placement.start(b"setup", 1)
+    placement.close()
+    assert not ray.actors
+
+
+@pytest.mark.parametrize(
+    ("groups", "raises"),
+    [([(4, 2)], False), ([(-1, 1)], False), ([(0, 1)], True), ([(4, 0)], True), ([], True)],
+)
+def test_resources_that_an_autoscaler_may_add_count(
+    ray: Ray, groups: list[tuple[int, int]], raises: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    kinds = [SimpleNamespace(max_count=most, resources={"CPU": 1, "decoder": has}) for most, has in groups]
+    ray.modules["ray._private.state"].state.get_cluster_config = lambda: SimpleNamespace(
+        node_group_configs=kinds
+    )
+    placement = RayPlacement(RayWorkers(resources={"decoder": 1}))
+    with pytest.raises(ValueError, match="decoder") if raises else nullcontext():
+        placement.start(b"setup", 1)
+    placement.close()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("status", ['{"autoscaler_report": {"node_type_mapping": {"f": "ray.head"}}}', "{}"])
+def test_an_unknown_autoscaler_is_a_warning(ray: Ray, status: str, caplog: pytest.LogCaptureFixture) -> None:
+    ray.store.keys[b"__autoscaling_status"] = status.encode()
+    placement = RayPlacement(RayWorkers(resources={"decoder": 1}))
+    placement.start(b"setup", 1)
+    placement.close()
+    [record] = caplog.records
+    assert "no machine of the Ray cluster has 1 decoder (the most is 0)" in record.getMessage()
+
+
+@pytest.mark.processes
+def test_an_actor_needs_neither_this_package_nor_torch_before_it_opens_the_dataset() -> None:
+    cloudpickle = pytest.importorskip("cloudpickle")
+    sent = base64.b64encode(cloudpickle.dumps(ray_placement._actor_class()))
+    result = run_script(
+        f"""
+        import base64, pickle, sys
+        pickle.loads(base64.b64decode({sent!r}))()
+        print(sorted({{"fastq_loader", "torch", "ray"}} & set(sys.modules)))
+        """
+    )
+    assert result[:3] == (0, "[]\n", "")

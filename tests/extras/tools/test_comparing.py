@@ -1,0 +1,347 @@
+"""`compare`: what is equal, the first difference in words with its likely cause, and what stays as it was."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from fastq_loader import DataLoader, Skip, compare
+from fastq_loader.__main__ import main
+from fastq_loader.extras.tools.leaves import difference, digest, leaves
+from fastq_loader.reading import generators
+from tests.conftest import running_script
+from tests.support.datasets import Opaque, Point
+from tests.support.thorough import thorough
+
+TORCHS = torch.utils.data.DataLoader
+
+
+class Drawn(Dataset[Any]):
+    """Draws from all generators, its own too; counts what it reads."""
+
+    def __init__(self, source: Any = None) -> None:
+        self.read, self.own, self.source = 0, np.random.default_rng(7), source
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        if self.source is not None:
+            return self.source(index)
+        return torch.rand(3), {"own": self.own.random(2), "all": (np.random.rand(), random.random(), index)}
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.rand(2) + number for number in itertools.count())
+
+
+class MutableFields:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, samples: Any) -> Any:
+        self.calls += 1
+        return self.calls
+
+
+class Odd(DataLoader[Any]):
+    """Changes one value; of a text it cannot."""
+
+    def _get_iterator(self) -> Any:
+        for number, batch in enumerate(super()._get_iterator()):
+            if number == 2:
+                batch = -1 if isinstance(batch, int) else (batch[0][1, 2].add_(1), batch)[1]
+            yield batch
+
+
+class Drawing(DataLoader[Any]):
+    """Draws after the epoch."""
+
+    def _get_iterator(self) -> Any:
+        yield from super()._get_iterator()
+        random.random()
+
+
+def missing(index: int) -> Any:
+    if index == 13:
+        raise FileNotFoundError("13.png")
+    return index
+
+
+@pytest.mark.processes
+@thorough(after=2)
+@pytest.mark.parametrize(("kind", "workers"), [(DataLoader, 2), (TORCHS, 0), (DataLoader, 0), (TORCHS, 2)])
+def test_equal_loaders_are_equal_and_stay_as_they_are(kind: Any, workers: int) -> None:
+    dataset, generator = Drawn(), torch.Generator().manual_seed(3)
+    loader = kind(dataset, 4, shuffle=True, num_workers=workers, generator=generator)
+    before = generators.states(dataset, generator)
+    found = compare(loader, epochs=2, step_seconds=0.001)
+    assert (found.equal, found.difference, found.batches) == (True, None, 12)
+    assert generators.states(dataset, generator) == before
+    assert dataset.read == 0
+    assert [row.loader for row in found.rows] == ["torch", "fastq_loader"]
+    for row in found.rows:
+        assert row.batches == 12
+        assert row.batches_per_second == pytest.approx(12 / row.seconds)
+        assert 0.012 < row.seconds < 20
+        assert 0 < row.first_batch_seconds < row.seconds
+        assert row.cpu_seconds > 0
+        assert 1e6 < row.memory_bytes < 1e10
+    head, speed, *_ = str(found).splitlines()
+    assert head == "Equal: 12 batches (values, types, strides, order), and the random generators."
+    assert re.match(r"fastq_loader gives \d+\.\d times torch's batches per second\.", speed)
+    header, torchs, ours = str(found).split("\n\n")[1].splitlines()
+    assert header.split() == ["batches/s", "first", "batch", "CPU", "memory"]
+    assert (torchs.split()[0], ours.split()[0]) == ("torch", "fastq_loader")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("loader", "text"),
+    [
+        (
+            Odd(Drawn(), 4),
+            r"batch 2 of epoch 0: batch\[0\]\[1, 2\] is 0\.\d+ with torch, and 1\.\d+ with fastq_loader\.\n"
+            r"Likely cause: an override in the subclass Odd\.",
+        ),
+        (
+            Drawing(Drawn(), 4),
+            r"the end of epoch 0: generators\['random'\] is str '\w+' with torch, and str '\w+' with",
+        ),
+        (
+            DataLoader(Drawn(lambda index: time.time_ns()), 4),
+            r"batch 0 of epoch 0: batch\[0\] is \d+ with torch, and \d+ with .*\nBut torch's DataLoader "
+            r"differs from itself .*the dataset \(a sample\[0\] is int \d+ at first, and int \d+ then\)",
+        ),
+        pytest.param(
+            DataLoader(Drawn(lambda index: np.random.default_rng().random()), 4),
+            r"But torch's .*the dataset .* draws from a generator that nothing seeds",
+            marks=thorough(),
+        ),
+        pytest.param(
+            DataLoader(Drawn(), 4, collate_fn=lambda samples: time.time_ns()),
+            r"But torch's .*Likely cause: collate_fn \(a batch is .* at first, and .* then\) reads the time",
+            marks=thorough(),
+        ),
+        (
+            Odd(Drawn(), 4, collate_fn=MutableFields()),
+            r"batch is int 3 with torch, and int -1 with fastq_loader\.\nLikely cause: collate_fn "
+            r"\(a batch is int 1 at first, and int 2 then\) keeps state between its calls\.",
+        ),
+        (
+            Odd(Drawn(), 4, collate_fn=str),
+            r"the next part is 'batch 2 of epoch 0: batch' with torch, and 'an error' with fastq_loader "
+            r"\(TypeError: .*\)\.",
+        ),
+    ],
+)
+def test_the_first_difference_has_its_likely_cause(loader: Any, text: str) -> None:
+    found = compare(loader)
+    assert not found.equal
+    assert re.search(text, found.difference or "", re.DOTALL), found.difference
+    assert str(found).startswith("Not equal: ")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("loader", "batches", "number", "text"),
+    [
+        (DataLoader(Drawn(), 4, num_workers=1, schedule="dynamic"), None, 6, "schedule='dynamic': values"),
+        (DataLoader(Drawn(), 4, pin_memory=True), None, 6, "pin_memory=True: left out; batches stayed"),
+        (DataLoader(Endless(), 4), 5, 5, "At most 5 batches of each epoch were read."),
+        (DataLoader(Drawn(missing), 4), None, 3, "Both raised FileNotFoundError: 13.png: they were compared"),
+        (DataLoader(Drawn(missing), 4, errors=Skip()), None, 3, "errors=Skip"),
+    ],
+)
+def test_notes_name_the_parts_that_were_left_out(
+    loader: Any, batches: int | None, number: int, text: str
+) -> None:
+    found = compare(loader, batches=batches)
+    assert (found.equal, found.batches) == (True, number)
+    assert any(note.startswith(text) for note in found.notes), found.notes
+
+
+ONES, ROWS = torch.ones(2, 3), torch.arange(6).view(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "text"),
+    [
+        ({"a": [1, 2]}, {"a": [1, 3]}, "batch['a'][1] is int 2 here, and int 3 there"),
+        ([1], (1,), "batch is list of 1 here, and tuple of 1 there"),
+        (1, True, "batch is int 1 here, and bool True there"),
+        (Point(1, Opaque("x")), Point(1, Opaque("y")), "batch[1].value is str 'x' here, and str 'y' there"),
+        (ONES, ONES.double(), "Tensor float32[2, 3], strides (3, 1) here, and torch.Tensor float64"),
+        (
+            ONES,
+            torch.ones(3, 2).T,
+            "strides (3, 1) here, and torch.Tensor float32[2, 3], strides (1, 2) there",
+        ),
+        (torch.tensor(0.0), torch.tensor(-0.0), "batch is 0.0 here, and -0.0 there"),
+        (ROWS, ROWS + ROWS.eq(4), "batch[1, 1] is 4 here, and 5 there"),
+        (ONES.bfloat16(), -ONES.bfloat16(), "batch[0, 0] is 1.0 here, and -1.0 there"),
+        (ONES.to_sparse(), -ONES.to_sparse(), "torch.sparse_coo"),
+        (np.array(["a", "b"]), np.array(["a", "c"]), "batch[1] is b here, and c there"),
+        (np.array([None]), np.array([2], dtype=object), "batch[0] is NoneType None here, and int 2 there"),
+        ({"a", "b"}, {"b", "a"}, ""),
+    ],
+)
+def test_a_difference_of_batches_has_its_path(one: Any, other: Any, text: str) -> None:
+    parts = list(leaves(one)), list(leaves(other))
+    found = difference(*parts, ("here", "there"))
+    assert (digest(parts[0]) == digest(parts[1])) == (not found)
+    assert text in found
+    assert bool(text) == bool(found)
+
+
+class Noted(str):
+    """A text with an attribute."""
+
+    def __init__(self, _: str) -> None:
+        self.note: Any = None
+
+
+class NotedTensor(torch.Tensor):
+    note: Any
+
+
+class Slotted:
+    __slots__ = ("note",)
+
+
+def noted(value: Any, note: int) -> Any:
+    value.note = note
+    return value
+
+
+MADE: list[Callable[[int], Any]] = [
+    lambda number: io.BytesIO(bytes([number])),
+    lambda number: noted(Noted("a"), number),
+    lambda number: noted(torch.ones(2).as_subclass(NotedTensor), number),
+    lambda number: noted(Slotted(), number),
+    lambda number: Fraction(1, number),
+    lambda number: [deque([number], maxlen=5)],
+]
+
+
+@pytest.mark.parametrize("make", MADE)
+def test_attributes_of_objects_are_compared(make: Callable[[int], Any]) -> None:
+    assert digest(leaves(make(2))) == digest(leaves(make(2)))
+    assert digest(leaves(make(2))) != digest(leaves(make(3)))
+
+
+def test_an_object_that_cannot_be_taken_apart_is_named() -> None:
+    parts = list(leaves({"lock": threading.Lock(), "text": "a", "empty": []}))
+    assert [(leaf.path, leaf.kind) for leaf in parts if leaf.opaque] == [("batch['lock']", "_thread.lock")]
+
+
+class Raises:
+    """A sampler, or a dataset, that raises in the middle."""
+
+    def __init__(self, error: type[Exception], at: int = 13) -> None:
+        self.error, self.at = error, at
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.at)
+        raise self.error("in the middle")
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.at:
+            raise self.error("in the middle")
+        return threading.local() if index == 2 else index
+
+
+def local(samples: Any) -> Any:
+    return samples
+
+
+@pytest.mark.processes
+def test_errors_that_come_later_on_purpose_are_no_fault_and_opaque_parts_have_a_note() -> None:
+    found = compare(TORCHS(range(24), 2, sampler=Raises(ValueError), num_workers=1))  # type: ignore[arg-type]
+    assert not found.equal
+    assert "differ on purpose" in str(found).replace("\n", " ")
+    assert "please report" not in str(found)
+    found = compare(TORCHS(Raises(ValueError), 2, collate_fn=local))  # type: ignore[arg-type]
+    assert found.equal
+    assert "Not compared: the contents of a _thread._local (batch 1 of epoch 0: batch[0])" in str(found)
+
+
+HANGS = """
+    from fastq_loader import compare
+    from tests.extras.tools.test_comparing import TORCHS, Hangs
+    compare(TORCHS(Hangs(), 2, num_workers=1))
+"""
+
+
+class Hangs(Raises):
+    def __init__(self) -> None:
+        super().__init__(ValueError)
+
+    def __getitem__(self, index: int) -> Any:
+        print("it hangs", flush=True)
+        while True:
+            time.sleep(60)
+
+
+@pytest.mark.processes
+@thorough(after=1)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_comparison_that_is_killed_takes_torchs_workers_along(number: signal.Signals) -> None:
+    with running_script(HANGS, warm=True) as running:
+        running.wait_for("it hangs")
+        os.kill(running.pid, number)
+        assert running.finish(60).left == ()
+
+
+def test_an_object_that_contains_itself_has_an_end() -> None:
+    batch: list[Any] = [1]
+    batch.append(batch)
+    assert [part.path for part in leaves(batch)] == ["batch", "batch[0]", "batch[1]"]
+
+
+LOADER, ODD = DataLoader(Drawn(), 4), Odd(Drawn(), 4)
+
+
+def test_wrong_use_has_a_text_and_an_exit_code(capsys: Any) -> None:
+    options = {
+        "--epochs 0": "epochs=0 must be",
+        "--batches 0": "batches=0 must",
+        "--step-seconds -1": "0 seconds",
+    }
+    for given, text in options.items():
+        with pytest.raises(SystemExit, match="2"):
+            main(["compare", f"{__name__}:LOADER", *given.split()])
+        assert text in capsys.readouterr().err
+    with pytest.raises(TypeError, match="compare needs a DataLoader"):
+        compare(DataLoader)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "status", "head"), [("LOADER", 0, "Equal: 6 b"), ("ODD", 1, "Not equal: b")]
+)
+def test_the_shell_has_the_page_and_an_exit_code(
+    name: str, status: int, head: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", f"{__name__}:{name}", "--step-seconds", "0.001"]) == status
+    assert capsys.readouterr().out.startswith(head)

@@ -1,0 +1,269 @@
+"""One measurement in a process of its own: what it gives, what it leaves alone, how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, RandomSampler, get_worker_info
+
+from fastq_loader import DataLoader, Dynamic, ToDevice
+from fastq_loader.epoch import resources
+from fastq_loader.extras.insight.model import Setting
+from fastq_loader.extras.tools import trials
+from fastq_loader.extras.tools.trials import Measured
+from tests.conftest import descendants, running_script
+from tests.support.datasets import Made
+from tests.support.loaders import image
+from tests.support.thorough import thorough
+
+pytestmark = pytest.mark.processes
+
+TWO = Setting(2, 2)
+
+
+class MutableFields(Dataset[Any]):
+    def __init__(self) -> None:
+        self.read = 0
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.read += 1
+        return torch.rand(2, generator=self.generator) + index
+
+
+class Sleeping(Dataset[Any]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        print("asleep", flush=True)
+        time.sleep(60)
+        return index
+
+
+class Failing(Dataset[Any]):
+    def __init__(self, fail: Callable[[], None]) -> None:
+        self.fail = fail
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        self.fail()
+        return index
+
+
+def refuse() -> None:
+    raise KeyError("no such file")
+
+
+def vanish() -> None:
+    if get_worker_info() is None:
+        os._exit(7)
+
+
+def measure(
+    loader: DataLoader[Any], setting: Setting = TWO, step: float = 0.0, seconds: float = 0.05
+) -> Measured:
+    return trials.measure(loader, setting, step, seconds, 60.0)
+
+
+class Special(DataLoader[Any]):
+    def __init__(self, dataset: Any, colour: str, **arguments: Any) -> None:
+        super().__init__(dataset, **arguments)
+        self.colour = colour
+
+
+def attributes(loader: DataLoader[Any]) -> dict[str, Any]:
+    return {name: value for name, value in vars(loader).items() if not name.startswith("_resources")}
+
+
+@pytest.fixture
+def special() -> Special:
+    options: dict[str, Any] = {"num_workers": 2, "prefetch_factor": 5, "persistent_workers": True}
+    options |= {"timeout": 9, "multiprocessing_context": "fork", "worker_init_fn": print}
+    return Special(Made(float, 8), "red", **options)
+
+
+def test_a_loader_like_another_one_differs_in_its_setting_only(special: Special) -> None:
+    before = attributes(special)
+    new = trials.like(special, Setting(1, 4, dynamic=True, start_method="spawn"))
+    changed = {name for name, value in attributes(new).items() if before[name] is not value}
+    names = {"num_workers", "prefetch_factor", "schedule", "_options", "_DataLoader__multiprocessing_context"}
+    assert changed == names
+    assert (new.num_workers, new.prefetch_factor, new.schedule) == (1, 4, "dynamic")
+    assert new.multiprocessing_context.get_start_method() == "spawn"
+    assert type(new) is Special
+    assert attributes(special) == before
+    assert trials.like(special, Setting(2, 5)).multiprocessing_context is special.multiprocessing_context
+
+
+def test_one_without_workers_could_be_made_by_the_constructor(special: Special) -> None:
+    new = trials.like(special, Setting(0, 5))
+    names = ["num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"]
+    assert [getattr(new, name) for name in names] == [0, None, False, 0, None]
+    Special(new.dataset, "red", **{name: getattr(new, name) for name in names})
+    assert len(list(new)) == 8
+
+
+def test_a_schedule_stays_as_it_was_said_if_it_is_of_that_kind() -> None:
+    schedule = Dynamic(window=7)
+    loader: DataLoader[Any] = DataLoader(Made(float, 8), schedule=schedule)
+    assert trials.like(loader, Setting(1, 2, dynamic=True)).schedule is schedule
+    assert trials.like(loader, Setting(1, 2, dynamic=False)).schedule == "round_robin"
+
+
+@thorough(after=2)
+@pytest.mark.parametrize(("workers", "persistent"), [(2, True), (0, False), (2, False), (0, True)])
+def test_it_measures_the_rate_and_the_costs_of_a_batch(workers: int, persistent: bool) -> None:
+    loader: DataLoader[Any] = DataLoader(Made(image, 60), 4, num_workers=2, persistent_workers=persistent)
+    found = measure(loader, Setting(workers, 2), step=0.001, seconds=0.1)
+    assert found.batches > 0
+    assert found.seconds >= found.batches * 0.001
+    assert found.costs is not None
+    assert found.costs.step == 0.001
+    assert found.costs.load > 0
+    if workers:
+        assert found.costs.batch_bytes >= 4 * 196_608
+        assert found.worker_bytes > 1 << 20
+    else:
+        assert found.costs.batch_bytes == found.worker_bytes == 0
+
+
+def test_threads_of_torch_in_the_consumer_do_not_stop_it() -> None:
+    torch.set_num_threads(4)
+    try:
+        torch.ones(1 << 20).add_(1).sum()  # starts them
+        dataset = Made(lambda index: float(torch.ones(1 << 20).add_(index).sum()), 16)
+        assert measure(DataLoader(dataset, 4, num_workers=0), Setting(0, 2)).batches > 0
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_empty_dataset_is_an_error_that_says_so(workers: int) -> None:
+    with pytest.raises(ValueError, match="the loader gives no batch: its dataset is empty"):
+        measure(DataLoader(Made(float, 0), num_workers=workers), Setting(workers, 2))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_loader_and_its_parts_stay_as_they_were(workers: int) -> None:
+    dataset, generator = MutableFields(), torch.Generator().manual_seed(1)
+    sampler = RandomSampler(dataset, generator=generator)
+    loader: DataLoader[Any] = DataLoader(dataset, 4, sampler=sampler, generator=generator)
+    next(iter(loader))
+    read, record = dataset.read, resources.of(loader).record
+    states = [each.get_state() for each in (generator, dataset.generator, torch.default_generator)]
+    state = loader.state_dict()
+    measure(loader, Setting(workers, 2))
+    after = [each.get_state() for each in (generator, dataset.generator, torch.default_generator)]
+    assert all(map(torch.equal, states, after))
+    assert dataset.read == read
+    assert resources.of(loader).record is record
+    assert loader.state_dict() == state
+    assert loader.statistics().epochs == 1
+
+
+def test_batches_stay_on_the_host() -> None:
+    to_device = ToDevice("cpu", transform=lambda batch: refuse())
+    loader: DataLoader[Any] = DataLoader(Made(float, 12), 4, device=to_device, pin_memory=True)
+    assert measure(loader, Setting(0, 2)).batches > 0
+    assert loader.device is to_device
+    assert loader.pin_memory
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_the_users_code_is_raised(workers: int) -> None:
+    with pytest.raises(KeyError, match="no such file"):
+        measure(DataLoader(Failing(refuse), num_workers=2), Setting(workers, 2))
+
+
+def test_a_process_that_dies_says_how() -> None:
+    with pytest.raises(RuntimeError, match="the process of a trial exited with code 7 before it sent"):
+        measure(DataLoader(Failing(vanish)), Setting(0, 2))
+
+
+@thorough(after=1)
+@pytest.mark.parametrize("workers", [2, 0])
+def test_one_that_takes_too_long_is_ended_with_its_workers(workers: int) -> None:
+    with pytest.raises(TimeoutError, match="too few batches in 0 s"):
+        trials.measure(DataLoader(Sleeping(), num_workers=2), Setting(workers, 2), 0.0, 0.1, 0.3)
+    assert not descendants()
+
+
+@thorough(after=1)
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_when_time_is_over_its_batches_count_and_the_start_of_its_process_is_no_part_of_it(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_with = trials.leave_with
+    starts = lambda *given, **named: (time.sleep(0.5), leave_with(*given, **named))  # noqa: E731
+    monkeypatch.setattr(trials, "leave_with", starts)  # for a process that imports nothing
+    setting = Setting(0, 2, start_method=method)
+    assert trials.measure(DataLoader(Made(float, 10**6)), setting, 0.0, 60.0, 0.2).batches > 0
+
+
+@thorough(after=2)
+@pytest.mark.parametrize(
+    ("end", "number"),
+    [(os.killpg, signal.SIGINT), (os.kill, signal.SIGKILL), (os.kill, signal.SIGINT)],
+    ids=["Ctrl-C", "SIGKILL", "SIGINT"],
+)
+def test_it_ends_with_its_workers_when_the_consumer_is_interrupted_or_dies(end: Any, number: int) -> None:
+    with running_script(
+        """
+        import os
+        from fastq_loader import DataLoader
+        from tests.conftest import acquired, belongings
+        from tests.extras.tools.test_trials import TWO, Sleeping, measure
+        before = belongings()
+        try:
+            measure(DataLoader(Sleeping(), num_workers=2))
+        except KeyboardInterrupt:
+            print("interrupted", acquired(before))
+        """,
+        warm=True,
+    ) as script:
+        script.wait_for("asleep\nasleep\n")
+        assert len(script.processes()) == 4, "it, the trial and two workers"
+        end(script.pid, number)
+        result = script.finish()
+    code, said = (-9, "") if number == signal.SIGKILL else (0, "interrupted {}\n")
+    assert result[:3] == (code, f"asleep\nasleep\n{said}", "")
+    assert not result.left
+
+
+def rate(loader: DataLoader[Any], *epochs: tuple[Any, ...], step: float = 0.0) -> tuple[float, float]:
+    return trials._rate(loader, [trials._Times(*epoch) for epoch in epochs], step) or (0.0, 1.0)
+
+
+def test_a_rate_is_taken_between_two_batches_of_the_same_worker() -> None:
+    loader: DataLoader[Any] = DataLoader(Made(float, 8), num_workers=2, persistent_workers=True)
+    came = [number // 2 * 1.0 for number in range(14)]  # two at a time, each second
+    for length in range(9, 14):
+        batches, seconds = rate(loader, (0.0, came[:length], []))
+        assert batches / seconds == 2.0
+    came = [0.0, *[9.0 + number / 100 for number in range(9)]]
+    batches, seconds = rate(loader, (0.0, came, []), step=1.0)
+    assert seconds / batches == pytest.approx(1.008), "those behind a late one come at once, and are no rate"
+
+
+def test_the_start_of_workers_that_do_not_stay_is_part_of_an_epoch() -> None:
+    loader: DataLoader[Any] = DataLoader(Made(float, 10))
+    under_way = 0.0, [5.0 + number for number in range(6)], []
+    batches, seconds = rate(loader, under_way)
+    assert seconds / batches == pytest.approx((5 + 9) / 10)
+    whole = (0.0, [1.0, 2.0], [3.0]), (3.0, [5.0, 6.0], [7.0])
+    assert rate(loader, *whole, (7.0, *under_way[1:])) == (4.0, 7.0)
+    stays: DataLoader[Any] = DataLoader(Made(float, 10), num_workers=1, persistent_workers=True)
+    assert rate(stays, *whole) == (2.0, 4.0)
+    assert rate(loader, (0.0, [1.0], [])) == (0.0, 1.0)

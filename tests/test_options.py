@@ -1,0 +1,205 @@
+"""What arguments come to, and what is refused of those beyond torch's."""
+
+from __future__ import annotations
+
+import re
+import threading
+from multiprocessing.context import SpawnContext
+from typing import Any
+
+import pytest
+import torch
+
+from fastq_loader import (
+    DataLoader,
+    Dynamic,
+    Processes,
+    RayWorkers,
+    Replace,
+    RoundRobin,
+    Skip,
+    ToDevice,
+    TorchWorkers,
+    options,
+)
+from fastq_loader.epoch import resources
+from fastq_loader.ipc.claim_table import WORKERS
+from fastq_loader.scheduling.schedules import Window
+from fastq_loader.system import calls
+from tests.support.datasets import Stream
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+
+STREAM = Stream("tensors", [1])
+
+
+def loader(**given: Any) -> DataLoader[Any]:
+    return DataLoader(given.pop("dataset", range(4)), **given)
+
+
+class ThreadContext(SpawnContext):
+    """MONAI's `_ProcessThreadContext` (data/thread_buffer.py): its processes are threads."""
+
+    Process = threading.Thread
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "text"),
+    [
+        ("schedule", "bogus", ValueError, "schedule='bogus' is unknown: use 'round_robin', 'dynamic', "),
+        ("schedule", None, TypeError, "schedule=None is unknown"),
+        ("workers", "threads", ValueError, "workers='threads' is unknown"),
+        ("workers", 4, TypeError, "the number of workers is num_workers"),
+        ("workers", None, TypeError, "workers=None is unknown"),
+        ("device", "toaster", ValueError, "device='toaster' is unknown"),
+    ],
+)
+def test_i9_wrong_values_are_refused_at_construction_and_when_set(
+    name: str, value: Any, kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind, match=re.escape(text)):
+        loader(**{name: value})
+    made = loader()
+    before = getattr(made, name)
+    with pytest.raises(kind, match=re.escape(text)):
+        setattr(made, name, value)
+    assert getattr(made, name) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        (
+            {"multiprocessing_context": ThreadContext()},
+            TypeError,
+            "multiprocessing_context=.* starts workers as threading.Thread, which is no process",
+        ),
+        ({"num_workers": WORKERS + 1}, ValueError, f"num_workers={WORKERS + 1} is too many: use at most"),
+        (
+            {"dataset": STREAM, "workers": Processes(max_restarts=2)},
+            ValueError,
+            r"Processes\(max_restarts=2\) cannot be used with an IterableDataset",
+        ),
+    ],
+    ids=["h5: threads", "too many", "restarts of a stream"],
+)
+@pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
+def test_workers_that_cannot_be_started_or_kept_are_refused(
+    given: dict[str, Any], kind: type[Exception], text: str, schedule: str
+) -> None:
+    given = {"num_workers": 2, "schedule": schedule, **given}
+    with pytest.raises(kind, match=text):
+        loader(**given)
+    made = loader(dataset=given.pop("dataset", range(4)))
+    made.prefetch_factor = 2
+    with pytest.raises(kind, match=text):  # noqa: PT012
+        for name, value in given.items():
+            setattr(made, name, value)
+        iter(made)
+    made.num_workers = 0  # nobody to start or to keep
+    options.check_workers(made, options.of(made))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("schedule", "dynamic", ", whose batches are the same"),
+        ("schedule", Dynamic(window=3), ", whose batches are the same"),
+        ("workers", Processes(max_restarts=2), ", or workers='processes'"),
+        ("workers", "ray", ", or workers='processes'"),
+        ("device", ToDevice("cpu", transform=abs), ", or a Prefetcher"),
+        ("errors", Skip(), ", or errors='raise'"),
+        ("errors", Replace(), ", or errors='raise'"),
+    ],
+)
+def test_without_memfd_what_torchs_workers_lack_is_refused_with_the_way_around(
+    name: str, value: Any, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "AVAILABLE", False)
+    text = (
+        rf"^{name}=.* cannot go with num_workers=2 here: .* lacks memfd_create.* Use num_workers=0{remedy}$"
+    )
+    with pytest.raises(RuntimeError, match=text):
+        loader(num_workers=2, **{name: value})
+    made = loader(num_workers=2)
+    with pytest.raises(RuntimeError, match=text):  # noqa: PT012
+        setattr(made, name, value)
+        iter(made)
+    assert len(list(loader(**{name: value} if name != "device" else {}))) == 4
+
+
+def test_without_memfd_a_stream_is_not_said_to_have_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "AVAILABLE", False)
+    with pytest.raises(RuntimeError, match=r"Use num_workers=0$"):
+        loader(dataset=STREAM, num_workers=2, schedule="dynamic")
+
+
+def test_without_memfd_epochs_are_resumed_without_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun = loader()
+    next(iter(begun))
+    state = begun.state_dict()
+    monkeypatch.setattr(calls, "AVAILABLE", False)
+    made = loader(num_workers=2)
+    for asked in (lambda: made.load_state_dict(state), lambda: made.replay(1)):
+        with pytest.raises(RuntimeError, match=r"cannot go with num_workers=2 here: .* Use num_workers=0$"):
+            asked()
+    with pytest.warns(TorchWorkers, match=r"state_dict\(\) is empty: .* With num_workers=0 it is"):
+        assert made.state_dict() == {}
+    alone = loader()
+    alone.load_state_dict(state)
+    alone.num_workers = 2
+    with pytest.raises(RuntimeError, match=r"load_state_dict\(\) cannot go with num_workers=2 here"):
+        iter(alone)
+    alone.num_workers = 0
+    assert [batch.tolist() for batch in alone] == [[1], [2], [3]]
+
+
+def test_what_arguments_come_to() -> None:
+    made = loader(num_workers=2, workers=Processes(max_restarts=3), schedule=Dynamic(window=9))
+    assert options.of(made).workers == Processes(max_restarts=3)
+    assert options.of(made).is_dynamic
+    assert not options.is_iterable(made)
+    assert not options.is_iterable(object.__new__(DataLoader))
+    assert options.is_iterable(loader(dataset=STREAM))
+    assert options.window(made) == Window(9, group=2)
+    for schedule in ("round_robin", RoundRobin()):
+        assert options.window(loader(num_workers=2, prefetch_factor=3, schedule=schedule)) == Window(6)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "expected", "texts"),
+    [
+        (None, (False, None), ["pin_memory_device is deprecated", "no accelerator is found"]),
+        ("cuda", (True, "cuda"), ["pin_memory_device is deprecated"]),
+        ("mps", (False, "mps"), ["pin_memory_device is deprecated", "not supported on MPS now"]),
+    ],
+)
+def test_what_pin_memory_comes_to(
+    accelerator: str | None, expected: Any, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(accelerator or "cpu"))
+    assert options.pinning(loader()) == (False, None)
+    with pytest.warns(UserWarning, match="pin_memory") as caught:
+        assert options.pinning(loader(pin_memory=True, pin_memory_device="cuda")) == expected
+    for text, warning in zip(texts, caught, strict=True):
+        assert text in str(warning.message)
+
+
+def test_a_device_on_the_host_needs_no_session() -> None:
+    made = loader(device=ToDevice("cpu", transform=abs))
+    assert resources.device_session(made) is None
+    assert [batch.item() for batch in made] == [0, 1, 2, 3]
+
+
+def test_a_stream_goes_with_the_default_of_ray_and_not_with_another_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RayWorkers, "missing", lambda self: "")
+    made = loader(dataset=STREAM, num_workers=2, workers="ray")
+    assert options.plan(made).restarts == 0
+    with pytest.raises(ValueError, match="cannot be used with an IterableDataset"):
+        loader(dataset=STREAM, num_workers=2, workers=RayWorkers(max_restarts=1))
