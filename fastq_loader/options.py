@@ -6,14 +6,12 @@ because attributes can be set past `__setattr__`. torch's own arguments are chec
 
 from __future__ import annotations
 
-import dis
-import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
-from types import CodeType, FunctionType
+from types import FrameType
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
@@ -141,8 +139,8 @@ def with_arguments(loader: Loader, arguments: Mapping[str, Any]) -> Options:
 def assigned(loader: Loader, name: str, value: Any) -> None:
     """Change an option because an attribute of its name is being assigned.
 
-    Does nothing if the loader's class uses this name for something of its own: with torch's loader,
-    a subclass that assigns `device` has an attribute like any other.
+    Does nothing if the loader's class uses this name for something of its own, as it may with torch's loader:
+    it defines the name, or one of its methods assigns it, before or after `super().__init__()`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `with_arguments`.
@@ -152,7 +150,9 @@ def assigned(loader: Loader, name: str, value: Any) -> None:
             raise ValueError(
                 f"num_workers={value!r} cannot be set: pass it to the constructor, or set a number"
             )
-    elif name not in _own_names(type(loader)):
+    elif _is_in_own_method(loader):
+        vars(loader)["_own_names"] = vars(loader).get("_own_names", frozenset()) | {name}
+    elif not is_own_name(loader, name):
         vars(loader)["_options"] = with_arguments(loader, {name: value})
 
 
@@ -170,35 +170,30 @@ def put(loader: Any, arguments: Mapping[str, Any]) -> None:
 
 def is_own_name(loader: Loader, name: str) -> bool:
     """Whether a loader's class uses the name of an option for something of its own."""
-    return name in _own_names(type(loader))
+    defined = any(name in vars(kind) for kind in _subclasses(type(loader)))
+    return defined or name in vars(loader).get("_own_names", ())
 
 
-_names: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
+def _subclasses(kind: type) -> Iterator[type]:
+    """The classes of a loader that are neither ours nor torch's."""
+    for each in kind.__mro__:
+        if not each.__module__.startswith(("fastq_loader.", "torch.utils.data.")):
+            yield each
 
 
-def _own_names(kind: type) -> frozenset[str]:
-    """The names of options that a subclass defines in its body, or assigns in one of its methods."""
-    if (found := _names.get(kind)) is None:
-        mine = [
-            each for each in kind.__mro__ if not each.__module__.startswith(("fastq_loader.", "torch.utils."))
-        ]
-        values = [(name, value) for each in mine for name, value in vars(each).items()]
-        defined = {name for name, _ in values} | {name for _, value in values for name in _stored(value)}
-        found = _names[kind] = frozenset(defined & set(DEFAULTS))
-    return found
-
-
-def _stored(value: Any) -> Iterator[str]:
-    """The names of attributes that a method assigns."""
-    if type(value) in (classmethod, staticmethod):
-        value = value.__func__
-    functions = (value.fget, value.fset) if type(value) is property else (value,)
-    pending = [inspect.unwrap(each).__code__ for each in functions if type(each) is FunctionType]
-    while pending:
-        code = pending.pop()
-        if not DEFAULTS.keys().isdisjoint(code.co_names):
-            yield from (each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR")
-        pending += [each for each in code.co_consts if isinstance(each, CodeType)]
+def _is_in_own_method(loader: Loader) -> bool:
+    """Whether a method of the loader's own class assigns, directly or through wrappers of `__setattr__` as
+    Lightning has them: the frames above have the loader as their first argument."""
+    names = {name for kind in _subclasses(type(loader)) for name in vars(kind)}
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_argcount:
+        code = frame.f_code
+        if frame.f_locals.get(code.co_varnames[0]) is not loader:
+            return False
+        if code.co_name in names and not frame.f_globals["__name__"].startswith("fastq_loader."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_iterable(loader: Loader) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import threading
+from collections.abc import Callable
 from multiprocessing.context import SpawnContext
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader as TorchLoader
 
 from fastq_loader import (
     DataLoader,
@@ -27,6 +30,7 @@ from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.system import calls
 from tests.support.datasets import Stream
+from tests.support.subclasses import SUBCLASSES
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -155,6 +159,26 @@ def test_without_memfd_epochs_are_resumed_without_workers(
         iter(alone)
     alone.num_workers = 0
     assert [batch.tolist() for batch in alone] == [[1], [2], [3]]
+
+
+@pytest.mark.parametrize("make", SUBCLASSES)
+def test_names_of_options_are_a_subclasss_own_as_with_torchs_loader(make: Callable[[Any], Any]) -> None:
+    torchs, ours = make(TorchLoader), make(DataLoader)
+    used = [name for name in options.DEFAULTS if hasattr(torchs, name)]
+    assert used
+    for name in set(used) - {"schedule"}:
+        assert getattr(ours, name) == getattr(torchs, name)
+    for copied in (ours, copy.copy(ours)):
+        assert [str(batch) for batch in copied] == [str(batch) for batch in torchs]
+        assert options.of(copied) == options.of(DataLoader(range(6))), "as its constructor was told"
+
+
+def test_an_option_that_is_assigned_to_a_plain_loader_or_subclass_is_changed() -> None:
+    for kind in (DataLoader, type("Mine", (DataLoader,), {"to": lambda self: self})):
+        made = kind(range(4), 2)
+        made.schedule = "dynamic"
+        assert options.of(made).is_dynamic
+        assert made.schedule == "dynamic"
 
 
 def test_what_arguments_come_to() -> None:
