@@ -313,7 +313,7 @@ FAULTS = (
     Fault(
         "values that were drawn at random are cached",
         "extras/cached/cached.py",
-        "if drew := before.drawn():",
+        "if drew := before.moved_since():",
         "if drew := []:",
         "row K1",
         "extras/cached/test_cached.py",

@@ -197,7 +197,7 @@ class Order(Iterator[Any]):
             progress, seen = self.progress, self.seen()
             asked, iterator = self.traits.asked, self.source
             own = {} if self._read_ahead is None else self._read_ahead.states()  # may be part of its state
-            with generators.restored(map(self.own.get, own), [(self.own[name], own[name]) for name in own]):
+            with generators.restored({name: self.own[name] for name in own}, own):
                 place = position.place_of(asked, None if id(asked) == id(iterator) else iterator)
             due = range(progress.head, self.position)
             ahead = [None if at in progress.beyond else as_json(self._given[at]) for at in due]
@@ -221,7 +221,7 @@ class Order(Iterator[Any]):
     def _own_states(self) -> dict[str, Any]:
         if self._read_ahead is not None:
             return self._read_ahead.states()
-        return {name: generators.state_of(generator) for name, generator in self.own.items()}
+        return generators.states_of(self.own)
 
     def _watch(self, draw: Callable[[], T], states: dict[str, Any]) -> T:
         """Call `draw`, and record in `states` the prior states of the shared generators that it used."""
@@ -229,8 +229,7 @@ class Order(Iterator[Any]):
         try:
             return draw()
         finally:
-            now = self.shared_now()
-            states.update((name, was) for name, was in before.items() if not generators.same(was, now[name]))
+            states.update({name: before[name] for name in generators.moved(before, self.shared_now())})
 
     # ---- begin, resume and break off an epoch -------------------------------------------------
 
@@ -316,8 +315,7 @@ class Order(Iterator[Any]):
         if ended:
             with self.as_at_start():
                 self.source = iter(()) if resumed.exhausted else iter(self._sampler)
-        for name, state in set_by_it.items():
-            generators.set_state(self.own[name], state)
+        generators.set_states(self.own, set_by_it)
 
     def _draw_again(self, dropped: int, kept: int) -> bool:
         """Draw indices to be dropped, and others to be yielded later. Returns whether there were too few."""
@@ -338,30 +336,25 @@ class Order(Iterator[Any]):
         drew_once = delivered and self.traits.by_permutation and digest and digest[0] == 1
         if self.traits.shared != ("torch",) or ahead <= 0 or drew_once:
             return
-        known = [*self.own.values(), generators.GLOBAL["torch"]]
+        known = {**self.own, "torch": generators.GLOBAL["torch"]}
         with self.as_at_start():
             indices, skip = sampling.iterate_from(self._sampler, max(0, delivered - 1))
             self._set_first()
             deque(islice(indices, skip + min(delivered, 1)), 0)
-            wanted = [generators.state_of(each) for each in known]
+            wanted = generators.states_of(known)
             deque(islice(indices, ahead), 0)
-            left = [generators.state_of(each) for each in known]
-        for each, before, after in zip(known, wanted, left, strict=True):
-            if generators.same(after, generators.state_of(each)):
-                generators.set_state(each, before)
+            left = generators.states_of(known)
+        used = generators.moved(left, generators.states_of(known))
+        generators.set_states({name: each for name, each in known.items() if name not in used}, wanted)
 
     def as_at_start(self) -> generators.restored:
         """Context manager: sets the generators to their states when the epoch began, then restores them."""
-        known, states = {**generators.GLOBAL, **self.own}, self.beginning.states
-        return generators.restored(
-            known.values(), [(known[name], state) for name, state in states.items() if name in known]
-        )
+        return generators.restored({**generators.GLOBAL, **self.own}, self.beginning.states)
 
     def note_shared(self) -> None:
         """Record the generators' states, because reads from here on draw from the shared ones."""
         if self._resumed is None:
-            shared = {name: generators.state_of(each) for name, each in generators.GLOBAL.items()}
-            self.beginning.states.update(self._own_states() | shared)
+            self.beginning.states.update(self._own_states() | generators.states_of(generators.GLOBAL))
 
     def _note_first(self) -> None:
         states = self.beginning.states
@@ -370,9 +363,7 @@ class Order(Iterator[Any]):
                 self.beginning.first[name] = now
 
     def _set_first(self) -> None:
-        for name, generator in {**generators.GLOBAL, **self.own}.items():
-            if name in self.beginning.first:
-                generators.set_state(generator, self.beginning.first[name])
+        generators.set_states({**generators.GLOBAL, **self.own}, self.beginning.first)
 
     # ---- the indices --------------------------------------------------------------------------
 

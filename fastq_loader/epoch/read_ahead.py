@@ -48,8 +48,7 @@ class PrefetchedGenerators:
             self._follow()
             while self._moves and self._moves[0][0] <= count:
                 self._shown = self._moves.popleft()[1]
-            for name, state in self._shown.items():
-                generators.set_state(self._own[name], state)
+            generators.set_states(self._own, self._shown)
 
     def states(self) -> States:
         """The states after the last draw, or the present ones if other code has changed them. Any thread."""
@@ -63,9 +62,8 @@ class PrefetchedGenerators:
             self._drawn = self._shown = now
 
     def _now(self) -> States:
-        return {name: generators.state_of(generator) for name, generator in self._own.items()}
+        return generators.states_of(self._own)
 
     def _set(self, states: States) -> None:
         if self._drawn is not self._shown:
-            for name, state in states.items():
-                generators.set_state(self._own[name], state)
+            generators.set_states(self._own, states)

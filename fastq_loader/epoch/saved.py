@@ -212,12 +212,10 @@ def take(loaded: Saved, loader: Loader) -> None:
     """
     sampler, order = loader._index_sampler, loaded.order
     own = samplers.own_generators(sampler, loader.generator, loader.dataset)
-    states = [(own[name], state) for name, state in order.generators.items() if name in own]
     if not loaded.resumes and "dataset" in order.place:
-        with generators.restored([*generators.GLOBAL.values(), *own.values()], states):
+        with generators.restored({**generators.GLOBAL, **own}, order.generators):
             _put(samplers.stateful_sampler(sampler), sampler, order)
-    for generator, state in states:
-        generators.set_state(generator, state)
+    generators.set_states(own, order.generators)
     epochs = order.beginning.epochs
     if not loaded.resumes:  # an epoch begins, whose number the user may have set already
         now = samplers.epochs(sampler)

@@ -187,7 +187,7 @@ def state_of(loader: Loader, record: EpochRecord | None, seen: Drawn | None = No
     """
     if record is None:
         own = samplers.own_generators(loader._index_sampler, loader.generator, loader.dataset)
-        now = Now({name: generators.state_of(each) for name, each in own.items()})
+        now = Now(generators.states_of(own))
         return _between_epochs(loader, None, START, now, _before_first(loader))
     order = record.order
     if order.progress.over:

@@ -380,7 +380,7 @@ class Distributed(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         own = generators.find({"sampler": self.sampler})
-        with generators.restored([*generators.GLOBAL.values(), *own.values()]):
+        with generators.restored({**generators.GLOBAL, **own}):
             generators.seed_batch(self.seed, self.epoch, own)
             order = list(self.sampler)
         for position in range(_part(len(order), self.num_replicas, self.drop_last)):

@@ -122,6 +122,23 @@ def set_state(generator: Any, state: Any) -> None:
         generator.setstate(state)
 
 
+def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the states of generators, by name."""
+    return {name: state_of(generator) for name, generator in generators.items()}
+
+
+def set_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Restore the generators that `states` names."""
+    for name, generator in generators.items():
+        if name in states:
+            set_state(generator, states[name])
+
+
+def moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Names of the states that differ from those `before`, or were not among them."""
+    return [name for name, state in now.items() if name not in before or not same(before[name], state)]
+
+
 def same(state: Any, other: Any) -> bool:
     """Whether two states of one generator, or two dicts or tuples of states, are equal."""
     if isinstance(state, dict) and isinstance(other, dict):
@@ -140,34 +157,31 @@ class restored:
     """Context that restores generators on exit, whatever was drawn from them or set inside.
 
     Args:
-        generators: to be restored.
-        states: (generator, state) pairs to set on entry.
+        generators: to be restored, by name; the three shared ones unless others are given.
+        states: states to set on entry, by name.
 
     A class and not `contextlib.contextmanager`: a context that an interrupt abandoned would be closed by the
     garbage collector, perhaps while torch holds the lock of its random number generator.
     """
 
-    def __init__(self, generators: Iterable[Any], states: Iterable[tuple[Any, Any]] = ()) -> None:
-        self._generators = list(generators)
-        self._states = list(states)
+    def __init__(
+        self, generators: Mapping[str, Any] = GLOBAL, states: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        self._generators, self._states = generators, states
 
     def __enter__(self) -> None:
-        self._kept = [state_of(generator) for generator in self._generators]
-        for generator, state in self._states:
-            set_state(generator, state)
+        self._kept = states_of(self._generators)
+        set_states(self._generators, self._states)
 
     def __exit__(self, *_: object) -> None:
-        for generator, state in zip(self._generators, self._kept, strict=True):
-            set_state(generator, state)
+        set_states(self._generators, self._kept)
 
 
 def as_at(states: dict[str, Any]) -> restored:
     """Context in which shared generators start from these states. A generator that already has its state on
     entry keeps the draws made inside; the others are restored."""
-    moved = [
-        (GLOBAL[name], state) for name, state in states.items() if not same(state, state_of(GLOBAL[name]))
-    ]
-    return restored((generator for generator, _ in moved), moved)
+    now = {name: state_of(GLOBAL[name]) for name in states}
+    return restored({name: GLOBAL[name] for name in moved(now, states)}, states)
 
 
 # ---- seeds ----------------------------------------------------------------------------------------
@@ -263,17 +277,6 @@ def _seed(generator: Any, seed: int) -> None:
                 generator.set_state(numpy_random.RandomState(bits).get_state(legacy=False))
 
 
-def set_shared(states: dict[str, Any]) -> None:
-    """Restore the shared generators that `states` names."""
-    for name in states.keys() & GLOBAL.keys():
-        set_state(GLOBAL[name], states[name])
-
-
-def put_back() -> restored:
-    """Context that restores the three shared generators on exit, whatever was drawn or seeded inside."""
-    return restored(GLOBAL.values())
-
-
 def states(*roots: Any) -> tuple[Any, ...]:
     """Comparable states of the generators that user code draws from: the three shared ones, and the ones in
     `roots` (a dataset, a collate function)."""
@@ -293,26 +296,21 @@ class GeneratorSnapshot:
     _none_waits = b""
 
     def __init__(self) -> None:
-        self._memory = self._of_numpy()
-        self._numpy: Any = None
-        if not self._memory or self._memory != GeneratorSnapshot._none_waits:
-            self._numpy = state_of(numpy_random)
-            if self._memory and not self._numpy["has_gauss"]:
-                GeneratorSnapshot._none_waits, self._numpy = self._memory, None
-        self._random = random.getstate()
-        self._torch = torch.default_generator.get_state()
+        self._states = self._now()
 
-    def drawn(self) -> list[str]:
+    def moved_since(self) -> list[str]:
         """Names of the generators that were drawn from, seeded or set since."""
-        whole = self._numpy is not None
-        moved = {
-            "torch": not torch.equal(self._torch, torch.default_generator.get_state()),
-            "random": self._random != random.getstate(),
-            "numpy": not same(self._numpy, state_of(numpy_random))
-            if whole
-            else self._memory != self._of_numpy(),
-        }
-        return [name for name in GLOBAL if moved[name]]
+        return moved(self._states, self._now())
+
+    @classmethod
+    def _now(cls) -> dict[str, Any]:
+        memory = cls._of_numpy()
+        state: Any = memory
+        if not memory or memory != cls._none_waits:
+            state = state_of(numpy_random)
+            if memory and not state["has_gauss"]:
+                cls._none_waits = state = memory
+        return {"torch": state_of(torch.default_generator), "random": random.getstate(), "numpy": state}
 
     @staticmethod
     def _of_numpy() -> bytes:

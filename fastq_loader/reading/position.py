@@ -88,7 +88,7 @@ def begun_at(place: dict[str, Any], part: Any, begin: Callable[[], T], iterator_
     iterator = iterator_of(begun)
     _set(iterator, place, "iterator")
     if place.get("ended"):
-        with generators.put_back():
+        with generators.restored():
             begins_anew = next(iterator, place) is not place
         if begins_anew:
             _set(part, place, "dataset")

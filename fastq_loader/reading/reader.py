@@ -99,9 +99,8 @@ class Reader:
         """Restore the generators, but not before batches have been read again: these draw from them."""
         if self.to_pass and self._replays:
             return
-        for name, state in self._resumed.pop("generators", {}).items():
-            if name in (own := self._generators()):
-                generators.set_state(own[name], state)
+        if states := self._resumed.pop("generators", {}):
+            generators.set_states(self._generators(), states)
 
     def _generators(self) -> dict[str, Any]:
         return {**generators.GLOBAL, **self._own_generators()}
@@ -112,7 +111,7 @@ class Reader:
     def put_back(self) -> generators.restored:
         """Context that restores, on exit, all generators that are seeded for each batch."""
         own = self._own_generators() if self._reseeds else {}
-        return generators.restored([*generators.GLOBAL.values(), *own.values()])
+        return generators.restored({**generators.GLOBAL, **own})
 
     def load(self, seq: int, index: Any) -> Any:
         """Load batch number `seq` of the epoch.
@@ -163,8 +162,7 @@ class Reader:
             return b""
         more: dict[str, Any] = {}
         if self._saves_generators:
-            own = self._generators().items()
-            more["generators"] = {name: generators.state_of(generator) for name, generator in own}
+            more["generators"] = generators.states_of(self._generators())
         if self.ended and (more or position.is_known(fetcher)):
             more["over"] = True
         return position.packed(fetcher, **more)

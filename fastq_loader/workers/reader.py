@@ -103,7 +103,7 @@ class WorkerReader(Reader):
             state = self.state_bytes()
             self.state = seal(state, self._setup.token) if state else b""
             self.remarks = b""
-            drawn = [] if before is None else self._drawn_since(before)
+            drawn = [] if before is None else generators.moved(before, self._own_states())
             if drawn or fetcher.error is not None:
                 error, fetcher.error = fetcher.error, None
                 last = None if error is None else dump_exception(error, self._setup.worker)
@@ -112,16 +112,8 @@ class WorkerReader(Reader):
     def _own_states(self) -> dict[str, Any]:
         """States of the generators that the dataset and the collate function own, by name."""
         with contextlib.suppress(Exception):  # a generator of a device that this process cannot use
-            return {name: generators.state_of(own) for name, own in self._own_generators().items()}
+            return generators.states_of(self._own_generators())
         return {}
-
-    def _drawn_since(self, before: dict[str, Any]) -> list[str]:
-        """Names of the generators that were drawn from, or created, since `before`."""
-        return [
-            name
-            for name, state in self._own_states().items()
-            if name not in before or not generators.same(before[name], state)
-        ]
 
     def _seed(self, base_seed: int, seq: int) -> int:
         seed = super()._seed(base_seed, seq)

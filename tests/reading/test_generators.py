@@ -77,7 +77,7 @@ def test_generators_are_put_back_and_set_for_a_while() -> None:
     mine, other = random.Random(1), np.random.default_rng(1)
     before = [generators.state_of(mine), generators.state_of(other)]
     wanted = random.Random(7)
-    with generators.restored([mine, other], [(mine, wanted.getstate())]):
+    with generators.restored({"mine": mine, "other": other}, {"mine": wanted.getstate()}):
         assert mine.random() == wanted.random()
         other.random()
     assert generators.same(before[0], generators.state_of(mine))
@@ -97,7 +97,7 @@ BASE_SEEDS = st.integers(0, 2**63 - 1)
 
 @pytest.fixture(autouse=True)
 def _generators_as_they_were() -> Iterator[None]:
-    with generators.put_back():
+    with generators.restored():
         yield
 
 
@@ -303,13 +303,13 @@ DRAWS: dict[str, tuple[Callable[[], Any], list[str]]] = {
 @pytest.mark.parametrize("then", DRAWS)
 def test_a_glance_finds_what_was_drawn(first: str, then: str) -> None:
     """A second normal number of numpy's, or of random's, waits since the first and moves nothing else."""
-    with generators.put_back():
+    with generators.restored():
         seed_all()
         for name in (first, then, then):
             draw, drawn = DRAWS[name]
             glance = generators.GeneratorSnapshot()
             draw()
-            assert glance.drawn() == drawn
+            assert glance.moved_since() == drawn
 
 
 def test_a_glance_at_another_kind_of_numpys_generator() -> None:
@@ -317,8 +317,8 @@ def test_a_glance_at_another_kind_of_numpys_generator() -> None:
     np.random.set_bit_generator(np.random.PCG64(0))
     try:
         glance = generators.GeneratorSnapshot()
-        assert glance.drawn() == []
+        assert glance.moved_since() == []
         np.random.rand()
-        assert glance.drawn() == ["numpy"]
+        assert glance.moved_since() == ["numpy"]
     finally:
         np.random.set_bit_generator(before)

@@ -45,7 +45,7 @@ def arena() -> Iterator[Arena]:
     """A worker of this arena may run in this process, which is put back afterwards."""
     threads = torch.get_num_threads()
     arena = Arena(1)
-    with generators.put_back():
+    with generators.restored():
         yield arena
     install(None)
     arena.retire([])

@@ -195,7 +195,7 @@ class cached:
     def _compute(self, digest: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = generators.GeneratorSnapshot()
         value = self._function(self._of, *args, **kwargs) if self._bound else self._function(*args, **kwargs)
-        if drew := before.drawn():
+        if drew := before.moved_since():
             self._counters.add("random")
             who, why = f"draws from {', '.join(drew)}", "they would be the same in every epoch"
             self._hint(who, f"{why}. Wrap only the part that draws no random numbers")

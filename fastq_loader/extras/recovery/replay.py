@@ -56,7 +56,7 @@ def replay(loader: Any, batch: int, epoch: int | None, state: Mapping[str, Any] 
             "schedule='dynamic' each batch has random numbers of its own.",
             UserWarning,
         )
-    with generators.put_back():
+    with generators.restored():
         iterator = iter(again)
         iterator.skip_to(batch)
         found = next(iterator, None)

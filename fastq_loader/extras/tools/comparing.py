@@ -178,7 +178,7 @@ def compare(
 
 def _runner(method: str, epochs: int, batches: int | None) -> Callable[..., PassResult]:
     """Return a function that makes a pass in a process of its own, from the present generator states."""
-    seeds = {name: generators.state_of(each) for name, each in generators.GLOBAL.items()}
+    seeds = generators.states_of(generators.GLOBAL)
 
     def run(name: str, loader: Any, step: float | None = None, keep: int | None = None) -> PassResult:
         most, wait = 0, _LOOK
@@ -300,7 +300,7 @@ class _LoaderRun:
 
     def run(self) -> None:
         self.seen = PassResult([], [], ComparisonRow(self.name), {})
-        generators.set_shared(self.seeds)
+        generators.set_states(generators.GLOBAL, self.seeds)
         self.came, self.first, error = 0, 0.0, ""
         cpu, began = _cpu_seconds(), time.monotonic()
         try:
@@ -382,7 +382,7 @@ class _Probe:
         made, parts = [], []
         own = generators.find({"dataset": self.loader.dataset, "collate_fn": self.loader.collate_fn})
         for _ in range(2):
-            with generators.restored([*generators.GLOBAL.values(), *own.values()]):
+            with generators.restored({**generators.GLOBAL, **own}):
                 made.append(read())
             parts.append(list(leaves(made[-1], "a sample" if name == "the dataset" else "a batch")))
         text = difference(parts[0], parts[1], ("at first", "then"))
