@@ -21,8 +21,8 @@ dataset (`reading`) and write the batch to shared memory (`packing`, `memory`). 
 
 from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.device.transforms import copy_into, normalize
+from fastq_loader.epoch.fields import Position
 from fastq_loader.epoch.prefetcher import Prefetcher
-from fastq_loader.epoch.record import Position
 from fastq_loader.errors import (
     BadSampleFound,
     DuplicateData,

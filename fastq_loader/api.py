@@ -6,9 +6,9 @@ core that keeps these names and their meaning breaks no extra. Has no code; runs
 
 from fastq_loader import options
 from fastq_loader.epoch import resources, samplers, saved
-from fastq_loader.epoch.order import ResumePoint
+from fastq_loader.epoch.fields import EpochSnapshot, Saved
 from fastq_loader.epoch.prefetcher import Prefetcher
-from fastq_loader.epoch.record import EpochRecord, Position, Saved
+from fastq_loader.epoch.record import EpochRecord
 from fastq_loader.errors import (
     DuplicateData,
     IdleWorker,

@@ -20,8 +20,8 @@ from fastq_loader import options
 from fastq_loader.consumer.bad_samples import BadSamples
 from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.epoch import saved, state
+from fastq_loader.epoch.fields import Position
 from fastq_loader.epoch.multiprocess import MultiprocessIterator
-from fastq_loader.epoch.record import Position
 from fastq_loader.epoch.resources import Owner, device_session
 from fastq_loader.epoch.resources import of as resources_of
 from fastq_loader.epoch.serial import SerialIterator
@@ -299,8 +299,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
             return
         loaded = saved.read(state_dict, self, ignore)
         saved.take(loaded, self)
-        resources.place, resources.shared = (resources.record, loaded), loaded.shared
-        resources.bad_samples = BadSamples(loaded.bad_samples)
+        resources.place, resources.shared = (resources.record, loaded), loaded.start.shared
+        resources.bad_samples = BadSamples(loaded.now.bad_samples)
         vars(self)["_iterator"] = None  # its workers have drawn other random numbers than the saved ones
 
     def replay(self, batch: int, epoch: int | None = None, state: Mapping[str, Any] | None = None) -> Any:

@@ -219,9 +219,9 @@ FAULTS = (
     # ---- resume
     Fault(
         "an order that does not come back is not noticed",
-        "epoch/order.py",
-        "self._differs = now != self._expected",
-        "self._differs = False",
+        "epoch/strategies.py",
+        "self.differs = now != self.expected",
+        "self.differs = False",
         "row S1",
         "epoch/test_zoo.py",
     ),

@@ -186,7 +186,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         among = resources.of(loader).bad_samples
         self._tell, self._untold = among.tell, among.untold
         if self._errors is not None:
-            known = {} if self._record.saved is None else self._record.saved.bad_samples
+            known = {} if self._record.saved is None else self._record.saved.now.bad_samples
             epoch, in_batches = self._record.position.epoch, loader._auto_collation
             self._bad_samples = BadSampleCounter(among, self._errors, epoch, in_batches, known)
             self._record.bad_samples = partial(among.state, self._bad_samples)
@@ -198,7 +198,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
         mine = resources.of(loader)
         self._order.note_drawn()
-        if mine.shared and not self._order.drawn[0]:
+        if mine.shared and self._order.pending is not None:
             self._order.pending = self._order.shared_now()
         self._hints = Hints(loader, mine.record, self._record, self._log)
         mine.place = self._record, None
@@ -216,10 +216,10 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
     def _share_seed(self, loader: Loader) -> None:
         if self._record.saved is not None:
-            self._shared_seed = self._record.shared_seed
+            self._shared_seed = self._record.start.shared_seed
         else:
             self._shared_seed = datapipes.draw_shared_seed(self._dataset, loader.generator)
-            self._record.shared_seed = self._shared_seed
+            self._record.start.shared_seed = self._shared_seed
         self._dataset = datapipes.apply_seed(self._dataset, self._shared_seed)
 
     @abstractmethod

@@ -72,15 +72,15 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
 
     def _draw_base_seed(self, loader: Loader) -> int:
         if self._record.continues_workers:
-            return self._record.follow_base_seed(self._record.base_seed)
+            return self._record.follow_base_seed(self._record.start.base_seed)
         return super()._draw_base_seed(loader)
 
     def _start_epoch(self, loader: Loader, shared_seed: int | None) -> None:
         self._exhausted = False
         record = self._record
-        record.shared_seed = shared_seed
-        record.lives_on = self._persistent_workers and not self._dynamic
-        base_seed = record.base_seed if self._dynamic else None
+        record.start.shared_seed = shared_seed
+        record.start.lives_on = self._persistent_workers and not self._dynamic
+        base_seed = record.start.base_seed if self._dynamic else None
         resume = record.resume
         self._epoch = self.engine.start_epoch(
             self._order, shared_seed, base_seed, self._log, record.progress, resume, self._bad_samples
@@ -96,7 +96,8 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         return successor
 
     def _restart_sampler(self) -> None:
-        self._indices = map(decode_index, self._order.begin(packed=True))
+        order = self._order.begin(self._record.saved, packed=True, read_ahead=self._dynamic)
+        self._indices = map(decode_index, order)
 
     def _advance(self) -> None:
         if self._session is not None:

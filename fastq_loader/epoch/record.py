@@ -6,17 +6,19 @@ workers, so `state_dict()` also works when those are gone.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import pickle
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fastq_loader import options
-from fastq_loader.epoch.order import Order, ResumePoint
+from fastq_loader.epoch import samplers
+from fastq_loader.epoch.fields import EpochStart, Position, Saved
+from fastq_loader.epoch.order import Order
 from fastq_loader.options import Loader
 from fastq_loader.reading import generators
 from fastq_loader.reading.position import is_stateful
@@ -24,53 +26,6 @@ from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
 
 #: Stands in for a reader's state that is unknown.
 UNKNOWN = pickle.dumps({"unknown": True})
-
-
-class Position(NamedTuple):
-    """Progress of a loader.
-
-    Attributes:
-        epoch: number of epochs that are over.
-        batch: number of batches delivered in the current epoch, including errors.
-        batches: number of batches delivered in all epochs.
-
-    >>> loader = DataLoader(range(8), 2)
-    >>> batches = list(loader)
-    >>> loader.position
-    Position(epoch=1, batch=0, batches=4)
-    """
-
-    epoch: int = 0
-    batch: int = 0
-    batches: int = 0
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A saved state that was read, and fits its loader.
-
-    Attributes:
-        state: the state itself, as the user passed it.
-        position: the loader's position with it.
-        resumes: whether the next epoch continues in the middle.
-        iterable: whether the dataset is iterable.
-        progress, order, base_seed, shared_seed: of that epoch.
-        shared: states of shared generators with which a first epoch begins.
-        bad_samples: initial state for `consumer.bad_samples`, or {}.
-        lives_on: whether its workers would have served the next epoch, too.
-    """
-
-    state: dict[str, Any]
-    position: Position
-    base_seed: int
-    lives_on: bool = False
-    resumes: bool = False
-    iterable: bool = False
-    progress: Progress = START
-    order: ResumePoint = field(default_factory=ResumePoint)
-    shared_seed: int | None = None
-    shared: dict[str, Any] = field(default_factory=dict)
-    bad_samples: dict[str, Any] = field(default_factory=dict)
 
 
 def mixed(seed: int, *numbers: int) -> int:
@@ -83,40 +38,33 @@ class EpochRecord:
     """One epoch of a loader.
 
     Args:
-        order: the order of its indices.
-        position: where it begins or resumes.
+        order: the order of its indices, with the epoch's start.
         saved: the state it was resumed from, or None.
         readers: number of dataset readers whose progress is recorded (workers, or 1 without workers); 0 if
             it is not needed.
 
     Attributes:
         order: the order of its indices, with the progress in it.
-        began: position at which it began or resumed.
-        base_seed, shared_seed: see `generators` and `datapipes`.
+        start: its start.
         continues_workers: it follows a saved epoch whose workers would have served this one, too.
         tells_readers: whether its readers must be sent their saved progress.
         persistent: whether its readers serve the next epoch, too.
-        lives_on: whether its workers serve the next epoch, for which torch then draws no base seed.
-        constant: see `state.Constant`; None until a state needs it.
+        constant: the part of a state that stays the same: the compared fields, and the start as text; None
+            until a state needs it.
         bad_samples: returns their part of a state; None where they are not counted.
         shown: of an epoch that a `Prefetcher` reads ahead: a function that returns the state after the
             batches which that delivered, and the position there.
     """
 
-    def __init__(self, order: Order, position: Position, saved: Saved | None, readers: int) -> None:
-        self.order = order
+    def __init__(self, order: Order, saved: Saved | None, readers: int) -> None:
+        self.order, self.start = order, order.start
         self.saved = saved
-        self.base_seed = 0
-        self.shared_seed: int | None = None
-        self.continues_workers = self.lives_on = self.persistent = False
+        self.continues_workers = self.persistent = False
         self.tells_readers = saved is not None
-        self.constant: Any = None
+        self.constant: tuple[dict[str, Any], str] | None = None
         self.bad_samples: Callable[[], dict[str, Any]] | None = None
         self.shown: tuple[Callable[[], dict[str, Any]], Position] | None = None
-        self.began = position
         progress = order.progress
-        if saved is not None:
-            self.base_seed, self.shared_seed = saved.base_seed, saved.shared_seed
         if readers and not progress.workers:
             order.progress = Progress(progress.delivered, progress.beyond, (WorkerProgress(),) * readers)
 
@@ -135,16 +83,15 @@ class EpochRecord:
 
     def position_at(self, progress: Progress) -> Position:
         """The loader's position at some progress of this epoch."""
-        began = self.began
-        batches = began.batches - began.batch + progress.delivered
-        if progress.over:
-            return Position(began.epoch + 1, 0, batches)
-        return Position(began.epoch, progress.delivered, batches)
+        epoch, batches = self.start.epoch, self.start.batches + progress.delivered
+        return (
+            Position(epoch + 1, 0, batches) if progress.over else Position(epoch, progress.delivered, batches)
+        )
 
     @property
     def next_position(self) -> Position:
         """Position at which the next epoch begins, even if this one is broken off."""
-        return Position(self.began.epoch + 1, 0, self.shown_position.batches)
+        return Position(self.start.epoch + 1, 0, self.shown_position.batches)
 
     @property
     def shown_position(self) -> Position:
@@ -156,15 +103,15 @@ class EpochRecord:
     def draw_base_seed(self, generator: torch.Generator | None) -> int:
         """Return the seed of the iteration, drawn unless the epoch was resumed."""
         if self.saved is None:
-            self.base_seed = generators.draw_base_seed(generator)
-        return self.base_seed
+            self.start.base_seed = generators.draw_base_seed(generator)
+        return self.start.base_seed
 
     def follow_base_seed(self, seed: int) -> int:
         """Derive the seed of an epoch for which torch draws none, because its workers live on, from the seed
         of the previous epoch."""
         if self.saved is None:
-            self.base_seed = mixed(seed, self.began.epoch)
-        return self.base_seed
+            self.start.base_seed = mixed(seed, self.start.epoch)
+        return self.start.base_seed
 
     @property
     def pool_seed(self) -> int:
@@ -175,8 +122,8 @@ class EpochRecord:
         batches get a seed of their own instead (see `resume`)."""
         progress = self.progress
         if self.saved is None or not progress.delivered or progress.workers:
-            return self.base_seed
-        return mixed(self.base_seed, progress.delivered)
+            return self.start.base_seed
+        return mixed(self.start.base_seed, progress.delivered)
 
     @property
     def replayed(self) -> int:
@@ -193,7 +140,7 @@ class EpochRecord:
     def _of_worker(self, worker: WorkerProgress) -> tuple[int, dict[str, Any] | None]:
         state = pickle.loads(worker.state) if worker.state else None
         if state and worker.delivered and "generators" not in state:
-            state["seed"] = mixed(self.base_seed, self.progress.delivered)
+            state["seed"] = mixed(self.start.base_seed, self.progress.delivered)
         return worker.delivered, state
 
     def end(self, said: Mapping[int, bytes]) -> None:
@@ -227,25 +174,27 @@ def begin(
     """
     parts = index_sampler, loader.generator, loader.dataset
     dynamic = options.of(loader).is_dynamic
-    ahead = dynamic and loader.num_workers > 0
     if newest is not None and saved is None and not newest.over and dynamic:
         newest.order.break_off()
-    if saved is not None and saved.resumes:
-        order = Order(*parts, saved.progress, saved.order, ahead=ahead)
-        record = EpochRecord(order, saved.position, saved, _readers(loader))
+    if saved is not None and saved.start.resumes:
+        order = Order(*parts, copy.deepcopy(saved.start), saved.progress, saved)
+        record = EpochRecord(order, saved, _readers(loader))
     else:
         position, workers = Position(), START.workers
         if saved is not None:
             position, workers = saved.position, saved.progress.workers
         elif newest is not None:
             position, workers = newest.next_position, newest.left() if same_readers else ()
+        start = EpochStart(
+            position.epoch, position.batches, resumes=True, epochs=samplers.epochs(index_sampler)
+        )
         traits = None if newest is None else newest.order.traits
-        order = Order(*parts, Progress(workers=workers), traits=traits, ahead=ahead)
-        record = EpochRecord(order, position, None, _readers(loader))
+        order = Order(*parts, start, Progress(workers=workers), traits=traits)
+        record = EpochRecord(order, None, _readers(loader))
         record.tells_readers = saved is not None
-        if saved is not None and saved.lives_on and loader.persistent_workers:
+        if saved is not None and saved.start.lives_on and loader.persistent_workers:
             record.continues_workers = loader.num_workers > 0 and not dynamic
-            record.base_seed = saved.base_seed
+            start.base_seed = saved.start.base_seed
     record.persistent = loader.persistent_workers or loader.num_workers == 0
     return record
 

@@ -16,12 +16,13 @@ from fastq_loader import options
 from fastq_loader.consumer.bad_samples import BadSamples
 from fastq_loader.consumer.engine import Engine
 from fastq_loader.device.staging import DeviceSession, SerialStaging
+from fastq_loader.epoch.fields import Saved
 from fastq_loader.errors import IteratorInvalid, LoaderHint
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.workers import stopping
 
 if TYPE_CHECKING:
-    from fastq_loader.epoch.record import EpochRecord, Saved
+    from fastq_loader.epoch.record import EpochRecord
 
 #: Epochs whose batches `replay` can load again.
 _REMEMBERED = 16
@@ -63,7 +64,7 @@ class Resources:
         self.shared: dict[str, Any] = {}
         self.hinted: set[type[LoaderHint]] = set()
         self.chooser: Any = None
-        self.bad_samples = BadSamples({} if saved is None else saved.bad_samples)
+        self.bad_samples = BadSamples({} if saved is None else saved.now.bad_samples)
         self.kept: dict[str, Any] = {}
         self.begun: deque[EpochRecord] = deque(maxlen=_REMEMBERED)
 

@@ -47,6 +47,7 @@ class SamplerInfo:
         index_sampler, generator, dataset: the loader's.
 
     Attributes:
+        sampler: the loader's.
         own: see `own_generators`.
         asked: see `asked_sampler`.
         shared: see `shared_generators`.
@@ -57,6 +58,7 @@ class SamplerInfo:
     """
 
     def __init__(self, index_sampler: Any, generator: torch.Generator | None, dataset: Any) -> None:
+        self.sampler = index_sampler
         self.own = own_generators(index_sampler, generator, dataset)
         self.asked = asked_sampler(index_sampler)
         self.shared = shared_generators(index_sampler)

@@ -13,9 +13,8 @@ from typing import Any
 
 from fastq_loader import options
 from fastq_loader.epoch import samplers
-from fastq_loader.epoch.order import Beginning, ResumePoint
-from fastq_loader.epoch.record import Position, Saved
-from fastq_loader.epoch.state import LIBRARY, VERSION, Began, Now, describe, unpack
+from fastq_loader.epoch.fields import EpochSnapshot, EpochStart, Saved
+from fastq_loader.epoch.state import LIBRARY, VERSION, describe, unpack
 from fastq_loader.errors import checked_names, is_int
 from fastq_loader.options import Loader
 from fastq_loader.reading import generators, position
@@ -53,39 +52,29 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
     for name in (*described, *_BESIDES):
         if name not in fields:
             raise ValueError(f"field {name!r} is missing: the state was cut short")
-    began, now = unpack(fields["rest"], fields["checksum"])
+    start, now = unpack(fields["rest"], fields["checksum"])
     _compare(fields, described, ignored)
     delivered = _delivered(fields, now)
-    finished = began.resumes and fields["_iterator_finished"]  # Accelerate sets it with the last batch
+    finished = start.resumes and fields["_iterator_finished"]  # Accelerate sets it with the last batch
     own = samplers.own_generators(loader._index_sampler, loader.generator, loader.dataset)
     _fit(now.generators, own)
-    saved = Saved(
-        state=state,
-        position=Position(began.epoch, 0, began.batches),
-        base_seed=began.base_seed,
-        lives_on=began.lives_on,
-        bad_samples=now.bad_samples,
-        shared=began.shared,
-        progress=Progress(workers=() if finished else _workers(fields, began, now, loader, ignored)),
-        order=_order(fields, began, now, loader, "order" in ignored),
-    )
+    progress = Progress(workers=() if finished else _workers(fields, start, now, loader, ignored))
+    place = _place(fields, loader)
+    # No digest if it is of another rank's part, or the caller allows another order.
+    mine = "order" not in ignored and now.part == samplers.part_of_data(loader._index_sampler)
+    exhausted = now.exhausted or fields["_iterator_finished"]
+    now = replace(now, digest=now.digest if mine else None, exhausted=exhausted)
     if finished:
-        return replace(saved, position=Position(began.epoch + 1, 0, began.batches + delivered))
-    if not began.resumes:
-        return saved
-    _fit(began.states, own)
-    _fit(began.first, own)
-    return replace(
-        saved,
-        position=Position(began.epoch, delivered, began.batches + delivered),
-        resumes=True,
-        iterable=options.is_iterable(loader),
-        progress=Progress(delivered, frozenset(now.beyond), saved.progress.workers),
-        shared_seed=began.shared_seed,
-    )
+        start = replace(start, epoch=start.epoch + 1, batches=start.batches + delivered, resumes=False)
+    elif start.resumes:
+        _fit(start.states, own)
+        _fit(start.first, own)
+        progress = Progress(delivered, frozenset(now.beyond), progress.workers)
+    ahead = tuple(fields.get("_sampler_ahead", ()))
+    return Saved(state, start, now, progress, place, ahead, options.is_iterable(loader))
 
 
-def _delivered(fields: Fields, now: Now) -> int:
+def _delivered(fields: Fields, now: EpochSnapshot) -> int:
     """Number of delivered batches, which Accelerate may have reduced."""
     delivered, beyond = fields["_sampler_iter_yielded"], len(now.beyond)
     if not is_int(delivered) or not (not now.drawn or beyond <= delivered <= beyond + now.drawn):
@@ -96,7 +85,8 @@ def _delivered(fields: Fields, now: Now) -> int:
     return int(delivered)
 
 
-def _order(fields: Fields, began: Began, now: Now, loader: Loader, may_differ: bool) -> ResumePoint:
+def _place(fields: Fields, loader: Loader) -> Fields:
+    """The states of the sampler and of its iterator, where they were saved."""
     names = {"dataset": "_index_sampler_state", "iterator": "_sampler_iter_state"}
     place = {part: fields[name] for part, name in names.items() if fields.get(name) is not None}
     if "dataset" in place and samplers.stateful_sampler(loader._index_sampler) is None:
@@ -104,15 +94,12 @@ def _order(fields: Fields, began: Began, now: Now, loader: Loader, may_differ: b
             "field '_index_sampler_state': the sampler's state was saved, and the loader's sampler has no "
             "state_dict and load_state_dict: use the sampler that was saved"
         )
-    # No digest if it is of another rank's part, or the caller allows another order.
-    mine = not may_differ and now.part == samplers.part_of_data(loader._index_sampler)
-    digest = now.digest if mine else None
-    beginning = Beginning(began.states, began.first, began.epochs, digest)
-    exhausted, ahead = now.exhausted or fields["_iterator_finished"], fields.get("_sampler_ahead", ())
-    return ResumePoint(beginning, now.drawn, exhausted, now.generators, place, tuple(ahead))
+    return place
 
 
-def _workers(fields: Fields, began: Began, now: Now, loader: Loader, ignored: Container[str]) -> Workers:
+def _workers(
+    fields: Fields, start: EpochStart, now: EpochSnapshot, loader: Loader, ignored: Container[str]
+) -> Workers:
     """Progress of the workers; empty between two epochs, unless they live on."""
     places = fields["workers"]
     if not (isinstance(places, list) and len(places) == len(now.workers)):
@@ -131,7 +118,7 @@ def _workers(fields: Fields, began: Began, now: Now, loader: Loader, ignored: Co
             )
         state = known if place is None else {**known, "position": place}
         workers.append(WorkerProgress(delivered, pickle.dumps(state) if state else b""))
-    return _dealt(fields, began.resumes, tuple(workers), loader, ignored) if workers or began.resumes else ()
+    return _dealt(fields, start.resumes, tuple(workers), loader, ignored) if workers or start.resumes else ()
 
 
 def _ours(state: Any) -> Fields:
@@ -210,26 +197,26 @@ def take(loaded: Saved, loader: Loader) -> None:
     Raises:
         ValueError: a sampler refuses its own state; nothing has changed.
     """
-    sampler, order = loader._index_sampler, loaded.order
+    sampler = loader._index_sampler
     own = samplers.own_generators(sampler, loader.generator, loader.dataset)
-    if not loaded.resumes and "dataset" in order.place:
-        with generators.restored({**generators.GLOBAL, **own}, order.generators):
-            _put(samplers.stateful_sampler(sampler), sampler, order)
-    generators.set_states(own, order.generators)
-    epochs = order.beginning.epochs
-    if not loaded.resumes:  # an epoch begins, whose number the user may have set already
+    resumes, states, epochs = loaded.start.resumes, loaded.now.generators, loaded.start.epochs
+    if not resumes and "dataset" in loaded.place:
+        with generators.restored({**generators.GLOBAL, **own}, states):
+            _put(samplers.stateful_sampler(sampler), sampler, loaded)
+    generators.set_states(own, states)
+    if not resumes:  # an epoch begins, whose number the user may have set already
         now = samplers.epochs(sampler)
         epochs = {depth: max(epoch, now.get(depth, 0)) for depth, epoch in epochs.items()}
     samplers.set_epochs(sampler, epochs)
 
 
-def _put(part: Any, index_sampler: Any, order: ResumePoint) -> None:
+def _put(part: Any, index_sampler: Any, loaded: Saved) -> None:
     """Set a sampler to its state from between two epochs, or before the first."""
-    before, said = None, order.place["dataset"]
-    iterated = index_sampler if order.exhausted else ()
+    before, said, exhausted = None, loaded.place["dataset"], loaded.now.exhausted
+    iterated = index_sampler if exhausted else ()
     try:
         before = copy.deepcopy(part.state_dict())
-        place = {"dataset": said, "ended": order.exhausted}
+        place = {"dataset": said, "ended": exhausted}
         position.begun_at(place, part, lambda: iter(iterated), lambda iterator: iterator)
     except Exception as error:
         if before is not None:

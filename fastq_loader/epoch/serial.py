@@ -69,9 +69,9 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         delivered, state = record.resume[0] if record.resume else (0, None)
         if state is not None:
             state.pop("seed", None)  # the generators of this process are the user's
-        if self._dataset_kind == _DatasetKind.Iterable and not self._dynamic:
+        if self._dataset_kind == _DatasetKind.Iterable and not self._dynamic and record.saved is None:
             self._order.note_shared()  # reading draws from them, and again when it is repeated
-        reader.begin(record.began.epoch, self._base_seed if self._dynamic else None, delivered, state)
+        reader.begin(record.start.epoch, self._base_seed if self._dynamic else None, delivered, state)
         self._dataset_fetcher = reader.fetcher
         if reader.to_pass:
             index = next(iter(self._index_sampler))  # any index will do
@@ -103,7 +103,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             self._idle.append(staging)
 
     def _restart_sampler(self) -> None:
-        self._indices = self._order.begin()
+        self._indices = self._order.begin(self._record.saved)
 
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)

@@ -14,14 +14,15 @@ import contextlib
 import copy
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, TypeVar
 from zlib import crc32
 
 from fastq_loader import options
 from fastq_loader.epoch import resources, samplers
-from fastq_loader.epoch.order import Beginning, Drawn
-from fastq_loader.epoch.record import EpochRecord, Position
+from fastq_loader.epoch.fields import EpochSnapshot, EpochStart, Position
+from fastq_loader.epoch.order import Drawn
+from fastq_loader.epoch.record import EpochRecord
 from fastq_loader.options import Loader
 from fastq_loader.reading import generators, position
 from fastq_loader.scheduling.progress import START, Progress
@@ -32,61 +33,7 @@ VERSION = 3
 LIBRARY = "fastq_loader"
 
 
-@dataclass(frozen=True)
-class Began:
-    """Fields that stay the same throughout an epoch, and are not compared with the loader.
-
-    Attributes:
-        epoch, batches: number of epochs that are over, and of batches delivered in them.
-        resumes: whether the epoch continues in the middle.
-        base_seed, shared_seed, lives_on: see `EpochRecord`.
-        states, first, epochs: see `order.Beginning`.
-        shared: see `Resources`.
-    """
-
-    epoch: int
-    batches: int
-    resumes: bool = False
-    base_seed: int = 0
-    shared_seed: int | None = None
-    lives_on: bool = False
-    states: dict[str, Any] = field(default_factory=dict)
-    first: dict[str, Any] = field(default_factory=dict)
-    epochs: dict[str, int] = field(default_factory=dict)
-    shared: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Now:
-    """Fields that change with each batch, besides torchdata's four keys.
-
-    Attributes:
-        beyond: see `Progress`.
-        generators, drawn, exhausted: see `order.ResumePoint`.
-        digest, part: see `order.Beginning`, and `samplers.part_of_data` for the part that it belongs to.
-        workers: for each reader, the number of delivered batches, and its state without the dataset's.
-        bad_samples: result of `BadSamples.state`, or {}.
-    """
-
-    generators: dict[str, Any]
-    beyond: tuple[int, ...] = ()
-    drawn: int = 0
-    exhausted: bool = False
-    digest: tuple[int, int] | None = None
-    part: str = ""
-    workers: tuple[tuple[int, dict[str, Any]], ...] = ()
-    bad_samples: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Constant:
-    """The part of a state that stays the same throughout an epoch: compared fields, and `Began` as text."""
-
-    fields: dict[str, Any]
-    began: str
-
-
-def unpack(text: Any, checksum: Any) -> tuple[Began, Now]:
+def unpack(text: Any, checksum: Any) -> tuple[EpochStart, EpochSnapshot]:
     """Decode the text `rest` of a state.
 
     Raises:
@@ -94,8 +41,8 @@ def unpack(text: Any, checksum: Any) -> tuple[Began, Now]:
     """
     if type(text) is not str or checksum != crc32(text.encode()):
         raise ValueError("field 'rest' is damaged, or was changed: its checksum differs")
-    began, now = generators.load(text)
-    return Began(**began), Now(**now)
+    start, now = generators.load(text)
+    return EpochStart(**start), EpochSnapshot(**now)
 
 
 def describe(loader: Loader) -> dict[str, Any]:
@@ -156,8 +103,8 @@ def _hold(loader: Loader) -> Callable[[], dict[str, Any]]:
     parts that cannot change are read only in the call."""
     record, loaded = resources.of(loader).place
     if record and not loaded and record.over and not record.shown and record.order.traits.still:
-        seen = record.order.seen()
-        return lambda: state_of(loader, record, seen)
+        drawn = record.order.drawn_now()
+        return lambda: state_of(loader, record, drawn)
     state = _of_place(loader)
     return lambda: copy.deepcopy(state)
 
@@ -177,94 +124,82 @@ def _shared(loader: Loader) -> dict[str, Any]:
     return {name: generators.state_of(generators.GLOBAL[name]) for name in names}
 
 
-def state_of(loader: Loader, record: EpochRecord | None, seen: Drawn | None = None) -> dict[str, Any]:
+def state_of(loader: Loader, record: EpochRecord | None, drawn: Drawn | None = None) -> dict[str, Any]:
     """Return the state of a loader, as a new dict.
 
     Args:
         loader: the loader.
         record: record of its newest epoch; None before the first.
-        seen: what the record's order had `seen()` at the moment to be saved; None for now.
+        drawn: the `drawn_now()` of the record's order at the moment to be saved, if its epoch is over; None
+            for now.
     """
     if record is None:
         own = samplers.own_generators(loader._index_sampler, loader.generator, loader.dataset)
-        now = Now(generators.states_of(own))
-        return _between_epochs(loader, None, START, now, _before_first(loader))
+        return _between_epochs(loader, None, START, generators.states_of(own), _before_first(loader))
     order = record.order
     if order.progress.over:
-        states = (seen or order.seen())[2]
+        states = (drawn or order.drawn_now())[2]
         workers = [_worker(*worker) for worker in order.progress.workers if record.persistent]
-        return _between_epochs(loader, record, order.progress, Now(states), workers)
-    place: dict[str, Any] = {}
-    ahead: list[Any] = []
-    while True:  # once, unless another thread takes batches meanwhile
-        # Read before the draws: if another thread draws meanwhile, they include at least what was digested.
-        digest, progress, drawn = order.beginning.digest, order.progress, seen or order.seen()
-        if order.is_asked:
-            progress, drawn, place, ahead = order.asked()
-        first = dict(order.beginning.first) if drawn[0] else order.pending or order.shared_now()
-        if order.progress is progress and (drawn[0] or not order.drawn[0]):
+        return _between_epochs(loader, record, order.progress, states, workers)
+    progress, drawn, place, ahead = order.snapshot()
+    while not drawn[0]:
+        first = order.pending or order.shared_now()
+        if not order.drawn[0]:
             break
+        # Another thread has drawn the first index meanwhile, perhaps from these generators.
+        progress, drawn, place, ahead = order.snapshot()
     # This may be called after every step, and must cost next to nothing: the constant part is cached.
     constant = record.constant
     if constant is None:
-        constant = _constant(loader, record, first)
+        start = record.start if drawn[0] else replace(record.start, first=first)
+        fields = {**_described(loader), **order.traits.compared}
+        constant = fields, generators.dump(vars(start))
         record.constant = constant if drawn[0] else None
-    workers = [_worker(*worker) for worker in progress.workers]
-    now = Now(
+    now = EpochSnapshot(
         generators=drawn[2],
         beyond=tuple(sorted(progress.beyond)),
         drawn=max(drawn[0], progress.head),
         exhausted=drawn[1],
-        digest=digest,
+        digest=drawn[3],
         part=samplers.part_of_data(loader._index_sampler),
     )
+    workers = [_worker(*worker) for worker in progress.workers]
     return {**_whole(constant, progress, now, workers, record), **_said(place), "_sampler_ahead": ahead}
 
 
 def _between_epochs(
-    loader: Loader, record: EpochRecord | None, progress: Progress, now: Now, workers: list[Any]
+    loader: Loader, record: EpochRecord | None, progress: Progress, states: dict[str, Any], workers: list[Any]
 ) -> dict[str, Any]:
     sampler = loader._index_sampler
     asked = samplers.stateful_sampler(sampler)
-    began = Began(
-        **_position(record, progress), epochs=samplers.epochs(sampler), shared=resources.of(loader).shared
+    before, at = (
+        (EpochStart(), Position()) if record is None else (record.start, record.position_at(progress))
     )
-    constant = Constant(_described(loader), generators.dump(vars(began)))
+    start = EpochStart(
+        *(at.epoch, at.batches, False, before.base_seed, before.shared_seed, before.lives_on),
+        epochs=samplers.epochs(sampler),
+        shared=resources.of(loader).shared,
+    )
+    constant = _described(loader), generators.dump(vars(start))
     place = {} if asked is None else copy.deepcopy(position.place_of(asked, None))
-    return {**_whole(constant, progress, now, workers, record), **_said(place)}
-
-
-def _constant(loader: Loader, record: EpochRecord, first: dict[str, Any]) -> Constant:
-    beginning: Beginning = record.order.beginning
-    began = Began(
-        **_position(record, record.progress),
-        resumes=True,
-        states=beginning.states,
-        first=first,
-        epochs=beginning.epochs,
-    )
-    fields = {**_described(loader), **record.order.traits.compared}
-    return Constant(fields, generators.dump(vars(began)))
-
-
-def _position(record: EpochRecord | None, progress: Progress) -> dict[str, Any]:
-    if record is None:
-        return {"epoch": 0, "batches": 0}
-    position: Position = record.position_at(progress)
-    seeds = {"base_seed": record.base_seed, "shared_seed": record.shared_seed, "lives_on": record.lives_on}
-    return {"epoch": position.epoch, "batches": position.batches - position.batch, **seeds}
+    return {**_whole(constant, progress, EpochSnapshot(states), workers, record), **_said(place)}
 
 
 def _whole(
-    constant: Constant, progress: Progress, now: Now, workers: list[Any], record: EpochRecord | None
+    constant: tuple[dict[str, Any], str],
+    progress: Progress,
+    now: EpochSnapshot,
+    workers: list[Any],
+    record: EpochRecord | None,
 ) -> dict[str, Any]:
+    fields, start = constant
     bad = {} if record is None or record.bad_samples is None else record.bad_samples()
     own = {**vars(now), "workers": [(count, state) for count, state, _ in workers], "bad_samples": bad}
-    rest = f"[{constant.began}, {generators.dump(own)}]"
+    rest = f"[{start}, {generators.dump(own)}]"
     return {
         "library": LIBRARY,
         "version": VERSION,
-        **constant.fields,
+        **fields,
         "_num_yielded": progress.delivered,
         "_sampler_iter_yielded": progress.delivered,
         "_iterator_finished": progress.over,

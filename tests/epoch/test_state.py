@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from fastq_loader import DataLoader, PermutationSampler, Position
-from fastq_loader.epoch.record import EpochRecord, Saved, begin
+from fastq_loader import DataLoader, PermutationSampler
+from fastq_loader.epoch.fields import EpochStart, Saved
+from fastq_loader.epoch.record import EpochRecord, begin
 from fastq_loader.epoch.state import VERSION, describe
 from fastq_loader.scheduling.progress import Progress, WorkerProgress
 from tests.support.datasets import MapDataset, Stream
@@ -110,7 +111,7 @@ def test_a_dataset_that_cannot_say_where_it_stands_is_read_all_the_same(kind: An
 
 def resumed(of: DataLoader[Any], **fields: Any) -> EpochRecord:
     """An epoch that goes on from a state with these fields."""
-    return begin(of, of._index_sampler, None, Saved({}, Position(2, 3, 23), 7, resumes=True, **fields))
+    return begin(of, of._index_sampler, None, Saved({}, EpochStart(2, 20, True, 7), **fields))
 
 
 def worker(delivered: int, **state: Any) -> WorkerProgress:

@@ -94,7 +94,7 @@ class Hints:
         order, previous = self._order, self._previous
         if order.first is None or previous is None or previous.order.first is None:
             return None
-        if previous.order.beginning.epochs != order.beginning.epochs:
+        if previous.order.start.epochs != order.start.epochs:
             return None
         samples = order.first.repeats(previous.order.first)
         return advice.same_order(order.first.sampler, self._log.epoch, samples)

@@ -13,9 +13,8 @@ from typing import Any
 
 from fastq_loader.api import (
     EpochRecord,
-    Position,
+    EpochSnapshot,
     Progress,
-    ResumePoint,
     Saved,
     generators,
     is_int,
@@ -47,8 +46,7 @@ def replay(loader: Any, batch: int, epoch: int | None, state: Mapping[str, Any] 
             f"batch={batch}: the sampler has state_dict(), and this state was saved after batch "
             f"{head - 1}: use a state that was saved before the batch"
         )
-    going_on = replace(begun, progress=Progress(head), position=Position(begun.position.epoch, head, head))
-    resources.of(again).place = None, going_on
+    resources.of(again).place = None, replace(begun, progress=Progress(head))
     if not options.of(loader).is_dynamic:
         warn_user(
             "This batch has the same samples as before, but other random numbers: with a round_robin "
@@ -81,7 +79,7 @@ def _alone(loader: Any) -> Any:
 
 def _remembered(loader: Any, epoch: int | None) -> Saved:
     """The start of one of the last epochs, as a state saved before its first batch."""
-    records: dict[int, EpochRecord] = {record.began.epoch: record for record in resources.of(loader).begun}
+    records: dict[int, EpochRecord] = {record.start.epoch: record for record in resources.of(loader).begun}
     record = records.get(max(records, default=0) if epoch is None else epoch)
     if record is None:
         raise ValueError(
@@ -90,14 +88,15 @@ def _remembered(loader: Any, epoch: int | None) -> Saved:
         )
     if record.order.traits.asked is not None:
         raise ValueError("the sampler has state_dict(): pass a state= that was saved before the batch")
-    order = ResumePoint(copy.deepcopy(record.order.beginning), *record.order.drawn[:2])
-    return Saved({}, record.began, record.base_seed, resumes=True, order=order)
+    drawn, exhausted, _, digest = record.order.drawn
+    start = replace(record.start, shared_seed=None)
+    return Saved({}, start, EpochSnapshot(drawn=drawn, exhausted=exhausted, digest=digest))
 
 
 def _of_state(state: Mapping[str, Any], again: Any, epoch: int | None) -> Saved:
     found = saved.read(state, again, ignore=("num_workers",))
-    if not found.resumes or epoch not in (None, found.position.epoch):
-        where = "in the middle of" if found.resumes else "before"
+    if not found.start.resumes or epoch not in (None, found.position.epoch):
+        where = "in the middle of" if found.start.resumes else "before"
         raise ValueError(
             f"epoch={epoch!r}: this state was saved {where} epoch {found.position.epoch}; use one that was "
             "saved in the middle of the epoch of the batch"
