@@ -38,6 +38,22 @@ from fastq_loader.scheduling.progress import Progress
 from fastq_loader.statistics.counters import EpochLog
 from fastq_loader.statistics.records import DEVICE
 
+#: Values that torch's iterators copy from a loader: of its arguments, and under the same name.
+_ARGUMENTS = ("dataset", "drop_last", "num_workers", "timeout", "collate_fn", "persistent_workers")
+_SAME_NAME = ("_index_sampler", "_dataset_kind", "_IterableDataset_len_called", "_auto_collation")
+
+
+def _torchs_attributes(loader: Loader) -> dict[str, Any]:
+    """The attributes of torch's iterators that stay the same, which other packages read."""
+    world_size, rank = datapipes.world_size_and_rank()
+    return {
+        **{f"_{name}": getattr(loader, name) for name in _ARGUMENTS},
+        **{name: getattr(loader, name) for name in _SAME_NAME},
+        "_pg": None,
+        "_world_size": world_size,
+        "_rank": rank,
+    }
+
 
 class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     """Iterator over an epoch of a loader, or over one epoch after the other.
@@ -56,18 +72,10 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
     def __init__(self, loader: Loader) -> None:
         self._log = self._begin_log(loader)
-        self._dataset = loader.dataset
-        self._pg = None
-        self._index_sampler = loader._index_sampler
+        vars(self).update(_torchs_attributes(loader))
         self._errors = options.of(loader).errors
         self._begin_record(loader, same_readers=loader.num_workers == 0)
         self._share_seed(loader)
-        self._dataset_kind = loader._dataset_kind
-        self._IterableDataset_len_called = loader._IterableDataset_len_called
-        self._auto_collation = loader._auto_collation
-        self._drop_last = loader.drop_last
-        self._num_workers = loader.num_workers
-        self._world_size, self._rank = datapipes.world_size_and_rank()
         self._session = resources.device_session(loader)
         self._pin_memory, self._pin_memory_device = False, None
         self._on_host: ToDevice | None = None
@@ -75,12 +83,9 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             self._pin_memory, self._pin_memory_device = options.pinning(loader)
             self._on_host = options.of(loader).device  # device="cpu"
         self._finishes = self._pin_memory or self._on_host is not None
-        self._timeout = loader.timeout
-        self._collate_fn = loader.collate_fn
         self._dynamic = options.of(loader).is_dynamic
         self._restart_sampler()
         self._base_seed = self._draw_base_seed(loader)
-        self._persistent_workers = loader.persistent_workers
         self._num_yielded = self._record.progress.delivered
         self.outcome: Outcome | None = None
 
