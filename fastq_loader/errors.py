@@ -12,8 +12,8 @@ import math
 import pickle
 import sys
 import warnings
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn
 
 
 class InvalidTransition(RuntimeError):
@@ -22,6 +22,24 @@ class InvalidTransition(RuntimeError):
     >>> issubclass(InvalidTransition, RuntimeError)  # a fault of this package: please report it
     True
     """
+
+
+class Transitions(dict[tuple[str, str], str]):
+    """(state, event) → next state. Looking up an event that its state does not allow raises
+    InvalidTransition.
+
+    Args:
+        what: whose states they are, for the error's text.
+        table: state → event → next state.
+    """
+
+    def __init__(self, what: str, table: Mapping[str, Mapping[str, str]]) -> None:
+        rows = table.items()
+        super().__init__({(state, event): to for state, moves in rows for event, to in moves.items()})
+        self._what = what
+
+    def __missing__(self, step: tuple[str, str]) -> NoReturn:
+        raise InvalidTransition("{} is {}: event {!r} is not allowed".format(self._what, *step))
 
 
 class ProtocolError(RuntimeError):

@@ -181,8 +181,8 @@ class EventLoop:
             self._begin_staging(self._delivery.staging)
         scheduler, batch = self.scheduler, None
         while self._outcome is None:
-            batch = scheduler.ready() if scheduler.ring.filled else None
-            if batch is None and scheduler.in_order and self._receive():
+            batch = scheduler.ready() if scheduler.arrivals.filled else None
+            if batch is None and self._receive():
                 continue
             batch = batch or self._await_batch()
             if batch is not None:
@@ -232,8 +232,7 @@ class EventLoop:
         if isinstance(found, Batch):
             return found
         if isinstance(found, Wait):
-            if self.scheduler.in_order or not self._receive():
-                self._wait(found)
+            self._wait(found)
         elif isinstance(found, Draw):
             self._draw(1)
         else:

@@ -1,8 +1,7 @@
-"""The batches in flight, the reorder ring that puts them in order, and the unanswered tasks.
+"""The batches in flight, and the unanswered tasks.
 
-Pure. A batch enters when its index is drawn and leaves when it is delivered. A batch that is ready early
-waits in the ring. One that will never arrive, because its worker's part of an iterable dataset has ended, is
-skipped.
+Pure. A batch enters when its index is drawn and leaves when it is delivered. One that will never arrive,
+because its worker's part of an iterable dataset has ended, is skipped.
 
 `PendingTasks` contains unanswered tasks of this epoch and of older ones. A ticket is the number under which
 one attempt at a batch is claimed; it is never reused. The claim table is a ring: the slot of a ticket is its
@@ -12,104 +11,31 @@ knows its claimant. A number whose slot is taken is skipped, so a batch may be a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import islice, takewhile
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any
 
-from fastq_loader.errors import InvalidTransition
-from fastq_loader.ipc.messages import BATCH, Answer
+from fastq_loader.ipc.messages import Answer
+from fastq_loader.scheduling.arrivals import AsTheyCome, InOrder
 from fastq_loader.scheduling.events import Died
 from fastq_loader.scheduling.states import LOST, SENT, Batch
-
-T = TypeVar("T")
-
-_EMPTY: Any = object()
-
-
-class ReorderRing(Generic[T]):
-    """A bounded ring of slots, one for each sequence number from `head` to `head + capacity - 1`.
-
-    Args:
-        capacity: slots, in batches; at least 1.
-        head: the first sequence number.
-
-    Attributes:
-        head: the lowest sequence number that has not left the ring.
-        filled: items in the ring.
-    """
-
-    def __init__(self, capacity: int, head: int = 0) -> None:
-        if capacity < 1:
-            raise ValueError(f"capacity={capacity} must be at least 1")
-        self.capacity = capacity
-        self.head = head
-        self._slots: list[T] = [_EMPTY] * capacity
-        self.filled = 0
-
-    def push(self, seq: int, item: T) -> None:
-        """Store `item` under `seq`.
-
-        Raises:
-            ValueError: `seq` has left the ring, lies beyond it, or is taken. Each would break exactly-once.
-        """
-        if not self.head <= seq < self.head + self.capacity:
-            raise ValueError(f"seq={seq} lies outside the ring [{self.head}, {self.head + self.capacity})")
-        slot = seq % self.capacity
-        if self._slots[slot] is not _EMPTY:
-            raise ValueError(f"seq={seq} is in the ring already")
-        self._slots[slot] = item
-        self.filled += 1
-
-    def pop(self) -> T | None:
-        """Remove and return the head's item, and advance the head; None if the item is not here."""
-        slot = self.head % self.capacity
-        item = self._slots[slot]
-        if item is _EMPTY:
-            return None
-        self._slots[slot] = _EMPTY
-        self.filled -= 1
-        self.head += 1
-        return item
-
-    def skip(self) -> None:
-        """Advance past a head that will never arrive.
-
-        Raises:
-            ValueError: the head's item is here and would be lost.
-        """
-        if self._slots[self.head % self.capacity] is not _EMPTY:
-            raise ValueError(f"seq={self.head} is in the ring and would be lost")
-        self.head += 1
-
-    def items(self) -> list[T]:
-        """The items in the ring, in no particular order."""
-        return [item for item in self._slots if item is not _EMPTY]
-
-    def clear(self) -> None:
-        """Empty the ring without moving its head."""
-        self._slots = [_EMPTY] * self.capacity
-        self.filled = 0
 
 
 class InFlight:
     """The batches of one epoch that were requested and not delivered.
 
     Args:
-        capacity: their greatest number.
-        head: sequence number of the first one.
+        first: sequence number of the first one.
         done: sequence numbers to skip.
 
     Attributes:
         drawn: sequence number of the next one.
         batches: sequence number → batch.
-        ring: batches that have arrived and wait for earlier ones.
     """
 
-    def __init__(self, capacity: int, head: int = 0, done: frozenset[int] = frozenset()) -> None:
+    def __init__(self, first: int = 0, done: frozenset[int] = frozenset()) -> None:
         self._done = done
-        self.drawn = head
+        self.drawn = first
         self.batches: dict[int, Batch] = {}
-        self.ring: ReorderRing[Batch] = ReorderRing(capacity, head)
 
     def new(self, worker: int | None, index: Any) -> Batch:
         while self.drawn in self._done:
@@ -118,34 +44,26 @@ class InFlight:
         self.drawn += 1
         return batch
 
-    def upcoming(self, arrivals: Iterable[Any], count: int, in_order: bool) -> list[Answer]:
-        """The answers with a batch among the next `count` to be delivered, up to the first missing one: from
-        the first batches in flight if in order, else from `arrivals`."""
-        batches: Iterable[Any] = (batch for batch in arrivals if type(batch) is Batch)
-        if in_order:
-            batches = filter(None, map(self.batches.get, range(self.ring.head, self.ring.head + count)))
-        answers = takewhile(lambda answer: answer is not None, (batch.answer for batch in batches))
-        return list(islice((answer for answer in answers if answer.kind == BATCH), count))
-
     def leave(self, batch: Batch, event: str) -> None:
         """Remove a batch that was delivered, or never will be."""
         batch.move(event)
         del self.batches[batch.seq]
 
-    def head_batch(self, exhausted: Callable[[int], bool]) -> Batch | None:
-        """The batch at the head, after skipping batches that will never arrive; None at the end.
+    def head_batch(self, arrivals: InOrder | AsTheyCome, exhausted: Callable[[int], bool]) -> Batch | None:
+        """The batch at the head, after skipping batches that were delivered or will never arrive; None at the
+        end.
 
         Args:
+            arrivals: the arrived batches, with the head.
             exhausted: whether a worker's part of an iterable dataset has ended.
         """
-        ring = self.ring
-        while ring.head < self.drawn:
-            batch = self.batches.get(ring.head)
+        while arrivals.head < self.drawn:
+            batch = self.batches.get(arrivals.head)
             if batch is not None:
                 if batch.state != SENT or batch.worker is None or not exhausted(batch.worker):
                     return batch
                 self.leave(batch, "skip")
-            ring.skip()
+            arrivals.skip()
         return None
 
     def lost_by(self, worker: int) -> Batch | None:
@@ -154,14 +72,9 @@ class InFlight:
             (batch for batch in self.batches.values() if batch.worker == worker and batch.state == LOST), None
         )
 
-    def clear(self) -> None:
-        """Drop all batches."""
-        self.batches.clear()
-        self.ring.clear()
-
     def answers(self) -> list[Answer]:
-        """The answers that wait in the ring, in no particular order."""
-        return [batch.answer for batch in self.ring.items() if batch.answer is not None]
+        """The undelivered answers, in no particular order."""
+        return [batch.answer for batch in self.batches.values() if batch.answer is not None]
 
 
 class PendingTasks(dict[tuple[int, int], Batch]):
@@ -178,14 +91,9 @@ class PendingTasks(dict[tuple[int, int], Batch]):
         self._next = 1  # 0 is not a ticket: a fresh table offers nothing
 
     def add(self, epoch: int, batch: Batch) -> None:
-        """Add a task that is about to be sent, under a new ticket.
-
-        Raises:
-            InvalidTransition: no slot is free for it; windows are narrower than the table.
-        """
+        """Add a task that is about to be sent, under a new ticket."""
         if batch.worker is None:
-            if len(self._taken) >= self._slots:
-                raise InvalidTransition(f"all {self._slots} slots of the claim table are taken")
+            assert len(self._taken) < self._slots, "windows are narrower than the claim table"
             while self._next % self._slots in self._taken:
                 self._next += 1
             self._taken.add(self._next % self._slots)

@@ -1,7 +1,7 @@
 """Decides which worker loads which task, and which batch is delivered next, as one state machine.
 
 Pure: no socket, clock or process; the event loop carries out its decisions, on the consumer's thread. Batches
-and workers, with their transition tables, are in `states`.
+and workers, with their transition tables, are in `states`; the two orders of delivery are in `arrivals`.
 
 The order is torch's (`_MultiProcessingDataLoaderIter`): tasks go to the active workers in turn, one index is
 drawn for every batch, right before it is delivered, arrivals are processed one at a time and only while the
@@ -21,19 +21,19 @@ returns what to do: `Draw` (and call it again), `Wait`, `IterationFailed` or `Fi
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fastq_loader.errors import InvalidTransition, PoisonBatch, ProtocolError
+from fastq_loader.errors import PoisonBatch, ProtocolError
 from fastq_loader.ipc.messages import ENDED, SKIPPED, Answer, Task
 from fastq_loader.memory.blocks import BlockOwner
 from fastq_loader.memory.pool import BlockPool
+from fastq_loader.scheduling.arrivals import AsTheyCome, InOrder
 from fastq_loader.scheduling.events import Died, Draw, Finish, IterationFailed, Send, Wait
 from fastq_loader.scheduling.in_flight import InFlight, PendingTasks
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.schedules import Window
-from fastq_loader.scheduling.states import LOST, NEXT, Batch, WorkerTable
+from fastq_loader.scheduling.states import BATCH_TRANSITIONS, LOST, SENT, Batch, WorkerTable
 
 #: A batch is given up after this many workers have died of it.
 DEADLY = 3
@@ -46,7 +46,7 @@ class Scheduler:
         workers: number of workers, at least 1.
         pool: the blocks of shared memory.
         window: limits the batches that are requested and not delivered.
-        in_order: deliver in the order of the sampler; False delivers in the order of arrival.
+        in_order: deliver in the order of the sampler; False delivers batches as they come.
         shared_tasks: any worker may claim a task. Not for iterable datasets: their workers cannot replace
             each other.
         restarts: number of dead workers that are replaced in an epoch.
@@ -54,7 +54,7 @@ class Scheduler:
 
     Attributes:
         pending_tasks: the unanswered tasks.
-        ring: batches that have arrived, in order.
+        arrivals: batches that have arrived, and decide what is delivered next.
         to_draw: number of indices to draw before the batch that was returned last is delivered.
         stale: number of answers dropped because their epoch was over.
         refused: number of unusable answers.
@@ -74,11 +74,11 @@ class Scheduler:
         self.workers = workers
         self.pool = pool
         self.window = window
-        self.in_order = in_order
         self.shared_tasks = shared_tasks
         self.epoch = 0
         self.stale = self.refused = self.to_draw = 0
         self.pending_tasks = PendingTasks(slots)
+        self._order = InOrder if in_order else AsTheyCome
         self._holders = [BlockOwner(worker) for worker in range(workers)]
         self._restarts = restarts
         self._worker_table = WorkerTable(workers)
@@ -87,11 +87,9 @@ class Scheduler:
     def _reset(self, done: Progress) -> None:
         # A worker whose part of the dataset ends makes room for one more draw: up to `workers` batches beyond
         # the window may be waiting at once.
-        self._in_flight = InFlight(
-            self.window.widest + self.workers + len(done.beyond), done.head, done.beyond
-        )
-        self.ring = self._in_flight.ring
-        self._arrivals: deque[Batch | Died] = deque()
+        capacity = self.window.widest + self.workers + len(done.beyond)
+        self.arrivals: InOrder | AsTheyCome = self._order(capacity, done.head)
+        self._in_flight = InFlight(done.head, done.beyond)
         self._restarts_left = self._restarts
         self._deaths: dict[int, int] = {}  # seq → workers that died of it
         self._idle_deaths: list[int] = []  # workers that died between batches and were not replaced
@@ -114,7 +112,7 @@ class Scheduler:
 
     def upcoming(self, count: int) -> list[Answer]:
         """The answers with a batch among the next `count` to be delivered, up to the first missing one."""
-        return self._in_flight.upcoming(self._arrivals, count, self.in_order)
+        return self.arrivals.upcoming(self._in_flight.batches, count)
 
     # ---- a new epoch --------------------------------------------------------------------------
 
@@ -132,38 +130,27 @@ class Scheduler:
             taken_back: tickets of older shared tasks that no worker can claim any more.
             claimed: ticket → worker, of older shared tasks that were claimed.
             done: progress of a resumed epoch: its delivered positions are not drawn.
-
-        Raises:
-            InvalidTransition: the number is not a new one.
         """
-        if epoch <= self.epoch:
-            raise InvalidTransition(f"epoch {epoch} follows epoch {self.epoch}")
+        assert epoch > self.epoch, f"epoch {epoch} follows epoch {self.epoch}"
         owners = claimed or {}
         for (of, seq), batch in list(self.pending_tasks.items()):
             if batch.worker is None and batch.ticket in taken_back:
                 self._give_back(self.pending_tasks.settle(of, seq))
             elif batch.worker is None and batch.ticket in owners:
                 self._claimed(batch, owners[batch.ticket])
-        self.abandon()
+        self.abandon(done)
         self.epoch = epoch
         self._worker_table.begin_epoch(done.head)
-        self._reset(done)
         if self.shared_tasks:  # else a dead worker is reported at its first batch
             self._idle_deaths = list(filter(self._worker_table.is_dead, range(self.workers)))
         return self.window.size
 
-    def abandon(self) -> None:
-        """Drop undelivered answers; answers that arrive later will be stale."""
-        waiting = self._answers()
-        self._arrivals.clear()
-        self._in_flight.clear()
+    def abandon(self, done: Progress = START) -> None:
+        """Drop undelivered answers; answers that arrive later will be stale. `done`: see `begin_epoch`."""
+        waiting = self._in_flight.answers()
+        self._reset(done)
         for answer in waiting:
             self._drop(answer)
-
-    def _answers(self) -> list[Answer]:
-        """The undelivered answers, in no particular order."""
-        arrived = [each.answer for each in self._arrivals if type(each) is Batch and each.answer is not None]
-        return arrived + self._in_flight.answers()
 
     def _drop(self, answer: Answer) -> None:
         self.pool.drop(offset for offset, _ in answer.used)
@@ -175,7 +162,7 @@ class Scheduler:
         nothing to send."""
         worker = None
         if not self.shared_tasks:
-            worker = self._worker_table.take_turn(None if self.in_order else self.window.size)
+            worker = self._worker_table.take_turn(self.window.size if self.arrivals.shares_window else None)
             if worker is None:  # no worker has room or more to read: torch loses the index here, too
                 return None
         batch = self._in_flight.new(worker, index)
@@ -185,7 +172,7 @@ class Scheduler:
             batch.move("send_to_dead")
             batch.worker = worker or 0
             return None
-        batch.state = NEXT[batch.state, "send"]
+        batch.state = BATCH_TRANSITIONS[batch.state, "send"]
         self._make_task(batch)
         return batch
 
@@ -228,10 +215,7 @@ class Scheduler:
     def _fail(self, batch: Batch, error: BaseException) -> None:
         batch.move("fail")
         batch.error = error
-        if self._arrivals or not self.in_order:
-            self._arrivals.append(batch)
-        else:
-            self.ring.push(batch.seq, batch)
+        self.arrivals.add(batch)
 
     # ---- answers in ---------------------------------------------------------------------------
 
@@ -263,11 +247,9 @@ class Scheduler:
             self._drop(answer)
         elif answer.kind != SKIPPED:  # else its batch is removed when it is at the head
             batch.answer = answer
-            if self._arrivals or not self.in_order or answer.kind == ENDED:
-                self._arrivals.append(batch)
-            else:  # torch would take it off its queue later, with the same result
-                batch.state = NEXT[batch.state, "answer"]
-                self.ring.push(batch.seq, batch)
+            if answer.kind != ENDED:  # which is an event to process
+                batch.state = BATCH_TRANSITIONS[batch.state, "answer"]
+            self.arrivals.add(batch)
 
     def _refuse(self, batch: Batch, fault: ProtocolError) -> None:
         """Fail a batch with an unusable answer. Its blocks stay the worker's until that process has ended: it
@@ -287,7 +269,7 @@ class Scheduler:
         self.pool.mark_dead(worker)
         if self._restarts_left:
             return self._replace(event, lost)
-        self._arrivals.append(event)
+        self.arrivals.add_death(event)
         if self.shared_tasks and not lost:
             self._idle_deaths.append(worker)
         return None
@@ -332,57 +314,10 @@ class Scheduler:
 
     def ready(self) -> Batch | None:
         """Deliver the next batch, with its answer or its error, if it has arrived. None: see `wanted`."""
-        batch = self.ring.pop()
-        return None if batch is None else self._hand_out(batch)
-
-    def wanted(self) -> Batch | Draw | Wait | IterationFailed | Finish:
-        """Deliver the next batch, or return what to do first: draw, wait, or end (epoch over, or a death)."""
-        while True:
-            head = self._in_flight.head_batch(self._worker_table.exhausted)
-            if head is None:
-                return Finish()
-            batch = self.ready()
-            if batch is not None:
-                return batch
-            if head.state == LOST and (self.in_order or not self._arrivals):
-                return self._break(head)
-            if not self._arrivals:
-                if self._idle_deaths:
-                    return IterationFailed(self._idle_deaths.pop(), None, None)
-                active = self._worker_table.active()
-                blocked = not self.window.closed and self.pending_tasks.has_idle_worker(active)
-                return Wait(head.worker, head.seq, self.ring.filled, head.attempt, blocked)
-            found = self._process(self._arrivals.popleft())
-            if found is not None:
-                return found
-
-    def idle(self) -> int:
-        """The next batch is late and nothing else has arrived. Returns how many more indices to draw."""
-        unanswered = [epoch for epoch, _ in self.pending_tasks].count(self.epoch)
-        return self.window.room(len(self._in_flight.batches), unanswered, self.pool.batch_bytes)
-
-    def _process(self, arrival: Batch | Died) -> Batch | Draw | IterationFailed | None:
-        """Process one arrival, as torch takes one item off its result queue. None: take the next."""
-        if type(arrival) is Died:
-            if self.in_order or self._worker_table.exhausted(arrival.worker):
-                return None
-            lost = self._in_flight.lost_by(arrival.worker)
-            return IterationFailed(arrival.worker, None, None) if lost is None else self._break(lost)
-        assert type(arrival) is Batch
-        if arrival.answer is not None and arrival.answer.kind == ENDED:
-            assert arrival.worker is not None, "a part of an iterable dataset belongs to a worker"
-            self._in_flight.leave(arrival, "end")
-            self._worker_table.move(arrival.worker, "end")
-            return Draw()
-        if arrival.error is None:
-            arrival.move("answer")
-        if self.in_order:
-            self.ring.push(arrival.seq, arrival)
+        batch = self.arrivals.take()
+        if batch is None:
             return None
-        return self._hand_out(arrival)
-
-    def _hand_out(self, batch: Batch) -> Batch:
-        batch.state = NEXT[batch.state, "deliver"]
+        batch.state = BATCH_TRANSITIONS[batch.state, "deliver"]
         del self._in_flight.batches[batch.seq]
         if self.shared_tasks:
             self.to_draw = self.window.delivered(len(self._in_flight.batches))
@@ -391,6 +326,47 @@ class Scheduler:
             if batch.worker is not None:
                 self._worker_table.deliver_one(batch.worker)
         return batch
+
+    def wanted(self) -> Batch | Draw | Wait | IterationFailed | Finish:
+        """Deliver the next batch, or return what to do first: draw, wait, or end (epoch over, or a death)."""
+        exhausted = self._worker_table.exhausted
+        while (head := self._in_flight.head_batch(self.arrivals, exhausted)) is not None:
+            if (batch := self.ready()) is not None:
+                return batch
+            event = self.arrivals.next_event(head)
+            if event is None:
+                return self._wait(head)
+            if (found := self._process(event)) is not None:
+                return found
+        return Finish()
+
+    def _wait(self, head: Batch) -> Wait | IterationFailed:
+        if self._idle_deaths:
+            return IterationFailed(self._idle_deaths.pop(), None, None)
+        active = self._worker_table.active()
+        blocked = not self.window.closed and self.pending_tasks.has_idle_worker(active)
+        return Wait(head.worker, head.seq, self.arrivals.filled, head.attempt, blocked)
+
+    def idle(self) -> int:
+        """The next batch is late and nothing else has arrived. Returns how many more indices to draw."""
+        unanswered = [epoch for epoch, _ in self.pending_tasks].count(self.epoch)
+        return self.window.room(len(self._in_flight.batches), unanswered, self.pool.batch_bytes)
+
+    def _process(self, event: Batch | Died) -> Draw | IterationFailed | None:
+        """Process an event, as torch takes one item off its result queue. None: take the next."""
+        if isinstance(event, Died):
+            if self._worker_table.exhausted(event.worker):
+                return None
+            lost = self._in_flight.lost_by(event.worker)
+            return IterationFailed(event.worker, None, None) if lost is None else self._break(lost)
+        if event.state == LOST:
+            return self._break(event)
+        if event.state == SENT:  # the end of its worker's part
+            assert event.worker is not None, "a part of an iterable dataset belongs to a worker"
+            self._in_flight.leave(event, "end")
+            self._worker_table.move(event.worker, "end")
+            return Draw()
+        return None  # it is in the ring now
 
     def _break(self, batch: Batch) -> IterationFailed:
         assert batch.worker is not None, "a lost batch belongs to a worker"

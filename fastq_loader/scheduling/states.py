@@ -8,45 +8,40 @@ already are skipped.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
-from fastq_loader.errors import InvalidTransition, describe_index
+from fastq_loader.errors import Transitions, describe_index
 from fastq_loader.ipc.messages import Answer, Task, decode_index
 from fastq_loader.memory.blocks import BlockOwner, Extents
 
 NEW, SENT, READY, LOST, GONE = "new", "sent", "ready", "lost", "gone"
 
-#: state → event → next state. A lost batch's worker is dead: it is sent again, given up, or reported.
-BATCH_TRANSITIONS: dict[str, dict[str, str]] = {
-    NEW: {"send": SENT, "fail": READY, "send_to_dead": LOST},
-    SENT: {"answer": READY, "end": GONE, "skip": GONE, "fail": READY, "die": LOST},
-    READY: {"deliver": GONE},
-    LOST: {"break": GONE, "replay": SENT, "fail": READY},
-    GONE: {},
-}
+#: A lost batch's worker is dead: it is sent again, given up, or reported.
+BATCH_TRANSITIONS = Transitions(
+    "a batch",
+    {
+        NEW: {"send": SENT, "fail": READY, "send_to_dead": LOST},
+        SENT: {"answer": READY, "end": GONE, "skip": GONE, "fail": READY, "die": LOST},
+        READY: {"deliver": GONE},
+        LOST: {"break": GONE, "replay": SENT, "fail": READY},
+    },
+)
 
 #: A dry worker's part of an iterable dataset is exhausted: its death costs nothing in this epoch.
 ACTIVE, DRY, DEAD, DRY_DEAD = "active", "dry", "dead", "dry_dead"
 
-WORKER_TRANSITIONS: dict[str, dict[str, str]] = {
-    ACTIVE: {"end": DRY, "die": DEAD, "epoch": ACTIVE},
-    DRY: {"die": DRY_DEAD, "epoch": ACTIVE},
-    DEAD: {"end": DRY_DEAD, "epoch": DEAD, "replace": ACTIVE},  # end: sent before its death
-    DRY_DEAD: {"epoch": DEAD},
-}
-
-EXHAUSTED = frozenset((DRY, DRY_DEAD))
-
-
-class _Table(dict[tuple[str, str], str]):
-    def __missing__(self, step: tuple[str, str]) -> NoReturn:
-        raise InvalidTransition("a batch is {}: event {!r} is not allowed".format(*step))
-
-
-#: (state, event) → next state: the table of batches, for a single lookup.
-NEXT = _Table(
-    {(state, event): to for state, moves in BATCH_TRANSITIONS.items() for event, to in moves.items()}
+WORKER_TRANSITIONS = Transitions(
+    "a worker",
+    {
+        ACTIVE: {"end": DRY, "die": DEAD, "epoch": ACTIVE},
+        DRY: {"die": DRY_DEAD, "epoch": ACTIVE},
+        DEAD: {"end": DRY_DEAD, "epoch": DEAD, "replace": ACTIVE},  # end: sent before its death
+        DRY_DEAD: {"epoch": DEAD},
+    },
 )
+
+_EXHAUSTED = frozenset((DRY, DRY_DEAD))
+_DEAD = frozenset((DEAD, DRY_DEAD))
 
 
 class Batch:
@@ -85,21 +80,10 @@ class Batch:
         return () if self.task is None else self.task.grants + self.task.promises
 
     def move(self, event: str) -> None:
-        self.state = NEXT[self.state, event]
+        self.state = BATCH_TRANSITIONS[self.state, event]
 
     def __str__(self) -> str:
         return f"batch {self.seq} (indices {describe_index(decode_index(self.index))})"
-
-
-def worker_after(worker: int, state: str, event: str) -> str:
-    """The state of `worker` after an event."""
-    following = WORKER_TRANSITIONS[state].get(event)
-    if following is None:
-        raise InvalidTransition(f"worker {worker} is {state}: event {event!r} is not allowed")
-    return following
-
-
-_DEAD = frozenset((DEAD, DRY_DEAD))
 
 
 class WorkerTable:
@@ -123,7 +107,7 @@ class WorkerTable:
         return len(self._states)
 
     def move(self, worker: int, event: str) -> None:
-        self._states[worker] = worker_after(worker, self._states[worker], event)
+        self._states[worker] = WORKER_TRANSITIONS[self._states[worker], event]
         self.some_dead = not _DEAD.isdisjoint(self._states)
 
     def begin_epoch(self, first: int = 0) -> None:
@@ -135,11 +119,11 @@ class WorkerTable:
 
     def exhausted(self, worker: int) -> bool:
         """Whether the worker's part of an iterable dataset has ended."""
-        return self._states[worker] in EXHAUSTED
+        return self._states[worker] in _EXHAUSTED
 
     def active(self) -> int:
         """Number of workers that have something left to read, including dead ones."""
-        return sum(state not in EXHAUSTED for state in self._states)
+        return sum(state not in _EXHAUSTED for state in self._states)
 
     def is_dead(self, worker: int | None) -> bool:
         """Whether `worker`, or all of them (None), is dead: a task for it would never be answered."""
@@ -158,7 +142,7 @@ class WorkerTable:
         for _ in states:
             worker = self._turn
             self._turn = (worker + 1) % self._workers
-            if states[worker] not in EXHAUSTED and (share_of is None or self._has_room(worker, share_of)):
+            if states[worker] not in _EXHAUSTED and (share_of is None or self._has_room(worker, share_of)):
                 self._undelivered[worker] += 1
                 return worker
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
-from fastq_loader.errors import InvalidTransition
+from fastq_loader.errors import Transitions
 from fastq_loader.packing.spec import LayoutCache
 from fastq_loader.statistics.workers import WorkerCounters
 
@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 
 NEW, STARTING, READY, DEAD = "new", "starting", "ready", "dead"
 
-#: state → event → next state. A worker is ready when its hello was received; its signal handlers are set by
-#: then.
-TRANSITIONS: dict[str, dict[str, str]] = {
-    NEW: {"start": STARTING},
-    STARTING: {"hello": READY, "die": DEAD},
-    READY: {"hello": READY, "die": DEAD},
-    DEAD: {"start": STARTING},
-}
+#: A worker is ready when its hello was received; its signal handlers are set by then.
+TRANSITIONS = Transitions(
+    "a worker",
+    {
+        NEW: {"start": STARTING},
+        STARTING: {"hello": READY, "die": DEAD},
+        READY: {"hello": READY, "die": DEAD},
+        DEAD: {"start": STARTING},
+    },
+)
 
 
 class Worker:
@@ -64,10 +66,7 @@ class Worker:
         Raises:
             InvalidTransition: the event is not allowed in this state.
         """
-        following = TRANSITIONS[self.state].get(event)
-        if following is None:
-            raise InvalidTransition(f"worker {self.number} is {self.state}: {event!r} is not allowed")
-        self.state = following
+        self.state = TRANSITIONS[self.state, event]
 
     def begin(self, folder: str) -> None:
         """Record that a new process was started under the number."""
