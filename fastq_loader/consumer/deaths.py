@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastq_loader.consumer.delivery import Outcome
+from fastq_loader.consumer.delivery import Delivery
+from fastq_loader.consumer.outcomes import Raised
 from fastq_loader.errors import LoaderTimeout, WorkerDied, WorkerReplaced, describe_index, warn_user
 from fastq_loader.ipc.messages import decode_index
 from fastq_loader.scheduling.events import IterationFailed, Wait
@@ -24,12 +25,18 @@ class Deaths:
         plan: configuration of the workers.
         group: the workers.
         scheduler: the scheduler of their batches.
+        delivery: has the progress of the epoch, which no death changes.
+
+    Attributes:
+        timeout: the loader's `timeout`.
     """
 
-    def __init__(self, plan: Plan, group: WorkerGroup, scheduler: Scheduler) -> None:
+    def __init__(self, plan: Plan, group: WorkerGroup, scheduler: Scheduler, delivery: Delivery) -> None:
         self._plan = plan
         self._group = group
         self._scheduler = scheduler
+        self._delivery = delivery
+        self.timeout = Timeout(plan.timeout, of_head=plan.dynamic and plan.in_order)
 
     def sentence(self, worker: Worker, seq: int | None, index: Any = None) -> str:
         """Describe how a worker died, and at which batch, if any."""
@@ -42,10 +49,16 @@ class Deaths:
             f"{worker.cause} {doing}"
         )
 
-    def of(self, lost: IterationFailed) -> Outcome:
+    def of(self, lost: IterationFailed) -> Raised:
         """The error for a worker that died, with torch's own text as its cause."""
         worker = self._group.workers[lost.worker]
-        return death(self.sentence(worker, lost.seq, lost.index), RuntimeError(worker.torch_text))
+        return self.end(self.sentence(worker, lost.seq, lost.index), RuntimeError(worker.torch_text))
+
+    def end(self, report: str, cause: Exception) -> Raised:
+        """The error that ends an iteration because of a death."""
+        died = WorkerDied(report)
+        died.__cause__ = cause
+        return Raised(died, self._delivery.progress, fatal=report)
 
     def who_is_late(self, wait: Wait) -> tuple[int | None, int | None]:
         """Return the worker that has the awaited batch, None if unknown, and the worker that hangs."""
@@ -54,7 +67,7 @@ class Deaths:
         ticket = self._scheduler.pending_tasks[self._scheduler.epoch, wait.seq].ticket
         return self._group.claims.holder(ticket), self._group.late_for(ticket)
 
-    def timed_out(self, worker: int | None, seq: int) -> Outcome:
+    def timed_out(self, worker: int | None, seq: int) -> Raised:
         """The error for a batch that has not arrived within the timeout. `worker` is loading it; None if no
         worker has started it."""
         indices = describe_index(decode_index(self._scheduler.index_of(seq)))
@@ -64,25 +77,17 @@ class Deaths:
             who = f"worker {worker} (pid {self._group.workers[worker].pid})"
             stacks = f"Its Python stacks:\n{self._group.stacks(worker)}"
             text = f"{who} has not answered batch {seq} (indices {indices}). {stacks}"
-        return Outcome(
-            error=LoaderTimeout(f"DataLoader timed out after {self._plan.timeout:g} seconds: {text}")
-        )
+        error = LoaderTimeout(f"DataLoader timed out after {self._plan.timeout:g} seconds: {text}")
+        return Raised(error, self._delivery.progress)
 
-    def warn_of_replacement(self, report: str, stacks: str) -> Outcome | None:
+    def warn_of_replacement(self, report: str, stacks: str) -> Raised | None:
         """Warn that a worker was replaced. Return the warning, to be raised, if warnings are errors."""
         after = f". Its Python stacks:\n{stacks}" if stacks else ""
         try:
             warn_user(f"{report}; another one was started in its place{after}", WorkerReplaced)
         except WorkerReplaced as warning:  # the loop can go on afterwards
-            return Outcome(error=warning)
+            return Raised(warning, self._delivery.progress)
         return None
-
-
-def death(report: str, cause: Exception) -> Outcome:
-    """The error that ends an iteration because of a death."""
-    died = WorkerDied(report)
-    died.__cause__ = cause
-    return Outcome(error=died, fatal=report)
 
 
 class Timeout:
@@ -92,7 +97,12 @@ class Timeout:
     Args:
         timeout: in seconds; 0 waits for ever.
         of_head: whether it limits the time of the next batch.
+
+    Attributes:
+        was_over: whether the last call of `next()` has waited in vain.
     """
+
+    was_over = False
 
     def __init__(self, timeout: float, of_head: bool) -> None:
         self._timeout = timeout
@@ -120,4 +130,4 @@ class Timeout:
 
     def forget(self) -> None:
         """Reset the timeout after a wait was given up."""
-        self._awaited = None
+        self._awaited, self.was_over = None, True

@@ -11,22 +11,20 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from fastq_loader.consumer.bad_samples import BadSampleCounter
-from fastq_loader.consumer.delivery import OutcomeSlot
-from fastq_loader.consumer.event_loop import BUSY, EventLoop, Resume
+from fastq_loader.consumer.event_loop import Closing, EpochStart, EventLoop
+from fastq_loader.consumer.gate import CUT_SHORT, EXITING, INSIDE, OPEN, WAITING, Gate
+from fastq_loader.consumer.outcomes import OutcomeSlot
 from fastq_loader.device.staging import DeviceSession
 from fastq_loader.errors import IteratorInvalid
-from fastq_loader.scheduling.progress import START, Progress
-from fastq_loader.statistics.counters import Counters, EpochLog
+from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import exits, process_id
 from fastq_loader.workers import stopping
 from fastq_loader.workers.config import Plan
 
-_EXITING = "the process is exiting"
 #: Attempts to close an unreferenced engine, each of which an interrupt may cut short.
 _ATTEMPTS = 100
 
@@ -41,9 +39,7 @@ class Engine:
         session: the loader's access to a device, or None.
 
     Attributes:
-        closed: the reason, once the engine is closed; else None.
-        failed: a worker's failure closed the engine, and its iterator is exhausted, as in torch. Stays False
-            if workers are replaced, which torch does not do: then every later call raises IteratorInvalid.
+        gate: whether a call may enter, and how the engine has ended.
 
     Raises:
         TypeError, AttributeError, PicklingError: the start method pickles, and something cannot be pickled.
@@ -59,19 +55,17 @@ class Engine:
         session: DeviceSession | None = None,
     ) -> None:
         self._pid = process_id.current()
-        self.closed: str | None = None
-        self.failed = False
+        self.gate = Gate()
         # Reentrant, because a signal handler may call close() in the middle of next().
         self._lock = threading.RLock()
-        self._admits = 0  # the epoch whose calls skip the checks; anything unusual resets it to 0
-        self._hurried = False  # an interrupt ended the last call
+        self._ticket = 0  # the epoch whose calls skip the checks; anything unusual resets it to 0
         self._counters = counters
         self._processes: list[BaseProcess] = []  # the workers, once the loop is gone
-        self._loop: EventLoop | None = EventLoop(plan, counters, session)
+        self._loop: EventLoop | None = EventLoop(plan, counters, self.gate)
         try:
-            self._loop.start(base_seed, shared_seed)
+            self._loop.start(base_seed, shared_seed, session)
         except BaseException:
-            self.closed = "its workers could not be started"
+            self.gate.shut("close", "its workers could not be started")
             self._shut_down()
             raise
         _engines.add(self)
@@ -79,34 +73,13 @@ class Engine:
 
     # ---- called by iterators ------------------------------------------------------------------
 
-    def start_epoch(
-        self,
-        sampler: Iterator[Any],
-        shared_seed: int | None,
-        base_seed: int | None,
-        log: EpochLog,
-        done: Progress = START,
-        resume: Resume = (),
-        bad_samples: BadSampleCounter | None = None,
-    ) -> int:
-        """Begin an epoch, which ends an older one of this engine.
-
-        Args:
-            sampler: yields indices, without those in `done`.
-            shared_seed, base_seed: see `ipc.messages.Epoch`.
-            log: records the calls of the epoch.
-            done: the positions delivered before the epoch was resumed.
-            resume: for each worker of a resumed epoch, how many of its batches were delivered, and its state.
-            bad_samples: see `Delivery`.
-
-        Returns:
-            The number of the epoch.
+    def start_epoch(self, start: EpochStart) -> int:
+        """Begin an epoch, which ends an older one of this engine. Return its number.
 
         Raises:
             IteratorInvalid: the engine is closed.
         """
-        epoch = sampler, shared_seed, base_seed, log, done, resume, bad_samples
-        number: int = self._enter(EventLoop.begin_epoch, *epoch)
+        number: int = self._enter(EventLoop.begin_epoch, start)
         return number
 
     def advance(self, epoch: int, slot: OutcomeSlot, finish: Callable[[Any], Any] | None) -> None:
@@ -119,31 +92,28 @@ class Engine:
             BaseException: a signal handler raised it meanwhile. The next call continues where this one was,
                 or reports that it cannot.
         """
+        gate = self.gate
         with self._lock:
-            if self._admits == epoch and self._pid == process_id.pid:
-                self._admits, loop = 0, self._loop
+            if self._ticket == epoch and self._pid == process_id.pid:
+                self._ticket, loop = 0, self._loop
                 assert loop is not None, "it is not closed"
                 try:
-                    is_there = loop.next(slot, finish)
+                    loop.next(slot, finish)
                 except BaseException as error:
-                    self._interrupted(error)
+                    self._leave_by(error)
                     raise
-                if is_there and loop.fatal is None and self.closed is None:
-                    self._admits = epoch
-                else:
-                    self._conclude(loop, is_there)
+                if gate.end is None:
+                    self._ticket = epoch
+                elif gate.end != EXITING:
+                    self._shut_down()
                 return
-        nested = self._inside
         self._check_epoch(epoch)
         self._enter(EventLoop.next, slot, finish)
-        with self._lock:
-            if self.usable and not nested and self._loop is not None and self._loop.scheduler.epoch == epoch:
-                self._admits = epoch
 
     def end_states(self) -> dict[int, bytes]:
         """States of the workers whose part of an iterable dataset has ended in this epoch, by worker."""
         loop = self._loop
-        return {} if loop is None else loop.end_states
+        return {} if loop is None else loop.receiver.end_states
 
     def poll(self, epoch: int) -> None:
         """Begin the copies of batches that have become ready; see `EventLoop.poll`.
@@ -156,68 +126,54 @@ class Engine:
 
     def _check_epoch(self, epoch: int) -> None:
         loop = self._loop
-        if loop is not None and epoch != loop.scheduler.epoch and self.closed is None:
+        if loop is not None and epoch != loop.scheduler.epoch and self.gate.end is None:
             raise IteratorInvalid(
                 "this iterator ended when a newer iteration of the same persistent_workers=True loader "
                 "began; use a second loader, or persistent_workers=False, to iterate twice at once"
             )
 
     def _enter(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        nested = self._inside
         try:
-            nested = self._inside
             with self._lock:
-                self._admits = 0
+                self._ticket = 0
                 loop = self._check_usable(nested)
-                loop.phase = BUSY
-                self._hurried = False
+                self.gate.move("enter")
                 try:
                     result = call(loop, *arguments)
                 except BaseException as error:
-                    self._interrupted(error)
+                    self._leave_by(error)
                     raise
-                return self._conclude(loop, result)
+                if self.gate.end is None:
+                    self._ticket = 0 if nested else loop.scheduler.epoch
+                elif self.gate.end != EXITING:
+                    self._shut_down()
+                return result
         except IteratorInvalid:
-            if self.closed == _EXITING and threading.current_thread() is not threading.main_thread():
+            if self.gate.end == EXITING and threading.current_thread() is not threading.main_thread():
                 threading.Event().wait()  # a daemon thread: it stays here until the process is gone
             raise
 
-    def _interrupted(self, error: BaseException) -> None:
+    def _leave_by(self, error: BaseException) -> None:
         """Handle an exception that a call of the loop has raised."""
-        self._hurried = not isinstance(error, Exception)
-        if self.closed == _EXITING:
-            if (
-                not self._hurried
-            ):  # the exit ends the workers during the call: errors that follow are expected
+        gate, interrupt = self.gate, not isinstance(error, Exception)
+        if gate.end == EXITING:
+            if not interrupt:  # the exit ends the workers during the call: errors that follow are expected
                 raise self._ended() from None
             return
-        if self._cut_short and not self._hurried:  # the call is half done, whatever the error
-            self.closed = f"{error!r} was raised in the middle of a call"
-        if self.closed is not None:
+        if gate.phase != INSIDE:  # nothing is half done
+            gate.phase = WAITING if interrupt else OPEN
+        elif not interrupt:  # the call is half done, whatever the error
+            gate.shut("close", f"{error!r} was raised in the middle of a call")
+        if gate.end is not None:
             self._shut_down()
-
-    def _conclude(self, loop: EventLoop, result: Any) -> Any:
-        """Finish a call of the loop. `result` is False if the call was woken because the engine is
-        closing."""
-        if loop.fatal is not None:
-            if self.closed == _EXITING:
-                raise self._ended()
-            self.failed, self.closed = not loop.plan.restarts, loop.fatal
-        if self.closed is not None and self.closed != _EXITING:
-            self._shut_down()
-        if result is False:
-            raise self._ended()
-        return result
+        if isinstance(error, Closing):
+            raise self._ended() from None
 
     @property
     def _inside(self) -> bool:
         """Whether this thread is inside a call: then a signal handler is the caller."""
         return self._lock._is_owned()  # type: ignore[attr-defined,no-any-return]
-
-    @property
-    def _cut_short(self) -> bool:
-        """Whether an exception left the loop in the middle of a step. Also true in the middle of a call that
-        is under way."""
-        return self._loop is not None and self._loop.phase == BUSY
 
     def _check_usable(self, nested: bool) -> EventLoop:
         if self._pid != process_id.current():
@@ -225,14 +181,13 @@ class Engine:
                 f"this iterator belongs to process {self._pid}; a forked child needs one of its own: "
                 "iter(loader)"
             )
-        if self.closed is not None or self._loop is None:
+        if self.gate.end is not None or self._loop is None:
             raise self._ended()
-        if self._cut_short:
-            raise IteratorInvalid(
-                "next() was called in the middle of another call of it"
-                if nested
-                else "this iterator cannot go on: an interrupt cut a call of next() short"
-            )
+        if self.gate.phase == INSIDE and nested:
+            raise IteratorInvalid("next() was called in the middle of another call of it")
+        if self.gate.phase in (INSIDE, CUT_SHORT):
+            self.gate.move("find")
+            raise IteratorInvalid("this iterator cannot go on: an interrupt cut a call of next() short")
         return self._loop
 
     def _ended(self) -> IteratorInvalid:
@@ -241,9 +196,15 @@ class Engine:
     # ---- the end ------------------------------------------------------------------------------
 
     @property
+    def closed(self) -> str | None:
+        """The reason, once the engine is closed; else None."""
+        return self.gate.reason
+
+    @property
     def usable(self) -> bool:
         """Whether another epoch can be started."""
-        return self.closed is None and not self._cut_short and self._pid == process_id.current()
+        is_open = self.gate.end is None and self.gate.phase in (OPEN, WAITING)
+        return is_open and self._pid == process_id.current()
 
     def close(self, reason: str = "the loader was closed", wait: bool = False) -> None:
         """Stop the workers and release all resources; batches stay valid. May be called on any thread.
@@ -255,9 +216,9 @@ class Engine:
             return
         loop = self._loop
         if loop is not None:
-            if self.closed is None:
-                self.closed, self._admits = reason, 0
-            loop.wake()
+            self._ticket = 0
+            self.gate.shut("close", reason)
+            loop.group.wake()  # the call that waits now, or else the next one
             if self._inside:  # called by a signal handler: the interrupted call will shut down
                 return
             with self._lock:
@@ -266,7 +227,7 @@ class Engine:
             stopping.wait(self._counters)
 
     def _shut_down(self) -> None:
-        self._admits = 0
+        self._ticket = 0
         if self._loop is not None:
             self._processes = self.processes()
             self._loop.shut_down(self._patience())
@@ -276,21 +237,22 @@ class Engine:
     def _patience(self) -> float:
         """Seconds that workers have to finish their work. 0 where an interrupt may have left half a message
         in their sockets, or where Python has run its exit handlers: zmq cannot be used any more."""
-        if self._cut_short or sys.is_finalizing():
+        if self.gate.phase in (INSIDE, CUT_SHORT) or sys.is_finalizing():
             return 0
-        in_vain = self._loop is not None and self._loop.timed_out
-        return stopping.BRIEF if self._hurried or in_vain else stopping.ORDERLY
+        in_vain = self._loop is not None and self._loop.deaths.timeout.was_over
+        return stopping.BRIEF if self.gate.phase == WAITING or in_vain else stopping.ORDERLY
 
     def close_at_exit(self) -> None:
         """Close the engine at exit. If a daemon thread is inside, leave it there and kill the workers."""
         if self._pid != process_id.current():
             return
-        self.closed, self._admits = self.closed or _EXITING, 0
+        self._ticket = 0
+        self.gate.shut("exit", "the process is exiting")
         if self._lock.acquire(blocking=False):
             self._lock.release()
-            self.close(_EXITING)
+            self.close()
         elif self._loop is not None:
-            self._loop.kill_workers()
+            self._loop.group.kill_all()
 
     def __del__(self) -> None:
         # The last iterator or loader is gone, so no call is under way. A fork's copy is not closed.
@@ -308,7 +270,7 @@ class Engine:
     def processes(self) -> list[BaseProcess]:
         """The processes of all workers that were started, also of workers that have ended."""
         loop = self._loop
-        return self._processes if loop is None else loop.processes()
+        return self._processes if loop is None else loop.group.processes()
 
     def pause_prefetch(self, hold: bool) -> None:
         """Stop drawing ahead: only the next batch is drawn; with False, draw ahead again. Workers of an

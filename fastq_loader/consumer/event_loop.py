@@ -3,9 +3,10 @@
 Runs in the consumer, inside a call of `next()` or `iter()`, on one thread at a time, as the engine ensures.
 Owns everything that belongs to one pool of workers (memory, scheduler, workers), from its start to its end.
 
-A signal handler may raise between any two steps of a call. `phase` shows at every moment whether the loop can
-be left there: it is BUSY from the beginning of a call to its end, except while it is WAITING. The outcome of
-a call is stored for the iterator in the same step that ends the phase, so it is never lost on its way up.
+A signal handler may raise between any two steps of a call. The gate shows at every moment whether the loop
+can be left there: it is INSIDE from the beginning of a call to its end, except while it is WAITING. The
+outcome of a call is stored for the iterator in the same step that opens the gate, so it is never lost on its
+way up.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastq_loader.consumer.bad_samples import BadSampleCounter
-from fastq_loader.consumer.deaths import Deaths, Timeout, death
-from fastq_loader.consumer.delivery import CLOSED, ENDED, Delivery, Outcome, OutcomeSlot, finished
+from fastq_loader.consumer.deaths import Deaths
+from fastq_loader.consumer.delivery import Delivery, finished
+from fastq_loader.consumer.gate import CLOSED, EXITING, FAILED, INSIDE, OPEN, WAITING, Gate
+from fastq_loader.consumer.outcomes import ENDED, Ended, Outcome, OutcomeSlot
 from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.device.staging import DeviceSession, Staging
 from fastq_loader.ipc.claim_table import slots
@@ -28,7 +30,7 @@ from fastq_loader.ipc.sockets import THREADS
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing.unpack import Unpacker
-from fastq_loader.scheduling.events import Died, Draw, Finish, Wait
+from fastq_loader.scheduling.events import Died, Draw, Finish, IterationFailed, Wait
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.states import Batch
@@ -39,10 +41,6 @@ from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
 from fastq_loader.workers.worker import Worker
-
-Resume = Sequence[tuple[int, dict[str, Any] | None]]
-
-IDLE, BUSY, WAITING = "idle", "busy", "waiting"
 
 #: Seconds beyond the timeout. A consumer that was stopped for longer than the timeout resumes together with
 #: its workers.
@@ -57,29 +55,49 @@ _SPARE_BATCHES = 2
 _TIDY_EVERY = 5_000_000
 
 
+class EpochStart(NamedTuple):
+    """An epoch to begin.
+
+    Attributes:
+        sampler: yields indices, without those in `done`.
+        shared_seed, base_seed: see `ipc.messages.Epoch`.
+        log: records the calls of the epoch.
+        done: the positions delivered before the epoch was resumed.
+        resume: for each worker of a resumed epoch, how many of its batches were delivered, and its state.
+        bad_samples: see `Delivery`.
+    """
+
+    sampler: Iterator[Any]
+    shared_seed: int | None
+    base_seed: int | None
+    log: EpochLog
+    done: Progress = START
+    resume: Sequence[tuple[int, dict[str, Any] | None]] = ()
+    bad_samples: BadSampleCounter | None = None
+
+
+class Closing(Exception):
+    """The pool is closing: a call of `next()` was woken, and has no outcome."""
+
+
 class EventLoop:
     """One pool of workers, from start to end.
 
     Args:
         plan: configuration of the workers.
         counters: counters of the loader, which outlive this pool.
-        session: the loader's access to a device, or None.
+        gate: shows where a call is, and ends with a worker's failure. The engine enters it before each call.
 
     Attributes:
-        phase: IDLE between calls; BUSY during one, or where an exception left one in the middle of a step;
-            WAITING while the loop sleeps and nothing is half done.
-        fatal: why the iteration is over, once a worker's failure has ended it.
-        timed_out: the last call has waited for a worker in vain.
         pool: the memory that the workers write to.
+        group, receiver, deaths: the workers, what they send, and how they end.
         holds: batches are not drawn ahead, but only when no other is under way.
     """
 
-    def __init__(self, plan: Plan, counters: Counters, session: DeviceSession | None = None) -> None:
+    def __init__(self, plan: Plan, counters: Counters, gate: Gate) -> None:
         self.plan = plan
-        self.phase = IDLE
-        self.fatal: str | None = None
-        self.timed_out = self.holds = False
-        self._session = session
+        self.holds = False
+        self._gate = gate
         self._counters = counters
         self._sampler: Iterator[Any] = iter(())
         calls.occupy_standard_streams()
@@ -95,21 +113,23 @@ class EventLoop:
             restarts=plan.restarts,
             slots=slots(arena.mapping.claims),
         )
-        self._group = WorkerGroup(plan, self.pool, counters)
-        self._unpacker = Unpacker(arena, plan.workers, self._group.token, plan.for_device)
-        self._delivery = Delivery(self._unpacker, self.pool, counters, plan.rules.iterable)
-        self._receiver = Receiver(plan, self._group, self.scheduler, self._unpacker, counters)
-        self._deaths = Deaths(plan, self._group, self.scheduler)
+        self.group = WorkerGroup(plan, self.pool, counters)
+        unpacker = Unpacker(arena, plan.workers, self.group.token, plan.for_device)
+        self._delivery = Delivery(unpacker, self.pool, counters, plan.rules.iterable)
+        self.receiver = Receiver(plan, self.group, self.scheduler, unpacker, counters)
+        self.deaths = Deaths(plan, self.group, self.scheduler, self._delivery)
         self._epoch: Epoch | None = None
         self._unsent: dict[int, bytes] = {}  # ticket → encoded shared task
-        self._receive = self._receiver.receive
         self._tidy_at = 0  # when to check the memory again
-        self._timeout = Timeout(plan.timeout, of_head=plan.dynamic and plan.in_order)
         # Of the call under way. Not passed from frame to frame: an error's traceback references all frames.
         self._outcome: Outcome | None = None
 
-    def start(self, base_seed: int, shared_seed: int | None) -> None:
+    def start(self, base_seed: int, shared_seed: int | None, session: DeviceSession | None) -> None:
         """Start the workers. `shut_down` undoes this, also after an exception in the middle of it.
+
+        Args:
+            base_seed, shared_seed: see `Engine`.
+            session: the loader's access to a device, or None.
 
         Raises:
             TypeError, AttributeError, PicklingError: the start method pickles, and something cannot be
@@ -124,89 +144,93 @@ class EventLoop:
         if calls.limit_of("AS") is None and calls.limit_of("DATA") is None:
             threads += _PER_WORKER * self.plan.workers + bool(self.plan.restarts)
         require_threads(threads)
-        self._group.start(base_seed, shared_seed)
-        if self._session is not None:  # after the workers, which must not inherit anything of the device
-            self._delivery.staging = Staging(self._session, self._unpacker, self.pool.arena.mapping)
+        self.group.start(base_seed, shared_seed)
+        if session is not None:  # after the workers, which must not inherit anything of the device
+            self._delivery.start_staging(session)
 
-    def begin_epoch(
-        self,
-        sampler: Iterator[Any],
-        shared_seed: int | None,
-        base_seed: int | None,
-        log: EpochLog,
-        done: Progress = START,
-        resume: Resume = (),
-        bad_samples: BadSampleCounter | None = None,
-    ) -> int:
-        """Begin an epoch, and drop the rest of the previous one. See `Engine.start_epoch`."""
-        scheduler = self.scheduler
+    def begin_epoch(self, start: EpochStart) -> int:
+        """Begin an epoch, and drop the rest of the previous one. Return its number."""
+        scheduler, bad_samples = self.scheduler, start.bad_samples
         self._drop()
-        self._log = self._receiver.log = log
+        self.receiver.log = start.log
         self._tidy_at = 0
         if self._delivery.staging is not None:  # before blocks of dropped batches go to others
             self.pool.drop(self._delivery.staging.drain())
-        taken, claimed = self._group.take_back(scheduler.pending_tasks.tickets())
+        taken, claimed = self.group.take_back(scheduler.pending_tasks.tickets())
         number = 0 if bad_samples is None else bad_samples.epoch
-        sealed = self._group.sealed(resume)
-        self._epoch = Epoch(scheduler.epoch + 1, shared_seed, base_seed, sealed, number)
-        self._delivery.progress, self._delivery.bad_samples = done, bad_samples
-        self.end_states = self._receiver.end_states = dict[int, bytes]()
+        sealed = self.group.sealed(start.resume)
+        self._epoch = Epoch(scheduler.epoch + 1, start.shared_seed, start.base_seed, sealed, number)
+        self._delivery.progress, self._delivery.bad_samples = start.done, bad_samples
+        self.receiver.end_states = {}
         # Tasks of an iterable dataset are sent again, and workers skip batches that were handed out before.
-        drawn = START if self.plan.rules.iterable else done
+        drawn = START if self.plan.rules.iterable else start.done
         count = scheduler.begin_epoch(self._epoch.epoch, taken, claimed, drawn)
-        self._sampler = sampler
-        self._group.begin_epoch(self._epoch)
+        self._sampler = start.sampler
+        self.group.begin_epoch(self._epoch)
         self._draw(count)
         self._flush()
-        self.phase = IDLE
+        self._gate.phase = OPEN
         return self._epoch.epoch
 
-    def next(self, slot: OutcomeSlot, finish: Callable[[Any], Any] | None) -> bool:
-        """Store the next outcome in `slot`; a batch goes through `finish` first, unless that is None. Return
-        False if there is no outcome because the engine is closing."""
-        self.phase = BUSY
+    def next(self, slot: OutcomeSlot, finish: Callable[[Any], Any] | None) -> None:
+        """Store the next outcome in `slot`; a batch goes through `finish` first, unless that is None.
+
+        Raises:
+            Closing: there is no outcome.
+        """
+        gate = self._gate
+        gate.phase = INSIDE
         if slot.outcome is not None:  # another thread's, which has not taken it yet
-            self.phase = IDLE
-            return True
-        self.timed_out = False
-        now = time.monotonic_ns()
-        self._log.enter(now)
+            gate.phase = OPEN
+            return
+        self.deaths.timeout.was_over = False
+        log, now = self.receiver.log, time.monotonic_ns()
+        log.enter(now)
         if now >= self._tidy_at:
             self._tidy(now)
         if self.pool.released:
             self.pool.collect()
-        if self._group.behind:
+        if self.group.behind:
             self._let_catch_up()
         if self._delivery.staging is not None:
             self._begin_staging(self._delivery.staging)
         scheduler, batch = self.scheduler, None
         while self._outcome is None:
-            batch = scheduler.ready() if scheduler.arrivals.filled else None
-            if batch is None and self._receive():
+            batch = scheduler.ready() if scheduler.in_flight.filled else None
+            if batch is None and self.receiver.receive():
                 continue
             batch = batch or self._await_batch()
             if batch is not None:
-                if scheduler.to_draw:
-                    self._draw(scheduler.to_draw)
                 self._deliver(batch, slot)
         outcome, self._outcome = self._outcome, None
-        if outcome is CLOSED:
-            return False
-        if outcome is ENDED:
-            self._log.leave(records.END, time.monotonic_ns(), time.process_time_ns())
+        if batch is None:
+            self._record_end(outcome)
         else:
-            if finish is not None and outcome.error is None:
-                assert batch is not None, "it is the outcome of one"
+            if finish is not None:
                 outcome = finished(outcome, finish, batch)
-            answer, seq = (None, None) if batch is None else (batch.answer, batch.seq)
-            self._log.give(time.monotonic_ns(), answer, seq, outcome.error)
-            del answer
+            log.give(time.monotonic_ns(), batch.answer, batch.seq, outcome.error)
         # A single step for interrupts: only a call can be cut short, and these lines have none.
-        slot.outcome = outcome
-        self.fatal = self.fatal or outcome.fatal
-        self.phase = IDLE
+        if outcome.fatal is None:
+            slot.outcome = outcome
+        else:
+            self._fail(outcome, slot)
+        gate.phase = OPEN
         del outcome, batch  # an error's traceback references this frame
-        return True
+
+    def _fail(self, outcome: Outcome, slot: OutcomeSlot) -> None:
+        """Store the outcome that ends the iteration, and end the pool in the same step."""
+        if self._gate.end == EXITING:  # the exit has ended the workers
+            raise Closing
+        # torch does not replace workers. Where they are replaced, every later call raises IteratorInvalid.
+        slot.outcome, self._gate.reason = outcome, outcome.fatal
+        self._gate.end = CLOSED if self.plan.restarts else FAILED
+
+    def _record_end(self, outcome: Outcome) -> None:
+        """Record an outcome that is not that of a batch."""
+        if isinstance(outcome, Ended):
+            self.receiver.log.leave(records.END, time.monotonic_ns(), time.process_time_ns())
+        else:
+            self.receiver.log.give(time.monotonic_ns(), None, None, outcome.error)
 
     def _tidy(self, now: int) -> None:
         """Do the work that is not needed for every batch."""
@@ -216,35 +240,41 @@ class EventLoop:
         self._counters.window = window
         spare = _SPARE_BATCHES + (0 if staging is None else 2 * staging.ahead)
         if self.pool.trim(window + spare, None if staging is None else staging.forget):
-            for worker in self._group.workers:
+            for worker in self.group.workers:
                 if not worker.is_dead and (space := self.pool.space(worker.number)):
-                    self._group.socket.send(worker.number, Space(space))
+                    self.group.socket.send(worker.number, Space(space))
 
     def _let_catch_up(self) -> None:
-        while self._group.behind and self._receive():  # a worker may be waiting for tasks that it missed
+        while (
+            self.group.behind and self.receiver.receive()
+        ):  # a worker may be waiting for tasks that it missed
             continue
 
     # ---- the next batch -----------------------------------------------------------------------
 
     def _await_batch(self) -> Batch | None:
         """Do one step towards the next batch. Return the batch if it is there already, else None."""
-        found = self.scheduler.wanted()
-        if isinstance(found, Batch):
-            return found
-        if isinstance(found, Wait):
-            self._wait(found)
-        elif isinstance(found, Draw):
-            self._draw(1)
-        else:
-            self._outcome = ENDED if isinstance(found, Finish) else self._deaths.of(found)
+        match self.scheduler.wanted():
+            case Batch() as batch:
+                return batch
+            case Wait() as wait:
+                self._wait(wait)
+            case Draw():
+                self._draw(1)
+            case IterationFailed() as failed:
+                self._outcome = self.deaths.of(failed)
+            case Finish():
+                self._outcome = ENDED
         return None
 
     def _deliver(self, batch: Batch, slot: OutcomeSlot) -> None:
-        """Hand out a batch, after sending the messages that are due before it."""
-        if self._unsent or self._group.behind:
+        """Hand out a batch, after drawing and sending what is due before it."""
+        if self.scheduler.to_draw:
+            self._draw(self.scheduler.to_draw)
+        if self._unsent or self.group.behind:
             self._flush()
         if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one
-            self._group.dismiss()  # ending takes them a while, which the last step of the epoch hides
+            self.group.dismiss()  # ending takes them a while, which the last step of the epoch hides
         if batch.answer is not None and batch.answer.kind == PASSED:
             return  # it was handed out before the epoch was resumed
         staging = self._delivery.staging
@@ -254,7 +284,7 @@ class EventLoop:
             began = time.monotonic_ns()
             self._outcome = self._delivery.hand_out(batch)
             self._stage_ahead(staging)
-            self._log.steps += ((records.DEVICE, began, time.monotonic_ns()),)
+            self.receiver.log.steps += ((records.DEVICE, began, time.monotonic_ns()),)
         if self._outcome is None:
             slot.record_skipped(self._delivery.progress)
 
@@ -277,16 +307,16 @@ class EventLoop:
                 if batch is not None and batch.task is not None:
                     seqs += (batch.seq,)
                     self._send(batch.worker, batch.task)
-        self._log.steps += ((records.DREW, began, time.monotonic_ns(), seqs),)
+        self.receiver.log.steps += ((records.DREW, began, time.monotonic_ns(), seqs),)
 
     def _send(self, worker: int | None, task: Task) -> None:
         try:
-            frame = encode_task(task, self._group.token)
+            frame = encode_task(task, self.group.token)
             if worker is None:
                 self._unsent[task.ticket] = frame
-                self._group.offer_claim(task.ticket)
+                self.group.offer_claim(task.ticket)
             else:
-                self._group.send_frame(worker, frame)
+                self.group.send_frame(worker, frame)
         except Exception as error:  # whatever pickling the index raises
             refuse_interrupt(error)
             self.scheduler.undeliverable(task, error)
@@ -294,30 +324,30 @@ class EventLoop:
     def _flush(self) -> None:
         """Send the pending shared tasks together."""
         if self._unsent:
-            self._group.offer(self._unsent)
+            self.group.offer(self._unsent)
             self._unsent.clear()
-        if self._group.behind:
-            self._group.catch_up()
+        if self.group.behind:
+            self.group.catch_up()
 
     # ---- copies to a device -------------------------------------------------------------------
 
     def poll(self) -> None:
         """Begin the copies of batches that have become ready, without waiting for anything."""
-        staging = self._delivery.staging
+        staging, log = self._delivery.staging, self.receiver.log
         if staging is not None:
             self.pool.drop(staging.reap())
             self._stage_ahead(staging, wait=False)
-            if self._log.steps:
-                self._log.leave(records.PART, time.monotonic_ns())
-        self.phase = IDLE
+            if log.steps:
+                log.leave(records.PART, time.monotonic_ns())
+        self._gate.phase = OPEN
 
     def _begin_staging(self, staging: Staging) -> None:
         began = time.monotonic_ns()
         self.pool.drop(staging.reap())
-        self._log.steps += ((records.DEVICE, began, time.monotonic_ns()),)
+        self.receiver.log.steps += ((records.DEVICE, began, time.monotonic_ns()),)
 
     def _stage_ahead(self, staging: Staging, wait: bool = True) -> None:
-        while self._receive():
+        while self.receiver.receive():
             continue
         staging.begin(self.scheduler.upcoming(staging.ahead), wait)
 
@@ -327,81 +357,72 @@ class EventLoop:
         if self.scheduler.window.widens:
             self._draw(self.scheduler.idle())
         self._flush()
-        seconds = self._timeout.seconds(wait.seq, wait.attempt, time.monotonic())
+        socket, timeout = self.group.socket, self.deaths.timeout
+        seconds = timeout.seconds(wait.seq, wait.attempt, time.monotonic())
         began = time.monotonic_ns()
-        self.phase = WAITING
-        ended, heard = self._group.socket.wait(seconds)
-        self.phase = BUSY  # a signal handler may have called meanwhile
+        self._gate.phase = WAITING
+        ended, heard = socket.wait(seconds)
+        self._gate.phase = INSIDE  # a signal handler may have called meanwhile
         self._note_wait(wait, began, time.monotonic_ns())
-        if self._group.socket.woken:
-            self._outcome = CLOSED
-            return
-        if not heard and self._timeout.is_over(self._group.socket.wait_for_message(_GRACE)):
+        if socket.woken:
+            raise Closing
+        if not heard and timeout.is_over(socket.wait_for_message(_GRACE)):
             self._give_up(wait)
-        self._receive()
-        for worker in self._group.ended(ended):
+        self.receiver.receive()
+        for worker in self.group.ended(ended):
             if self._outcome is None:
                 self._handle_death(worker)
 
     def _note_wait(self, wait: Wait, began: int, ended: int) -> None:
         cause = records.cause_of_wait(wait.behind, wait.blocked, self.scheduler.window.least)
         index = self.scheduler.index_of(wait.seq) if cause == "head_of_line" else None
-        self._log.steps += ((records.WAITED, began, ended, cause, wait.seq, index),)
+        self.receiver.log.steps += ((records.WAITED, began, ended, cause, wait.seq, index),)
 
     # ---- workers that die or hang -------------------------------------------------------------
 
     def _give_up(self, wait: Wait) -> None:
         """The timeout is over: replace the worker that hangs, or report it."""
-        self._timeout.forget()
-        self.timed_out = True
-        worker, late = self._deaths.who_is_late(wait)
+        self.deaths.timeout.forget()
+        worker, late = self.deaths.who_is_late(wait)
         if late is None or not self.scheduler.can_replace:
-            self._outcome = self._deaths.timed_out(worker, wait.seq)
+            self._outcome = self.deaths.timed_out(worker, wait.seq)
             return
-        stacks = self._group.stacks(late)
-        self._group.evict(late, f"it did not answer within {self.plan.timeout:g} seconds")
+        stacks = self.group.stacks(late)
+        self.group.evict(late, f"it did not answer within {self.plan.timeout:g} seconds")
         self._handle_death(late, stacks)
 
     def _handle_death(self, number: int, stacks: str = "") -> None:
         """Handle a worker's end. Its earlier answers count; its other batches are lost, or loaded by another
         worker."""
-        while self._receive():
+        while self.receiver.receive():
             continue
-        seq, claimed = self._group.claimed_by(number, self.scheduler.pending_tasks, self.scheduler.epoch)
-        worker = self._group.mark_dead(number)
-        report = self._deaths.sentence(worker, seq)
+        seq, claimed = self.group.claimed_by(number, self.scheduler.pending_tasks, self.scheduler.epoch)
+        worker = self.group.mark_dead(number)
+        report = self.deaths.sentence(worker, seq)
         sends = self.scheduler.died(Died(number, seq, worker.cause, claimed))
         if sends is not None and self._replace(worker, report):
             for send in sends:
                 now = time.monotonic_ns()
-                self._log.steps += ((records.DREW, now, now, (send.task.seq,)),)
+                self.receiver.log.steps += ((records.DREW, now, now, (send.task.seq,)),)
                 self._send(*send)
             self._flush()
-            self._outcome = self._deaths.warn_of_replacement(report, stacks)
+            self._outcome = self.deaths.warn_of_replacement(report, stacks)
 
     def _replace(self, worker: Worker, report: str) -> bool:
         """Start another process for a dead worker. Return False if that failed, which ends the iteration."""
         assert self._epoch is not None, "batches are loaded in epochs"
         try:
-            self._group.replace(worker.number, self._epoch)
+            self.group.replace(worker.number, self._epoch)
         except OSError as error:
             refuse_interrupt(error)
             report = f"{report}; no other one could be started in its place: {error}"
-            self._outcome = death(report, error)
+            self._outcome = self.deaths.end(report, error)
             return False
         replaced = records.REPLACED, time.monotonic_ns(), worker.number, worker.pid, report
-        self._log.steps += (replaced,)
+        self.receiver.log.steps += (replaced,)
         return True
 
     # ---- the end ------------------------------------------------------------------------------
-
-    def wake(self) -> None:
-        """End the call that waits now, or else the next one. May be called on any thread."""
-        self._group.wake()
-
-    def kill_workers(self) -> None:
-        """End the workers. May be called on any thread, while another one is in the loop."""
-        self._group.kill_all()
 
     def shut_down(self, patience: float) -> None:
         """End the workers, and release everything that is not in use any more. May be called again after an
@@ -415,15 +436,11 @@ class EventLoop:
             self._delivery.staging = None
         self.scheduler.abandon()
         self._drop()
-        self._group.stop(patience)
+        self.group.stop(patience)
         if failure is not None:
             raise failure
 
     def _drop(self) -> None:
         """Record that batches of the epoch that were not handed out are dropped."""
         if self._epoch is not None:
-            self._log.leave(records.DROP, time.monotonic_ns())
-
-    def processes(self) -> list[BaseProcess]:
-        """The processes of the workers that were started."""
-        return self._group.processes()
+            self.receiver.log.leave(records.DROP, time.monotonic_ns())

@@ -17,7 +17,7 @@ from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters, EpochLog
-from fastq_loader.statistics.epoch import FIRST_BATCHES
+from fastq_loader.statistics.epoch import FIRST_BATCHES, EpochCounters
 from fastq_loader.statistics.records import ANSWERED, STALE
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
@@ -38,8 +38,8 @@ class Receiver:
         counters: counters of the loader.
 
     Attributes:
-        log: log of the current epoch, once one has begun.
-        said: worker → the state that it sent when its part of an iterable dataset ended in this epoch.
+        log: log of the current epoch.
+        end_states: worker → the state that it sent when its part of an iterable dataset ended in this epoch.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Receiver:
         self._unpacker = unpacker
         self._counters = counters
         self._pool = scheduler.pool
-        self.log: EpochLog
+        self.log = EpochLog(counters, EpochCounters(-1, 0), 0)  # of no epoch, until one begins
         self.end_states: dict[int, bytes] = {}
         self._iterable = plan.rules.iterable
         # Where the sampler alone determines the order, this saves a second read of the socket.

@@ -26,7 +26,7 @@ from torch.utils.data.dataloader import (
 
 from fastq_loader import options
 from fastq_loader.consumer.bad_samples import BadSampleCounter
-from fastq_loader.consumer.delivery import Outcome
+from fastq_loader.consumer.outcomes import Ended, Handed, Outcome, Raised
 from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.device.transforms import copy_into
 from fastq_loader.epoch import resources
@@ -105,7 +105,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         if self._num_yielded >= self._hints.due:
             self._hints.look()
         # A signal handler may raise at any call. So an outcome is stored as soon as it exists, and no call
-        # comes between taking it here and returning: no batch is lost.
+        # comes between taking it here and returning (to match a class is none): no batch is lost.
         outcome, self.outcome = self.outcome, None
         while outcome is None:  # another thread may take it first
             if profiler._is_profiler_enabled:
@@ -114,23 +114,28 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             else:
                 self._advance()
             outcome, self.outcome = self.outcome, None
-        if outcome.progress is not None:
-            self._order.progress = outcome.progress
-        if outcome.error is not None:
-            if self._record.over:
+        match outcome:
+            case Handed():
+                self._order.progress = outcome.progress
+                self._num_yielded += 1
+                length = self._IterableDataset_len_called
+                iterable = self._dataset_kind == _DatasetKind.Iterable
+                if length is not None and self._num_yielded > length and iterable:
+                    self.outcome = outcome  # an interrupt may end the call below
+                    self._warn_about_length(length)
+                    self.outcome = None
+                return outcome.batch
+            case Raised():
+                self._order.progress = outcome.progress
+            case Ended() if self._record.over:
                 self.outcome = outcome  # an interrupt or a hint may end the calls below
                 self._tell()
                 self._hints.look_back()
                 self.outcome = None
-            try:
-                raise outcome.error
-            finally:
-                del outcome  # the error's traceback references this frame
-        self._num_yielded += 1
-        length = self._IterableDataset_len_called
-        if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
-            self._warn_about_length(length, outcome)
-        return outcome.batch
+        try:
+            raise outcome.error
+        finally:
+            del outcome  # the error's traceback references this frame
 
     def skip_to(self, batch: int) -> None:
         """Go on at a later batch: draw the indices before it, and load nothing for them. @private"""
@@ -262,7 +267,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._log.steps += ((DEVICE, began, time.monotonic_ns()),)
         return batch
 
-    def _warn_about_length(self, length: int, outcome: Outcome) -> None:
+    def _warn_about_length(self, length: int) -> None:
         text = (
             f"Length of IterableDataset {self._dataset} was reported to be {length}"
             f"(when accessing len(dataloader)), but {self._num_yielded} samples have been fetched. "
@@ -273,10 +278,8 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
                 "IterableDataset replica at each worker. Please see "
                 "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
             )
-        self.outcome = outcome  # an interrupt may end the call below
         try:
             warn_user(text, UserWarning)
         except Warning:  # a filter made it an error; torch loses the batch, too
             self.outcome = None
             raise
-        self.outcome = None

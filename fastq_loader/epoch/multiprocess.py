@@ -12,8 +12,10 @@ from typing import Any, NoReturn
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fastq_loader import options
-from fastq_loader.consumer.delivery import ENDED
 from fastq_loader.consumer.engine import Engine
+from fastq_loader.consumer.event_loop import EpochStart
+from fastq_loader.consumer.gate import FAILED
+from fastq_loader.consumer.outcomes import ENDED, Ended, Handed, Raised
 from fastq_loader.epoch import resources
 from fastq_loader.epoch.base import LoaderIterator
 from fastq_loader.errors import IteratorInvalid
@@ -82,9 +84,9 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         record.start.lives_on = self._persistent_workers and not self._dynamic
         base_seed = record.start.base_seed if self._dynamic else None
         resume = record.resume
-        self._epoch = self.engine.start_epoch(
-            self._order, shared_seed, base_seed, self._log, record.progress, resume, self._bad_samples
-        )
+        done, bad_samples = record.progress, self._bad_samples
+        start = EpochStart(self._order, shared_seed, base_seed, self._log, done, resume, bad_samples)
+        self._epoch = self.engine.start_epoch(start)
         self._epoch_has_begun(loader)
         self._log.leave(ITER, time.monotonic_ns())
 
@@ -102,25 +104,32 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
     def _advance(self) -> None:
         if self._session is not None:
             self._session.refuse_capture()
-        running = self.engine.closed is None
-        if not (self._exhausted or self.engine.failed):
+        gate = self.engine.gate
+        running = gate.end is None
+        if not (self._exhausted or gate.end == FAILED):
             try:
                 self.engine.advance(self._epoch, self, self._finished if self._finishes else None)
             except IteratorInvalid:
                 if not self._exhausted:  # else another thread has exhausted it meanwhile
                     raise
-        if self._exhausted or self.engine.failed:
+        if self._exhausted or gate.end == FAILED:
             self.outcome = self.outcome or ENDED
-        if self.outcome is ENDED:
-            self._exhausted = True
-            if not (self.engine.failed or self._record.over):
-                self._record.end(self.engine.end_states())
-            if not self._persistent_workers:
-                self.engine.close("it was exhausted")
-        if self.outcome is not None and (self.outcome is ENDED or self.outcome.progress is not None):
-            self._order.show(self.outcome.progress)
-        if running and self.engine.closed is not None:
+        match self.outcome:
+            case Ended():
+                self._end()
+            case Handed() | Raised() as outcome:
+                self._order.show(outcome.progress)
+        if running and gate.end is not None:
             self._log.leave(CLOSE, time.monotonic_ns())
+
+    def _end(self) -> None:
+        """The epoch is over, or a worker's failure has ended it."""
+        self._exhausted = True
+        if not (self.engine.gate.end == FAILED or self._record.over):
+            self._record.end(self.engine.end_states())
+        if not self._persistent_workers:
+            self.engine.close("it was exhausted")
+        self._order.show(None)
 
     def poll(self) -> None:
         if self._session is not None and not self._exhausted:

@@ -17,12 +17,12 @@ from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIt
 
 from fastq_loader import options
 from fastq_loader.consumer.bad_samples import BadSampleCounter
-from fastq_loader.consumer.delivery import ENDED, Outcome
+from fastq_loader.consumer.outcomes import ENDED, Ended, Handed, Outcome, Raised
 from fastq_loader.device.staging import SerialStaging
 from fastq_loader.epoch import resources
 from fastq_loader.epoch.base import LoaderIterator
 from fastq_loader.epoch.record import UNKNOWN
-from fastq_loader.errors import IteratorInvalid, locate
+from fastq_loader.errors import IteratorInvalid
 from fastq_loader.options import Loader
 from fastq_loader.reading import datapipes
 from fastq_loader.reading.fetch import EndOfStream
@@ -33,7 +33,7 @@ from fastq_loader.statistics.records import DEVICE, DREW, END, ITER, LOADED
 from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.workers.kinds import Auto
 
-_NOTHING: Any = object()
+_LEFT_OUT: Any = object()
 
 
 class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
@@ -139,10 +139,19 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         if drawn is None:  # a signal handler has loaded it meanwhile
             return
         try:
-            outcome = Outcome(self._load(*drawn), self._progress_after(drawn[0]))
-            self._counters.batches += 1
-        except LeftOut:
-            self.record_skipped(self._progress_after(drawn[0]))
+            batch = self._load(*drawn)
+            too_many = None if self._bad_samples is None else self._judge(self._bad_samples, *drawn)
+            if too_many is not None:
+                outcome = self._raised(too_many, *drawn)
+            elif batch is _LEFT_OUT:
+                self._order.progress = self._progress_after(drawn[0])  # the last call
+            else:
+                if self._staging is not None:
+                    batch = self._stage(self._staging, batch)
+                elif self._finishes:
+                    batch = self._finished(batch)
+                outcome = Handed(batch, self._progress_after(drawn[0]))
+                self._counters.batches += 1
         except EndOfStream:
             outcome, said = ENDED, self._reader.state_bytes()
             self._record.end({0: said} if said else {})
@@ -154,15 +163,17 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self.outcome, self._due, self._busy = outcome, None, False
         del outcome  # an error's traceback references this frame
 
-    def _judge(self, counter: BadSampleCounter, number: int, index: Any) -> None:
-        fetcher = self._dataset_fetcher
-        error = counter.judge(number, index, fetcher.bad, fetcher.error)
-        fetcher.error = None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback references this frame
+    def _judge(self, counter: BadSampleCounter, number: int, index: Any) -> Any:
+        """Count a batch's bad samples. Return the error to raise in its place if there are too many."""
+        last, self._dataset_fetcher.error = self._dataset_fetcher.error, None
+        return counter.judge(number, index, self._dataset_fetcher.bad, last)
+
+    def _stage(self, staging: SerialStaging, batch: Any) -> Any:
+        self._busy = True  # a copy to the device is under way
+        began = time.monotonic_ns()
+        batch = staging.stage(batch)
+        self._log.steps += ((DEVICE, began, time.monotonic_ns()),)
+        return batch
 
     def _draw(self) -> None:
         """Store the number and index of the next batch in `_due`, or the sampler's error in `outcome`."""
@@ -171,7 +182,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         try:
             index = self._next_index()
         except StopIteration as stop:
-            self.outcome = Outcome(error=stop)
+            self.outcome = Ended(stop)
             self._record.end({})
         except Exception as error:
             self.outcome = self._raised(error, order.position - 1)  # an error takes a position, too
@@ -180,11 +191,10 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._busy = False
         self._log.steps += ((DREW, began, time.monotonic_ns(), ()),)
 
-    def _raised(self, error: Exception, number: int, index: Any = None) -> Outcome:
+    def _raised(self, error: Exception, number: int, index: Any = None) -> Raised:
         """The outcome of an error in place of a batch. The error of a signal handler is raised instead."""
         refuse_interrupt(error)
-        locate(error, index=index, batch=number, worker=None)
-        return Outcome(error=error, progress=self._progress_after(number))
+        return Raised(error, self._progress_after(number)).at(number, index, None)
 
     def _progress_after(self, number: int) -> Progress:
         """The progress of the epoch after a batch, or after the error in its place."""
@@ -195,28 +205,17 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         return progress.after_worker(0, self._reader.state_bytes(), None if iterable else number)
 
     def _load(self, number: int, index: Any) -> Any:
+        """Load a batch. Return `_LEFT_OUT` if it was left out."""
         began = time.monotonic_ns()
         # An exception, such as an interrupt, ends a generator function: it cannot be resumed.
         self._busy = self._dataset_kind == _DatasetKind.Iterable
-        batch: Any = _NOTHING
         try:
             if self._dynamic:
                 with self._reader.put_back():  # seeded as in workers
-                    batch = self._reader.load(number, index)
-            else:
-                batch = self._reader.load(number, index)
+                    return self._reader.load(number, index)
+            return self._reader.load(number, index)
         except LeftOut:
-            pass
+            return _LEFT_OUT
         finally:
             ended = time.monotonic_ns()
             self._log.steps += ((LOADED, began, ended, number, self._dataset_fetcher.fetched),)
-        if self._bad_samples is not None:
-            self._judge(self._bad_samples, number, index)
-        if batch is _NOTHING:
-            raise LeftOut
-        if self._staging is None:
-            return self._finished(batch) if self._finishes else batch
-        self._busy = True  # a copy to the device is under way
-        batch = self._staging.stage(batch)
-        self._log.steps += ((DEVICE, ended, time.monotonic_ns()),)
-        return batch

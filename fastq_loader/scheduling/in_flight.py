@@ -1,7 +1,8 @@
-"""The batches in flight, and the unanswered tasks.
+"""The batches in flight, in one of two orders of delivery, and the unanswered tasks.
 
-Pure. A batch enters when its index is drawn and leaves when it is delivered. One that will never arrive,
-because its worker's part of an iterable dataset has ended, is skipped.
+Pure. A batch enters when its index is drawn and leaves when it is delivered, in order (`InOrder`) or as it
+comes (`AsTheyCome`). The end of a worker's part of an iterable dataset is an event, which takes effect when
+it is processed, and not when it arrives: then batches that will never arrive are skipped. So is a death.
 
 `PendingTasks` contains unanswered tasks of this epoch and of older ones. A ticket is the number under which
 one attempt at a batch is claimed; it is never reused. The claim table is a ring: the slot of a ticket is its
@@ -11,11 +12,12 @@ knows its claimant. A number whose slot is taken is skipped, so a batch may be a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import islice, takewhile
 from typing import Any
 
-from fastq_loader.ipc.messages import Answer
-from fastq_loader.scheduling.arrivals import AsTheyCome, InOrder
+from fastq_loader.ipc.messages import BATCH, ENDED, Answer
 from fastq_loader.scheduling.events import Died
 from fastq_loader.scheduling.states import LOST, SENT, Batch
 
@@ -28,14 +30,20 @@ class InFlight:
         done: sequence numbers to skip.
 
     Attributes:
-        drawn: sequence number of the next one.
+        head: the lowest sequence number that was not delivered.
+        drawn: sequence number of the next batch to be requested.
         batches: sequence number → batch.
+        filled: number of batches that have arrived; without order, also of ends and deaths.
+        shares_window: whether a worker may have an equal share of the window only: a quick one would fill it.
     """
+
+    shares_window = False
 
     def __init__(self, first: int = 0, done: frozenset[int] = frozenset()) -> None:
         self._done = done
-        self.drawn = first
+        self.head = self.drawn = first
         self.batches: dict[int, Batch] = {}
+        self.filled = 0
 
     def new(self, worker: int | None, index: Any) -> Batch:
         while self.drawn in self._done:
@@ -45,25 +53,23 @@ class InFlight:
         return batch
 
     def leave(self, batch: Batch, event: str) -> None:
-        """Remove a batch that was delivered, or never will be."""
+        """Remove a batch that never will be delivered."""
         batch.move(event)
         del self.batches[batch.seq]
 
-    def head_batch(self, arrivals: InOrder | AsTheyCome, exhausted: Callable[[int], bool]) -> Batch | None:
-        """The batch at the head, after skipping batches that were delivered or will never arrive; None at the
-        end.
+    def head_batch(self, exhausted: Callable[[int], bool]) -> Batch | None:
+        """The batch at the head, after skipping what was delivered or will never arrive; None at the end.
 
         Args:
-            arrivals: the arrived batches, with the head.
             exhausted: whether a worker's part of an iterable dataset has ended.
         """
-        while arrivals.head < self.drawn:
-            batch = self.batches.get(arrivals.head)
+        while self.head < self.drawn:
+            batch = self.batches.get(self.head)
             if batch is not None:
                 if batch.state != SENT or batch.worker is None or not exhausted(batch.worker):
                     return batch
                 self.leave(batch, "skip")
-            arrivals.skip()
+            self.head += 1
         return None
 
     def lost_by(self, worker: int) -> Batch | None:
@@ -75,6 +81,111 @@ class InFlight:
     def answers(self) -> list[Answer]:
         """The undelivered answers, in no particular order."""
         return [batch.answer for batch in self.batches.values() if batch.answer is not None]
+
+
+class InOrder(InFlight):
+    """Batches that are delivered in order: only the one at the head of a ring, once it has arrived.
+
+    torch takes arrivals off its queue one at a time, and only while the batch at the head is missing. That
+    matters after the end of a worker's part, because another index is drawn for it: whatever arrives after
+    such an end waits behind it. A death is reported at the position of each batch that was lost by it.
+
+    Args:
+        capacity: slots of the ring: the greatest number of batches in flight.
+    """
+
+    def __init__(self, capacity: int, first: int = 0, done: frozenset[int] = frozenset()) -> None:
+        super().__init__(first, done)
+        self._capacity = capacity
+        self._slots: list[Batch | None] = [None] * capacity
+        self._behind_an_end: deque[Batch] = deque()
+
+    def add(self, batch: Batch) -> None:
+        """A batch has arrived, or has failed."""
+        answer = batch.answer
+        if self._behind_an_end or (answer is not None and answer.kind == ENDED):
+            self._behind_an_end.append(batch)
+        else:
+            self._push(batch)
+
+    def _push(self, batch: Batch) -> None:
+        slot = batch.seq % self._capacity
+        if not self.head <= batch.seq < self.head + self._capacity or self._slots[slot] is not None:
+            raise ValueError(f"seq={batch.seq} has left the ring, lies beyond it, or is in it already")
+        self._slots[slot] = batch
+        self.filled += 1
+
+    def add_death(self, died: Died) -> None:
+        """A worker has died, and was not replaced."""
+
+    def take(self) -> Batch | None:
+        """Return the batch at the head, and advance the head; None if it is not here."""
+        slot = self.head % self._capacity
+        batch = self._slots[slot]
+        if batch is not None:
+            self._slots[slot] = None
+            self.filled -= 1
+            self.head += 1
+        return batch
+
+    def next_event(self, head: Batch) -> Batch | Died | None:
+        """The event to process while `head`, the next batch, is missing: `head` itself if it is lost, the end
+        of a worker's part, or a batch that was behind one and is in the ring now; None if there is none."""
+        if head.state == LOST:
+            return head
+        if not self._behind_an_end:
+            return None
+        batch = self._behind_an_end.popleft()
+        if not batch.is_end:
+            self._push(batch)
+        return batch
+
+    def upcoming(self, count: int) -> list[Answer]:
+        """The answers with a batch among the next `count` to be delivered, up to the first missing one."""
+        batches = map(self.batches.get, range(self.head, self.head + count))
+        return _answers(filter(None, batches), count)
+
+
+class AsTheyCome(InFlight):
+    """Batches that are delivered in the order of arrival, with the ends and deaths between them."""
+
+    shares_window = True
+
+    def __init__(self, capacity: int, first: int = 0, done: frozenset[int] = frozenset()) -> None:
+        super().__init__(first, done)
+        self._arrivals: deque[Batch | Died] = deque()
+
+    def add(self, arrival: Batch | Died) -> None:
+        """See `InOrder`."""
+        self._arrivals.append(arrival)
+        self.filled += 1
+
+    add_death = add
+
+    def take(self) -> Batch | None:
+        """Return the next batch; None if there is none, or an event comes before it."""
+        if not self._arrivals or type(first := self._arrivals[0]) is not Batch or first.is_end:
+            return None
+        self.filled -= 1
+        self._arrivals.popleft()
+        return first
+
+    def next_event(self, head: Batch) -> Batch | Died | None:
+        """The event before the next batch; `head` if nothing has arrived and it is lost; None if there is
+        none."""
+        if self._arrivals:
+            self.filled -= 1
+            return self._arrivals.popleft()
+        return head if head.state == LOST else None
+
+    def upcoming(self, count: int) -> list[Answer]:
+        """See `InOrder`."""
+        return _answers((batch for batch in self._arrivals if type(batch) is Batch), count)
+
+
+def _answers(batches: Iterable[Batch], count: int) -> list[Answer]:
+    answers = takewhile(lambda answer: answer is not None, (batch.answer for batch in batches))
+    return list(islice((answer for answer in answers if answer is not None and answer.kind == BATCH), count))
 
 
 class PendingTasks(dict[tuple[int, int], Batch]):

@@ -1,7 +1,7 @@
 """Decides which worker loads which task, and which batch is delivered next, as one state machine.
 
 Pure: no socket, clock or process; the event loop carries out its decisions, on the consumer's thread. Batches
-and workers, with their transition tables, are in `states`; the two orders of delivery are in `arrivals`.
+and workers, with their transition tables, are in `states`; the two orders of delivery are in `in_flight`.
 
 The order is torch's (`_MultiProcessingDataLoaderIter`): tasks go to the active workers in turn, one index is
 drawn for every batch, right before it is delivered, arrivals are processed one at a time and only while the
@@ -28,12 +28,11 @@ from fastq_loader.errors import PoisonBatch, ProtocolError
 from fastq_loader.ipc.messages import ENDED, SKIPPED, Answer, Task
 from fastq_loader.memory.blocks import BlockOwner
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.scheduling.arrivals import AsTheyCome, InOrder
 from fastq_loader.scheduling.events import Died, Draw, Finish, IterationFailed, Send, Wait
-from fastq_loader.scheduling.in_flight import InFlight, PendingTasks
+from fastq_loader.scheduling.in_flight import AsTheyCome, InOrder, PendingTasks
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.schedules import Window
-from fastq_loader.scheduling.states import BATCH_TRANSITIONS, LOST, SENT, Batch, WorkerTable
+from fastq_loader.scheduling.states import BATCH_TRANSITIONS, LOST, Batch, WorkerTable
 
 #: A batch is given up after this many workers have died of it.
 DEADLY = 3
@@ -54,7 +53,7 @@ class Scheduler:
 
     Attributes:
         pending_tasks: the unanswered tasks.
-        arrivals: batches that have arrived, and decide what is delivered next.
+        in_flight: the batches that were requested and not delivered, in their order of delivery.
         to_draw: number of indices to draw before the batch that was returned last is delivered.
         stale: number of answers dropped because their epoch was over.
         refused: number of unusable answers.
@@ -88,8 +87,7 @@ class Scheduler:
         # A worker whose part of the dataset ends makes room for one more draw: up to `workers` batches beyond
         # the window may be waiting at once.
         capacity = self.window.widest + self.workers + len(done.beyond)
-        self.arrivals: InOrder | AsTheyCome = self._order(capacity, done.head)
-        self._in_flight = InFlight(done.head, done.beyond)
+        self.in_flight: InOrder | AsTheyCome = self._order(capacity, done.head, done.beyond)
         self._restarts_left = self._restarts
         self._deaths: dict[int, int] = {}  # seq → workers that died of it
         self._idle_deaths: list[int] = []  # workers that died between batches and were not replaced
@@ -98,7 +96,7 @@ class Scheduler:
     @property
     def undelivered(self) -> int:
         """Number of batches of this epoch that were requested and not delivered."""
-        return len(self._in_flight.batches)
+        return len(self.in_flight.batches)
 
     @property
     def can_replace(self) -> bool:
@@ -107,12 +105,12 @@ class Scheduler:
 
     def index_of(self, seq: int) -> Any:
         """The index of a batch that is not delivered yet, for error texts; None if it is unknown."""
-        batch = self._in_flight.batches.get(seq)
+        batch = self.in_flight.batches.get(seq)
         return None if batch is None else batch.index
 
     def upcoming(self, count: int) -> list[Answer]:
         """The answers with a batch among the next `count` to be delivered, up to the first missing one."""
-        return self.arrivals.upcoming(self._in_flight.batches, count)
+        return self.in_flight.upcoming(count)
 
     # ---- a new epoch --------------------------------------------------------------------------
 
@@ -147,7 +145,7 @@ class Scheduler:
 
     def abandon(self, done: Progress = START) -> None:
         """Drop undelivered answers; answers that arrive later will be stale. `done`: see `begin_epoch`."""
-        waiting = self._in_flight.answers()
+        waiting = self.in_flight.answers()
         self._reset(done)
         for answer in waiting:
             self._drop(answer)
@@ -162,11 +160,11 @@ class Scheduler:
         nothing to send."""
         worker = None
         if not self.shared_tasks:
-            worker = self._worker_table.take_turn(self.window.size if self.arrivals.shares_window else None)
+            worker = self._worker_table.take_turn(self.window.size if self.in_flight.shares_window else None)
             if worker is None:  # no worker has room or more to read: torch loses the index here, too
                 return None
-        batch = self._in_flight.new(worker, index)
-        if self.shared_tasks and (under_way := len(self._in_flight.batches)) > self.window.size:
+        batch = self.in_flight.new(worker, index)
+        if self.shared_tasks and (under_way := len(self.in_flight.batches)) > self.window.size:
             self.window.widen_to(under_way)
         if self._worker_table.some_dead and self._worker_table.is_dead(worker):
             batch.move("send_to_dead")
@@ -202,9 +200,9 @@ class Scheduler:
 
     def draw_failed(self, error: BaseException) -> None:
         """The sampler raised instead of yielding an index: the error takes the place of a batch."""
-        self._fail(self._in_flight.new(None, None), error)
+        self._fail(self.in_flight.new(None, None), error)
         if self.shared_tasks:
-            self.window.widen_to(len(self._in_flight.batches))
+            self.window.widen_to(len(self.in_flight.batches))
 
     def undeliverable(self, task: Task, error: BaseException) -> None:
         """A task could not be put into a message: the error takes the place of its batch."""
@@ -215,7 +213,7 @@ class Scheduler:
     def _fail(self, batch: Batch, error: BaseException) -> None:
         batch.move("fail")
         batch.error = error
-        self.arrivals.add(batch)
+        self.in_flight.add(batch)
 
     # ---- answers in ---------------------------------------------------------------------------
 
@@ -249,13 +247,13 @@ class Scheduler:
             batch.answer = answer
             if answer.kind != ENDED:  # which is an event to process
                 batch.state = BATCH_TRANSITIONS[batch.state, "answer"]
-            self.arrivals.add(batch)
+            self.in_flight.add(batch)
 
     def _refuse(self, batch: Batch, fault: ProtocolError) -> None:
         """Fail a batch with an unusable answer. Its blocks stay the worker's until that process has ended: it
         may still write to them."""
         self.refused += 1
-        if self._in_flight.batches.get(batch.seq) is batch:
+        if self.in_flight.batches.get(batch.seq) is batch:
             self._fail(batch, fault)
 
     # ---- deaths -------------------------------------------------------------------------------
@@ -269,7 +267,7 @@ class Scheduler:
         self.pool.mark_dead(worker)
         if self._restarts_left:
             return self._replace(event, lost)
-        self.arrivals.add_death(event)
+        self.in_flight.add_death(event)
         if self.shared_tasks and not lost:
             self._idle_deaths.append(worker)
         return None
@@ -283,7 +281,7 @@ class Scheduler:
             if batch.worker is None:
                 self._give_back(batch)
                 batch.worker = event.worker
-            if self._in_flight.batches.get(at) is batch:  # else of an older epoch, or after its worker's end
+            if self.in_flight.batches.get(at) is batch:  # else of an older epoch, or after its worker's end
                 batch.move("die")
                 lost.append(batch)
         return sorted(lost, key=lambda batch: batch.seq)
@@ -314,13 +312,13 @@ class Scheduler:
 
     def ready(self) -> Batch | None:
         """Deliver the next batch, with its answer or its error, if it has arrived. None: see `wanted`."""
-        batch = self.arrivals.take()
+        batch = self.in_flight.take()
         if batch is None:
             return None
         batch.state = BATCH_TRANSITIONS[batch.state, "deliver"]
-        del self._in_flight.batches[batch.seq]
+        del self.in_flight.batches[batch.seq]
         if self.shared_tasks:
-            self.to_draw = self.window.delivered(len(self._in_flight.batches))
+            self.to_draw = self.window.delivered(len(self.in_flight.batches))
         else:
             self.to_draw = 1  # torch calls an exhausted sampler again
             if batch.worker is not None:
@@ -330,10 +328,10 @@ class Scheduler:
     def wanted(self) -> Batch | Draw | Wait | IterationFailed | Finish:
         """Deliver the next batch, or return what to do first: draw, wait, or end (epoch over, or a death)."""
         exhausted = self._worker_table.exhausted
-        while (head := self._in_flight.head_batch(self.arrivals, exhausted)) is not None:
+        while (head := self.in_flight.head_batch(exhausted)) is not None:
             if (batch := self.ready()) is not None:
                 return batch
-            event = self.arrivals.next_event(head)
+            event = self.in_flight.next_event(head)
             if event is None:
                 return self._wait(head)
             if (found := self._process(event)) is not None:
@@ -345,32 +343,32 @@ class Scheduler:
             return IterationFailed(self._idle_deaths.pop(), None, None)
         active = self._worker_table.active()
         blocked = not self.window.closed and self.pending_tasks.has_idle_worker(active)
-        return Wait(head.worker, head.seq, self.arrivals.filled, head.attempt, blocked)
+        return Wait(head.worker, head.seq, self.in_flight.filled, head.attempt, blocked)
 
     def idle(self) -> int:
         """The next batch is late and nothing else has arrived. Returns how many more indices to draw."""
         unanswered = [epoch for epoch, _ in self.pending_tasks].count(self.epoch)
-        return self.window.room(len(self._in_flight.batches), unanswered, self.pool.batch_bytes)
+        return self.window.room(len(self.in_flight.batches), unanswered, self.pool.batch_bytes)
 
     def _process(self, event: Batch | Died) -> Draw | IterationFailed | None:
         """Process an event, as torch takes one item off its result queue. None: take the next."""
         if isinstance(event, Died):
             if self._worker_table.exhausted(event.worker):
                 return None
-            lost = self._in_flight.lost_by(event.worker)
+            lost = self.in_flight.lost_by(event.worker)
             return IterationFailed(event.worker, None, None) if lost is None else self._break(lost)
         if event.state == LOST:
             return self._break(event)
-        if event.state == SENT:  # the end of its worker's part
+        if event.is_end:
             assert event.worker is not None, "a part of an iterable dataset belongs to a worker"
-            self._in_flight.leave(event, "end")
+            self.in_flight.leave(event, "end")
             self._worker_table.move(event.worker, "end")
             return Draw()
         return None  # it is in the ring now
 
     def _break(self, batch: Batch) -> IterationFailed:
         assert batch.worker is not None, "a lost batch belongs to a worker"
-        self._in_flight.leave(batch, "break")
+        self.in_flight.leave(batch, "break")
         if not self.shared_tasks:
             self._worker_table.deliver_one(batch.worker)
         return IterationFailed(batch.worker, batch.seq, batch.index)

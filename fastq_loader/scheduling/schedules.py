@@ -30,12 +30,13 @@ class Schedule:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        if self.window is None:
-            return
-        if not is_int(self.window):
+        if self.window is not None and not is_int(self.window):
             raise TypeError(f"{self}: window must be a number of batches, or None")
-        if not 1 <= self.window <= WIDEST_WINDOW:
+        if self.window is not None and not 1 <= self.window <= WIDEST_WINDOW:
             raise ValueError(f"{self}: window must be from 1 to {WIDEST_WINDOW} batches, or None")
+        for name, value in vars(self).items():
+            if name != "window" and not isinstance(value, bool):
+                raise TypeError(f"{self}: {name} must be True or False")
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,6 @@ class RoundRobin(Schedule):
     """
 
     save_generators: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.save_generators, bool):
-            raise TypeError(f"{self}: save_generators must be True or False")
 
 
 @dataclass(frozen=True)
@@ -98,11 +94,6 @@ class Dynamic(Schedule):
     """
 
     reseed: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.reseed, bool):
-            raise TypeError(f"{self}: reseed must be True or False")
 
 
 _SHORT_FORMS: dict[str, type[Schedule]] = {"round_robin": RoundRobin, "dynamic": Dynamic}

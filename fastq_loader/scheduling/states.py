@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastq_loader.errors import Transitions, describe_index
-from fastq_loader.ipc.messages import Answer, Task, decode_index
+from fastq_loader.ipc.messages import ENDED, Answer, Task, decode_index
 from fastq_loader.memory.blocks import BlockOwner, Extents
 
 NEW, SENT, READY, LOST, GONE = "new", "sent", "ready", "lost", "gone"
@@ -70,6 +70,11 @@ class Batch:
         self.error: BaseException | None = None
 
     @property
+    def is_end(self) -> bool:
+        """Whether its answer is the end of its worker's part of an iterable dataset."""
+        return self.answer is not None and self.answer.kind == ENDED
+
+    @property
     def holder(self) -> BlockOwner:
         """Holder of its task's blocks, in the pool's records."""
         return BlockOwner(None, self.ticket) if self.worker is None else BlockOwner(self.worker)
@@ -103,19 +108,16 @@ class WorkerTable:
         self._turn = 0
         self._undelivered = [0] * workers
 
-    def __len__(self) -> int:
-        return len(self._states)
-
     def move(self, worker: int, event: str) -> None:
         self._states[worker] = WORKER_TRANSITIONS[self._states[worker], event]
         self.some_dead = not _DEAD.isdisjoint(self._states)
 
     def begin_epoch(self, first: int = 0) -> None:
         """Begin a new epoch, with batch `first`."""
-        for worker in range(len(self)):
+        for worker in range(self._workers):
             self.move(worker, "epoch")
-        self._turn = first % len(self)
-        self._undelivered = [0] * len(self)
+        self._turn = first % self._workers
+        self._undelivered = [0] * self._workers
 
     def exhausted(self, worker: int) -> bool:
         """Whether the worker's part of an iterable dataset has ended."""
@@ -151,7 +153,7 @@ class WorkerTable:
         going = self.active()
         # torch's window is a multiple of the workers. The share of any other window is rounded up: an index
         # that no worker takes would be lost.
-        share = -(-window // going) if window % len(self) else window // going
+        share = -(-window // going) if window % self._workers else window // going
         return self._undelivered[worker] < share
 
     def deliver_one(self, worker: int) -> None:

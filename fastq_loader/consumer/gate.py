@@ -1,0 +1,58 @@
+"""The gate of a pool of workers: whether a call may enter, as one table of moves.
+
+Pure. Two write to a gate: the call that is inside, which holds the engine's lock, and whoever ends the pool,
+on any thread and in signal handlers. So an end is stored apart, where no call overwrites it.
+"""
+
+from __future__ import annotations
+
+from fastq_loader.errors import Transitions
+
+OPEN = "open"
+#: A call is in the middle of a step. If none is under way, an exception cut it short.
+INSIDE = "inside"
+#: A call sleeps, with nothing half done; or an interrupt ended it there. Another call may enter.
+WAITING = "waiting"
+#: It was entered after a call had been cut short: no further call can go on.
+CUT_SHORT = "cut short"
+#: The ends. FAILED: by a worker's failure; its iterator is exhausted, as in torch.
+FAILED, CLOSED, EXITING = "failed", "closed", "exiting"
+
+_ENDS = {"close": CLOSED, "exit": EXITING}
+MOVES = Transitions(
+    "a pool of workers",
+    {
+        OPEN: {"enter": INSIDE, **_ENDS},
+        INSIDE: {"wait": WAITING, "leave": OPEN, "find": CUT_SHORT, "fail": FAILED, **_ENDS},
+        WAITING: {"enter": INSIDE, "leave": OPEN, **_ENDS},
+        CUT_SHORT: {"find": CUT_SHORT, **_ENDS},
+        FAILED: {"close": FAILED, "exit": FAILED},
+        CLOSED: {"close": CLOSED, "exit": CLOSED},
+        EXITING: {"close": EXITING, "exit": EXITING},
+    },
+)
+
+
+class Gate:
+    """The state of a pool's gate.
+
+    Attributes:
+        phase: that of the calls: OPEN, INSIDE, WAITING or CUT_SHORT.
+        end: FAILED, CLOSED or EXITING once the pool has ended, or is about to; else None.
+        reason: why it has ended, or None.
+    """
+
+    def __init__(self) -> None:
+        self.phase = OPEN
+        self.end: str | None = None
+        self.reason: str | None = None
+
+    def move(self, event: str) -> None:
+        """Move by an event of a call."""
+        self.phase = MOVES[self.phase, event]
+
+    def shut(self, event: str, reason: str) -> None:
+        """End the pool, unless it has ended."""
+        end = MOVES[self.end or self.phase, event]
+        if end != self.end:
+            self.end, self.reason = end, reason

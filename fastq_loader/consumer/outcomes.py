@@ -1,0 +1,72 @@
+"""Outcomes of `next()`: a batch, an error, or the end.
+
+Pure. Whoever makes an outcome stores it in the slot of its iterator, which takes it and then returns or
+raises. The frames that made it are gone by then: these reference the loop, and in the traceback of an error
+they would form a cycle that keeps the loop and its memory until the garbage collector runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from fastq_loader.errors import locate
+from fastq_loader.ipc.messages import decode_index
+from fastq_loader.scheduling.progress import Progress
+
+
+@dataclass(slots=True, eq=False)
+class Handed:
+    """A batch to return, and the progress of the epoch after it."""
+
+    batch: Any
+    progress: Progress
+    error: ClassVar[None] = None
+    fatal: ClassVar[None] = None
+
+
+@dataclass(slots=True, eq=False)
+class Raised:
+    """An error to raise.
+
+    Attributes:
+        error: the exception.
+        progress: progress of the epoch after it.
+        fatal: why the iteration is over with the error; None if the next call continues.
+    """
+
+    error: BaseException
+    progress: Progress
+    fatal: str | None = None
+
+    def at(self, seq: int, index: Any, worker: int | None) -> Raised:
+        """Give the error the position of its batch, without overwriting attributes of its own."""
+        locate(self.error, index=decode_index(index), batch=seq, worker=worker)
+        return self
+
+
+@dataclass(slots=True, eq=False)
+class Ended:
+    """There is no further batch.
+
+    Attributes:
+        error: the StopIteration to raise. An instance would collect the tracebacks of all its raises.
+    """
+
+    error: StopIteration | type[StopIteration] = StopIteration
+    fatal: ClassVar[None] = None
+
+
+Outcome = Handed | Raised | Ended
+
+#: The end, made without a call.
+ENDED = Ended()
+
+
+class OutcomeSlot(Protocol):
+    """Receives an outcome; iterators implement it."""
+
+    outcome: Outcome | None
+
+    def record_skipped(self, progress: Progress) -> None:
+        """Record the progress of the epoch after a batch that was left out."""
