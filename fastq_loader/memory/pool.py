@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from fastq_loader.errors import InvalidTransition, ProtocolError
+from fastq_loader.errors import InvalidTransition, ProtocolError, Transitions
 from fastq_loader.memory.blocks import (
     BLOCK_TRANSITIONS,
     FREE,
@@ -42,6 +42,7 @@ from fastq_loader.memory.blocks import (
 if TYPE_CHECKING:
     from fastq_loader.memory.arena import Arena
 
+_NEXT = Transitions("a block", BLOCK_TRANSITIONS)
 #: Bytes from which a block is promised. Below that, another block costs less than the worker's polls for the
 #: release: it is made once, and the next tasks find it free.
 WORTH_A_PROMISE = 4 << 20
@@ -160,14 +161,9 @@ class BlockPool:
     # ---- the life of a block ------------------------------------------------------------------
 
     def _move(self, offset: int, event: str) -> Block:
-        try:
-            block = self._blocks[offset]
-            state = BLOCK_TRANSITIONS[block.state][event]
-        except KeyError:
-            at = self._blocks.get(offset)
-            found = f"is {at.state}" if at else "is not there"
-            raise InvalidTransition(f"block at {offset} {found}: event {event!r} is not allowed") from None
-        before, block.state = block.state, state
+        block = self._blocks[offset]
+        before, state = block.state, _NEXT[block.state, event]
+        block.state = state
         if before == FREE:
             self.free_blocks -= 1
         elif before in _HELD:

@@ -34,8 +34,8 @@ class Schedule:
             raise TypeError(f"{self}: window must be a number of batches, or None")
         if self.window is not None and not 1 <= self.window <= WIDEST_WINDOW:
             raise ValueError(f"{self}: window must be from 1 to {WIDEST_WINDOW} batches, or None")
-        for name, value in vars(self).items():
-            if name != "window" and not isinstance(value, bool):
+        for name in ("save_generators", "reseed"):
+            if not isinstance(getattr(self, name, False), bool):
                 raise TypeError(f"{self}: {name} must be True or False")
 
 
