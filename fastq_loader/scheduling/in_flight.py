@@ -98,13 +98,13 @@ class InOrder(InFlight):
         super().__init__(first, done)
         self._capacity = capacity
         self._slots: list[Batch | None] = [None] * capacity
-        self._behind_an_end: deque[Batch] = deque()
+        self._from_an_end_on: deque[Batch] = deque()
 
     def add(self, batch: Batch) -> None:
         """A batch has arrived, or has failed."""
         answer = batch.answer
-        if self._behind_an_end or (answer is not None and answer.kind == ENDED):
-            self._behind_an_end.append(batch)
+        if self._from_an_end_on or (answer is not None and answer.kind == ENDED):
+            self._from_an_end_on.append(batch)
         else:
             self._push(batch)
 
@@ -129,16 +129,14 @@ class InOrder(InFlight):
         return batch
 
     def next_event(self, head: Batch) -> Batch | Died | None:
-        """The event to process while `head`, the next batch, is missing: `head` itself if it is lost, the end
-        of a worker's part, or a batch that was behind one and is in the ring now; None if there is none."""
-        if head.state == LOST:
-            return head
-        if not self._behind_an_end:
-            return None
-        batch = self._behind_an_end.popleft()
-        if not batch.is_end:
-            self._push(batch)
-        return batch
+        """The event to process while `head`, the next batch, is missing: `head` itself if it is lost, or the
+        end of a worker's part; None if there is none."""
+        if head.state == LOST or not self._from_an_end_on:
+            return head if head.state == LOST else None
+        end = self._from_an_end_on.popleft()
+        while self._from_an_end_on and not self._from_an_end_on[0].is_end:
+            self._push(self._from_an_end_on.popleft())
+        return end
 
     def upcoming(self, count: int) -> list[Answer]:
         """The answers with a batch among the next `count` to be delivered, up to the first missing one."""

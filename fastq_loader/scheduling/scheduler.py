@@ -359,12 +359,10 @@ class Scheduler:
             return IterationFailed(event.worker, None, None) if lost is None else self._break(lost)
         if event.state == LOST:
             return self._break(event)
-        if event.is_end:
-            assert event.worker is not None, "a part of an iterable dataset belongs to a worker"
-            self.in_flight.leave(event, "end")
-            self._worker_table.move(event.worker, "end")
-            return Draw()
-        return None  # it is in the ring now
+        assert event.worker is not None, "a part of an iterable dataset belongs to a worker"
+        self.in_flight.leave(event, "end")
+        self._worker_table.move(event.worker, "end")
+        return Draw()
 
     def _break(self, batch: Batch) -> IterationFailed:
         assert batch.worker is not None, "a lost batch belongs to a worker"
