@@ -264,10 +264,3 @@ class PendingTasks(dict[tuple[int, int], Batch]):
             if len(busy) + claimable >= workers:
                 return False
         return workers > 0
-
-    def check(self) -> None:
-        """Raise AssertionError unless exactly the unclaimed shared tasks have a slot."""
-        tickets = self.tickets()
-        slots = {ticket % self._slots for ticket in tickets}
-        assert len(slots) == len(tickets), "two tasks share a slot of the claim table"
-        assert slots == self._taken, "a slot is taken without a task, or a task has no slot"

@@ -159,6 +159,3 @@ class WorkerTable:
     def deliver_one(self, worker: int) -> None:
         """A batch of the worker was delivered."""
         self._undelivered[worker] -= 1
-
-    def undelivered(self, worker: int) -> int:
-        return self._undelivered[worker]
