@@ -14,11 +14,11 @@ import pickle
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import BATCH, EMPTY, ENDED, LEFT_OUT, PASSED, Answer, unseal
 from fastq_loader.packing.unpack import Unpacker
-from fastq_loader.scheduling.scheduler import Scheduler
+from fastq_loader.scheduling.scheduler import REFUSED, STALE, Scheduler
 from fastq_loader.scheduling.states import Batch
+from fastq_loader.statistics import records
 from fastq_loader.statistics.counters import Counters, EpochLog
 from fastq_loader.statistics.epoch import FIRST_BATCHES, EpochCounters
-from fastq_loader.statistics.records import ANSWERED, STALE
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
 from fastq_loader.workers.worker import Worker
@@ -79,7 +79,7 @@ class Receiver:
                 self._group.evict(worker)
                 continue
             record, fault = self._group.workers[worker], None
-            kind = ANSWERED if answer.epoch == scheduler.epoch else STALE
+            kind = records.ANSWERED if answer.epoch == scheduler.epoch else records.STALE
             self.log.steps += ((kind, record.counters, record.counters.pid, answer),)
             try:
                 answer = self._learn(record, answer)
@@ -101,13 +101,13 @@ class Receiver:
         # The release of a promised block enters our queue before a worker sees it: it precedes the answer.
         if pool.released:
             pool.collect()
-        stale, refused, grown = scheduler.stale, scheduler.refused, pool.grown if answer.fresh else 0
-        scheduler.arrived(batch, worker, answer, fault)
+        grown = pool.grown
+        found = scheduler.arrived(batch, worker, answer, fault)
         if answer.fresh:
             counters.blocks_grown += pool.grown - grown
-        if scheduler.stale > stale:
+        if found == STALE:
             counters.stale_answers += 1
-        elif scheduler.refused > refused:
+        elif found == REFUSED:
             counters.rejected_frames += 1
             if self._iterable:  # the answer may have reported the end of its part
                 self._group.evict(worker)

@@ -34,6 +34,8 @@ from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import BATCH_TRANSITIONS, LOST, Batch, WorkerTable
 
+#: What becomes of an answer.
+ACCEPTED, STALE, REFUSED = "accepted", "stale", "refused"
 #: A batch is given up after this many workers have died of it.
 DEADLY = 3
 
@@ -55,8 +57,6 @@ class Scheduler:
         pending_tasks: the unanswered tasks.
         in_flight: the batches that were requested and not delivered, in their order of delivery.
         to_draw: number of indices to draw before the batch that was returned last is delivered.
-        stale: number of answers dropped because their epoch was over.
-        refused: number of unusable answers.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Scheduler:
         self.window = window
         self.shared_tasks = shared_tasks
         self.epoch = 0
-        self.stale = self.refused = self.to_draw = 0
+        self.to_draw = 0
         self.pending_tasks = PendingTasks(slots)
         self._order = InOrder if in_order else AsTheyCome
         self._holders = [BlockOwner(worker) for worker in range(workers)]
@@ -217,8 +217,9 @@ class Scheduler:
 
     # ---- answers in ---------------------------------------------------------------------------
 
-    def arrived(self, batch: Batch, worker: int, answer: Answer, fault: ProtocolError | None = None) -> None:
-        """A worker has answered.
+    def arrived(self, batch: Batch, worker: int, answer: Answer, fault: ProtocolError | None = None) -> str:
+        """A worker has answered. Returns ACCEPTED, STALE (its epoch is over: the answer is dropped), or
+        REFUSED (it is unusable).
 
         Args:
             batch: the batch that it answers, from `PendingTasks.match_answer`.
@@ -239,20 +240,20 @@ class Scheduler:
                 self.pool.accept(worker, answer.used, answer.fresh, answer.returned, given)
         except ProtocolError as error:
             self._refuse(batch, error)
-            return
+            return REFUSED
         if answer.epoch != self.epoch:
-            self.stale += 1
             self._drop(answer)
-        elif answer.kind != SKIPPED:  # else its batch is removed when it is at the head
+            return STALE
+        if answer.kind != SKIPPED:  # else its batch is removed when it is at the head
             batch.answer = answer
             if answer.kind != ENDED:  # which is an event to process
                 batch.state = BATCH_TRANSITIONS[batch.state, "answer"]
             self.in_flight.add(batch)
+        return ACCEPTED
 
     def _refuse(self, batch: Batch, fault: ProtocolError) -> None:
         """Fail a batch with an unusable answer. Its blocks stay the worker's until that process has ended: it
         may still write to them."""
-        self.refused += 1
         if self.in_flight.batches.get(batch.seq) is batch:
             self._fail(batch, fault)
 
