@@ -137,8 +137,7 @@ class Engine:
         try:
             with self._lock:
                 self._ticket = 0
-                loop = self._check_usable(nested)
-                self.gate.move("enter")
+                loop = self._admit(nested)
                 try:
                     result = call(loop, *arguments)
                 except BaseException as error:
@@ -175,7 +174,7 @@ class Engine:
         """Whether this thread is inside a call: then a signal handler is the caller."""
         return self._lock._is_owned()  # type: ignore[attr-defined,no-any-return]
 
-    def _check_usable(self, nested: bool) -> EventLoop:
+    def _admit(self, nested: bool) -> EventLoop:
         if self._pid != process_id.current():
             raise IteratorInvalid(
                 f"this iterator belongs to process {self._pid}; a forked child needs one of its own: "
@@ -185,8 +184,8 @@ class Engine:
             raise self._ended()
         if self.gate.phase == INSIDE and nested:
             raise IteratorInvalid("next() was called in the middle of another call of it")
-        if self.gate.phase in (INSIDE, CUT_SHORT):
-            self.gate.move("find")
+        self.gate.enter()
+        if self.gate.phase == CUT_SHORT:
             raise IteratorInvalid("this iterator cannot go on: an interrupt cut a call of next() short")
         return self._loop
 

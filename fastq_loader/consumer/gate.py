@@ -24,9 +24,9 @@ MOVES = Transitions(
     "a pool of workers",
     {
         OPEN: {"enter": INSIDE, **_ENDS},
-        INSIDE: {"wait": WAITING, "leave": OPEN, "find": CUT_SHORT, "fail": FAILED, **_ENDS},
+        INSIDE: {"wait": WAITING, "leave": OPEN, "enter": CUT_SHORT, "fail": FAILED, **_ENDS},
         WAITING: {"enter": INSIDE, "leave": OPEN, **_ENDS},
-        CUT_SHORT: {"find": CUT_SHORT, **_ENDS},
+        CUT_SHORT: {"enter": CUT_SHORT, **_ENDS},
         FAILED: {"close": FAILED, "exit": FAILED},
         CLOSED: {"close": CLOSED, "exit": CLOSED},
         EXITING: {"close": EXITING, "exit": EXITING},
@@ -48,9 +48,9 @@ class Gate:
         self.end: str | None = None
         self.reason: str | None = None
 
-    def move(self, event: str) -> None:
-        """Move by an event of a call."""
-        self.phase = MOVES[self.phase, event]
+    def enter(self) -> None:
+        """A call enters while no other is under way, or while it waits."""
+        self.phase = MOVES[self.phase, "enter"]
 
     def shut(self, event: str, reason: str) -> None:
         """End the pool, unless it has ended."""

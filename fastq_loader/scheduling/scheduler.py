@@ -77,7 +77,7 @@ class Scheduler:
         self.epoch = 0
         self.to_draw = 0
         self.pending_tasks = PendingTasks(slots)
-        self._order = InOrder if in_order else AsTheyCome
+        self._order: type[InOrder] | type[AsTheyCome] = InOrder if in_order else AsTheyCome
         self._holders = [BlockOwner(worker) for worker in range(workers)]
         self._restarts = restarts
         self._worker_table = WorkerTable(workers)
