@@ -45,8 +45,8 @@ FAULTS = (
     Fault(
         "the last batch of an epoch is lost",
         "scheduling/in_flight.py",
-        "while ring.head < self.drawn:",
-        "while ring.head < self.drawn - 1:",
+        "while self.head < self.drawn:",
+        "while self.head < self.drawn - 1:",
         "guarantee: order",
         "epoch/test_iteration.py",
     ),
@@ -170,7 +170,7 @@ FAULTS = (
     Fault(
         "an interrupt while next() waits ends the iteration",
         "consumer/event_loop.py",
-        "        self.phase = WAITING\n",
+        "        self._gate.phase = WAITING\n",
         "",
         "guarantee: interrupts",
         "end_to_end/test_hard_knocks.py",
@@ -203,8 +203,8 @@ FAULTS = (
     Fault(
         "what the workers held stays when their epoch is over",
         "epoch/multiprocess.py",
-        '                self.engine.close("it was exhausted")\n',
-        "                pass\n",
+        '            self.engine.close("it was exhausted")\n',
+        "            pass\n",
         "guarantee: leftovers",
         "epoch/test_iteration.py",
     ),

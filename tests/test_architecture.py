@@ -48,7 +48,9 @@ ROOMS = {
     "loader": Room("epoch options consumer workers device scheduling reading statistics"),
     "epoch": Room("options consumer workers device scheduling reading statistics ipc system errors"),
     "options": Room("reading workers device scheduling ipc system errors"),
-    "consumer": Room("reading workers device scheduling packing memory ipc system errors statistics"),
+    "consumer": Room(
+        "reading workers device scheduling packing memory ipc system errors statistics", pure="gate outcomes"
+    ),
     "workers": Room("scheduling packing reading memory ipc system errors statistics"),
     "device": Room("packing memory ipc system errors statistics", pure="copies pinning"),
     "scheduling": Room("memory ipc errors", pure="*"),

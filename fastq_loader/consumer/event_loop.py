@@ -201,13 +201,13 @@ class EventLoop:
                 continue
             batch = batch or self._await_batch()
             if batch is not None:
-                self._deliver(batch, slot)
+                if scheduler.to_draw:
+                    self._draw(scheduler.to_draw)
+                self._deliver(batch, slot, finish)
         outcome, self._outcome = self._outcome, None
         if batch is None:
             self._record_end(outcome)
         else:
-            if finish is not None:
-                outcome = finished(outcome, finish, batch)
             log.give(time.monotonic_ns(), batch.answer, batch.seq, outcome.error)
         # A single step for interrupts: only a call can be cut short, and these lines have none.
         if outcome.fatal is None:
@@ -267,10 +267,8 @@ class EventLoop:
                 self._outcome = ENDED
         return None
 
-    def _deliver(self, batch: Batch, slot: OutcomeSlot) -> None:
-        """Hand out a batch, after drawing and sending what is due before it."""
-        if self.scheduler.to_draw:
-            self._draw(self.scheduler.to_draw)
+    def _deliver(self, batch: Batch, slot: OutcomeSlot, finish: Callable[[Any], Any] | None) -> None:
+        """Hand out a batch, after sending what is due before it."""
         if self._unsent or self.group.behind:
             self._flush()
         if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one
@@ -287,6 +285,8 @@ class EventLoop:
             self.receiver.log.steps += ((records.DEVICE, began, time.monotonic_ns()),)
         if self._outcome is None:
             slot.record_skipped(self._delivery.progress)
+        elif finish is not None:
+            self._outcome = finished(self._outcome, finish, batch)
 
     def _draw(self, times: int) -> None:
         """Draw indices, and send their tasks."""

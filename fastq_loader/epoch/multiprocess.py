@@ -117,8 +117,8 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         match self.outcome:
             case Ended():
                 self._end()
-            case Handed() | Raised() as outcome:
-                self._order.show(outcome.progress)
+            case Handed(progress=progress) | Raised(progress=progress):
+                self._order.show(progress)
         if running and gate.end is not None:
             self._log.leave(CLOSE, time.monotonic_ns())
 

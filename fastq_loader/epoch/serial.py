@@ -135,12 +135,14 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     def _load_drawn(self) -> None:
         """Store the batch, or the error that loading it raised, in `outcome`; nothing if it was left out."""
         outcome: Outcome | None = None
+        too_many = None
         drawn, self._due = self._due, None  # not in the caller: an interrupt may come on entry here
         if drawn is None:  # a signal handler has loaded it meanwhile
             return
         try:
             batch = self._load(*drawn)
-            too_many = None if self._bad_samples is None else self._judge(self._bad_samples, *drawn)
+            if self._bad_samples is not None:
+                too_many = self._judge(self._bad_samples, *drawn)
             if too_many is not None:
                 outcome = self._raised(too_many, *drawn)
             elif batch is _LEFT_OUT:
@@ -161,7 +163,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
                 raise
             outcome = self._raised(error, *drawn)
         self.outcome, self._due, self._busy = outcome, None, False
-        del outcome  # an error's traceback references this frame
+        del outcome, too_many  # an error's traceback references this frame
 
     def _judge(self, counter: BadSampleCounter, number: int, index: Any) -> Any:
         """Count a batch's bad samples. Return the error to raise in its place if there are too many."""

@@ -98,17 +98,14 @@ class InOrder(InFlight):
         super().__init__(first, done)
         self._capacity = capacity
         self._slots: list[Batch | None] = [None] * capacity
-        self._from_an_end_on: deque[Batch] = deque()
+        self._from_an_end_on: list[Batch] = []
 
     def add(self, batch: Batch) -> None:
         """A batch has arrived, or has failed."""
         answer = batch.answer
         if self._from_an_end_on or (answer is not None and answer.kind == ENDED):
             self._from_an_end_on.append(batch)
-        else:
-            self._push(batch)
-
-    def _push(self, batch: Batch) -> None:
+            return
         slot = batch.seq % self._capacity
         if not self.head <= batch.seq < self.head + self._capacity or self._slots[slot] is not None:
             raise ValueError(f"seq={batch.seq} has left the ring, lies beyond it, or is in it already")
@@ -133,9 +130,10 @@ class InOrder(InFlight):
         end of a worker's part; None if there is none."""
         if head.state == LOST or not self._from_an_end_on:
             return head if head.state == LOST else None
-        end = self._from_an_end_on.popleft()
-        while self._from_an_end_on and not self._from_an_end_on[0].is_end:
-            self._push(self._from_an_end_on.popleft())
+        end, *others = self._from_an_end_on
+        self._from_an_end_on.clear()
+        for batch in others:  # up to the next end
+            self.add(batch)
         return end
 
     def upcoming(self, count: int) -> list[Answer]:

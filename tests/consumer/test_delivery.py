@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fastq_loader.consumer.delivery import Delivery, Outcome
+from fastq_loader.consumer.delivery import Delivery
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import BATCH, BROKEN, ERROR, Answer, BatchHandle
 from fastq_loader.scheduling.states import Batch
@@ -48,7 +48,7 @@ class Unpacker:
 
 def hand_out(
     unpacker: Unpacker, outcome: int = BATCH, error: Exception | None = None
-) -> tuple[Outcome, Pool, Counters]:
+) -> tuple[Any, Pool, Counters]:
     """An answer with blocks 1 and 2; `error` is what it carries."""
     pool, counters = Pool(), Counters()
     handle = BatchHandle(0, SimpleNamespace(nbytes=40), (error,), None, ((1, 30, 0), (2, 10, 0)))

@@ -6,10 +6,12 @@ import gc
 import inspect
 import os
 import random
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -170,6 +172,31 @@ def test_an_outcome_that_another_thread_has_not_taken_yet_is_not_overwritten(wor
             assert iterator.outcome.batch.item() == expected + 1
     with pytest.raises(StopIteration):
         next(iterator)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_call_comes_between_taking_an_outcome_and_returning_it(workers: int, fails: bool) -> None:
+    """An interrupt comes at a call: it would lose the batch, or the error."""
+    dataset = FaultyDataset("tensors", 3, frozenset({1} if fails else ()), LookupError)
+    iterator = iter(DataLoader(dataset, num_workers=workers))
+    next(iterator)
+    iterator._advance()
+    events: list[str] = []
+
+    def look(frame: FrameType, event: str, argument: Any) -> None:
+        caller = frame.f_back if event == "call" else frame
+        if event in ("call", "c_call") and caller is not None and caller.f_code is code:
+            events.append(event)
+
+    code = base.LoaderIterator.__next__.__code__
+    sys.setprofile(look)
+    try:
+        with pytest.raises(LookupError) if fails else nullcontext():
+            iterator.__next__()
+    finally:
+        sys.setprofile(None)
+    assert not events
 
 
 def items(iterator: Iterator[torch.Tensor]) -> list[int]:

@@ -24,6 +24,7 @@ from fastq_loader.scheduling.in_flight import PendingTasks
 from fastq_loader.scheduling.states import Batch
 from fastq_loader.system.calls import set_lock
 from tests.support.forking import end_of, fork
+from tests.support.invariants import check_tasks
 from tests.support.thorough import examples
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
@@ -181,7 +182,7 @@ def test_numbers_come_round_past_batches_that_are_late(size: int, steps: list[tu
                 for batch in mine:
                     pending.settle(1, batch.seq)
                     offer(batch.seq)
-            pending.check()
+            check_tasks(pending)
             for ticket in pending.tickets():
                 assert claims.holder(ticket) == claimed.get(ticket)
                 assert claims.on_offer(ticket) == (ticket not in claimed)

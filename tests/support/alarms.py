@@ -23,7 +23,8 @@ from typing import Any
 from torch.utils.data.dataloader import _BaseDataLoaderIter as TorchIterator
 
 from fastq_loader import DataLoader, IteratorInvalid
-from fastq_loader.consumer.event_loop import WAITING, EventLoop
+from fastq_loader.consumer.event_loop import EventLoop
+from fastq_loader.consumer.gate import WAITING
 from tests.support.crimes import Slow
 from tests.support.gates import Gates
 
@@ -59,7 +60,7 @@ def next_waits(frame: FrameType | None) -> bool:
     """Whether a loader's `next()` sleeps, or torch's is anywhere."""
     while frame is not None:
         if isinstance(loop := frame.f_locals.get("self"), EventLoop):
-            return loop.phase == WAITING
+            return loop._gate.phase == WAITING
         if frame.f_code in (TorchIterator.__next__.__code__, Gates.wait_at.__code__):
             return True
         frame = frame.f_back

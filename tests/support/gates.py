@@ -18,7 +18,7 @@ from types import FunctionType
 import pytest
 from torch.utils.data import Dataset
 
-from fastq_loader.consumer import event_loop
+from fastq_loader.consumer import deaths
 from tests.conftest import wait_until
 from tests.support.datasets import Sized
 
@@ -124,4 +124,4 @@ class _WhenDue:
 
 def end_timeout_when(due: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Loaders' timeouts are over when `due` says so, and not by the clock."""
-    monkeypatch.setattr(event_loop, "Timeout", lambda timeout, of_head: _WhenDue(due))
+    monkeypatch.setattr(deaths, "Timeout", lambda timeout, of_head: _WhenDue(due))

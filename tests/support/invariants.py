@@ -7,10 +7,10 @@ Pure. It reads the scheduler's private parts, because it speaks about them.
 from __future__ import annotations
 
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fastq_loader.ipc.messages import ENDED
 from fastq_loader.memory.blocks import FILLED, FREE, GRANTED, HELD, PROMISED
+from fastq_loader.scheduling.in_flight import AsTheyCome, InOrder, PendingTasks
 from fastq_loader.scheduling.states import LOST, READY, SENT, Batch
 
 if TYPE_CHECKING:
@@ -21,38 +21,55 @@ if TYPE_CHECKING:
 def check(scheduler: Scheduler) -> None:
     """Raise AssertionError unless the invariants hold."""
     check_pool(scheduler.pool)
-    scheduler.pending_tasks.check()
+    check_tasks(scheduler.pending_tasks)
     _check_batches(scheduler)
     _check_blocks(scheduler)
     _check_workers(scheduler)
 
 
 def _check_batches(scheduler: Scheduler) -> None:
-    in_flight, window, workers = scheduler._in_flight, scheduler.window, scheduler._worker_table
+    in_flight, window, workers = scheduler.in_flight, scheduler.window, scheduler._worker_table
     assert window.size <= window.widest
     assert len(in_flight.batches) <= window.widest + scheduler.workers, "more batches than the window allows"
-    arrived = [each for each in scheduler._arrivals if type(each) is Batch]
-    ready = {batch.seq for batch in arrived if batch.error is None}
     # Their end has arrived and is not processed: what they skipped after it is still SENT.
-    ending = {batch.worker for batch in arrived if batch.answer and batch.answer.kind == ENDED}
+    ending = {batch.worker for batch in in_flight.batches.values() if batch.is_end}
 
     def to_come(batch: Batch) -> int:
-        return (scheduler.pending_tasks.get((scheduler.epoch, batch.seq)) is batch) + (batch.seq in ready)
+        return (scheduler.pending_tasks.get((scheduler.epoch, batch.seq)) is batch) + batch.is_end
 
     for batch in in_flight.batches.values():
-        assert in_flight.ring.head <= batch.seq < in_flight.drawn, f"batch {batch.seq} is not in flight"
+        assert in_flight.head <= batch.seq < in_flight.drawn, f"batch {batch.seq} is not in flight"
         assert batch.state in (SENT, READY, LOST), f"batch {batch.seq} is {batch.state}"
         if batch.state == SENT and (batch.worker is None or not workers.exhausted(batch.worker)):
             assert to_come(batch) == 1 or (to_come(batch) == 0 and batch.worker in ending), (
                 f"batch {batch.seq} will be answered {to_come(batch)} times"
             )
-    failed = len(arrived) - len(ready)
-    ready_batches = sum(batch.state == READY for batch in in_flight.batches.values())
-    assert ready_batches == in_flight.ring.filled + failed, "a ready batch is not in the ring"
+    ready = [batch for batch in in_flight.batches.values() if batch.state == READY]
+    assert _waiting(in_flight) == ready, "a ready batch does not wait for its delivery"
+
+
+def _waiting(in_flight: InOrder | AsTheyCome) -> list[Batch]:
+    """The batches that have arrived, in the order of the sampler."""
+    if isinstance(in_flight, InOrder):
+        assert in_flight.filled == sum(batch is not None for batch in in_flight._slots)
+        arrived: list[Any] = [*in_flight._slots, *in_flight._from_an_end_on]
+    else:
+        arrived = list(in_flight._arrivals)
+        assert in_flight.filled == len(arrived)
+    batches = [batch for batch in arrived if type(batch) is Batch and not batch.is_end]
+    return sorted(batches, key=lambda batch: batch.seq)
+
+
+def check_tasks(tasks: PendingTasks) -> None:
+    """Raise AssertionError unless exactly the unclaimed shared tasks have a slot of the claim table."""
+    tickets = tasks.tickets()
+    slots = {ticket % tasks._slots for ticket in tickets}
+    assert len(slots) == len(tickets), "two tasks share a slot of the claim table"
+    assert slots == tasks._taken, "a slot is taken without a task, or a task has no slot"
 
 
 def _check_blocks(scheduler: Scheduler) -> None:
-    filled = sorted(offset for answer in scheduler._answers() for offset, _ in answer.used)
+    filled = sorted(offset for answer in scheduler.in_flight.answers() for offset, _ in answer.used)
     blocks = states(scheduler.pool)
     assert filled == sorted(offset for offset, state in blocks.items() if state == FILLED), (
         "a filled block belongs to no batch that waits"
@@ -63,8 +80,8 @@ def _check_workers(scheduler: Scheduler) -> None:
     workers, pending = scheduler._worker_table, scheduler.pending_tasks
     if not scheduler.shared_tasks:
         for worker in range(scheduler.workers):
-            mine = sum(batch.worker == worker for batch in scheduler._in_flight.batches.values())
-            assert workers.exhausted(worker) or workers.undelivered(worker) == mine
+            mine = sum(batch.worker == worker for batch in scheduler.in_flight.batches.values())
+            assert workers.exhausted(worker) or workers._undelivered[worker] == mine
         assert all(batch.worker is not None for batch in pending.values()), "a task was sent to no worker"
     for (epoch, seq), batch in pending.items():
         assert batch.worker is None or not workers.is_dead(batch.worker), "a dead worker owes an answer"

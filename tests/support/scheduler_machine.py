@@ -19,7 +19,7 @@ from fastq_loader.ipc.messages import BATCH, BROKEN, ENDED, ERROR, SKIPPED, Answ
 from fastq_loader.memory.blocks import GRANTED, HELD, PROMISED, Extents
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.events import Died, Draw, Finish, IterationFailed, Send, Wait
-from fastq_loader.scheduling.scheduler import DEADLY, Scheduler
+from fastq_loader.scheduling.scheduler import ACCEPTED, DEADLY, REFUSED, STALE, Scheduler
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import Batch
 from tests.support import invariants
@@ -42,11 +42,11 @@ def key_of(one: Task | Answer) -> Key:
     return one.epoch, one.seq
 
 
-def arrive(scheduler: Scheduler, worker: int, answer: Answer, fault: ProtocolError | None = None) -> None:
-    """An answer that is due has come."""
+def arrive(scheduler: Scheduler, worker: int, answer: Answer, fault: ProtocolError | None = None) -> str:
+    """An answer that is due has come; what becomes of it."""
     batch = scheduler.pending_tasks.match_answer(worker, answer)
     assert batch is not None, f"worker {worker} does not owe {answer[:3]}"
-    scheduler.arrived(batch, worker, answer, fault)
+    return scheduler.arrived(batch, worker, answer, fault)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -270,9 +270,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         answer = worker.answers.popleft()
         del self.pending_tasks[key_of(answer)]
         self.refused[key_of(answer)] = worker.number
-        refused = self.scheduler.refused
-        arrive(self.scheduler, worker.number, answer, ProtocolError(answer.seq))
-        assert self.scheduler.refused == refused + 1
+        assert arrive(self.scheduler, worker.number, answer, ProtocolError(answer.seq)) == REFUSED
         if answer.epoch == self.epoch:
             self.ready.add(answer.seq)
             self.refused_seqs.add(answer.seq)
@@ -287,10 +285,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.promised.pop(offset, None) is None:  # else declined: the user still references it
                 assert self.granted.pop(offset, key) == key
         del self.pending_tasks[key]
-        refused, stale = self.scheduler.refused, self.scheduler.stale
-        arrive(self.scheduler, worker.number, answer)
-        assert self.scheduler.refused == refused, "a true answer was refused"
-        assert self.scheduler.stale == stale + (answer.epoch != self.epoch)
+        expected = ACCEPTED if answer.epoch == self.epoch else STALE
+        assert arrive(self.scheduler, worker.number, answer) == expected
         if answer.epoch == self.epoch and answer.kind not in (ENDED, SKIPPED):
             self.ready.add(answer.seq)
 

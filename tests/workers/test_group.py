@@ -11,6 +11,7 @@ import pytest
 from fastq_loader.consumer.deaths import Deaths
 from fastq_loader.errors import InvalidTransition
 from fastq_loader.ipc.messages import Epoch, Hello, Ping
+from fastq_loader.scheduling.progress import START
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.workers import WorkerCounters
 from fastq_loader.workers import group as module
@@ -71,6 +72,8 @@ def group() -> tuple[WorkerGroup, Any, Any]:
         window=SimpleNamespace(widest=1),
         make_pool=lambda plan: PlayedPool(),
         timeout=5,
+        dynamic=False,
+        in_order=True,
     )
     counters = Counters()
     counters.workers = tuple(WorkerCounters(number, 700 + number) for number in range(2))
@@ -122,7 +125,8 @@ def test_a_ping_that_a_worker_was_not_sent_ends_it() -> None:
 def test_the_texts_name_the_worker_its_batch_and_its_stacks() -> None:
     workers, _, plan = group()
     indices: Any = SimpleNamespace(index_of={7: 3, 8: [4, 5]}.get)
-    deaths = Deaths(plan, workers, indices)
+    delivery: Any = SimpleNamespace(progress=START)
+    deaths = Deaths(plan, workers, indices, delivery)
     late = "DataLoader timed out after 5 seconds: worker 0 (pid 700) has not answered batch 7 (indices 3). "
     for doing, stacks in (
         ("between batches", "  stacks of 0"),
@@ -191,12 +195,12 @@ def test_a_worker_that_does_not_get_up_three_times_in_a_row_is_given_up(hangs: b
 @pytest.mark.parametrize("up", [True, False])
 def test_a_worker_moves_by_the_table_only(up: bool) -> None:
     worker = Worker(3)
-    with pytest.raises(InvalidTransition, match="worker 3 is new: 'die' is not allowed"):
+    with pytest.raises(InvalidTransition, match="a worker is new: event 'die' is not allowed"):
         worker.move("die")
     worker.begin("")
     if up:
         worker.move("hello")
-    with pytest.raises(InvalidTransition, match=r"worker 3 is (ready|starting): 'start' is not allowed"):
+    with pytest.raises(InvalidTransition, match=r"a worker is (ready|starting): event 'start'"):
         worker.move("start")
     worker.die("", "")
     worker.specs[0] = "a spec of the one that died"
