@@ -93,20 +93,24 @@ class Engine:
                 or reports that it cannot.
         """
         gate = self.gate
-        with self._lock:
-            if self._ticket == epoch and self._pid == process_id.pid:
-                self._ticket, loop = 0, self._loop
-                assert loop is not None, "it is not closed"
-                try:
-                    loop.next(slot, finish)
-                except BaseException as error:
-                    self._leave_by(error)
-                    raise
-                if gate.end is None:
-                    self._ticket = epoch
-                elif gate.end != EXITING:
-                    self._shut_down()
-                return
+        try:
+            with self._lock:
+                if self._ticket == epoch and self._pid == process_id.pid:
+                    self._ticket, loop = 0, self._loop
+                    assert loop is not None, "it is not closed"
+                    try:
+                        loop.next(slot, finish)
+                    except BaseException as error:
+                        self._leave_by(error)
+                        raise
+                    if gate.end is None:
+                        self._ticket = epoch
+                    elif gate.end != EXITING:
+                        self._shut_down()
+                    return
+        except IteratorInvalid:
+            self._stay_at_exit()
+            raise
         self._check_epoch(epoch)
         self._enter(EventLoop.next, slot, finish)
 
@@ -149,9 +153,13 @@ class Engine:
                     self._shut_down()
                 return result
         except IteratorInvalid:
-            if self.gate.end == EXITING and threading.current_thread() is not threading.main_thread():
-                threading.Event().wait()  # a daemon thread: it stays here until the process is gone
+            self._stay_at_exit()
             raise
+
+    def _stay_at_exit(self) -> None:
+        """Keep a daemon thread here until the process is gone, if that is exiting. It holds no lock."""
+        if self.gate.end == EXITING and threading.current_thread() is not threading.main_thread():
+            threading.Event().wait()
 
     def _leave_by(self, error: BaseException) -> None:
         """Handle an exception that a call of the loop has raised."""
