@@ -103,8 +103,8 @@ FAULTS = (
     Fault(
         "a handle may reach beyond its block",
         "packing/unpack.py",
-        "if offset < 0 or start < 0 or need > size or offset + size > self._end:",
-        "if offset < 0 or start < 0 or offset + size > self._end:",
+        "if not (0 <= offset <= self._end - size and start >= 0 and need <= size):",
+        "if not (0 <= offset <= self._end - size and start >= 0):",
         "rule 1",
         "packing/test_unpack.py",
     ),

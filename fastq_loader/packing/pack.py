@@ -16,13 +16,14 @@ segments. See `spec` for the part of a batch that is sent only once.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Collection
 from typing import Any
 
 from fastq_loader.ipc.messages import BatchHandle
 from fastq_loader.memory.allocator import Allocator, OpenBlock, Used
 from fastq_loader.memory.blocks import DEVICE_ALIGNMENT, SMALLEST, device_aligned
 from fastq_loader.packing import pickling
-from fastq_loader.packing.spec import ALIGNMENT, LayoutCache
+from fastq_loader.packing.spec import LayoutCache, aligned
 from fastq_loader.packing.walker import Span, TreeFlattener, device_bytes, device_segments, segments_of
 
 #: A packet of up to this many bytes is sent in the message: the extra copies are cheaper than a block's
@@ -123,38 +124,36 @@ class Packer:
         metas, spans = segments_of(self._walker.leaves)
         sizes = tuple([end - start for start, end in spans])
         key: tuple[Any, ...] = (tree, metas, sizes)
+        chosen = device_segments(metas) if self._allocator.for_device else []
         placed: dict[int, _Placed] = {}  # by offset of the block
-        offsets: tuple[int, ...] = ()
-        if self._allocator.for_device and (chosen := device_segments(metas)):
+        if chosen:
             part, offsets = self._place_for_device(spans, chosen)
             placed[part[0]] = part
             key = (*key, offsets)
-        small: list[bytes] = []
-        for at, size in enumerate(sizes):
-            if offsets and offsets[at] >= 0:
-                continue
-            if size >= SMALLEST:
-                part = self._place_large(spans[at][0], size, placed)
-                placed[part[0]] = part
-            else:
-                small += ctypes.string_at(spans[at][0], size), bytes(-size % ALIGNMENT)
-        packet = b"".join(small) if small else None
-        if pickled is not None or len(packet or b"") > INLINE:
+        small, large = _divide(sizes, chosen)
+        for segment in large:
+            part = self._place_large(spans[segment][0], sizes[segment], placed)
+            placed[part[0]] = part
+        packet = b"".join([_aligned_bytes(*spans[segment]) for segment in small])
+        if pickled is not None or len(packet) > INLINE:
             # Pickled bytes are never sent through a socket, however few they are.
             sealed = [] if pickled is None else [self._token, pickled]
-            part = self._place_packet([packet or b"", *sealed], failed)
-            placed, packet = {part[0]: part, **placed}, None
-        spec_id = self._specs.get(key)
-        spec = None
-        if spec_id is None:
-            spec, spec_id = key, self._next_id
-            self._specs.remember(key, spec_id, key)
-            self._next_id += 1
-        segments, used = [], []
-        for offset, size, start, need in placed.values():
-            segments.append((offset, size, start))
-            used.append((offset, need))
-        return BatchHandle(spec_id, spec, tuple(self._walker.values), packet, tuple(segments)), used
+            part = self._place_packet([packet, *sealed], failed)
+            placed, packet = {part[0]: part, **placed}, b""
+        spec_id, spec = self._named(key)
+        segments = tuple([part[:3] for part in placed.values()])
+        used = [(offset, need) for offset, _, _, need in placed.values()]
+        return BatchHandle(spec_id, spec, tuple(self._walker.values), packet or None, segments), used
+
+    def _named(self, key: tuple[Any, ...]) -> tuple[int, tuple[Any, ...] | None]:
+        """The number of a spec, and the spec itself if it has to be sent."""
+        known: int | None = self._specs.get(key)
+        if known is not None:
+            return known, None
+        spec_id = self._next_id
+        self._specs.remember(key, spec_id, key)
+        self._next_id += 1
+        return spec_id, key
 
     def _place_packet(self, pieces: list[bytes], failed: bool) -> _Placed:
         nbytes = sum(map(len, pieces))
@@ -206,19 +205,34 @@ class Packer:
         block = self._allocator.block_at(start)
         if block is None:
             return None, {}
-        at: dict[int, int] = {}
-        end = 0
-        for segment in chosen:
-            first, last = spans[segment][0] - block.address, spans[segment][1] - block.address
-            if 0 <= first < last <= block.size and first % DEVICE_ALIGNMENT == 0:
-                at[segment] = first
-                end = max(end, last)
+        at = {seg: first for seg in chosen if (first := _start_in(block, spans[seg])) is not None}
+        if not at:
+            return None, {}
+        begin, end = min(at.values()), max([spans[segment][1] for segment in at]) - block.address
+        behind = device_aligned(end)
         others = device_bytes(spans, [segment for segment in chosen if segment not in at])
-        if not at or device_aligned(end) + others > block.size:
+        if behind + others > block.size or end - begin > 2 * device_bytes(spans, list(at)):
             return None, {}
-        if end - min(at.values()) > 2 * device_bytes(spans, list(at)):
-            return None, {}
-        if others and block.cut > device_aligned(end):
+        if others and block.cut > behind:
             # Their place is in use: by an array, a view, or memory that the dataset keeps.
             return None, {}
         return block, at
+
+
+def _start_in(block: OpenBlock, span: Span) -> int | None:
+    """Start of a segment in a block; None unless it lies in it, and at a multiple that suits a device."""
+    first, last = span[0] - block.address, span[1] - block.address
+    return first if 0 <= first < last <= block.size and first % DEVICE_ALIGNMENT == 0 else None
+
+
+def _aligned_bytes(start: int, end: int) -> bytes:
+    """The bytes of a segment as they lie in a packet."""
+    return ctypes.string_at(start, end - start).ljust(aligned(end - start), b"\0")
+
+
+def _divide(sizes: tuple[int, ...], chosen: Collection[int]) -> tuple[list[int], list[int]]:
+    """The segments for the packet, and those for blocks of their own: all but the `chosen` ones, which go to
+    a device."""
+    on_host = sorted(set(range(len(sizes))).difference(chosen))
+    small = [segment for segment in on_host if sizes[segment] < SMALLEST]
+    return small, [segment for segment in on_host if sizes[segment] >= SMALLEST]

@@ -136,66 +136,55 @@ class Leaf:
         return tensor.set_(whole.untyped_storage(), self.start // tensor.itemsize, self.shape, self.steps)
 
 
+#: The view of a segment with a single leaf that has a numpy dtype: leaf, whether it is an array, shape, numpy
+#: dtype, strides. None for any other segment: `BatchLayout.fill` makes its leaves.
+View = tuple[int, bool, Any, Any, Any] | None
+
+
 class BatchLayout:
     """A compiled spec: divides segments into leaves, and builds the tree.
 
     Attributes:
-        large: the segments that each lie in a block.
-        single: for each segment with one leaf that has a numpy dtype: (leaf, whether it is an array, shape,
-            numpy dtype, strides); else None.
-        dense_tensors, dense_arrays: the leaves in the packet that need only a shape and a dtype: (leaf, start
-            in the packet, end, shape, numpy dtype).
-        others: the other small segments: (segment, start in the packet, end).
-        packet_bytes, device_bytes: size of the packet, and of the part that goes to a device.
-        on_device: the leaves of that part: (leaf, dtype, shape, strides and offset in elements).
-        tails: bytes from each start in a handle's segments on: the part for a device, the large segments.
-        nbytes: total size of all segments.
+        sizes: bytes of each segment.
+        leaves, members: the leaves, and the numbers of those in each segment.
+        packet: the segments in the packet: (segment, start in the packet, end, view).
+        large: the segments that each lie in a block: (segment, bytes, view).
+        first_large: the (negative) index of the first of these in a handle's segments; None without any.
+        on_device: the leaves of the part that goes to a device: (leaf, dtype, shape, strides and offset in
+            elements).
+        packet_bytes, device_bytes, nbytes: size of the packet, of that part, and of all segments.
+        tails: for each of a handle's segments but the packet, the bytes that follow its start.
         values, objects: number of plain values and of objects in the tree.
-        small: whether the whole batch may be sent in the message.
-        segments, first_large: for a handle's segments: their number without the packet, and the (negative)
-            index of the first large one, None without large ones.
         blank: list with a None for each leaf, to be copied and filled.
         build: function of (leaves, iterator of plain values, unpickled objects) that builds the tree.
     """
 
     def __init__(self, spec: tuple[Any, ...]) -> None:
         try:
-            self._read(spec)
+            tree, metas, self.sizes, *others = spec
+            self._read_leaves(metas)
+            (offsets,) = others or [(-1,) * len(self.sizes)]
+            self._lay_out_device(offsets)
+            self._lay_out_host(offsets)
+            self.nbytes: int = sum(self.sizes)
+            self.objects = self.values = 0
+            self.build = self._compile(tree)
         except ProtocolError:
             raise
         except Exception as error:  # any result of a malformed spec
             refuse_interrupt(error)
             raise ProtocolError(f"malformed spec: {error!r}") from error
 
-    def _read(self, spec: tuple[Any, ...]) -> None:
-        tree, metas, sizes, offsets = spec if len(spec) == 4 else (*spec, (-1,) * len(spec[2]))
-        self.sizes: tuple[int, ...] = sizes
+    def _read_leaves(self, metas: Any) -> None:
         self.leaves = [Leaf(meta) for meta in metas]
-        self.members: list[list[int]] = [[] for _ in sizes]  # segment → its leaves
+        self.blank = [None] * len(self.leaves)
+        self.members: list[list[int]] = [[] for _ in self.sizes]
         for number, leaf in enumerate(self.leaves):
             self.members[leaf.segment].append(number)
-        for size, members in zip(sizes, self.members, strict=True):
+        for size, members in zip(self.sizes, self.members, strict=True):
             reach = max([self.leaves[number].start + self.leaves[number].reach for number in members])
             if reach != size:
                 raise ProtocolError(f"leaves of {reach} bytes in a segment of {size}")
-        self.single = [self._single(members) for members in self.members]
-        self._lay_out_device(offsets)
-        on_host = [segment for segment, offset in enumerate(offsets) if offset < 0]
-        self._lay_out_packet([segment for segment in on_host if sizes[segment] < SMALLEST])
-        self.large = [segment for segment in on_host if sizes[segment] >= SMALLEST]
-        self.tails = [self.device_bytes] * bool(self.on_device) + [sizes[segment] for segment in self.large]
-        self.nbytes: int = sum(sizes)
-        self.objects = self.values = 0
-        self.build = self._compile(tree)
-        self.small = not (self.tails or self.objects)
-        self.segments, self.first_large = len(self.tails), -len(self.large) or None
-        self.blank = [None] * len(self.leaves)
-
-    def _single(self, members: list[int]) -> tuple[int, bool, Any, Any, Any] | None:
-        leaf = self.leaves[members[0]]
-        if len(members) > 1 or leaf.described is None:
-            return None
-        return members[0], leaf.array, leaf.shape, leaf.described, leaf.strides
 
     def _lay_out_device(self, offsets: Any) -> None:
         self.on_device: list[tuple[int, torch.dtype, Any, Any, int]] = []
@@ -209,21 +198,29 @@ class BatchLayout:
                 at = (offset + leaf.start) // leaf.dtype.itemsize
                 self.on_device.append((number, leaf.dtype, leaf.shape, leaf.steps, at))
 
-    def _lay_out_packet(self, small: list[int]) -> None:
-        self.dense_tensors: list[tuple[int, int, int, Any, Any]] = []
-        self.dense_arrays: list[tuple[int, int, int, Any, Any]] = []
-        self.others: list[tuple[int, int, int]] = []
+    def _lay_out_host(self, offsets: Any) -> None:
+        self.packet: list[tuple[int, int, int, View]] = []
+        self.large: list[tuple[int, int, View]] = []
+        self.tails = [self.device_bytes] * bool(self.on_device)
         self.packet_bytes = 0
-        for segment in small:
-            start, end = self.packet_bytes, self.packet_bytes + self.sizes[segment]
-            self.packet_bytes += aligned(self.sizes[segment])
-            first, *more = self.members[segment]
-            leaf = self.leaves[first]
-            if more or leaf.described is None or leaf.strides is not None:
-                self.others.append((segment, start, end))
+        for segment, (size, offset) in enumerate(zip(self.sizes, offsets, strict=True)):
+            if offset >= 0:
+                continue
+            if size >= SMALLEST:
+                self.large.append((segment, size, self._view(segment)))
+                self.tails.append(size)
             else:
-                alike = self.dense_arrays if leaf.array else self.dense_tensors
-                alike.append((first, start, end, leaf.shape, leaf.described))
+                end = self.packet_bytes + size
+                self.packet.append((segment, self.packet_bytes, end, self._view(segment)))
+                self.packet_bytes += aligned(size)
+        self.first_large = -len(self.large) or None
+
+    def _view(self, segment: int) -> View:
+        first, *more = self.members[segment]
+        leaf = self.leaves[first]
+        if more or leaf.described is None:
+            return None
+        return first, leaf.array, leaf.shape, leaf.described, leaf.strides
 
     # ---- leaves -------------------------------------------------------------------------------
 

@@ -74,8 +74,9 @@ class Unpacker:
             specs.remember(handle.spec_id, spec, handle.spec)
         # Like `_replace`, but several times as fast.
         learned: BatchHandle = tuple.__new__(BatchHandle, (handle[0], spec, *handle[2:]))
-        in_message = spec.small and not handle.segments and len(handle.values) == spec.values
-        if in_message and len(handle.packet or b"") >= spec.packet_bytes:
+        in_message = not (spec.tails or spec.objects or handle.segments)
+        fits = in_message and len(handle.values) == spec.values
+        if fits and len(handle.packet or b"") >= spec.packet_bytes:
             return learned, ()  # nothing else to check
         return learned, self._used(learned)
 
@@ -83,18 +84,17 @@ class Unpacker:
         """The blocks that a handle needs, see `learn`. Raises ProtocolError."""
         spec, segments, packet = handle.spec, handle.segments, handle.packet
         boxed = bool(spec.objects or (packet is None and spec.packet_bytes))  # the packet lies in a block
-        expected = boxed + spec.segments, spec.values
+        expected = boxed + len(spec.tails), spec.values
         if (len(segments), len(handle.values)) != expected:
             found = f"{len(segments)} segments and {len(handle.values)} values"
             raise ProtocolError(f"{found} for a spec of {expected}")
-        if spec.packet_bytes:
-            packet_bytes = segments[0][2] if boxed else len(packet or b"")
-            if packet_bytes < spec.packet_bytes:
-                raise ProtocolError(f"a packet of {packet_bytes} bytes for a spec of {spec.packet_bytes}")
+        packet_bytes = segments[0][2] if boxed else len(packet or b"")
+        if packet_bytes < spec.packet_bytes:
+            raise ProtocolError(f"a packet of {packet_bytes} bytes for a spec of {spec.packet_bytes}")
         used: list[tuple[int, int]] = []
         for (offset, size, start), tail in zip(segments, [0] * boxed + spec.tails, strict=True):
             need = start + tail or 1
-            if offset < 0 or start < 0 or need > size or offset + size > self._end:
+            if not (0 <= offset <= self._end - size and start >= 0 and need <= size):
                 raise ProtocolError(f"{need} bytes, from {start} on, in a block of {size} bytes at {offset}")
             used += ((offset, need),)
         return tuple(used)
@@ -120,8 +120,8 @@ class Unpacker:
             for number, dtype, _, _, at in spec.on_device:
                 ranges.append((begin + at * dtype.itemsize, spec.leaves[number].reach))
         large = handle.segments[spec.first_large :] if spec.large else ()
-        for segment, (offset, _, start) in zip(spec.large, large, strict=True):
-            ranges.append((offset + start, spec.sizes[segment]))
+        for (_, nbytes, _), (offset, _, start) in zip(spec.large, large, strict=True):
+            ranges.append((offset + start, nbytes))
         pieces += [self._arena.mapping.read(at, min(nbytes, _DIGESTED)) for at, nbytes in ranges]
         found = hashlib.blake2b(b"".join(pieces), digest_size=16).digest()
         return found, sum(map(len, pieces))
@@ -166,41 +166,42 @@ class Unpacker:
         segments = handle.segments
         leaves: list[Any] = spec.blank[:]
         packet: Any = handle.packet or b""
-        if segments and len(segments) > spec.segments:
+        if spec.packet_bytes and (spec.objects or handle.packet is None):  # it lies in a block
             packet = self._arena.mapping.read(segments[0][0], spec.packet_bytes)
         # Each has its own memory: a loop that keeps the labels does not keep the rest.
-        for number, start, end, shape, dtype in spec.dense_tensors:
-            leaves[number] = _from_numpy(_ndarray(shape, dtype, bytearray(packet[start:end])))
-        for number, start, end, shape, dtype in spec.dense_arrays:
-            leaves[number] = _ndarray(shape, dtype, bytearray(packet[start:end]))
-        for segment, start, end in spec.others:
-            spec.fill(segment, bytearray(packet[start:end]), leaves)
+        for segment, start, end, view in spec.packet:
+            own = bytearray(packet[start:end])
+            if view is None:
+                spec.fill(segment, own, leaves)
+            else:  # like `fill`, without its calls
+                number, array, shape, dtype, strides = view
+                made = _ndarray(shape, dtype, own, 0, strides)
+                leaves[number] = made if array else _from_numpy(made)
         large = segments[spec.first_large :] if spec.large else ()
         if memory is None:
             if large:
                 self._lease(spec, large, leaves)
         else:
-            for segment, (offset, _, start) in zip(spec.large, large, strict=True):
-                there = self._arena.mapping.read(offset + start, spec.sizes[segment])
-                spec.fill(segment, bytearray(there), leaves)
+            for (segment, nbytes, _), (offset, _, start) in zip(spec.large, large, strict=True):
+                spec.fill(segment, bytearray(self._arena.mapping.read(offset + start, nbytes)), leaves)
             spec.fill_device(memory, leaves)
         objects = self._objects(spec, pickled, leaves, memory) if spec.objects else ()
         return spec.build(leaves, iter(handle.values), objects)
 
     def _lease(self, spec: BatchLayout, large: tuple[tuple[int, int, int], ...], leaves: list[Any]) -> None:
         """Make leaves as views of blocks. All leaves of a segment share one lease."""
-        for at, (segment, (offset, size, start)) in enumerate(zip(spec.large, large, strict=True)):
+        parts = enumerate(zip(spec.large, large, strict=True))
+        for at, ((segment, nbytes, view), (offset, size, start)) in parts:
             try:
-                whole = self._arena.lease((offset, size), start, spec.sizes[segment])
+                whole = self._arena.lease((offset, size), start, nbytes)
             except MemoryError:
                 for unleased, _, _ in large[at:]:
                     self._arena.abandon(unleased)
                 raise
-            single = spec.single[segment]
-            if single is None:
+            if view is None:
                 spec.fill(segment, whole, leaves)
             else:  # like `fill`, without its calls
-                number, array, shape, dtype, strides = single
+                number, array, shape, dtype, strides = view
                 made = _ndarray(shape, dtype, whole, 0, strides)
                 leaves[number] = made if array else _from_numpy(made)
 

@@ -129,10 +129,7 @@ class TreeFlattener:
                     return "v"
                 return "l", self._walk_all(value)
             keys = tuple(value)
-            # Keys are part of the spec's identity, in which True, 1 and 1.0 would be equal.
-            if _STRINGS.issuperset(map(type, keys)) or all(
-                type(key) is str or (type(key) is int and fits_64_bits(key)) for key in keys
-            ):
+            if _STRINGS.issuperset(map(type, keys)) or _are_plain(keys):
                 return "d", keys, self._walk_all(value.values())
         elif kind is tuple:
             return "t", self._walk_all(value)
@@ -179,6 +176,12 @@ class TreeFlattener:
         if type(leaf) is _ARRAY and leaf.nbytes <= SMALL_ARRAY and id(leaf) not in self._leaf_of:
             return None
         return self.add_leaf(leaf)
+
+
+def _are_plain(keys: tuple[Any, ...]) -> bool:
+    """Whether a spec can have these keys of a dict: strings and ints. They are part of its identity, in which
+    True, 1 and 1.0 would be equal."""
+    return all(type(key) is str or (type(key) is int and fits_64_bits(key)) for key in keys)
 
 
 # ---- the memory of leaves ---------------------------------------------------------------------------
