@@ -8,38 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import (
-    ANSWER,
-    BUNDLE,
-    EPOCH,
-    HELLO,
-    IN_BLOCK,
     INTEGERS,
     KINDS,
+    NUMBERS,
     PICKLED_INDEX,
-    PING,
-    SPACE,
-    STOP,
-    TASK,
     VERSION,
     Answer,
     BatchHandle,
     Bundle,
     Epoch,
     Hello,
+    InBlock,
     Indices,
     Pickled,
     Ping,
     Space,
     Stop,
     Task,
+    ToWorker,
 )
 
+T = TypeVar("T")
 #: Reads bytes of the arena; takes an offset and a number of bytes.
 Read = Callable[[int, int], bytes | memoryview]
 
@@ -55,10 +50,12 @@ def _ext_hook(code: int, data: bytes) -> Any:
     raise ProtocolError(f"unknown extension type {code} of {len(data)} bytes")
 
 
-def _check_counts(numbers: Any) -> None:
+def _check_counts(numbers: Any) -> Any:
+    """The numbers, if they are such."""
     for number in numbers:
         if type(number) is not int or not 0 <= number <= _LARGEST:
             raise ProtocolError(f"{number!r:.40} where a number should be")
+    return numbers
 
 
 def _blocks(blocks: Any, width: int = 2) -> tuple[Any, ...]:
@@ -77,38 +74,31 @@ def _check_type(value: Any, *types: type) -> None:
         raise ProtocolError(f"a {type(value).__name__} where a {types[0].__name__} should be")
 
 
-def decode_for_worker(frame: bytes) -> Task | Epoch | Space | Bundle | Stop | Ping:
+def decode_for_worker(frame: bytes) -> ToWorker | Bundle:
     """The message in a frame that the consumer sent.
 
     Raises:
         ProtocolError: the frame is not such a message.
     """
-    kind, *fields = _unpack(frame, use_list=True)
+    make, fields = _opened(frame, _FOR_WORKER, use_list=True)
     try:
-        if kind == TASK:
-            epoch, seq, attempt, index, grants, promises, ticket = fields
-            numbers = epoch, seq, attempt, ticket
-            if set(map(type, numbers)) != _INT or min(numbers) < 0 or max(numbers) > _LARGEST:
-                raise ProtocolError(f"{numbers!r:.80} where the numbers of a task should be")
-            blocks = ((), ()) if grants == promises == [] else (_blocks(grants), _blocks(promises))
-            return tuple.__new__(Task, (epoch, seq, attempt, index, *blocks, ticket))
-        if kind == EPOCH:
-            return _epoch(*fields)
-        if kind == SPACE:
-            (ranges,) = fields
-            return Space(_blocks(ranges))
-        if kind == BUNDLE:
-            (frames,) = fields
-            if type(frames) is not list or any(type(part) is not bytes for part in frames):
-                raise ProtocolError("a bundle with a part that is not a frame")
-            return Bundle(tuple(frames))
-        if kind == STOP:
-            return Stop(*fields)
-        if kind == PING:
-            return Ping(*fields)
+        return make(*fields)
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"malformed frame: {error}") from error
-    raise ProtocolError(f"unknown message kind {kind!r:.40}")
+
+
+def _task(epoch: Any, seq: Any, attempt: Any, index: Any, grants: Any, promises: Any, ticket: Any) -> Task:
+    numbers = epoch, seq, attempt, ticket
+    if set(map(type, numbers)) != _INT or min(numbers) < 0 or max(numbers) > _LARGEST:
+        raise ProtocolError(f"{numbers!r:.80} where the numbers of a task should be")
+    blocks = ((), ()) if grants == promises == [] else (_blocks(grants), _blocks(promises))
+    return tuple.__new__(Task, (epoch, seq, attempt, index, *blocks, ticket))
+
+
+def _bundle(frames: Any) -> Bundle:
+    if type(frames) is not list or not {bytes}.issuperset(map(type, frames)):
+        raise ProtocolError("a bundle with a part that is not a frame")
+    return Bundle(tuple(frames))
 
 
 def _epoch(epoch: Any, shared_seed: Any, base_seed: Any, resume: Any, number: Any) -> Epoch:
@@ -127,25 +117,24 @@ def decode_for_consumer(frame: bytes | memoryview, read: Read | None = None) -> 
     Raises:
         ProtocolError: the frame is not such a message.
     """
-    kind, *fields = _unpack(frame, use_list=False)
+    make, fields = _opened(frame, _FOR_CONSUMER, use_list=False)
     try:
-        if kind == ANSWER:
-            return _answer(fields)
-        if kind == IN_BLOCK and read is not None:
-            _check_counts(fields)
-            return decode_for_consumer(read(*fields))
-        if kind == HELLO:
-            (pid,) = fields
-            _check_counts((pid,))
-            return Hello(pid)
-        if kind == PING:
-            return Ping(*fields)
+        message = make(*fields)
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"malformed frame: {error}") from error
-    raise ProtocolError(f"unknown message kind {kind!r:.40}")
+    if type(message) is InBlock:
+        if read is None:
+            raise ProtocolError("a reference to a block, where there are none")
+        return decode_for_consumer(read(*message))
+    answered: Hello | Answer | Ping = message
+    return answered
 
 
-def _answer(fields: list[Any]) -> Answer:
+#: Types of the number of a spec, the values and the packet of a handle.
+_OF_A_HANDLE = ((int, tuple, bytes), (int, tuple, type(None)))
+
+
+def _answer(*fields: Any) -> Answer:
     *head, fresh, returned, handle, state, fetched, collated, memory, cpu, slowest, at, cpu_wait, remarks = (
         fields
     )
@@ -155,7 +144,7 @@ def _answer(fields: list[Any]) -> Answer:
     # The check of `_check_counts`, without a loop in Python.
     if set(map(type, numbers)) != _INT or min(numbers) < 0 or max(numbers) > _LARGEST:
         raise ProtocolError(f"{numbers!r:.80} where the numbers of an answer should be")
-    if answer_kind not in KINDS or not type(state) is type(remarks) is bytes:
+    if (answer_kind in KINDS, type(state), type(remarks)) != (True, bytes, bytes):
         raise ProtocolError(f"an answer of unknown kind {answer_kind}, or a malformed state")
     if not fresh == returned == ():
         _blocks(fresh)
@@ -163,10 +152,8 @@ def _answer(fields: list[Any]) -> Answer:
         _check_counts(returned)
     if handle is not None:
         spec_id, _, values, packet, segments = handle
-        if type(values) is not tuple or not (packet is None or type(packet) is bytes):
-            raise ProtocolError("a handle with malformed values or a malformed packet")
-        if type(spec_id) is not int or spec_id < 0:
-            raise ProtocolError(f"{spec_id!r:.40} where the number of a spec should be")
+        if (type(spec_id), type(values), type(packet)) not in _OF_A_HANDLE or spec_id < 0:
+            raise ProtocolError("a handle with a malformed number, malformed values or a malformed packet")
         for segment in segments:  # `Unpacker.learn` checks the values
             offset, size, start = segment
             if not type(offset) is type(size) is type(start) is int:
@@ -175,8 +162,26 @@ def _answer(fields: list[Any]) -> Answer:
     return tuple.__new__(Answer, (*head, fresh, returned, handle, (), state, *costs, remarks))
 
 
-def _unpack(frame: bytes | memoryview, *, use_list: bool) -> Any:
-    """The fields of a frame from the kind on."""
+_FOR_WORKER: dict[int, Callable[..., ToWorker | Bundle]] = {
+    NUMBERS[Task]: _task,
+    NUMBERS[Epoch]: _epoch,
+    NUMBERS[Space]: lambda ranges: Space(_blocks(ranges)),
+    NUMBERS[Bundle]: _bundle,
+    NUMBERS[Stop]: Stop,
+    NUMBERS[Ping]: Ping,
+}
+_FOR_CONSUMER: dict[int, Callable[..., Any]] = {
+    NUMBERS[Answer]: _answer,
+    NUMBERS[InBlock]: lambda *fields: InBlock(*_check_counts(fields)),
+    NUMBERS[Hello]: lambda *fields: Hello(*_check_counts(fields)),
+    NUMBERS[Ping]: Ping,
+}
+
+
+def _opened(
+    frame: bytes | memoryview, makers: dict[int, Callable[..., T]], *, use_list: bool
+) -> tuple[Callable[..., T], list[Any]]:
+    """The function for the kind of a frame, which makes the message, and the fields that it takes."""
     try:
         # msgpack bounds every length in a frame by the length of the frame.
         fields = msgpack.unpackb(
@@ -189,9 +194,12 @@ def _unpack(frame: bytes | memoryview, *, use_list: bool) -> Any:
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise ProtocolError(f"not a msgpack frame: {error}") from error
     try:
-        version, *fields = fields
+        version, kind, *fields = fields
     except (TypeError, ValueError):
         version = None
-    if version != VERSION or not fields:
+    if version != VERSION:
         raise ProtocolError(f"not a frame of protocol version {VERSION}")
-    return fields
+    try:
+        return makers[kind], fields
+    except (KeyError, TypeError):
+        raise ProtocolError(f"unknown message kind {kind!r:.40}") from None

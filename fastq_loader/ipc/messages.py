@@ -28,9 +28,6 @@ from fastq_loader.errors import ProtocolError
 
 VERSION = 8
 
-# Kinds of messages.
-TASK, EPOCH, SPACE, BUNDLE, STOP, HELLO, ANSWER, PING, IN_BLOCK = range(9)
-
 # Kinds of answers.
 BATCH = 0  # the handle is a batch
 ERROR = 1  # the handle is an exception that the user's code raised
@@ -195,8 +192,15 @@ class Answer(NamedTuple):
     remarks: bytes = b""
 
 
-Message = Task | Epoch | Space | Bundle | Stop | Hello | Answer | Ping | InBlock
+ToWorker = Task | Epoch | Space | Stop | Ping
+Message = ToWorker | Bundle | Hello | Answer | InBlock
 
+#: Number of each kind of message in a frame.
+NUMBERS: dict[type, int] = {
+    kind: number
+    for number, kind in enumerate((Task, Epoch, Space, Bundle, Stop, Hello, Answer, Ping, InBlock))
+}
+_TASK, _ANSWER = NUMBERS[Task], NUMBERS[Answer]
 
 # surrogatepass: file names may have lone surrogates. All threads share the packer: it runs no Python code.
 _PACKER = msgpack.Packer(unicode_errors="surrogatepass")
@@ -239,19 +243,8 @@ def encode(message: Message, token: bytes = b"") -> bytes:
     if type(message) is Task:
         return encode_task(message, token)
     if type(message) is Answer:
-        return _pack((VERSION, ANSWER, *message[:9], *message[10:]))
-    return _pack((VERSION, _KINDS[type(message)], *message))
-
-
-_KINDS: dict[type, int] = {
-    Epoch: EPOCH,
-    Space: SPACE,
-    Bundle: BUNDLE,
-    Stop: STOP,
-    Hello: HELLO,
-    Ping: PING,
-    InBlock: IN_BLOCK,
-}
+        return _pack((VERSION, _ANSWER, *message[:9], *message[10:]))
+    return _pack((VERSION, NUMBERS[type(message)], *message))
 
 
 def encode_task(task: Task, token: bytes) -> bytes:
@@ -259,22 +252,22 @@ def encode_task(task: Task, token: bytes) -> bytes:
     epoch, seq, attempt, index, *others = task
     if type(index) is Indices:
         opaque = tuple.__new__(msgpack.ExtType, (INTEGERS, index[0]))  # `ExtType()` without its checks
-        return _pack((VERSION, TASK, epoch, seq, attempt, opaque, *others))
+        return _pack((VERSION, _TASK, epoch, seq, attempt, opaque, *others))
     if _PLAIN.issuperset(map(type, index)) if type(index) is list else type(index) in _PLAIN:
         try:
-            return _pack((VERSION, TASK, epoch, seq, attempt, index, *others))
+            return _pack((VERSION, _TASK, epoch, seq, attempt, index, *others))
         except OverflowError:  # an int of more than 64 bits
             pass
     assert len(token) == TOKEN_BYTES, "a pickle travels behind the pool's token"
     opaque = msgpack.ExtType(PICKLED_INDEX, seal(pickle.dumps(index, pickle.HIGHEST_PROTOCOL), token))
-    return _pack((VERSION, TASK, epoch, seq, attempt, opaque, *others))
+    return _pack((VERSION, _TASK, epoch, seq, attempt, opaque, *others))
 
 
 def reencode(message: Task | Epoch) -> bytes:
     """Encode a decoded message again, as one frame, without unpickling anything in it."""
     if type(message) is Task and type(message.index) is Pickled:
         message = message._replace(index=msgpack.ExtType(PICKLED_INDEX, message.index.data))
-        return _pack((VERSION, TASK, *message))
+        return _pack((VERSION, _TASK, *message))
     return encode(message)
 
 

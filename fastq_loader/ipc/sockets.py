@@ -50,14 +50,12 @@ from fastq_loader.ipc.endpoints import (
 from fastq_loader.ipc.messages import (
     Answer,
     Bundle,
-    Epoch,
     Hello,
     InBlock,
     Message,
     Ping,
-    Space,
     Stop,
-    Task,
+    ToWorker,
     encode,
 )
 from fastq_loader.system import calls, process_id
@@ -459,7 +457,7 @@ class WorkerSocket:
         except ConnectionError:  # the consumer is gone, and this process ends soon
             return
 
-    def receive(self, block: bool) -> Task | Epoch | Space | Stop | Ping | None:
+    def receive(self, block: bool) -> ToWorker | None:
         """The next message. Without `block`, None if nothing is waiting. A frame that is not a message is
         dropped."""
         if process_id.pid != self._pid:

@@ -19,6 +19,7 @@ from fastq_loader.ipc import messages
 from fastq_loader.ipc.decoding import decode_for_consumer, decode_for_worker
 from fastq_loader.ipc.messages import (
     KINDS,
+    NUMBERS,
     TOKEN_BYTES,
     VERSION,
     Answer,
@@ -208,7 +209,7 @@ def packed(*fields: Any) -> bytes:
 
 
 def task(*fields: Any) -> bytes:
-    return packed(VERSION, messages.TASK, *fields)
+    return packed(VERSION, NUMBERS[Task], *fields)
 
 
 def answer(at: int | None = None, value: Any = None, *, fields: int = 18) -> bytes:
@@ -216,7 +217,7 @@ def answer(at: int | None = None, value: Any = None, *, fields: int = 18) -> byt
     values = [1, 2, 0, messages.SKIPPED, 5, 6, [], [], None, b"", 7, 8, 9, 10, 11, 12, 13, b"bad"]
     if at is not None:
         values[at] = value
-    return packed(VERSION, messages.ANSWER, *values[:fields])
+    return packed(VERSION, NUMBERS[Answer], *values[:fields])
 
 
 MALFORMED = [
@@ -231,10 +232,10 @@ MALFORMED = [
         packed(VERSION, [2]),
         packed(VERSION, {}),
     ),
-    *(packed(VERSION + 1, messages.STOP), packed(None, messages.STOP), encode(Stop()) + b"\x00"),
+    *(packed(VERSION + 1, NUMBERS[Stop]), packed(None, NUMBERS[Stop]), encode(Stop()) + b"\x00"),
     encode(Task(0, 0, 0, list(range(20)), ()))[:-3],
     *(
-        packed(VERSION, messages.STOP, msgpack.ExtType(9, b"")),
+        packed(VERSION, NUMBERS[Stop], msgpack.ExtType(9, b"")),
         encode(Task(1, 2, 3, Indices(bytes(12)), ())),
     ),
     *(task(1, 2, 3, 4, [], []), task(1, 2, 3, 4, [], [], 0, 0), task(1, 2, 3, 4, [], [5], 0)),
@@ -242,17 +243,17 @@ MALFORMED = [
     *(task(1, 2, 3, 4, [[number, 2]], [], 0) for number in (-1, 1 << 63)),
     *(task(1, number, 3, 4, [], [], 0) for number in (True, 0.5, "2", -1, None, 1 << 63)),
     task(1, 2, 3, 4, [], [], None),
-    *(packed(VERSION, messages.EPOCH, *seeds) for seeds in ((1, None), (1, None, None, None))),
-    *(packed(VERSION, messages.EPOCH, 1, *seeds, b"", 0) for seeds in (("1", None), (None, -1))),
-    *(packed(VERSION, messages.EPOCH, 1, None, None, *last) for last in (("", 0), (b"", -1), (b"", None))),
-    *(packed(VERSION, messages.SPACE, *ranges) for ranges in ((), ([], []), ([5],))),
-    *(packed(VERSION, messages.BUNDLE, *frames) for frames in ((), (5,), ([5],), (["a"],))),
-    *(packed(VERSION, messages.STOP, 1), packed(VERSION, messages.PING, 1)),
-    *(packed(VERSION, messages.HELLO), packed(VERSION, messages.HELLO, "1")),
+    *(packed(VERSION, NUMBERS[Epoch], *seeds) for seeds in ((1, None), (1, None, None, None))),
+    *(packed(VERSION, NUMBERS[Epoch], 1, *seeds, b"", 0) for seeds in (("1", None), (None, -1))),
+    *(packed(VERSION, NUMBERS[Epoch], 1, None, None, *last) for last in (("", 0), (b"", -1), (b"", None))),
+    *(packed(VERSION, NUMBERS[Space], *ranges) for ranges in ((), ([], []), ([5],))),
+    *(packed(VERSION, NUMBERS[Bundle], *frames) for frames in ((), (5,), ([5],), (["a"],))),
+    *(packed(VERSION, NUMBERS[Stop], 1), packed(VERSION, NUMBERS[Ping], 1)),
+    *(packed(VERSION, NUMBERS[Hello]), packed(VERSION, NUMBERS[Hello], "1")),
     *(answer(fields=fields) for fields in (8, 17, 10)),
     *(answer(10, -1), answer(15, None), answer(12, 0.5), answer(17, 0)),
     *(
-        packed(VERSION, messages.ANSWER, 0, 0, 0, 2, 0, 0, [], [], None, [], *range(each))
+        packed(VERSION, NUMBERS[Answer], 0, 0, 0, 2, 0, 0, [], [], None, [], *range(each))
         for each in (0, 6, 7)
     ),
     *(answer(3, outcome) for outcome in (99, [0], True, -1, None)),
