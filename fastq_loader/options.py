@@ -230,13 +230,16 @@ def check_workers(loader: Loader, options: Options, resumes: bool = False) -> No
         RuntimeError: Ray is requested and not installed; or torch's own workers run here, and cannot do what
             an argument requires.
         TypeError: the workers of the multiprocessing context are not processes.
-        ValueError: there are too many, or the dataset does not allow workers to be replaced.
+        ValueError: there are too many, the dataset does not allow workers to be replaced, or `device` does
+            not go with workers.
     """
     check_auto(loader, options.schedule)
     kind = options.workers
     number = getattr(loader, "num_workers", 0)
     if not number:
         return
+    if options.device is not None:
+        options.device.check_workers()
     if lacking := calls.missing():
         _check_torchs(loader, options, lacking, resumes)
         return

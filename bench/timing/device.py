@@ -35,7 +35,7 @@ from fastq_loader import DataLoader, Prefetcher, ToDevice
 
 KIND = "device"
 LINK, RESIDENT, TORCH = "link", "resident", "torch"
-OURS = ("pageable", "bounce", "register")
+OURS = ("pageable", "register")
 ARMS = {
     RESIDENT: "batches that are there",
     TORCH: "torch, pin_memory=True and .to()",

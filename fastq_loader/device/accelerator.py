@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastq_loader.device.pinning import PIN_MODES
+from fastq_loader.device.pinning import BOUNCE, PIN_MODES
 from fastq_loader.errors import PinFailed, is_int
 from fastq_loader.memory.blocks import device_aligned
 from fastq_loader.packing.tensors import tensors_of
@@ -55,8 +55,9 @@ class ToDevice:
             `record_stream`. Both call it in the order of the batches. If an epoch is broken off, "side" has
             also called it for some batches that are never delivered, depending on how many were ready.
         pin: how host memory is page-locked. "register" locks the workers' blocks in place; "bounce" copies
-            batches to a few locked buffers first; "pageable" locks nothing; "auto" takes the first of these
-            that works, with a `PinFallback` warning. `statistics()` shows the mode and the reason for it.
+            batches to a few locked buffers first, only without workers; "pageable" locks nothing; "auto"
+            takes the first of these that works, with a `PinFallback` warning. `statistics()` shows the mode
+            and the reason for it.
         pin_limit_bytes: maximum number of page-locked bytes; None is no limit.
 
     Attributes:
@@ -87,25 +88,35 @@ class ToDevice:
         target = parse(self.device)
         object.__setattr__(self, "target", target)
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                self._refuse(ValueError, name, f"use one of {', '.join(map(repr, allowed))}")
-        if not is_int(self.prefetch) or self.prefetch < 1:
-            self._refuse(ValueError, "prefetch", "it must be a number of batches, at least 1")
-        limit = self.pin_limit_bytes
-        if limit is not None and (not is_int(limit) or limit < 0):
-            self._refuse(ValueError, "pin_limit_bytes", "it must be a number of bytes, or None for any")
-        if self.transform is not None and not callable(self.transform):
-            self._refuse(TypeError, "transform", "it must be a function of a batch, or None")
-        if target is not None and self.transform_stream == "side" and not can_share(target):
-            self._refuse(
-                ValueError,
-                "transform_stream",
+            self._must(name, getattr(self, name) in allowed, f"use one of {', '.join(map(repr, allowed))}")
+        ahead, limit, transform = self.prefetch, self.pin_limit_bytes, self.transform
+        self._must("prefetch", is_int(ahead) and ahead >= 1, "it must be a number of batches, at least 1")
+        fits = limit is None or (is_int(limit) and limit >= 0)
+        self._must("pin_limit_bytes", fits, "it must be a number of bytes, or None for any")
+        is_function = transform is None or callable(transform)
+        self._must("transform", is_function, "it must be a function of a batch, or None", TypeError)
+        if target is not None and self.transform_stream == "side":
+            text = (
                 f"{target.type} tensors have no record_stream, which protects results of the side stream "
-                "while another stream reads them; transform_stream='consumer' does not need it",
+                "while another stream reads them; transform_stream='consumer' does not need it"
             )
+            self._must("transform_stream", can_share(target), text)
 
-    def _refuse(self, kind: type[Exception], name: str, why: str) -> None:
-        raise kind(f"ToDevice({self.device!r}, {name}={getattr(self, name)!r}): {why}")
+    def check_workers(self) -> None:
+        """Check that this goes with workers. @private
+
+        Raises:
+            ValueError: it does not.
+        """
+        text = (
+            "copying workers' batches to page-locked buffers is slower than pin='pageable': use that, or "
+            "'auto'; 'bounce' is for num_workers=0 and Prefetcher"
+        )
+        self._must("pin", self.pin != BOUNCE, text)
+
+    def _must(self, name: str, holds: bool, text: str, error: type[Exception] = ValueError) -> None:
+        if not holds:
+            raise error(f"ToDevice({self.device!r}, {name}={getattr(self, name)!r}): {text}")
 
     def apply_transform(self, batch: Any) -> Any:
         """Apply the user's transform to a batch, on the current stream. @private

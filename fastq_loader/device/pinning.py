@@ -4,11 +4,11 @@ Pure: a `DeviceBackend` (see `copies`) locks the pages. Used in the consumer, on
 `next()`.
 
 A copy from page-locked memory runs by itself, as fast as the bus allows; from pageable memory the driver
-copies in steps, on the caller's thread. Blocks are locked in place ("register"), each when the first batch
-arrives in it; afterwards this costs nothing, since blocks are reused. Each block is one registration, so that
-no copy straddles two. Where registration fails, or a limit is set, a batch is first copied into one of a few
-page-locked buffers ("bounce"), at the speed of the CPU; where that fails too, it is copied from where it is
-("pageable").
+copies in steps, on the caller's thread. Workers' blocks are locked in place ("register"), each when the first
+batch arrives in it; afterwards this costs nothing, since blocks are reused. Each block is one registration,
+so that no copy straddles two. Where registration fails, or a limit is set, a batch is copied from where it is
+("pageable"): to copy it to page-locked buffers first was measured to be slower. Without workers batches are
+packed into buffers anyway, which are page-locked ("bounce") or not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fastq_loader.statistics.counters import StagingCounters
 
 AUTO, REGISTER, BOUNCE, PAGEABLE = "auto", "register", "bounce", "pageable"
-#: Values of `pin`; "auto" takes the first of the others that works.
+#: Values of `pin`. "auto" is "register" with workers and "bounce" without, or "pageable" where that fails.
 PIN_MODES = (AUTO, REGISTER, BOUNCE, PAGEABLE)
 
 
@@ -56,29 +56,27 @@ class PinPolicy:
             PinFailed: they do not arrive, and the user chose "register".
         """
         mode, reason = self._pin, f"pin={self._pin!r} was asked for"
+        best = REGISTER if in_blocks else BOUNCE
         if mode == AUTO:
-            mode = next(mode for mode in PIN_MODES[1:] if mode not in self._refused)
-            reason = "; ".join(self._refused.values()) or "it is the fastest here"
-        if mode == REGISTER and not in_blocks:
-            if BOUNCE not in self._refused or self._pin != AUTO:
-                mode, reason = BOUNCE, "without workers, batches are packed into page-locked buffers"
-            else:
-                mode = PAGEABLE
+            mode = PAGEABLE if best in self._refused else best
+            reason = self._refused.get(best, "it is the fastest here")
+        if not in_blocks and (mode == REGISTER or (mode == BOUNCE and self._pin == AUTO)):
+            mode, reason = BOUNCE, "without workers, batches are packed into page-locked buffers"
         self.statistics.pin, self.statistics.pin_reason = mode, reason
         if mode == REGISTER and not self._proven:
             try:
                 stager.prove()
                 self._proven = True
             except PinFailed as error:
-                self.refuse(REGISTER, error)
+                self.refuse(error)
 
-    def refuse(self, mode: str, error: PinFailed) -> None:
-        """Record that the driver refused a mode: fall back, in this pool and in later ones."""
-        self._refused[mode] = str(error)
-        self.fall_back(mode, str(error))
+    def refuse(self, error: PinFailed) -> None:
+        """Record that the driver refused the current mode: fall back, in this pool and in later ones."""
+        self._refused[self.statistics.pin] = str(error)
+        self._fall_back(str(error))
 
-    def fall_back(self, mode: str, reason: str) -> None:
-        """Use the next mode after `mode` from here on; warn, once.
+    def _fall_back(self, reason: str) -> None:
+        """Lock nothing more from here on; warn, once.
 
         Raises:
             PinFailed: the user chose a mode other than "auto".
@@ -87,9 +85,8 @@ class PinPolicy:
             raise PinFailed(
                 f"pin={self._pin!r} cannot be kept: {reason}; pin='auto' would fall back to another mode"
             )
-        lower = PIN_MODES[PIN_MODES.index(mode) + 1]
-        self.statistics.pin, self.statistics.pin_reason = lower, reason
-        text = f"batches go to the device with pin={lower!r} from here on: {reason}"
+        self.statistics.pin, self.statistics.pin_reason = PAGEABLE, reason
+        text = f"batches go to the device with pin={PAGEABLE!r} from here on: {reason}"
         if text not in self._warned:
             self._warned.add(text)
             warn_user(text, PinFallback)
@@ -103,7 +100,7 @@ class PinPolicy:
         limit = self._limit
         if limit is None or self.statistics.pinned_bytes + nbytes <= limit:
             return True
-        self.fall_back(self.statistics.pin, f"pin_limit_bytes={limit} leaves no room for {what}")
+        self._fall_back(f"pin_limit_bytes={limit} leaves no room for {what}")
         return False
 
 
@@ -114,6 +111,63 @@ class HostMemory(NamedTuple):
     size: int
     start: int
     nbytes: int
+
+
+class Pinner:
+    """Page-locks the blocks of one pool of workers.
+
+    Args:
+        stager: the device.
+        copies: of the pool.
+        mapping: the memory of the blocks.
+        policy: the loader's.
+    """
+
+    def __init__(self, stager: DeviceBackend, copies: Copies, mapping: Mapping, policy: PinPolicy) -> None:
+        self._stager = stager
+        self._copies = copies
+        self._mapping = mapping
+        self._policy = policy
+        self._statistics = policy.statistics
+        self._registered: dict[int, int] = {}  # offset → size of the page-locked blocks
+
+    def prepare(self, source: HostMemory) -> Memory:
+        """Return the memory of a batch, in its block, which is page-locked if possible."""
+        if source.offset not in self._registered and self._statistics.pin == REGISTER:
+            self._register(source.offset, source.size)
+        return self._stager.view(self._mapping.base + source.offset + source.start, source.nbytes)
+
+    def _register(self, offset: int, size: int) -> None:
+        statistics, clock = self._statistics, self._stager.clock
+        if not self._policy.allows(size, "blocks"):
+            return
+        began = clock()
+        self._mapping.populate(offset, size)
+        populated = clock()
+        statistics.populate_seconds += populated - began
+        # Entered before the call, so that `close` undoes it after an interrupt.
+        self._registered[offset] = size
+        statistics.pinned_bytes += size
+        try:
+            self._stager.register(self._mapping.base + offset, size)
+        except PinFailed as error:
+            statistics.pinned_bytes -= self._registered.pop(offset)
+            self.close()  # a pool that is only half locked wastes its locked memory
+            self._policy.refuse(error)
+        else:
+            statistics.register_seconds += clock() - populated
+
+    def forget(self, offset: int) -> None:
+        """Unlock a block whose pages are about to be returned to the system."""
+        if offset in self._registered:
+            self._stager.unregister(self._mapping.base + offset)
+            self._statistics.pinned_bytes -= self._registered.pop(offset)
+
+    def close(self) -> None:
+        """Undo every registration, after the copies that are under way."""
+        self._copies.settle()
+        for offset in list(self._registered):
+            self.forget(offset)
 
 
 @dataclass(eq=False)
@@ -131,129 +185,59 @@ class Buffer:
     copy: Copy | None = None
 
 
-class Pinner:
-    """The host side of one pool's copies.
+class Buffers:
+    """The buffers of a loader without workers, page-locked if possible.
 
     Args:
         stager: the device.
-        copies: of the pool.
-        mapping: the memory of the batches; None if the caller packs them into buffers.
+        copies: from the buffers.
         policy: the loader's.
-        buffers: number of buffers, used if batches are copied to buffers.
+        count: number of buffers.
     """
 
-    def __init__(
-        self, stager: DeviceBackend, copies: Copies, mapping: Mapping | None, policy: PinPolicy, buffers: int
-    ) -> None:
+    def __init__(self, stager: DeviceBackend, copies: Copies, policy: PinPolicy, count: int) -> None:
         self._stager = stager
         self._copies = copies
-        self._mapping = mapping
         self._policy = policy
         self._statistics = policy.statistics
-        self._registered: dict[int, int] = {}  # offset → size of the page-locked blocks
         # The least recently used comes first.
-        self._buffers = deque(Buffer() for _ in range(buffers))
+        self._buffers = deque(Buffer() for _ in range(count))
 
-    # ---- the source of a copy -----------------------------------------------------------------
-
-    def prepare(self, source: HostMemory) -> Buffer:
-        """Return the source of a batch's copy: its block, or a buffer, which leaves the block free again."""
-        start = self._address(source.offset) + source.start
-        block = Buffer(self._stager.view(start, source.nbytes))
-        if source.offset in self._registered or (self._statistics.pin == REGISTER and self._register(source)):
-            return block
-        buffer = self.buffer(source.nbytes) if self._statistics.pin == BOUNCE else None
-        if buffer is None:
-            return block
-        self._stager.fill(buffer.memory, block.memory, source.nbytes)
-        return buffer
-
-    @property
-    def busy(self) -> bool:
-        """Whether `prepare` would have to wait for a buffer."""
-        copy = self._buffers[0].copy
-        return self._statistics.pin == BOUNCE and copy is not None and not copy.over
-
-    def _address(self, offset: int) -> int:
-        assert self._mapping is not None
-        return self._mapping.base + offset
-
-    def _register(self, source: HostMemory) -> bool:
-        assert self._mapping is not None
-        offset, size, statistics, clock = source.offset, source.size, self._statistics, self._stager.clock
-        if not self._policy.allows(size, "blocks"):
-            return False
-        began = clock()
-        self._mapping.populate(offset, size)
-        populated = clock()
-        statistics.populate_seconds += populated - began
-        # Entered before the call, so that `close` undoes it after an interrupt.
-        self._registered[offset] = size
-        statistics.pinned_bytes += size
-        try:
-            self._stager.register(self._address(offset), size)
-        except PinFailed as error:
-            statistics.pinned_bytes -= self._registered.pop(offset)
-            self.close()  # a pool that is only half locked wastes its locked memory
-            self._policy.refuse(REGISTER, error)
-            return False
-        statistics.register_seconds += clock() - populated
-        return True
-
-    # ---- buffers ------------------------------------------------------------------------------
-
-    def buffer(self, nbytes: int) -> Buffer | None:
-        """Return a buffer of at least `nbytes` that no copy reads from. None if no page-locked one can be
-        had and batches lie in blocks, which are as good as other pageable memory."""
+    def take(self, nbytes: int) -> Buffer:
+        """Return a buffer of at least `nbytes` that no copy reads from."""
         nbytes = max(nbytes, 1)  # a batch of empty tensors has a buffer, too
         buffer = self._buffers[0]
         if buffer.copy is not None and not buffer.copy.over:
             began = self._stager.clock()
             self._copies.wait_for(buffer.copy)
             self._statistics.copy_wait_seconds += self._stager.clock() - began
-        if buffer.nbytes < nbytes and not self._enlarge(buffer, nbytes):
-            return None
+        if buffer.nbytes < nbytes and not (self._statistics.pin == BOUNCE and self._lock(buffer, nbytes)):
+            self._statistics.pinned_bytes -= buffer.locked
+            buffer.memory, buffer.nbytes, buffer.locked = self._stager.pageable(nbytes), nbytes, 0
         self._buffers.rotate(-1)
         return buffer
 
-    def _enlarge(self, buffer: Buffer, nbytes: int) -> bool:
-        if self._statistics.pin == BOUNCE:
-            self._lock(buffer, nbytes)
-        if self._statistics.pin == PAGEABLE:
-            if self._mapping is not None:
-                return False
-            self._statistics.pinned_bytes -= buffer.locked
-            buffer.memory, buffer.nbytes, buffer.locked = self._stager.pageable(nbytes), nbytes, 0
-        return True
-
-    def _lock(self, buffer: Buffer, nbytes: int) -> None:
+    def _lock(self, buffer: Buffer, nbytes: int) -> bool:
+        """Enlarge a buffer by page-locked memory. Returns whether that was possible."""
         nbytes = 1 << (nbytes - 1).bit_length()  # rounded as torch's allocator of pinned memory does
         more = nbytes - buffer.locked
         if not self._policy.allows(more, "buffers"):
-            return
+            return False
         began = self._stager.clock()
         try:
             buffer.memory = self._stager.pinned(nbytes)
         except PinFailed as error:
-            self._policy.refuse(BOUNCE, error)
-        else:
-            buffer.nbytes = buffer.locked = nbytes
-            self._statistics.pinned_bytes += more
-        self._statistics.register_seconds += self._stager.clock() - began
-
-    # ---- the end ------------------------------------------------------------------------------
-
-    def forget(self, offset: int) -> None:
-        """Unlock a block whose pages are about to be returned to the system."""
-        if offset in self._registered:
-            self._stager.unregister(self._address(offset))
-            self._statistics.pinned_bytes -= self._registered.pop(offset)
+            self._policy.refuse(error)
+            return False
+        finally:
+            self._statistics.register_seconds += self._stager.clock() - began
+        buffer.nbytes = buffer.locked = nbytes
+        self._statistics.pinned_bytes += more
+        return True
 
     def close(self) -> None:
-        """Undo every registration and free the buffers, after the copies that are under way."""
+        """Free the buffers, after the copies that are under way."""
         self._copies.settle()
-        for offset in list(self._registered):
-            self.forget(offset)
         for at, buffer in enumerate(self._buffers):
             self._statistics.pinned_bytes -= buffer.locked
             self._buffers[at] = Buffer()

@@ -28,7 +28,7 @@ import torch
 
 from fastq_loader.device.accelerator import ToDevice, TorchBackend
 from fastq_loader.device.copies import Copies, Memory
-from fastq_loader.device.pinning import Buffer, HostMemory, Pinner, PinPolicy
+from fastq_loader.device.pinning import Buffer, Buffers, HostMemory, Pinner, PinPolicy
 from fastq_loader.errors import UnpicklableError, WorkerTraceback
 from fastq_loader.ipc.messages import Answer
 from fastq_loader.memory.arena import Mapping
@@ -94,12 +94,13 @@ class DeviceSession:
 
     Attributes:
         statistics: counters of all copies.
+        policy: the mode of page-locking.
     """
 
     def __init__(self, options: ToDevice) -> None:
         self.options = options
         self.statistics = StagingCounters(str(options.target))
-        self._policy = PinPolicy(options.pin, options.pin_limit_bytes, self.statistics)
+        self.policy = PinPolicy(options.pin, options.pin_limit_bytes, self.statistics)
 
     @cached_property
     def stager(self) -> TorchBackend:
@@ -113,20 +114,18 @@ class DeviceSession:
         self.statistics.device = str(stager.device)
         return stager
 
-    def open(self, mapping: Mapping | None) -> tuple[Copies, Pinner]:
+    def open(self, in_blocks: bool) -> Copies:
         """Create the copies of a new pool.
 
         Args:
-            mapping: the pool's memory; None without workers.
+            in_blocks: whether its batches lie in the blocks of workers.
 
         Raises:
             PinFailed: the user chose pin="register", and it does not work.
             RuntimeError: see `stager`.
         """
-        self._policy.choose(self.stager, in_blocks=mapping is not None)
-        prefetch = self.options.prefetch
-        copies = Copies(self.stager, prefetch, self.statistics)
-        return copies, Pinner(self.stager, copies, mapping, self._policy, buffers=prefetch + 1)
+        self.policy.choose(self.stager, in_blocks)
+        return Copies(self.stager, self.options.prefetch, self.statistics)
 
     def refuse_capture(self) -> None:
         """Raise RuntimeError while the current stream is captured into a CUDA graph: events cannot be queried
@@ -143,14 +142,14 @@ class _Stage:
 
     Args:
         session: the loader's.
-        mapping: the pool's memory; None without workers.
+        in_blocks: whether batches lie in the blocks of workers.
     """
 
-    def __init__(self, session: DeviceSession, mapping: Mapping | None) -> None:
+    def __init__(self, session: DeviceSession, in_blocks: bool) -> None:
         self._session = session
         self._options = session.options
         self._beside = session.options.transform_stream == "side"
-        self._copies, self._pinner = session.open(mapping)
+        self._copies = session.open(in_blocks)
 
     def _finish(self, key: int, build: Callable[[Memory], Any]) -> Any:
         """Deliver the batch whose copy was begun."""
@@ -172,7 +171,8 @@ class Staging(_Stage):
     """
 
     def __init__(self, session: DeviceSession, unpacker: Unpacker, mapping: Mapping) -> None:
-        super().__init__(session, mapping)
+        super().__init__(session, in_blocks=True)
+        self._pinner = Pinner(session.stager, self._copies, mapping, session.policy)
         self._unpacker = unpacker
         self._free: list[int] = []  # blocks of delivered batches that no copy reads
 
@@ -194,7 +194,7 @@ class Staging(_Stage):
         has to be waited for. A copy that cannot be begun is tried again at the batch's turn, when its error
         can be raised; the batches after it wait, so that transforms are called in batch order."""
         for answer in answers:
-            if not wait and (self._copies.full or self._pinner.busy):
+            if not wait and self._copies.full:
                 return
             if answer.seq not in self._copies:
                 if (source := self._source(answer)) is None:
@@ -212,9 +212,9 @@ class Staging(_Stage):
         return None if part is None else HostMemory(*part)
 
     def _copy(self, answer: Answer, source: HostMemory) -> None:
-        buffer, build = self._pinner.prepare(source), partial(self._build, answer)
+        memory, build = self._pinner.prepare(source), partial(self._build, answer)
         then = partial(CapturedCall, build) if self._beside else None
-        buffer.copy = self._copies.begin(answer.seq, buffer.memory, source.nbytes, _blocks(answer), then)
+        self._copies.begin(answer.seq, memory, source.nbytes, _blocks(answer), then)
 
     def _build(self, answer: Answer, memory: torch.Tensor) -> Any:
         assert answer.handle is not None
@@ -294,7 +294,9 @@ class SerialStaging(_Stage):
     """
 
     def __init__(self, session: DeviceSession) -> None:
-        super().__init__(session, None)
+        super().__init__(session, in_blocks=False)
+        count = session.options.prefetch + 1
+        self._buffers = Buffers(session.stager, self._copies, session.policy, count)
         self._walker = _Walker()
         self._specs = LayoutCache()
         self._batches = 0
@@ -321,7 +323,7 @@ class SerialStaging(_Stage):
     def close(self) -> None:
         """Wait for every copy, and free the buffers."""
         self.drain()
-        self._pinner.close()
+        self._buffers.close()
 
     def stage(self, batch: Any) -> Any:
         """Return a batch with its tensors on the device, ready for work queued on the current stream. Arrays,
@@ -436,9 +438,7 @@ class SerialStaging(_Stage):
 
     def _fill_buffer(self, nbytes: int, segments: list[_Segment]) -> Buffer:
         """Return a buffer filled with these segments."""
-        stager = self._session.stager
-        buffer = self._pinner.buffer(nbytes)
-        assert buffer is not None, "where there are no blocks, there is always a buffer"
+        stager, buffer = self._session.stager, self._buffers.take(nbytes)
         for start, end, offset in segments:
             if size := end - start:
                 stager.fill(buffer.memory[offset : offset + size], stager.view(start, size), size)

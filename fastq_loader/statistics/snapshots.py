@@ -254,8 +254,8 @@ class StagingStatistics:
 
     Attributes:
         device: name of the device.
-        pin: "register" (blocks are page-locked in place), "bounce" (batches are copied to page-locked buffers
-            first) or "pageable"; "" before the first epoch.
+        pin: "register" (blocks are page-locked in place), "bounce" (without workers: batches are copied to
+            page-locked buffers first) or "pageable"; "" before the first epoch.
         pin_reason: why this mode was chosen.
         pinned_bytes: bytes of host memory that are page-locked now.
         populate_seconds: wall time spent on mapping the pages of blocks before they were locked, in seconds.

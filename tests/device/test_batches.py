@@ -62,6 +62,7 @@ DEVICE_CHOICES: dict[str, tuple[Any, ...]] = {
     "pin": ("auto", "register", "bounce", "pageable"),
     "transform": (None, identity),
 }
+IN_BLOCKS = {**DEVICE_CHOICES, "pin": ("auto", "register", "pageable")}
 
 
 @seeds(4, 40)
@@ -69,7 +70,8 @@ def test_batches_are_torchs(seed: int, late: Late) -> None:
     draw = random.Random(seed)
     stager = late(seed=seed)
     options = configuration(draw)
-    device = ToDevice("cuda", **{name: draw.choice(choices) for name, choices in DEVICE_CHOICES.items()})
+    allowed = IN_BLOCKS if options["num_workers"] else DEVICE_CHOICES
+    device = ToDevice("cuda", **{name: draw.choice(choices) for name, choices in allowed.items()})
     what = f"seed={seed}: {options} {device}"
     torch.manual_seed(seed)
     expected = TorchDataLoader(**options)

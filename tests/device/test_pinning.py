@@ -9,7 +9,7 @@ import pytest
 
 from fastq_loader import DataLoader, PinFailed, PinFallback, ToDevice
 from fastq_loader.device.copies import Copies
-from fastq_loader.device.pinning import BOUNCE, PAGEABLE, REGISTER, HostMemory, Pinner, PinPolicy
+from fastq_loader.device.pinning import BOUNCE, PAGEABLE, REGISTER, Buffers, HostMemory, Pinner, PinPolicy
 from fastq_loader.statistics.counters import StagingCounters
 from tests.conftest import of_kind
 from tests.support.datasets import Made
@@ -31,8 +31,9 @@ class Pool:
         self.copies = Copies(self.device, given.prefetch, self.statistics)
         self.policy = PinPolicy(given.pin, given.pin_limit_bytes, self.statistics)
         self.policy.choose(self.device, in_blocks)
-        mapping: Any = SimpleNamespace(base=0, populate=self.populate) if in_blocks else None
-        self.pinner = Pinner(self.device, self.copies, mapping, self.policy, given.prefetch + 1)
+        mapping: Any = SimpleNamespace(base=0, populate=self.populate)
+        self.pinner = Pinner(self.device, self.copies, mapping, self.policy)
+        self.buffers = Buffers(self.device, self.copies, self.policy, given.prefetch + 1)
 
     def begin(self, key: int) -> Any:
         return self.copies.begin(key, Host(64), 64, (key, key + 100))
@@ -49,7 +50,8 @@ class Pool:
         ("auto", False, BOUNCE, "without workers"),
         (REGISTER, True, REGISTER, "pin='register' was asked for"),
         (REGISTER, False, BOUNCE, "without workers"),
-        (BOUNCE, True, BOUNCE, "pin='bounce' was asked for"),
+        (BOUNCE, False, BOUNCE, "pin='bounce' was asked for"),
+        (PAGEABLE, True, PAGEABLE, "pin='pageable' was asked for"),
         (PAGEABLE, False, PAGEABLE, "pin='pageable' was asked for"),
     ],
 )
@@ -67,18 +69,20 @@ def test_registered_memory_is_proven_once_and_before_it_is_used(monkeypatch: pyt
     assert proofs == [True], "not without blocks, and not twice"
 
 
-@pytest.mark.parametrize("in_blocks", [True, False])
-def test_a_mode_that_the_driver_refused_is_not_chosen_again(in_blocks: bool) -> None:
+@pytest.mark.parametrize(
+    ("in_blocks", "first", "other"), [(True, REGISTER, BOUNCE), (False, BOUNCE, REGISTER)]
+)
+def test_a_mode_that_the_driver_refused_is_not_chosen_again(in_blocks: bool, first: str, other: str) -> None:
     pool = Pool(in_blocks)
-    with pytest.warns(PinFallback, match="pin='pageable' from here on: no buffers"):
-        pool.policy.refuse(BOUNCE, PinFailed("no buffers"))
+    assert pool.statistics.pin == first
+    with pytest.warns(PinFallback, match="pin='pageable' from here on: none today"):
+        pool.policy.refuse(PinFailed("none today"))
     pool.policy.choose(pool.device, in_blocks)
-    assert pool.statistics.pin == (REGISTER if in_blocks else PAGEABLE)
-    with pytest.warns(PinFallback, match="pin='bounce' from here on: no registration"):
-        pool.policy.refuse(REGISTER, PinFailed("no registration"))
+    assert (pool.statistics.pin, pool.statistics.pin_reason) == (PAGEABLE, "none today")
+    pool.policy.choose(pool.device, not in_blocks)
+    assert pool.statistics.pin == other
     pool.policy.choose(pool.device, in_blocks)
-    assert (pool.statistics.pin, pool.statistics.pin_reason) == (PAGEABLE, "no buffers; no registration")
-    pool.policy.fall_back(REGISTER, "no registration")  # said before: a warning would be an error
+    pool.policy.refuse(PinFailed("none today"))  # said before: a warning would be an error
 
 
 def test_seconds_are_counted() -> None:
@@ -96,38 +100,35 @@ def test_seconds_are_counted() -> None:
 def test_waiting_for_a_buffer_is_counted() -> None:
     pool = Pool(in_blocks=False, prefetch=1)
     for key in range(2):
-        buffer = pool.pinner.buffer(100)
+        buffer = pool.buffers.take(100)
         buffer.copy = pool.copies.begin(key, buffer.memory, 100, ())
     assert pool.statistics.copy_wait_seconds == 0
-    assert pool.pinner.busy
-    pool.pinner.buffer(100)
+    pool.buffers.take(100)
     assert pool.statistics.copy_wait_seconds > 0
-    pool.copies.settle()
-    assert not pool.pinner.busy
 
 
 def test_buffers_grow_and_are_locked_in_powers_of_two() -> None:
     pool = Pool(in_blocks=False, prefetch=1)
     sizes = []
     for nbytes in (0, 100, 100, 200, 128):  # a batch of no bytes has a buffer, too
-        buffer = pool.pinner.buffer(nbytes)
+        buffer = pool.buffers.take(nbytes)
         sizes.append(buffer.nbytes)
     assert sizes == [1, 128, 128, 256, 128]
     assert pool.statistics.pinned_bytes == 128 + 256
     assert pool.statistics.register_seconds == 4, "the last one fits into what is there"
-    pool.pinner.close()
+    pool.buffers.close()
     assert pool.statistics.pinned_bytes == 0
 
 
 def test_without_blocks_a_buffer_that_is_not_locked_takes_the_place_of_one_that_was() -> None:
     pool = Pool(in_blocks=False, prefetch=1, pin_limit_bytes=300)
     for nbytes in (100, 100):
-        pool.pinner.buffer(nbytes)
+        pool.buffers.take(nbytes)
     with pytest.warns(PinFallback, match="pin_limit_bytes=300 leaves no room for buffers"):
-        buffer = pool.pinner.buffer(1000)
+        buffer = pool.buffers.take(1000)
     assert (buffer.nbytes, buffer.locked, buffer.memory.locked) == (1000, 0, False)
     assert pool.statistics.pinned_bytes == 128
-    assert pool.pinner.buffer(100) is not buffer
+    assert pool.buffers.take(100) is not buffer
 
 
 def test_a_batch_that_is_taken_before_it_has_arrived_is_late() -> None:
@@ -173,8 +174,7 @@ def test_a_consumer_that_is_too_far_ahead_waits_and_the_wait_is_counted() -> Non
 @pytest.mark.parametrize(
     ("workers", "refuse", "modes", "reason"),
     [
-        (2, ("register",), [BOUNCE], "the driver refuses"),
-        (2, ("register", "pinned"), [BOUNCE, PAGEABLE], "no page-locked memory today"),
+        (2, ("register", "pinned"), [PAGEABLE], "the driver refuses"),
         (0, ("register", "pinned"), [PAGEABLE], "no page-locked memory today"),
     ],
 )
@@ -200,6 +200,18 @@ def test_a_mode_by_name_raises_rather_than_degrade(pin: str, workers: int, late:
     for _ in range(2):
         with pytest.raises(PinFailed, match=f"pin='{pin}' cannot be kept"):
             next(iter(loader))
+
+
+@pytest.mark.parametrize("workers", [1, "auto"])
+def test_workers_blocks_are_not_copied_to_buffers(workers: Any, late: Late) -> None:
+    late()
+    device, schedule = ToDevice("cuda", pin=BOUNCE), "dynamic"
+    with pytest.raises(ValueError, match=r"pin='bounce'.*slower than pin='pageable'"):
+        DataLoader(range(4), num_workers=workers, schedule=schedule, device=device)
+    loader = DataLoader(range(4), schedule=schedule, device=device)
+    loader.num_workers = 1
+    with pytest.raises(ValueError, match="pageable"):
+        iter(loader)
 
 
 @pytest.mark.processes

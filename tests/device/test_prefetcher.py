@@ -61,7 +61,7 @@ def simulated(kind: type) -> Any:
             return [batch], NBYTES, lambda memory: transform(Batch([(memory, value)])), True
 
         def _fill_buffer(self, nbytes: int, segments: list[Host]) -> Any:
-            buffer = self._pinner.buffer(nbytes)
+            buffer = self._buffers.take(nbytes)
             buffer.memory.value = segments[0].value
             return buffer
 
