@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import math
 import operator
 import random
 from collections.abc import Callable
@@ -48,15 +49,21 @@ class Tolerance:
     path: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        limit, only = self.limit, self.only if isinstance(self.only, tuple) else (self.only,)
-        if not (limit is None or is_int(limit) or isinstance(limit, float)):
-            raise TypeError(f"{self}: limit must be a number of samples, a share, or None")
-        if limit is not None and (limit < 0 or (isinstance(limit, float) and not limit <= 1.0)):
-            raise ValueError(f"{self}: limit must be at least 0, and a share at most 1.0")
+        self._check_limit()
+        only, path = self.only if isinstance(self.only, tuple) else (self.only,), self.path
         if not only or not all(isinstance(each, type) and issubclass(each, Exception) for each in only):
             raise TypeError(f"{self}: only must be an exception class, or a tuple of exception classes")
-        if not (self.path is None or isinstance(self.path, (str, PathLike))):
+        if not (path is None or isinstance(path, (str, PathLike))):
             raise TypeError(f"{self}: path must be a file's path")
+
+    def _check_limit(self) -> None:
+        limit = self.limit
+        if limit is None:
+            return
+        if not (is_int(limit) or isinstance(limit, float)):
+            raise TypeError(f"{self}: limit must be a number of samples, a share, or None")
+        if limit < 0 or (isinstance(limit, float) and not limit <= 1.0):
+            raise ValueError(f"{self}: limit must be at least 0, and a share at most 1.0")
 
     def allows(self, bad: int, read: int) -> bool:
         """Whether `bad` failures among `read` samples are within the limit. @private"""
@@ -343,28 +350,34 @@ def _alike(index: Any, population: int, drawn: random.Random) -> Any:
     if isinstance(index, (list, tuple)):
         made = [_part(each, population, drawn) for each in index]
         return index._make(made) if hasattr(index, "_make") else type(index)(made)
-    if isinstance(index, (slice, range)):
-        rows = range(*index.indices(population)) if isinstance(index, slice) else index
-        span = abs(rows[-1] - rows[0]) if rows else 0
-        low = drawn.randrange(max(1, population - span))
-        first, last = (low, low + span + 1) if rows.step > 0 else (low + span, low - 1)
-        if not rows:
-            return index
-        return (
-            range(first, last, rows.step)
-            if index is rows
-            else slice(first, None if last < 0 else last, rows.step)
-        )
+    if isinstance(index, slice):
+        rows = _other_rows(range(*index.indices(population)), population, drawn)
+        return slice(rows.start, None if rows.stop < 0 else rows.stop, rows.step) if rows else index
+    if isinstance(index, range):
+        return _other_rows(index, population, drawn)
     if isinstance(index, (torch.Tensor, np.ndarray)) and index.ndim:
-        kind = str(index.dtype).removeprefix("torch.")
-        if not kind.startswith(("int", "uint")):
-            raise TypeError(f"its values are {kind}, not whole numbers")
-        drawn_ones = [drawn.randrange(population) for _ in range(int(np.prod(tuple(index.shape))))]
-        values = np.array(drawn_ones, np.int64).reshape(tuple(index.shape))
-        if isinstance(index, np.ndarray):
-            return values.astype(index.dtype)
-        return torch.from_numpy(values).to(index)
+        return _other_numbers(index, population, drawn)
     return None
+
+
+def _other_rows(rows: range, population: int, drawn: random.Random) -> range:
+    span = abs(rows[-1] - rows[0]) if rows else 0
+    low = drawn.randrange(max(1, population - span))
+    if not rows:
+        return rows
+    first, last = (low, low + span + 1) if rows.step > 0 else (low + span, low - 1)
+    return range(first, last, rows.step)
+
+
+def _other_numbers(index: torch.Tensor | np.ndarray, population: int, drawn: random.Random) -> Any:
+    kind = str(index.dtype).removeprefix("torch.")
+    if not kind.startswith(("int", "uint")):
+        raise TypeError(f"its values are {kind}, not whole numbers")
+    shape = tuple(index.shape)
+    values = np.array([drawn.randrange(population) for _ in range(math.prod(shape))], np.int64).reshape(shape)
+    if isinstance(index, np.ndarray):
+        return values.astype(index.dtype)
+    return torch.from_numpy(values).to(index)
 
 
 def _part(value: Any, population: int, drawn: random.Random) -> Any:
