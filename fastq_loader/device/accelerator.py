@@ -29,6 +29,7 @@ from fastq_loader.device.pinning import BOUNCE, PIN_MODES
 from fastq_loader.errors import PinFailed, is_int
 from fastq_loader.memory.blocks import device_aligned
 from fastq_loader.packing.tensors import tensors_of
+from fastq_loader.system import torch_names
 
 _NVIDIA = Path("/proc/driver/nvidia/gpus")  # one entry for each of the driver's GPUs
 _PROBE_BYTES = 64 * 1024
@@ -202,7 +203,7 @@ def device_count(kind: str) -> int:
         return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     asleep = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if asleep and not torch.version.hip and _NVIDIA.is_dir():
-        count, shown = len(os.listdir(_NVIDIA)), list[Any](torch.cuda._parse_visible_devices())
+        count, shown = len(os.listdir(_NVIDIA)), list[Any](torch_names.parse_visible_devices())
         return min(count, len([*takewhile(lambda each: isinstance(each, str) or each < count, shown)]))
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -211,8 +212,9 @@ def can_share(device: torch.device) -> bool:
     """Whether memory of a device can be shared with a second stream by `torch.Tensor.record_stream`, which
     makes the allocator keep it until that stream has read it. Reads torch's kernel table; initialises
     nothing."""
-    key = torch._C._dispatch_key_for_device(device.type)
-    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::record_stream", key)
+    key = torch_names.dispatch_key_for_device(device.type)
+    has_kernel: bool = torch_names.has_kernel_for_dispatch_key("aten::record_stream", key)
+    return has_kernel
 
 
 class TorchBackend:

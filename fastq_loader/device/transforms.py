@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fastq_loader.packing.tensors import tensors_of
+from fastq_loader.system.torch_names import foreach_copy_
 
 
 @dataclass(eq=False)
@@ -189,7 +190,7 @@ def copy_into(static_batch: Any, batch: Any) -> None:
     if not pairs:
         raise ValueError(f"static_batch is a {_describe(static_batch)}, and has no tensors to copy into")
     with torch.no_grad():
-        torch._foreach_copy_([static for static, _ in pairs], [new for _, new in pairs], non_blocking=True)
+        foreach_copy_([static for static, _ in pairs], [new for _, new in pairs], non_blocking=True)
 
 
 def _pair(static: Any, new: Any, path: str, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

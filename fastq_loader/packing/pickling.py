@@ -9,7 +9,6 @@ for the part of an object that cannot be pickled.
 from __future__ import annotations
 
 import copyreg
-import functools
 import io
 import pickle
 import sys
@@ -17,6 +16,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from functools import cache, partial
 from importlib.util import find_spec
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -26,6 +26,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from fastq_loader.errors import ProtocolError, UnpicklableError, WorkerTraceback, add_note, shorten
+from fastq_loader.system import torch_names
 from fastq_loader.system.interrupts import refuse_interrupt
 
 _COWARDLY = (  # torch/multiprocessing/reductions.py, reduce_tensor
@@ -130,30 +131,34 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            if is_leaf(value):
-                return _take, (self._leaf_number(value),)
-            if value.device.type not in ("cpu", "meta"):
-                return reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]
-            if type(value) is torch.Tensor:
-                if value.requires_grad and not value.is_nested:
-                    return torch.Tensor.requires_grad_, (value.detach(),)
-                if value.dtype not in PLAIN_DTYPES and not _has_quantizer(value):
-                    # As torch sends it. Its way for checkpoints expects a quantizer.
-                    place = value.storage_offset(), value.size(), value.stride(), False
-                    storage = value._typed_storage()  # type: ignore[no-untyped-call]
-                    return reductions.rebuild_tensor, (_TENSOR, storage, place)
-                if value.is_conj() or value.is_neg():
-                    return _identity, (value.detach().resolve_conj().resolve_neg(),)
-        elif type(value) is _ARRAY and is_leaf(value):
+            return self._reduce_tensor(value)
+        if type(value) is _ARRAY and is_leaf(value):
             number = self._leaf_number(value)
             # Not by protocol 5, with which an array over read-only memory would stay read-only.
             return value.__reduce__() if number is None else (_take, (number,))
-        elif isinstance(value, torch.UntypedStorage):
+        if isinstance(value, torch.UntypedStorage):
             if value.device.type != "cpu":
                 return reductions.reduce_storage(value)  # type: ignore[no-untyped-call]
             # A tensor of all its bytes shares memory with the tensors over them; an array stays on the host.
             whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(value)
             return _storage, (whole.numpy() if self._for_device else whole,)
+        return NotImplemented
+
+    def _reduce_tensor(self, value: torch.Tensor) -> Any:
+        if is_leaf(value):
+            return _take, (self._leaf_number(value),)
+        if value.device.type not in ("cpu", "meta"):
+            return reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]
+        if type(value) is not torch.Tensor:
+            return NotImplemented
+        if value.requires_grad and not value.is_nested:
+            return torch.Tensor.requires_grad_, (value.detach(),)
+        if value.dtype not in PLAIN_DTYPES and not _has_quantizer(value):
+            # As torch sends it. Its way for checkpoints expects a quantizer.
+            place = value.storage_offset(), value.size(), value.stride(), False
+            return reductions.rebuild_tensor, (_TENSOR, torch_names.typed_storage(value), place)
+        if value.is_conj() or value.is_neg():
+            return _identity, (value.detach().resolve_conj().resolve_neg(),)
         return NotImplemented
 
 
@@ -192,17 +197,14 @@ def dump(
         MemoryError: there is not enough memory for the pickle.
         RuntimeError: there is a non-leaf tensor that requires grad.
     """
-    file = io.BytesIO()
+    arguments = value, leaf_number, for_device
     try:
-        arguments = (file, leaf_number, for_device)
         try:
-            pickler = _WatchfulPickler(outside, *arguments) if outside else _Pickler(*arguments)
-            pickler.dump(value)
+            return _dumped(partial(_WatchfulPickler, outside) if outside else _Pickler, *arguments)
         except Exception as error:
             if not sends_by_value or isinstance(error, (SharedContainer, MemoryError)):
                 raise
-            arguments = (file := io.BytesIO(), leaf_number, for_device)
-            by_value(_Pickler)(*arguments).dump(value)
+            return _dumped(by_value(_Pickler), *arguments)
     except (SharedContainer, MemoryError):
         raise
     except Exception as error:
@@ -212,13 +214,13 @@ def dump(
         if pickles(whole):  # pickling fails only sometimes, or only here
             raise
         raise explain(whole, error, "batch") from error
+
+
+def _dumped(pickler: Callable[..., pickle.Pickler], value: Any, *arguments: Any) -> bytes:
+    """Pickle `value` by a pickler of this class, made with these arguments."""
+    file = io.BytesIO()
+    pickler(file, *arguments).dump(value)
     return file.getvalue()
-
-
-# In torch 2.15 it is a function, with a list for each thread.
-_unvalidated = getattr(
-    torch._utils, "_get_sparse_tensors_to_validate", lambda: torch._utils._sparse_tensors_to_validate
-)
 
 
 def load(data: bytes, leaves: Sequence[Any]) -> Any:
@@ -234,7 +236,7 @@ def load(data: bytes, leaves: Sequence[Any]) -> Any:
     finally:
         _building.leaves = before
         # Torch keeps each sparse tensor in this list, and so its memory, until the next torch.load.
-        _unvalidated().clear()
+        torch_names.sparse_tensors_to_validate().clear()
 
 
 # ---- naming what cannot be pickled ------------------------------------------------------------------
@@ -268,7 +270,7 @@ def parts_of(value: Any) -> list[tuple[str, Any, Any]]:
     elif isinstance(value, (list, tuple, set, frozenset)):
         found += [("[{}]", at, part) for at, part in enumerate(value)]
     slots = [*copyreg._slotnames(type(value))]  # type: ignore[attr-defined]
-    if isinstance(value, functools.partial):
+    if isinstance(value, partial):
         slots += ["func", "args", "keywords"]
     names = [*getattr(value, "__dict__", {}), *slots]
     return found + [(".{}", name, getattr(value, name, None)) for name in names]
@@ -277,7 +279,7 @@ def parts_of(value: Any) -> list[tuple[str, Any, Any]]:
 def pickles(value: Any) -> bool:
     """Whether `value` can be pickled."""
     try:
-        _Pickler(io.BytesIO(), lambda leaf: 0).dump(value)
+        _dumped(_Pickler, value, lambda leaf: 0)
     except Exception:
         return False
     return True
@@ -297,7 +299,7 @@ _HINT = (
 sends_by_value = False
 
 
-@functools.cache
+@cache
 def by_value(base: type[pickle.Pickler]) -> Any:
     """A subclass of the pickler `base` that also pickles these functions and classes.
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data._utils import collate as torch_collate
 
 from fastq_loader.memory import nontemporal
 from fastq_loader.memory.allocator import TYPESTR, out_array, out_tensor, use_nontemporal
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.memory.nontemporal import address_of
+from fastq_loader.system.torch_names import collate as torch_collate
 
 Collate = Callable[..., torch.Tensor]
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
-from torch.utils.data.dataloader import _sharding_worker_init_fn
+
+from fastq_loader.system.torch_names import sharding_worker_init_fn
 
 InitFn = Callable[[int], Any]
 
@@ -57,4 +58,4 @@ def sharding_init_fn(dataset: Any, init_fn: InitFn | None) -> InitFn | None:
     """The `worker_init_fn` that shards a graph over ranks and workers before the user's own."""
     if not isinstance(dataset, (IterDataPipe, MapDataPipe)):
         return init_fn
-    return functools.partial(_sharding_worker_init_fn, init_fn, *world_size_and_rank())
+    return functools.partial(sharding_worker_init_fn, init_fn, *world_size_and_rank())

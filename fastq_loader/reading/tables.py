@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
-from torch.utils.data._utils import collate as torch_collate
 
 from fastq_loader.memory.allocator import out_tensor
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.reading.collate import stack_tensors, torch_tensors
 from fastq_loader.system.interrupts import refuse_interrupt
+from fastq_loader.system.torch_names import collate as torch_collate
 
 _STACKS = (torch_tensors, stack_tensors)
 _MOST_PARTS = 1000
