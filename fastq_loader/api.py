@@ -28,7 +28,8 @@ from fastq_loader.errors import (
 )
 from fastq_loader.ipc import endpoints
 from fastq_loader.ipc.claim_table import WORKERS, Busy, ClaimTable
-from fastq_loader.ipc.decoding import decode_for_consumer, decode_for_worker
+from fastq_loader.ipc.decoding import decode_for_consumer
+from fastq_loader.ipc.inbox import Inbox
 from fastq_loader.ipc.messages import (
     ENDED,
     LEFT_OUT,
@@ -37,7 +38,6 @@ from fastq_loader.ipc.messages import (
     VERSION,
     Answer,
     BatchHandle,
-    Bundle,
     Epoch,
     Message,
     Ping,

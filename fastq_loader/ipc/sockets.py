@@ -30,7 +30,6 @@ import os
 import select
 import socket as unix
 import threading
-from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
@@ -38,7 +37,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.decoding import Read, decode_for_consumer, decode_for_worker
+from fastq_loader.ipc.decoding import Read, decode_for_consumer
 from fastq_loader.ipc.endpoints import (
     endpoint,
     expect_descriptors,
@@ -47,6 +46,7 @@ from fastq_loader.ipc.endpoints import (
     socket_name,
     way_back,
 )
+from fastq_loader.ipc.inbox import Inbox
 from fastq_loader.ipc.messages import (
     Answer,
     Bundle,
@@ -54,8 +54,6 @@ from fastq_loader.ipc.messages import (
     InBlock,
     Message,
     Ping,
-    Stop,
-    ToWorker,
     encode,
 )
 from fastq_loader.system import calls, process_id
@@ -78,8 +76,6 @@ _ROOM = 1 << 20
 THREADS = 2
 #: Milliseconds between a worker's checks for its socket's file, until the consumer has connected.
 _LOOK_MS = 500
-
-_STOP = encode(Stop())
 
 
 def _configure(socket: zmq.Socket[bytes]) -> None:
@@ -379,9 +375,9 @@ class ConsumerSocket:
 _inherited: list[WorkerSocket] = []
 
 
-class WorkerSocket:
-    """A worker's end. Made in the worker process, because a zmq context does not survive a fork. A child that
-    user code forks there ends when it uses the socket.
+class WorkerSocket(Inbox):
+    """A worker's end. Made in the worker process, because a zmq context does not survive a fork. A frame that
+    is not a message is dropped.
 
     Args:
         folder: folder in which the socket binds.
@@ -394,6 +390,8 @@ class WorkerSocket:
         OSError: there are too few free descriptors or threads.
     """
 
+    dropped = (ProtocolError,)
+
     def __init__(
         self,
         folder: str,
@@ -404,9 +402,8 @@ class WorkerSocket:
     ) -> None:
         expect_descriptors(_OWN_DESCRIPTORS)
         require_threads(THREADS)
-        self._pid = process_id.current()
+        super().__init__()
         self._context = zmq.Context(io_threads=1)
-        self._frames: deque[bytes] = deque()  # received and not read yet
         self._in_block = in_block
         self._socket = self._context.socket(zmq.DEALER)
         self._recv = super(zmq.Socket, self._socket).recv
@@ -457,22 +454,12 @@ class WorkerSocket:
         except ConnectionError:  # the consumer is gone, and this process ends soon
             return
 
-    def receive(self, block: bool) -> ToWorker | None:
-        """The next message. Without `block`, None if nothing is waiting. A frame that is not a message is
-        dropped."""
-        if process_id.pid != self._pid:
-            process_id.stay_in(self._pid)
-        while True:
-            try:
-                frame = self._frames.popleft() if self._frames else self._recv(0 if block else _NOBLOCK)
-                message = decode_for_worker(frame)
-            except zmq.Again:
-                return None
-            except ProtocolError:
-                continue
-            if not isinstance(message, Bundle):
-                return message
-            self._frames.extendleft(reversed(message.frames))
+    def _frame(self, block: bool) -> bytes | None:
+        try:
+            frame: bytes = self._recv(0 if block else _NOBLOCK)
+        except zmq.Again:
+            return None
+        return frame
 
     def wait(self, descriptors: Sequence[int], block: bool) -> list[object]:
         """Sleep until there is a message or a descriptor is readable; without `block`, only check. Returns
@@ -480,14 +467,6 @@ class WorkerSocket:
         sources: list[Any] = [(source, zmq.POLLIN) for source in (self._socket, *descriptors)]
         ready = zmq.zmq_poll(sources, -1 if block and not self._frames else 0)
         return [source for source, _ in ready if source in descriptors]
-
-    def told_to_stop(self) -> bool:
-        """Whether an unread Stop is waiting; it stays in the queue."""
-        process_id.stay_in(self._pid)
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self._frames.append(self._socket.recv(_NOBLOCK))
-        return _STOP in self._frames
 
     def close(self) -> None:
         if self._pid == process_id.current():

@@ -44,27 +44,21 @@ from fastq_loader.api import (
     BatchHandle,
     BlockOwner,
     BlockPool,
-    Bundle,
     ClaimTable,
     Descriptors,
-    Epoch,
     Extents,
+    Inbox,
     Message,
     Payload,
     PickledPayload,
-    Ping,
     ProtocolError,
     Setup,
-    Space,
-    Stop,
-    Task,
     UnpicklableError,
     Used,
     WorkerLoop,
     allocator,
     calls,
     collate,
-    decode_for_worker,
     encode,
     prepare_signals,
     process_id,
@@ -294,8 +288,8 @@ class SentBlocks(Allocator):
         return [], []
 
 
-class ProxySocket:
-    """Socket of a far worker. A child forked there by user code ends when it uses the socket.
+class ProxySocket(Inbox):
+    """Socket of a far worker.
 
     Args:
         connection: to the proxy.
@@ -303,42 +297,17 @@ class ProxySocket:
     """
 
     def __init__(self, connection: Connection, blocks: SentBlocks) -> None:
+        super().__init__()
         self._connection = connection
         self._blocks = blocks
-        self._pid = process_id.current()
-        self._frames: deque[bytes] = deque()  # received by `told_to_stop`
         self._sending: queue.Queue[_Packed | None] = queue.Queue(_WAITING)
         self._thread = threading.Thread(target=self._send_all, name="fastq_loader: sending", daemon=True)
         self._thread.start()
 
-    # ---- in -----------------------------------------------------------------------------------
-
-    def receive(self, block: bool) -> Task | Epoch | Space | Stop | Ping | None:
-        """Return the next message; without `block`, None if none has arrived.
-
-        Raises:
-            Lost: the connection has ended.
-        """
-        process_id.stay_in(self._pid)
-        payload = self._frames.popleft() if self._frames else self._payload(block)
-        if payload is None:
-            return None
-        message = decode_for_worker(payload)
-        assert not isinstance(message, Bundle), "these are for workers of the consumer's machine"
-        return message
-
-    def _payload(self, block: bool) -> bytes | None:
+    def _frame(self, block: bool) -> bytes | None:
+        """As in the base class. Raises Lost if the connection has ended."""
         frame = self._connection.receive(block)
         return None if frame is None else frame.payload
-
-    def told_to_stop(self) -> bool:
-        """Whether a Stop has arrived and was not read; it stays in the queue."""
-        process_id.stay_in(self._pid)
-        while (payload := self._payload(block=False)) is not None:
-            self._frames.append(payload)
-        return encode(Stop()) in self._frames
-
-    # ---- out ----------------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
         """Send an answer after those already queued.
