@@ -110,10 +110,9 @@ class TreeFlattener:
         if kind is _TENSOR or kind is _ARRAY:
             if self.is_leaf(value):
                 return "L", self.add_leaf(value)
-        elif kind is int:
-            if fits_64_bits(value):
-                self.values.append(value)
-                return "V"
+        elif kind is int and fits_64_bits(value):
+            self.values.append(value)
+            return "V"
         elif kind in _NUMBERS or (kind in _TEXTS and len(value) <= LONGEST):
             if kind in _TEXTS:
                 self._add_text(len(value))
