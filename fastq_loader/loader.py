@@ -406,9 +406,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         >>> with loader.trace("epoch.json"):
         ...     batches = list(loader)
 
-        Open the file with https://ui.perfetto.dev or chrome://tracing: it has tracks for the consumer, each
-        worker, the batches in flight and copies to the device. It is written continuously, so that it can be
-        opened after a crash, too. A batch takes about 1 kB.
+        Open the file with https://ui.perfetto.dev: it has tracks for the consumer, each worker, the batches
+        in flight and copies to the device. It is written continuously, so that it can be opened after a
+        crash, too. A batch takes about 1 kB.
 
         Args:
             path: path of the file, which is overwritten.

@@ -21,26 +21,24 @@ which a worker maps before it writes to them, also count as memory.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import replace
-from itertools import accumulate
+from collections import defaultdict, deque
+from math import log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastq_loader.ipc.messages import EMPTY, decode_index
+from fastq_loader.ipc.messages import EMPTY
 from fastq_loader.statistics import records
-from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics, Histogram, LateBatch
+from fastq_loader.statistics.deliveries import LateBatches, ReadyCounts
+from fastq_loader.statistics.snapshots import CAUSES, PER_OCTAVE, EpochStatistics, Histogram, LateBatch
 
 if TYPE_CHECKING:
     from fastq_loader.ipc.messages import Answer
 
-#: Parts of an epoch for which ready batches are counted, and their initial width in nanoseconds.
-_PARTS, _WIDTH = 64, 1 << 24
 #: First batches of each worker that are compared with other workers'.
 FIRST_BATCHES = 8
 #: Last batches whose costs are available to the model.
 _KEPT = 1024
-#: Batches that `statistics()` names as late.
-_LATE = 10
+#: Kinds of calls whose own work is the transport's; that of the others is start-up.
+_WHILE_BATCHES_COME = records.NEXT, records.CUT, records.PART, records.DROP
 
 
 class Cost(NamedTuple):
@@ -72,7 +70,6 @@ class EpochCounters:
         in_transit: the part of the transport's nanoseconds that was waiting; the rest is work of `next()`.
         cpu: CPU time that this process used in the epoch, in nanoseconds, at the last measurement.
         over: there is no further batch.
-        late: (epoch, batch) → a batch that held up others; the worst ones.
     """
 
     def __init__(self, epoch: int, now: int, cpu: int = 0) -> None:
@@ -84,17 +81,13 @@ class EpochCounters:
         self._costs: deque[tuple[int, int, int]] = deque(maxlen=_KEPT)
         self._loads = self._load = 0  # batches with known costs, and nanoseconds to load them
         self.by_cause = dict.fromkeys(CAUSES, 0)
-        self.late: dict[tuple[int, int], LateBatch] = {}
-        self._held_up: dict[int, Any] = {}  # batches that hold up others → their indices
         self._calls = Histogram()
-        self._began = self._left = now
+        self._ready = ReadyCounts(now)
+        self._late = LateBatches()
+        self._left = now
         self._sent: dict[int, int] = {}  # batch → when its task was sent
         self._previous: dict[int, int] = {}  # batch → when its worker had finished the previous one, or 0
-        self._finished: dict[int, int] = {}  # worker → when it had finished its last one
-        # For each part of the epoch: the change in the number of ready batches, and the nanoseconds from each
-        # change to the end of the part, summed; negative for a delivery.
-        self._changes, self._rests = [0], [0]
-        self._width = _WIDTH
+        self._finished = defaultdict[int, int](int)  # worker → when it had finished its last one
 
     def used_cpu(self, cpu: int, over: bool = False) -> None:
         """Set the CPU time that this process has used so far; ignored once the epoch is over."""
@@ -105,144 +98,89 @@ class EpochCounters:
 
     def fold(self, record: records.Record) -> None:
         """Count a record of this epoch."""
-        kind, _, began, ended, _, steps = record[:6]
-        by_cause, waits, counted = self.by_cause, records.NONE, 0
+        kind, _, began, ended, _, steps, *more = record
+        waits: list[Any] = []
+        by_cause, counted = self.by_cause, 0
         for step in steps:
-            what = step[0]
-            if what == records.ANSWERED:
-                # By position, which is several times as fast as by name.
-                _, worker, process, answer = step
-                seq, started, finished, load = answer[1], answer[4], answer[5], answer[12] - answer[4]
-                previous, self._finished[worker.id] = self._finished.get(worker.id, 0), finished
-                sent = self._sent.pop(seq, started)
-                worker.answered(answer, sent if previous else 0, process)
-                if answer[3] not in EMPTY:
-                    self._previous[seq] = previous
-                    self._costs.append((seq, load, finished - started - load))
-                    self._loads, self._load = self._loads + 1, self._load + load
-            elif what in by_cause:
-                by_cause[what] += step[2] - step[1]
-                counted += step[2] - step[1]
-                if what == records.LOADED:
-                    self._count_load(*step[1:4])
-                elif what == records.DREW:
-                    for seq in step[3]:
-                        self._sent[seq] = step[2]
-            elif what == records.WAITED:
-                waits += (step,)
-            elif what == records.STALE:
-                step[1].answered(step[3], process=step[2])
-        if not began:  # outside of calls
-            return
-        by_cause["consumer"] += began - self._left
-        answer, own = record[6] if kind == records.NEXT else None, "transport"
-        if waits:
-            counted += self._count_waits(waits, answer)
-        if kind == records.NEXT:
-            self.batches += 1
-            self._calls.add(ended - began)
-            if answer is not None:
-                self._count_ready(answer, ended)
-        elif kind == records.PART or kind == records.DROP:
-            ended = began + counted  # the duration of the call is unknown
-        elif kind != records.CUT:
-            own = "start_up"
-        by_cause[own] += ended - began - counted
-        self._left = ended
-        if kind == records.END:
-            self.used_cpu(record[6], over=True)
+            match step:
+                case records.ANSWERED, worker, process, answer:
+                    previous, self._finished[worker.id] = self._finished[worker.id], answer.finished
+                    sent = self._sent.pop(answer.seq, answer.started)
+                    worker.answered(answer, sent if previous else 0, process)
+                    if answer.kind not in EMPTY:
+                        load = answer.collated - answer.started
+                        self._previous[answer.seq] = previous
+                        self._costs.append((answer.seq, load, answer.finished - answer.collated))
+                        self._loads, self._load = self._loads + 1, self._load + load
+                case records.DREW, since, until, seqs:
+                    by_cause["sampler"] += until - since
+                    counted += until - since
+                    for seq in seqs:
+                        self._sent[seq] = until
+                case records.DEVICE, since, until:
+                    by_cause["device_copy"] += until - since
+                    counted += until - since
+                case records.LOADED, since, until, seq, _:
+                    self._count_load(since, until, seq)
+                    counted += until - since
+                case records.WAITED, *wait:
+                    waits += (wait,)
+                case records.STALE, worker, process, answer:
+                    worker.answered(answer, process=process)
+        if began:  # else outside of calls
+            self._count_call(kind, began, ended, waits, counted, more)
 
     def _count_load(self, began: int, ended: int, seq: int) -> None:
         """Count a batch that the call loaded itself."""
+        self.by_cause["workers"] += ended - began
         self.waited += ended - began
         self._costs.append((seq, ended - began, 0))
         self._loads += 1
         self._load += ended - began
 
-    # ---- causes of waits ----------------------------------------------------------------------
-
-    def _count_waits(self, waits: tuple[records.Step, ...], answer: Answer | None) -> int:
-        """Count the causes of a call's waits, and return their nanoseconds; the rest is the transport's.
-        `answer`: of the batch that ended them, if any."""
-        counted = 0
-        for _, began, ended, cause, seq, index in waits:
-            self.waited += ended - began
-            if cause == "head_of_line":
-                late = self.late.get((self.epoch, seq), LateBatch(self.epoch, seq, 0.0))
-                self._keep(replace(late, seconds=late.seconds + (ended - began) / 1e9))
-                self._held_up[seq] = index
-            lost = {cause: ended - began}
+    def _count_call(
+        self, kind: str, began: int, ended: int, waits: list[Any], counted: int, more: list[Any]
+    ) -> None:
+        """Count the time of a call, of which so many nanoseconds are counted already."""
+        self.by_cause["consumer"] += began - self._left
+        answer = None
+        if kind == records.NEXT:
+            answer, _, _ = more
+        for wait in waits:
+            counted += self._count_wait(*wait, answer)
+        if kind == records.NEXT:
+            self.batches += 1
+            self._calls[int(PER_OCTAVE * log2(ended - began or 1))] += 1
             if answer is not None:
-                lost = _lost_to(cause, began, ended, answer, self._previous.get(answer.seq, 0))
-            for each, nanoseconds in lost.items():
-                self.by_cause[each] += nanoseconds
-                counted += nanoseconds
-            self.in_transit += ended - began - sum(lost.values())
+                self._previous.pop(answer.seq, 0)
+                if answer.seq in self._late.indices:
+                    self._late.delivered(self.epoch, answer)
+                self._ready.add(answer.finished, ended)
+        elif kind == records.PART or kind == records.DROP:
+            ended = began + counted  # the duration of the call is unknown
+        elif kind == records.END:
+            (cpu,) = more
+            self.used_cpu(cpu, over=True)
+        own = "transport" if kind in _WHILE_BATCHES_COME else "start_up"
+        self.by_cause[own] += ended - began - counted
+        self._left = ended
+
+    def _count_wait(
+        self, began: int, ended: int, cause: str, seq: int, index: Any, answer: Answer | None
+    ) -> int:
+        """Count the causes of a wait, and return their nanoseconds; the rest is the transport's. `answer`: of
+        the batch that ended it, if any."""
+        self.waited += ended - began
+        if cause == "head_of_line":
+            self._late.held_up(self.epoch, seq, index, ended - began)
+        lost = {cause: ended - began}
+        if answer is not None:
+            lost = _lost_to(cause, began, ended, answer, self._previous.get(answer.seq, 0))
+        for each, nanoseconds in lost.items():
+            self.by_cause[each] += nanoseconds
+        counted = sum(lost.values())
+        self.in_transit += ended - began - counted
         return counted
-
-    def _keep(self, late: LateBatch) -> None:
-        self.late[late.epoch, late.batch] = late
-        if len(self.late) > 2 * _LATE:
-            self.late = {(each.epoch, each.batch): each for each in self.worst()}
-
-    def worst(self) -> list[LateBatch]:
-        """The batches that held up others longest, the worst first."""
-        return sorted(self.late.values(), key=lambda late: -late.seconds)[:_LATE]
-
-    def _came_late(self, answer: Answer, index: Any) -> None:
-        """Complete the entry of a batch that held up others, from its answer and its index."""
-        late = self.late.get((self.epoch, answer.seq))
-        if late is None:
-            return
-        sample = None
-        if answer.slowest and type(index) is list and answer.slowest_at < len(index):
-            sample = index[answer.slowest_at]
-        self._keep(
-            replace(
-                late,
-                load_seconds=(answer.finished - answer.started) / 1e9,
-                sample=sample,
-                sample_seconds=answer.slowest / 1e9,
-            )
-        )
-
-    # ---- how far the workers are ahead --------------------------------------------------------
-
-    def _count_ready(self, answer: Answer, now: int) -> None:
-        """Count a batch that is delivered now, and has been ready since its answer."""
-        seq = answer[1]
-        self._previous.pop(seq, 0)
-        if seq in self._held_up:
-            self._came_late(answer, decode_index(self._held_up.pop(seq)))
-        begin, end = answer[5] - self._began, now - self._began
-        if begin < 0:
-            begin = 0
-        elif begin > end:  # all processes should have the same clock
-            begin = end
-        while end >= _PARTS * self._width:
-            self._double_width()
-        width, changes, rests = self._width, self._changes, self._rests
-        last, part = end // width, begin // width
-        while last >= len(changes):
-            changes.append(0)
-            rests.append(0)
-        changes[part] += 1
-        rests[part] += (part + 1) * width - begin
-        changes[last] -= 1
-        rests[last] -= (last + 1) * width - end
-
-    def _double_width(self) -> None:
-        width, changes, rests = self._width, [*self._changes, 0], [*self._rests, 0]
-        firsts = range(0, len(self._changes), 2)
-        self._rests = [rests[at] + changes[at] * width + rests[at + 1] for at in firsts]
-        self._changes = [changes[at] + changes[at + 1] for at in firsts]
-        self._width = 2 * width
-
-    def _ready(self) -> list[int]:
-        """Ready batches times nanoseconds, for each part of the epoch."""
-        width, changes, rests = self._width, list(self._changes), list(self._rests)
-        before = accumulate(changes, initial=0)
-        return [count * width + rest for count, rest in zip(before, rests, strict=False)]
 
     # ---- reading ------------------------------------------------------------------------------
 
@@ -255,7 +193,11 @@ class EpochCounters:
             self.by_cause[cause] += nanoseconds
         self.waited += other.waited
         for late in other.worst():
-            self._keep(late)
+            self._late.keep(late)
+
+    def worst(self) -> list[LateBatch]:
+        """The batches that held up others longest, the worst first."""
+        return self._late.worst()
 
     @property
     def costs(self) -> list[Cost]:
@@ -275,11 +217,7 @@ class EpochCounters:
         return sum(self.by_cause.values())
 
     def snapshot(self) -> EpochStatistics:
-        """The counts so far. May be called on any thread, so it reads growing data only once."""
-        ready = self._ready()
-        widths = [self._width] * (len(ready) - 1)
-        widths.append(max(1, self.nanoseconds - sum(widths)))
-        parts = zip(ready, widths, strict=True)
+        """The counts so far. May be called on any thread."""
         seconds = {f"{cause}_seconds": self.by_cause[cause] / 1e9 for cause in CAUSES}
         waits = {f"wait_p{percent}": self._calls.percentile(percent) for percent in (50, 95, 99)}
         return EpochStatistics(
@@ -287,7 +225,7 @@ class EpochCounters:
             batches=self.batches,
             seconds=self.nanoseconds / 1e9,
             cpu_seconds=self.cpu / 1e9,
-            ready=tuple(round(batches / width, 2) for batches, width in parts),
+            ready=self._ready.averages(self.nanoseconds),
             **seconds,
             **waits,
         )
@@ -302,7 +240,7 @@ def _lost_to(cause: str, began: int, ended: int, answer: Answer, previous: int) 
         answer: of the batch that ended it.
         previous: when the worker of that batch had finished its previous one, or 0.
     """
-    started, finished, collated = answer[4], answer[5], answer[12]
+    started, finished, collated = answer.started, answer.finished, answer.collated
     lost, left, total = dict[str, int](), ended - began, finished - started or 1
     busy = 0  # with the previous batch, which is assumed to be like this one
     if previous:
@@ -313,8 +251,8 @@ def _lost_to(cause: str, began: int, ended: int, answer: Answer, previous: int) 
     if cause != "workers":
         return lost | {cause: left}
     loading = _overlap(began, ended, started, collated) + busy * (collated - started) // total
-    if answer[13]:
-        share = min(1.0, answer[13] / total)
+    if answer.new_memory:
+        share = min(1.0, answer.new_memory / total)
         packing = _overlap(began, ended, collated, finished) + busy * (finished - collated) // total
         lost["memory"] = round((loading + packing) * share)
         loading -= round(loading * share)

@@ -10,6 +10,10 @@ same for all processes of a machine. `thread` is the id of the calling thread, 0
 are folded many at a time: between two batches the counting code is not in a CPU's cache, and would take more
 than twice as long.
 
+They are tuples, because creating an object of a class is a call, and `next()` creates several for each batch
+(`tests/end_to_end/test_calls.py` has the budget). The folds give names to the parts by `match`, with the
+layouts below.
+
     record    more                 created when
     ITER                           `iter()` returns
     NEXT      answer, seq, error   `next()` is about to return a batch, or to raise in the place of batch seq
@@ -43,15 +47,11 @@ from typing import Any
 
 Record = tuple[Any, ...]
 Step = tuple[Any, ...]
-NONE: tuple[Step, ...] = ()
 
 ITER, NEXT, CUT, END = "iter", "next", "cut", "end"
 CLOSE, PART, DROP, COPY = "close", "part", "drop", "copy"
-#: The first three are named after the cause that their time counts for.
-DREW, DEVICE, LOADED = "sampler", "device_copy", "workers"
-WAITED, ANSWERED, STALE, REPLACED = "waited", "answered", "stale", "replaced"
-#: Steps that take time.
-SPANS = (DREW, DEVICE, LOADED, WAITED)
+DREW, DEVICE, LOADED, WAITED = "drew", "device", "loaded", "waited"
+ANSWERED, STALE, REPLACED = "answered", "stale", "replaced"
 
 
 def cause_of_wait(behind: int, blocked: bool, least: int) -> str:

@@ -6,8 +6,8 @@ subclasses of them.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields
-from math import log2
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # else mypy would not allow mutable subclasses
@@ -27,36 +27,29 @@ CAUSES = (
     "start_up",
 )
 
-_PER_OCTAVE = 16
+#: Buckets of a histogram per factor of two.
+PER_OCTAVE = 16
 
 
-class Histogram:
-    """Counts of durations in nanoseconds, for percentiles without storing every value. A bucket is 1/16 of an
-    octave wide, so a percentile is within 3 % of the value (half a bucket, 2^(1/32)). HdrHistogram does the
-    same with linear buckets."""
+class Histogram(Counter[int]):
+    """Counts of durations, for percentiles without storing every value.
 
-    __slots__ = ("_counts",)
-
-    def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
-
-    def add(self, nanoseconds: int) -> None:
-        """Count one duration; values below 1 count as 1."""
-        bucket = int(_PER_OCTAVE * log2(nanoseconds)) if nanoseconds > 1 else 0
-        self._counts[bucket] = self._counts.get(bucket, 0) + 1
+    A key is the number of a bucket, `int(PER_OCTAVE * log2(nanoseconds))`. A bucket is 1/16 of an octave
+    wide, so a percentile is within 3 % of the value (half a bucket, 2^(1/32)). HdrHistogram does the same
+    with linear buckets.
+    """
 
     def include(self, other: Histogram) -> None:
-        """Add the counts of another histogram."""
-        for bucket, count in list(other._counts.items()):
-            self._counts[bucket] = self._counts.get(bucket, 0) + count
+        """Add the counts of another histogram, which may be growing."""
+        self.update(dict(other))
 
     def percentile(self, percent: float) -> float:
         """The duration in seconds that `percent` percent of all do not exceed; 0.0 without durations."""
-        left = percent / 100 * sum(self._counts.values())
-        for bucket, count in sorted(self._counts.items()):
+        left = percent / 100 * sum(self.values())
+        for bucket, count in sorted(self.items()):
             left -= count
             if left <= 0:
-                return float(2 ** ((bucket + 0.5) / _PER_OCTAVE)) / 1e9
+                return float(2 ** ((bucket + 0.5) / PER_OCTAVE)) / 1e9
         return 0.0
 
 

@@ -39,15 +39,15 @@ class WorkerCounters(MutableFields, WorkerStatistics):
         """
         if process != self._process:
             self._process, self._finished, self.cpu_marks = process, 0, ()
-        started, finished, fetched, collated = answer[4], answer[5], answer[11], answer[12]
+        started, finished, collated = answer.started, answer.finished, answer.collated
         self.batches += 1
         self.work_seconds += (finished - started) / 1e9
         if collated:  # else nothing was loaded
-            self.fetch_seconds += (fetched - started) / 1e9
-            self.collate_seconds += (collated - fetched) / 1e9
+            self.fetch_seconds += (answer.fetched - started) / 1e9
+            self.collate_seconds += (collated - answer.fetched) / 1e9
             self.packing_seconds += (finished - collated) / 1e9
-            self.new_memory_seconds += answer[13] / 1e9
-        if answer[14]:
+            self.new_memory_seconds += answer.new_memory / 1e9
+        if answer.cpu:
             self.cpu_seconds = answer.cpu / 1e9
             mark = (answer.cpu + answer.cpu_wait) / 1e9, self.work_seconds
             self.cpu_marks = (*self.cpu_marks[:1], mark)

@@ -1,4 +1,4 @@
-"""Traces: the activity of a loader, as a file for Perfetto and chrome://tracing.
+"""Traces: the activity of a loader, as a file for Perfetto.
 
 Runs in the consumer. `trace` has the context manager behind `DataLoader.trace`, and writes the file.
 """

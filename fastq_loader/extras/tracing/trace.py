@@ -3,16 +3,15 @@
 Runs in the consumer, wherever records are folded: on the threads that call `next()`, and on any other thread
 that reads the statistics. A trace may end on any thread.
 
-The file is in the JSON array format of the Trace Event Format
+Perfetto opens the file: an array of JSON in the Trace Event Format
 (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU). A time is written as
 nanoseconds with the exponent of a microsecond, "12345e-3", which costs a third of a decimal fraction. Each
 worker has a row, and so has each thread that iterates. Spans of one row never overlap in part, because
-viewers drop such spans. So a span is written when it has ended. Batches in flight and copies may overlap, so
-they are asynchronous events, which viewers lay out themselves.
+Perfetto drops such spans. So a span is written when it has ended. Batches in flight and copies may overlap,
+so they are asynchronous events, which Perfetto lays out itself.
 
-Viewers open a file that is cut off, because they accept an array without an end. So each write consists of
-whole events, and is passed to the system at once. If the consumer is killed, only events that were not
-written yet are lost.
+Perfetto accepts an array without an end. So each write consists of whole events, and is passed to the system
+at once. If the consumer is killed, only events that were not written yet are lost.
 """
 
 from __future__ import annotations
@@ -54,6 +53,12 @@ _OTHERS = {ENDED: "end of the stream", SKIPPED: "skip", PASSED: "pass over", LEF
 #: Span names of calls, and names of the marks at the end of an epoch.
 _CALLS = {records.ITER: "iter", records.NEXT: "next", records.CUT: "next", records.END: "next"}
 _OVER = {records.END: "ends", records.DROP: "is broken off"}
+#: Steps that take time.
+_SPANS = records.DREW, records.DEVICE, records.LOADED, records.WAITED
+
+#: Events as they are written, each after the one before it. Others are rare, and `json` writes them.
+_SPAN = ',\n{"ph":"X","pid":%d,"tid":%d,"name":"%s","ts":%de-3,"dur":%de-3%s}'
+_READY = ',\n{"ph":"C","pid":%d,"name":"ready","ts":%de-3,"args":{"batches":%d}}'
 
 #: Batches in flight of an epoch, with the times when their tasks were sent, and which have arrived.
 _Batches = tuple[dict[int, int], set[int]]
@@ -132,12 +137,9 @@ class Recorder:
         self._far: dict[tuple[int, int, str], int] = {}  # process here, process there, machine → row
         self._named: set[int] = set()  # rows that have a name
         self._asynchronous = 0  # number of asynchronous spans so far
-        self._span = f'{{"ph":"X","pid":{pid},"tid":%d,"name":"%s","ts":%de-3,"dur":%de-3%s}}'
-        self._ready = f'{{"ph":"C","pid":{pid},"name":"ready","ts":%de-3,"args":{{"batches":%d}}}}'
-        self._lines: list[str] = []
         about = {"name": f"DataLoader (pid {pid})", "origin_ns": self.origin}
-        self._event("M", 0, "process_name", about)
-        self._before = b"[\n"  # separator before the next event in the file
+        first = {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": about}
+        self._events = [f"[\n{json.dumps(first)}"]  # not written yet
 
     # ---- the file -------------------------------------------------------------------------------
 
@@ -145,14 +147,13 @@ class Recorder:
         """Write the events so far, followed by `after`."""
         if self._pid != process_id.current():  # a forked child: the lock may be another thread's
             self._counters.follow()
-            self._lines.clear()
+            self._events.clear()
             return
         with self._lock:
             if self._over:  # another thread was folding when the trace ended
                 return
-            lines, self._lines, self._written = self._lines, [], now
-            data = self._before + ",\n".join(lines).encode("ascii") if lines else b""
-            data, self._before = data + after, b",\n"
+            events, self._events, self._written = self._events, [], now
+            data = "".join(events).encode("ascii") + after
             try:
                 while data and self._failure is None:
                     data = data[os.write(self._fd, data) :]
@@ -181,7 +182,7 @@ class Recorder:
 
     def _event(self, ph: str, row: int, name: str, about: dict[str, object], **more: object) -> None:
         event = {"ph": ph, "pid": self._pid, "tid": row, "name": name, "args": about}
-        self._lines.append(json.dumps(event | more))
+        self._events.append(f",\n{json.dumps(event | more)}")
 
     def _name_row(self, row: int, name: str, order: int) -> None:
         self._named.add(row)
@@ -210,7 +211,8 @@ class Recorder:
 
     def _add(self, row: int, name: str, began: int, ended: int, about: str = "") -> None:
         if self.origin <= began <= ended:  # not if the trace began in the middle of it
-            self._lines.append(self._span % (row, name, began - self.origin, ended - began, about))
+            since = began - self.origin
+            self._events.append(_SPAN % (self._pid, row, name, since, ended - began, about))
 
     def _add_asynchronous(self, name: str, began: int, ended: int, about: str) -> None:
         """A span that may overlap others of its name."""
@@ -218,7 +220,7 @@ class Recorder:
             self._asynchronous += 1
             which = f'"pid":{self._pid},"cat":"{name}","id":{self._asynchronous},"name":"{name}"'
             for phase, when, more in (("b", began, about), ("e", ended, "")):
-                self._lines.append(f'{{"ph":"{phase}",{which},"ts":{when - self.origin}e-3{more}}}')
+                self._events.append(f',\n{{"ph":"{phase}",{which},"ts":{when - self.origin}e-3{more}}}')
 
     def _mark(self, row: int, name: str, now: int, scope: str = "p", **about: object) -> None:
         if now >= self.origin:
@@ -228,9 +230,10 @@ class Recorder:
 
     def fold(self, record: records.Record) -> None:
         """Add the events of a record."""
-        kind, epoch, began, ended, thread, steps = record[:6]
+        kind, epoch, began, ended, thread, steps, *more = record
         if kind == records.COPY:
-            self._add_asynchronous("copy to the device", began, ended, f',"args":{{"bytes":{record[6]}}}')
+            (nbytes,) = more
+            self._add_asynchronous("copy to the device", began, ended, f',"args":{{"bytes":{nbytes}}}')
             return
         row = self._consumer(thread)
         if kind == records.CLOSE:
@@ -246,55 +249,55 @@ class Recorder:
         batches = self._epochs[epoch] or ({}, set())
         for step in steps:
             self._add_step(step, epoch, row, batches)
-        which = _about(epoch)
-        if kind == records.NEXT:
-            _, seq, error = record[6:]
-            if error is not None:
-                name = type(error).__name__ + ("" if seq is None else f" at batch {seq}")
-                self._mark(row, name, ended - 1, "t", about=shorten(error, 400))
-            if seq is not None:
-                which = _about(epoch, seq)
-                self._steps[row] = ended, which
-                self._hand_out(seq, which, ended, *batches)
-        elif kind in _OVER and self._epochs[epoch] is not None:
+        which = self._add_outcome(record, row, batches) if kind == records.NEXT else _about(epoch)
+        if kind in _OVER and self._epochs[epoch] is not None:
             self._epochs[epoch] = None
             self._mark(row, f"epoch {epoch} {_OVER[kind]}", ended)
-            self._lines.append(self._ready % (ended - self.origin, 0))
+            self._events.append(_READY % (self._pid, ended - self.origin, 0))
         if kind == records.CUT:  # its end is unknown, but not before its last step
-            ended = max([began, *(step[2] for step in steps if step[0] in records.SPANS)])
+            ended = max([began, *(until for what, _, until, *_ in steps if what in _SPANS)])
         if kind in _CALLS:
             self._add(row, _CALLS[kind], began, ended, which)
             if ended - self._written >= _EVERY:
                 self._write(ended)
 
-    def _hand_out(self, seq: int, which: str, now: int, sent: dict[int, int], ready: set[int]) -> None:
+    def _add_outcome(self, record: records.Record, row: int, batches: _Batches) -> str:
+        """Add what `next()` returned or raised. Returns the arguments of its span."""
+        _, epoch, _, now, _, _, _, seq, error = record
+        if error is not None:
+            name = type(error).__name__ + ("" if seq is None else f" at batch {seq}")
+            self._mark(row, name, now - 1, "t", about=shorten(error, 400))
+        if seq is None:
+            return _about(epoch)
+        which, (sent, ready) = _about(epoch, seq), batches
+        self._steps[row] = now, which
         since = sent.pop(seq, now)
         if seq in ready:  # not in it: an error of this process
             ready.discard(seq)
             self._add_asynchronous("batch", since, now, which)
-            self._lines.append(self._ready % (now - self.origin, len(ready)))
+            self._events.append(_READY % (self._pid, now - self.origin, len(ready)))
+        return which
 
     def _add_step(self, step: records.Step, epoch: int, row: int, batches: _Batches) -> None:
-        what, began, ended = step[:3]
-        if what == records.ANSWERED:
-            self._add_answer(epoch, batches, *step[1:])
-        elif what == records.DREW:
-            if began != ended:  # equal if tasks were sent again
-                self._add(row, "sampler", began, ended)
-            for seq in step[3]:
-                batches[0].setdefault(seq, ended)
-        elif what == records.DEVICE:
-            self._add(row, "device", began, ended)
-        elif what == records.WAITED:
-            self._add(row, f"wait: {step[3].replace('_', ' ')}", began, ended)
-        elif what == records.LOADED:
-            which = _about(epoch, step[3])
-            fetched = max(began, step[4])  # an earlier batch's time, if loading failed
-            self._add(row, "fetch", began, fetched, which)
-            self._add(row, "collate", fetched, ended, which)
-        elif what == records.REPLACED:
-            _, now, worker, pid, report = step
-            self._mark(self._worker(worker, pid), f"worker {worker} was replaced", now, about=report)
+        match step:
+            case records.ANSWERED, worker, pid, answer:
+                self._add_answer(epoch, batches, worker, pid, answer)
+            case records.DREW, began, ended, seqs:
+                if began != ended:  # equal if tasks were sent again
+                    self._add(row, "sampler", began, ended)
+                for seq in seqs:
+                    batches[0].setdefault(seq, ended)
+            case records.DEVICE, began, ended:
+                self._add(row, "device", began, ended)
+            case records.WAITED, began, ended, cause, _, _:
+                self._add(row, f"wait: {cause.replace('_', ' ')}", began, ended)
+            case records.LOADED, began, ended, seq, fetched:
+                which = _about(epoch, seq)
+                fetched = max(began, fetched)  # an earlier batch's time, if loading failed
+                self._add(row, "fetch", began, fetched, which)
+                self._add(row, "collate", fetched, ended, which)
+            case records.REPLACED, now, worker, pid, report:
+                self._mark(self._worker(worker, pid), f"worker {worker} was replaced", now, about=report)
 
     def _add_answer(
         self, epoch: int, batches: _Batches, worker: WorkerCounters, pid: int, answer: Answer
