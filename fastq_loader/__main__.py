@@ -14,9 +14,8 @@ import importlib
 import io
 import json
 import os
-import pdb
+import pdb as debugger
 import platform
-import select
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -35,102 +34,94 @@ from fastq_loader.extras.tools.tuning import checked, tune
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m fastq_loader", description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--version", action="version", version=_versions())
-    commands = parser.add_subparsers(dest="command")
-    for name, about, add in (
-        ("tune", "find the fastest setting of a loader by trying", _add_tune),
-        ("compare", "compare torch's loader with this one, batch by batch and in speed", _add_compare),
-        ("replay", "load a batch of an epoch again, in this process", _add_replay),
-        ("doctor", "check what workers need from this machine, and print what to change", None),
-    ):
-        command = commands.add_parser(name, help=about)
-        if add is not None:
-            command.add_argument(
-                "loader", metavar="MODULE:NAME", help="a DataLoader, or a function that makes one"
-            )
-            add(command)
-    options = parser.parse_args(argv)
-    if options.command is None:
+    parser = _parser()
+    arguments = vars(parser.parse_args(argv))
+    run = arguments.pop("run", None)
+    if run is None:
         parser.print_help()
         return 0
-    command = commands.choices[options.command]
     try:
-        if options.command == "doctor":
-            return doctor.report()
-        named = find(options.loader)
-        status: int = options.run(named() if callable(named) else named, options)
+        if "loader" in arguments:
+            named = find(arguments["loader"])
+            arguments["loader"] = named() if callable(named) else named
+        status: int = run(**arguments)
     except WrongUse as error:
-        command.error(str(error))
+        parser.error(str(error))
     except KeyboardInterrupt:
         return 130
     return status
 
 
-def _versions() -> str:
+def _parser() -> argparse.ArgumentParser:
+    """The options of each command have the names of the arguments of its function."""
     try:
         version = metadata.version("fastq_loader")
     except metadata.PackageNotFoundError:
         version = "in a folder, not installed"
-    return f"fastq_loader {version}, torch {torch.__version__}, Python {platform.python_version()}"
+    version = f"fastq_loader {version}, torch {torch.__version__}, Python {platform.python_version()}"
+    parser = argparse.ArgumentParser(prog="python -m fastq_loader", description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers()
+    loader, step = argparse.ArgumentParser(add_help=False), argparse.ArgumentParser(add_help=False)
+    loader.add_argument("loader", metavar="MODULE:NAME", help="a DataLoader, or a function that makes one")
+    step.add_argument("--step-seconds", type=float, default=0.0, help="of a training step")
+
+    about = "find the fastest setting of a loader by trying"
+    tune = commands.add_parser("tune", parents=[loader, step], help=about)
+    tune.set_defaults(run=_tune)
+    tune.add_argument("--seconds", type=float, default=30, help="to spend on it (default: %(default)s)")
+    tune.add_argument("--start-methods", nargs="+", metavar="METHOD", help="fork, spawn, forkserver")
+    tune.add_argument("--schedules", nargs="+", metavar="SCHEDULE", help="round_robin, dynamic")
+    tune.add_argument("--max-workers", type=int, help="the most to try")
+    tune.add_argument("--quiet", action="store_true", help="show no progress")
+
+    about = "compare torch's loader with this one, batch by batch and in speed"
+    compare = commands.add_parser("compare", parents=[loader, step], help=about)
+    compare.set_defaults(run=_compare)
+    compare.add_argument("--epochs", type=int, default=1, help="of each pass (default: %(default)s)")
+    compare.add_argument("--batches", type=int, help="of each epoch, at most; all if it is not given")
+
+    about = "load a batch of an epoch again, in this process"
+    replay = commands.add_parser("replay", parents=[loader], help=about)
+    replay.set_defaults(run=_replay)
+    replay.add_argument("state", metavar="STATE", help="a file with the state_dict() of that epoch")
+    replay.add_argument("--batch", type=int, required=True, help="its number in the epoch, from 0 on")
+    replay.add_argument("--pdb", action="store_true", help="stop in __getitem__ of its first sample")
+    replay.add_argument("--save", metavar="FILE", help="write the batch with torch.save")
+
+    about = "check what workers need from this machine, and print what to change"
+    commands.add_parser("doctor", help=about).set_defaults(run=doctor.report)
+    return parser
 
 
-def _add_tune(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--seconds", type=float, default=30, help="to spend on it (default: %(default)s)")
-    command.add_argument("--step-seconds", type=float, default=0.0, help="of a training step")
-    command.add_argument("--start-methods", nargs="+", metavar="METHOD", help="fork, spawn, forkserver")
-    command.add_argument("--schedules", nargs="+", metavar="SCHEDULE", help="round_robin, dynamic")
-    command.add_argument("--max-workers", type=int, help="the most to try")
-    command.add_argument("--quiet", action="store_true", help="show no progress")
-    command.set_defaults(run=_tune)
-
-
-def _tune(loader: Any, options: argparse.Namespace) -> int:
-    arguments = loader, options.step_seconds, options.seconds
-    names = {"start_methods": options.start_methods, "schedules": options.schedules}
+def _tune(loader: Any, quiet: bool, **arguments: Any) -> int:
     with _typed():
-        checked(*arguments, **names, max_workers=options.max_workers)
-    print(tune(*arguments, **names, max_workers=options.max_workers, progress=not options.quiet))
+        checked(loader, **arguments)
+    print(tune(loader, **arguments, progress=not quiet))
     return 0
 
 
-def _add_compare(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--epochs", type=int, default=1, help="of each pass (default: %(default)s)")
-    command.add_argument("--step-seconds", type=float, default=0.0, help="of a training step")
-    command.add_argument("--batches", type=int, help="of each epoch, at most; all if it is not given")
-    command.set_defaults(run=_compare)
-
-
-def _compare(loader: Any, options: argparse.Namespace) -> int:
-    arguments = loader, options.epochs, options.step_seconds, options.batches
+def _compare(loader: Any, **arguments: Any) -> int:
     with _typed():
-        comparing.checked(*arguments)
-    print(found := comparing.compare(*arguments))
+        comparing.checked(loader, **arguments)
+    print(found := comparing.compare(loader, **arguments))
     return 0 if found.equal else 1
 
 
-def _add_replay(command: argparse.ArgumentParser) -> None:
-    command.add_argument("state", metavar="STATE", help="a file with the state_dict() of that epoch")
-    command.add_argument("--batch", type=int, required=True, help="its number in the epoch, from 0 on")
-    command.add_argument("--pdb", action="store_true", help="stop in __getitem__ of its first sample")
-    command.add_argument("--save", metavar="FILE", help="write the batch with torch.save")
-    command.set_defaults(run=_replay)
-
-
-def _replay(loader: Any, options: argparse.Namespace) -> int:
+def _replay(loader: Any, state: str, batch: int, pdb: bool, save: str | None) -> int:
     if not isinstance(loader, DataLoader):
-        raise WrongUse(f"{options.loader!r} is a {type(loader).__name__}, not a fastq_loader.DataLoader")
-    state = _read_state(options.state)
-    if not state:
-        raise WrongUse(f"STATE {options.state!r} is empty: save the result of state_dict() in mid-epoch")
-    with _typed(f"STATE {options.state!r}: "):
-        copy.copy(loader).load_state_dict(state, ignore=["num_workers"])
-    if options.pdb:
+        raise WrongUse(f"this is a {type(loader).__name__}, not a fastq_loader.DataLoader")
+    read = _read_state(state)
+    if not read:
+        raise WrongUse(f"STATE {state!r} is empty: save the result of state_dict() in mid-epoch")
+    with _typed(f"STATE {state!r}: "):
+        copy.copy(loader).load_state_dict(read, ignore=["num_workers"])
+    if pdb:
         _stop_in_first_sample(loader.dataset)
-    batch = loader.replay(options.batch, state=state)
-    if options.save:
-        torch.save(batch, options.save)
-    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+    found = loader.replay(batch, state=read)
+    if save:
+        torch.save(found, save)
+    for path, leaf in pytree.tree_flatten_with_path(found)[0]:
         print(f"batch{pytree.keystr(path)}: {_described(leaf)}")
     return 0
 
@@ -154,7 +145,7 @@ def _stop_in_first_sample(dataset: Any) -> None:
 
     def stop(self: Any, index: Any) -> Any:
         setattr(kind, name, method)
-        return pdb.runcall(method, self, index)
+        return debugger.runcall(method, self, index)
 
     setattr(kind, name, stop)
 
@@ -194,16 +185,15 @@ def find(name: str) -> Any:
     if not module or not path:
         raise WrongUse(f"{name!r} must be MODULE:NAME, as in my_training.data:make_loader")
     try:
-        found = importlib.import_module(module)
-        return attrgetter(path)(found)
+        return attrgetter(path)(importlib.import_module(module))
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module exists, but imports one that does not
-        raise WrongUse(f"module {module!r} of {name!r} was not found: {error}") from error
+        raise WrongUse(f"{name!r}: {error}") from error
     except AttributeError as error:
         if module not in sys.modules:
             raise
-        raise WrongUse(f"module {module!r} has no {path!r}") from error
+        raise WrongUse(f"{name!r}: {error}") from error
 
 
 def run() -> int:
@@ -212,17 +202,13 @@ def run() -> int:
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        if not (hasattr(select, "poll") and _reader_has_left()):  # Windows has neither poll nor SIGPIPE
-            raise  # it comes from user code
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its exit
-        return 128 + signal.SIGPIPE
+        try:
+            print(flush=True)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its exit
+            return 128 + signal.SIGPIPE
+        raise  # it comes from user code
     return status
-
-
-def _reader_has_left() -> bool:
-    poll = select.poll()
-    poll.register(1, 0)
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 if __name__ == "__main__":
