@@ -1,24 +1,18 @@
-"""Advice: improvements with their expected gain; and the hints that users get without asking.
+"""Advice: improvements with their expected gain.
 
 Pure. Each line of advice states the gain that the model expects. It is left out if the gain is below 5 %, or
-if the loader's other arguments make the proposal ineffective. A hint is a text derived from observations, or
-None. It rather misses a problem than raises a false alarm: it breaks runs in which warnings are errors.
+if the loader's other arguments make the proposal ineffective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import combinations
 from typing import Any
 
-from fastq_loader.api import FIRST_BATCHES, EpochCounters
 from fastq_loader.extras.insight.chooser import Limits, rank
-from fastq_loader.extras.insight.model import Costs, RunProfile, Setting, costs_of, seconds_per_batch
-
-#: The first batches of each worker: a digest of the data, and their size in bytes.
-FirstBatches = Mapping[int, Sequence[tuple[bytes, int]]]
+from fastq_loader.extras.insight.model import Costs, RunProfile, Setting
 
 #: Smaller gains are within the error of the model.
 _LEAST_GAIN = 1.05
@@ -32,20 +26,6 @@ _PLAIN = 100e-6
 _HIT, _HIT_BYTE, _CACHE = 25e-6, 0.1e-9, 0.5
 #: Minimum gain that justifies the memory of a cache.
 _LEAST_CACHED = 1.5
-
-# Of hints.
-#: This many samples agree by chance in one of 10^6 runs, even if each is one of two.
-_LEAST_SAMPLES = 20
-#: This many bytes of data agree by chance as seldom: three numbers.
-_LEAST_BYTES = 24
-#: Minimum number of different batches of a worker, if it has that many: repetitive data prove nothing.
-_LEAST_DIFFERENT = 3
-#: Minimum batches of an epoch, and seconds lost in it, for a hint.
-LEAST_BATCHES, _LEAST_SECONDS = 1000, 5.0
-#: Minimum factor by which the epoch would have to be faster.
-_LEAST_TIMES = 2
-#: Bytes of a window; a smaller one is not the cause of full memory.
-_LEAST_WINDOW = 64 << 20
 
 
 def advice(evidence: RunProfile, limits: Sequence[str]) -> tuple[str, ...]:
@@ -126,7 +106,7 @@ def _other_workers(case: _Case) -> Iterator[_Advised]:
         until = ", until the CPUs limit"
     free = int(case.evidence.cpus - costs.cpu / case.now + 0.1)
     cores = f"; {free} core{'s are' if free > 1 else ' is'} free" if free > 0 else ""
-    split = "" if now or not case.evidence.iterable else ", if the dataset is split among workers"
+    split = "" if now or not case.evidence.loader.iterable else ", if the dataset is split among workers"
     yield gain, f"num_workers {now} → {best}{split}: {_times(gain)}{until}{cores}"
 
 
@@ -144,7 +124,7 @@ def _no_start(case: _Case) -> Iterator[_Advised]:
     """Not if later epochs start no workers, nor if `iter(dataset)` may take the time: it would be called
     without workers, too."""
     epoch = case.evidence.epoch
-    if case.setting.num_workers and not (case.evidence.persistent or case.evidence.iterable):
+    if case.setting.num_workers and not (case.evidence.loader.persistent or case.evidence.loader.iterable):
         gain = epoch.seconds / (max(1, epoch.batches) * case.seconds(num_workers=0))
         yield gain, f"epochs as short as this: num_workers=0 is {_times(gain)} as fast"
 
@@ -152,9 +132,9 @@ def _no_start(case: _Case) -> Iterator[_Advised]:
 def _workers_stay(case: _Case) -> Iterator[_Advised]:
     epoch = case.evidence.epoch
     gain = epoch.seconds / max(epoch.seconds - epoch.start_up_seconds, 1e-9)
-    if case.setting.num_workers and not case.evidence.persistent:
+    if case.setting.num_workers and not case.evidence.loader.persistent:
         times = f"{_times(gain)} from the second epoch on"
-        if case.evidence.iterable:
+        if case.evidence.loader.iterable:
             times = f"up to {times}, unless iter(dataset) takes the time"
         yield gain, f"persistent_workers=True: {times}"
 
@@ -169,7 +149,7 @@ def _fewer_workers(case: _Case) -> Iterator[_Advised]:
 
 def _other_schedule(case: _Case) -> Iterator[_Advised]:
     gain, lost = case.gain(dynamic=True), case.evidence.shares["head_of_line"]
-    if case.evidence.iterable:
+    if case.evidence.loader.iterable:
         yield gain, f"in_order=False, where the order does not matter: up to {_times(gain)}"
     else:
         share = f" removes the {lost:.0%} lost at the head of the line" if lost >= 0.01 else ""
@@ -186,7 +166,7 @@ def _further_ahead(case: _Case) -> Iterator[_Advised]:
 def _wider_window(case: _Case) -> Iterator[_Advised]:
     if case.setting.fixed_window is not None:
         gain = case.gain(fixed_window=None)
-        name = "Dynamic" if case.setting.dynamic and case.evidence.in_order else "RoundRobin"
+        name = "Dynamic" if case.setting.dynamic and case.evidence.loader.in_order else "RoundRobin"
         yield gain, f"schedule={name}() without window={case.setting.fixed_window}: {_times(gain)}"
 
 
@@ -198,7 +178,7 @@ def _no_new_memory(case: _Case) -> Iterator[_Advised]:
 
 
 def _own_memory(case: _Case) -> Iterator[_Advised]:
-    gain, name = case.gain(pack=0.0), case.evidence.collate
+    gain, name = case.gain(pack=0.0), case.evidence.loader.collate
     if name and case.costs.pack > _PLAIN:
         how = "of fastq_loader.empty(...), which is neither copied nor pickled"
         yield gain, f"{name} makes tensors in memory {how}: up to {_times(gain)}"
@@ -217,9 +197,12 @@ def _simpler_or_larger_batches(case: _Case) -> Iterator[_Advised]:
 
 
 def _other_sampler(case: _Case) -> Iterator[_Advised]:
-    gain, took = case.gain(draw=0.0), f"{case.evidence.sampler} takes {duration(case.costs.draw)} a batch"
-    instead = "" if case.evidence.shuffles else "shuffle=True, or "
-    if not case.evidence.iterable:
+    gain, took = (
+        case.gain(draw=0.0),
+        f"{case.evidence.loader.sampler} takes {duration(case.costs.draw)} a batch",
+    )
+    instead = "" if case.evidence.loader.shuffles else "shuffle=True, or "
+    if not case.evidence.loader.iterable:
         yield gain, f"{took}; {instead}fastq_loader.PermutationSampler, in its place: up to {_times(gain)}"
 
 
@@ -227,12 +210,12 @@ def _on_the_way_to_the_device(case: _Case) -> Iterator[_Advised]:
     evidence, staging, gain = case.evidence, case.evidence.staging, case.gain(device=0.0)
     if staging is not None and staging.pin == "pageable":
         yield gain, f"host memory is not page-locked ({staging.pin_reason}): with it, up to {_times(gain)}"
-    if evidence.pins and not evidence.transform:
+    if evidence.loader.pins and staging is None and not evidence.loader.transform:
         yield gain, f"device=... instead of pin_memory=True, beside the step: up to {_times(gain)}"
-    if evidence.transform and staging is None:
+    if evidence.loader.transform and staging is None:
         loads = tuple(load + case.costs.device for load in case.costs.loads)
         gain = case.gain(device=0.0, loads=loads)
-        yield gain, f"{evidence.transform} in the workers, as part of collate_fn: {_times(gain)}"
+        yield gain, f"{evidence.loader.transform} in the workers, as part of collate_fn: {_times(gain)}"
 
 
 def _even_batches(case: _Case) -> Iterator[_Advised]:
@@ -248,9 +231,14 @@ def _cheaper_samples(case: _Case) -> Iterator[_Advised]:
 
 def _decoded_once(case: _Case) -> Iterator[_Advised]:
     """Based on the sizes of samples in a batch; decoded samples may be larger, before they are cropped."""
-    evidence, costs, size = case.evidence, case.costs, case.evidence.batch_size
+    evidence, costs, size = case.evidence, case.costs, case.evidence.loader.batch_size
     samples, nbytes = size * evidence.epoch.batches, costs.batch_bytes / max(1, size)
-    if evidence.iterable or evidence.is_cached or evidence.epoch.epoch is None or not (samples and nbytes):
+    if (
+        evidence.loader.iterable
+        or evidence.is_cached
+        or evidence.epoch.epoch is None
+        or not (samples and nbytes)
+    ):
         return
     held = min(samples, int(evidence.free_bytes * _CACHE / nbytes))
     fetch = evidence.fetching * costs.load / size
@@ -277,89 +265,3 @@ _RULES: dict[str, tuple[_Rule, ...]] = {
 }
 #: Changes to the user's own code, proposed if no argument would help.
 _OTHERWISE: dict[str, tuple[_Rule, ...]] = {"workers": (_cheaper_samples,), "head_of_line": (_even_batches,)}
-
-
-# ---- hints ----------------------------------------------------------------------------------------
-
-
-def same_order(sampler: str, epoch: int, samples: int) -> str | None:
-    """Hint: a shuffling sampler repeated the first `samples` samples of the previous epoch."""
-    if samples < _LEAST_SAMPLES:
-        return None
-    return (
-        f"{sampler} gave the same order in epochs {epoch - 1} and {epoch} (the first {samples} samples were "
-        "compared): call its set_epoch(epoch) before each epoch"
-    )
-
-
-def private_generators(names: Collection[str]) -> str | None:
-    """Hint: workers drew from the user's own generators."""
-    if not names:
-        return None
-    return (
-        f"Batches drew from {', '.join(sorted(names))}, and each worker has its own copy: with "
-        "schedule='dynamic' the numbers of a batch depend on the worker that loads it. "
-        "schedule=fastq_loader.Dynamic(reseed=True) seeds these for each batch; or draw from the global "
-        "generator of torch, Python or numpy, which is seeded for each batch anyway"
-    )
-
-
-def duplicate_data(dataset: str, first: FirstBatches) -> str | None:
-    """Hint: two workers of an iterable dataset began with the same batches."""
-    for one, other in combinations(sorted(first), 2):
-        batches = first[one]
-        different = len({digest for digest, _ in batches})
-        if (
-            batches == first[other]
-            and different >= min(_LEAST_DIFFERENT, max(2, len(batches)))
-            and sum(nbytes for _, nbytes in batches) >= _LEAST_BYTES
-        ):
-            return (
-                f"Workers {one} and {other} gave the same data (their first {len(batches)} batches were "
-                f"compared), so every sample of {dataset} comes more than once: let its __iter__ yield only "
-                "the part of torch.utils.data.get_worker_info().id, one of .num_workers"
-            )
-    return None
-
-
-def idle_workers(dataset: str, first: FirstBatches, workers: int) -> str | None:
-    """Hint: some workers of an iterable dataset loaded no batch in an epoch that is over."""
-    # If the others loaded few batches, an idle worker may be an accident of a small dataset.
-    idle = [worker for worker in range(workers) if not first.get(worker)]
-    if not 0 < len(idle) < workers or min(map(len, first.values())) < FIRST_BATCHES:
-        return None
-    busy = workers - len(idle)
-    return (
-        f"{len(idle)} of {workers} workers gave no batch in a whole epoch (worker "
-        f"{', '.join(map(str, idle))}): {dataset} has data for {busy}. Use num_workers={busy}, or divide it "
-        "into more parts"
-    )
-
-
-def tiny_batches(epoch: EpochCounters, workers: int) -> str | None:
-    """Hint: an epoch that is over, with `workers` workers, would have been faster without them."""
-    batches, costs = epoch.batches, costs_of(epoch, ())
-    if batches < LEAST_BATCHES or costs is None:
-        return None
-    alone = seconds_per_batch(costs, Setting(0), 1.0)
-    took = (epoch.nanoseconds - epoch.by_cause["start_up"]) / 1e9 / batches
-    if took < _LEAST_TIMES * alone or (took - alone) * batches < _LEAST_SECONDS:
-        return None
-    of = f"{workers} worker{'s' * (workers > 1)}"
-    return (
-        f"A batch takes {costs.load * 1e6:.0f} µs to load, and {took * 1e6:.0f} µs with its way from {of} "
-        f"and the step: with num_workers=0 this epoch of {batches} batches would have taken about "
-        f"{alone * batches:.1f} s in place of {took * batches:.1f} s. Use that, or larger batches"
-    )
-
-
-def memory_pressure(window: int, batch_bytes: float, left: int) -> str | None:
-    """Hint: `window` batches of `batch_bytes` bytes, loaded ahead, take over half of the `left` bytes."""
-    needed = window * batch_bytes
-    if needed < _LEAST_WINDOW or needed <= left / 2:
-        return None
-    return (
-        f"{window} batches of {batch_bytes / 1e6:,.1f} MB may be loaded ahead: {needed / 1e6:,.0f} MB, more "
-        f"than half of the {left / 1e6:,.0f} MB that this process can have. Use a smaller prefetch_factor or "
-        "batch_size, or fewer workers, before the system ends one of them"
-    )

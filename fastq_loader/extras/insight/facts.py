@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 from torch.utils.data._utils.collate import default_collate, default_convert
 
 from fastq_loader.api import options
-from fastq_loader.extras.insight.model import RunProfile, Setting
+from fastq_loader.extras.insight.model import LoaderFacts, RunProfile, Setting
 
 #: Types whose instances have a `__qualname__` that can be read without running user code.
 _FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType)
@@ -26,8 +26,7 @@ def facts(loader: Any) -> RunProfile:
         sampler = sampler.sampler
     iterable = options.is_iterable(loader)
     any_worker = not loader.in_order or (mine.is_dynamic and not iterable)
-    return RunProfile(
-        setting=Setting(0, loader.prefetch_factor or 2, any_worker, mine.schedule.window),
+    arguments = LoaderFacts(
         iterable=iterable,
         persistent=loader.persistent_workers,
         in_order=loader.in_order,
@@ -38,6 +37,8 @@ def facts(loader: Any) -> RunProfile:
         pins=loader.pin_memory,
         batch_size=loader.batch_size or 0,
     )
+    setting = Setting(0, loader.prefetch_factor or 2, any_worker, mine.schedule.window)
+    return RunProfile(setting=setting, loader=arguments)
 
 
 def _name(function: Any) -> str:

@@ -1,20 +1,26 @@
-"""Issues the hints that `extras.insight.advice` finds, each kind at most once per loader.
+"""Hints that users get without asking, each kind at most once per loader.
 
 Runs in the consumer, on the thread that calls `next()`. A user's warning filter may turn a hint into an
 error. So iterators call this module when no batch can be lost: before they request the next batch, and at the
 end of the epoch, with the outcome stored for the next call.
+
+The functions below derive the text of a hint from observations, or return None. They rather miss a problem
+than raise a false alarm: it breaks runs in which warnings are errors.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from fastq_loader.api import (
+    FIRST_BATCHES,
     KEPT,
     Auto,
     DuplicateData,
+    EpochCounters,
     IdleWorker,
     LoaderHint,
     MemoryPressure,
@@ -24,17 +30,32 @@ from fastq_loader.api import (
     resources,
     warn_user,
 )
-from fastq_loader.extras.insight import advice
 from fastq_loader.extras.insight.machine import memory_bytes
+from fastq_loader.extras.insight.model import Setting, costs_of, seconds_per_batch
 
 if TYPE_CHECKING:
     from fastq_loader.api import EpochLog, EpochRecord, Loader
+
+#: The first batches of each worker: a digest of the data, and their size in bytes.
+FirstBatches = Mapping[int, Sequence[tuple[bytes, int]]]
 
 _NEVER = sys.maxsize
 #: Number of batches after which each kind is checked, besides at the end of the epoch. `DuplicateData` is
 #: checked early for endless streams, but not before 1,000: workers repeat each other in torch's own tests, in
 #: which no `next()` may warn.
 _MOMENTS = {MemoryPressure: 4, SameOrder: KEPT, PrivateGenerators: 32, DuplicateData: 1000}
+#: This many samples agree by chance in one of 10^6 runs, even if each is one of two.
+_LEAST_SAMPLES = 20
+#: This many bytes of data agree by chance as seldom: three numbers.
+_LEAST_BYTES = 24
+#: Minimum number of different batches of a worker, if it has that many: repetitive data prove nothing.
+_LEAST_DIFFERENT = 3
+#: Minimum batches of an epoch, and seconds lost in it, for a hint.
+_LEAST_BATCHES, _LEAST_SECONDS = 1000, 5.0
+#: Minimum factor by which the epoch would have to be faster.
+_LEAST_TIMES = 2
+#: Bytes of a window; a smaller one is not the cause of full memory.
+_LEAST_WINDOW = 64 << 20
 
 
 class Hints:
@@ -96,26 +117,105 @@ class Hints:
             return None
         if previous.order.start.epochs != order.start.epochs:
             return None
-        samples = order.first.repeats(previous.order.first)
-        return advice.same_order(order.first.sampler, self._log.epoch, samples)
+        samples, epoch = order.first.repeats(previous.order.first), self._log.epoch
+        if samples < _LEAST_SAMPLES:
+            return None
+        return (
+            f"{order.first.sampler} gave the same order in epochs {epoch - 1} and {epoch} (the first "
+            f"{samples} samples were compared): call its set_epoch(epoch) before each epoch"
+        )
+
+    def _private_generators(self) -> str | None:
+        if not (names := self._log.drawn_from):
+            return None
+        return (
+            f"Batches drew from {', '.join(sorted(names))}, and each worker has its own copy: with "
+            "schedule='dynamic' the numbers of a batch depend on the worker that loads it. "
+            "schedule=fastq_loader.Dynamic(reseed=True) seeds these for each batch; or draw from the global "
+            "generator of torch, Python or numpy, which is seeded for each batch anyway"
+        )
 
     def _tiny_batches(self) -> str | None:
-        if self._order.progress.delivered < advice.LEAST_BATCHES:  # counting takes time
+        if self._order.progress.delivered < _LEAST_BATCHES:  # counting takes time
             return None
-        return advice.tiny_batches(self._log.counted(), self._workers)
+        return tiny_batches(self._log.counted(), self._workers)
 
     def _memory_pressure(self) -> str | None:
         self._resources.hinted.add(MemoryPressure)  # checked once, because it reads files
         counters = self._resources.counters
         held = sum(engine.blocks()[2] for engine in list(self._resources.engines))
-        return advice.memory_pressure(counters.window, counters.batch_bytes, memory_bytes() + held)
+        return memory_pressure(counters.window, counters.batch_bytes, memory_bytes() + held)
+
+
+# ---- texts ----------------------------------------------------------------------------------------
+
+
+def duplicate_data(dataset: str, first: FirstBatches) -> str | None:
+    """Hint: two workers of an iterable dataset began with the same batches."""
+    for one, other in combinations(sorted(first), 2):
+        batches = first[one]
+        different = len({digest for digest, _ in batches})
+        if (
+            batches == first[other]
+            and different >= min(_LEAST_DIFFERENT, max(2, len(batches)))
+            and sum(nbytes for _, nbytes in batches) >= _LEAST_BYTES
+        ):
+            return (
+                f"Workers {one} and {other} gave the same data (their first {len(batches)} batches were "
+                f"compared), so every sample of {dataset} comes more than once: let its __iter__ yield only "
+                "the part of torch.utils.data.get_worker_info().id, one of .num_workers"
+            )
+    return None
+
+
+def idle_workers(dataset: str, first: FirstBatches, workers: int) -> str | None:
+    """Hint: some workers of an iterable dataset loaded no batch in an epoch that is over."""
+    # If the others loaded few batches, an idle worker may be an accident of a small dataset.
+    idle = [worker for worker in range(workers) if not first.get(worker)]
+    if not 0 < len(idle) < workers or min(map(len, first.values())) < FIRST_BATCHES:
+        return None
+    busy = workers - len(idle)
+    return (
+        f"{len(idle)} of {workers} workers gave no batch in a whole epoch (worker "
+        f"{', '.join(map(str, idle))}): {dataset} has data for {busy}. Use num_workers={busy}, or divide it "
+        "into more parts"
+    )
+
+
+def tiny_batches(epoch: EpochCounters, workers: int) -> str | None:
+    """Hint: an epoch that is over, with `workers` workers, would have been faster without them."""
+    batches, costs = epoch.batches, costs_of(epoch, ())
+    if batches < _LEAST_BATCHES or costs is None:
+        return None
+    alone = seconds_per_batch(costs, Setting(0), 1.0)
+    took = (epoch.nanoseconds - epoch.by_cause["start_up"]) / 1e9 / batches
+    if took < _LEAST_TIMES * alone or (took - alone) * batches < _LEAST_SECONDS:
+        return None
+    of = f"{workers} worker{'s' * (workers > 1)}"
+    return (
+        f"A batch takes {costs.load * 1e6:.0f} µs to load, and {took * 1e6:.0f} µs with its way from {of} "
+        f"and the step: with num_workers=0 this epoch of {batches} batches would have taken about "
+        f"{alone * batches:.1f} s in place of {took * batches:.1f} s. Use that, or larger batches"
+    )
+
+
+def memory_pressure(window: int, batch_bytes: float, left: int) -> str | None:
+    """Hint: `window` batches of `batch_bytes` bytes, loaded ahead, take over half of the `left` bytes."""
+    needed = window * batch_bytes
+    if needed < _LEAST_WINDOW or needed <= left / 2:
+        return None
+    return (
+        f"{window} batches of {batch_bytes / 1e6:,.1f} MB may be loaded ahead: {needed / 1e6:,.0f} MB, more "
+        f"than half of the {left / 1e6:,.0f} MB that this process can have. Use a smaller prefetch_factor or "
+        "batch_size, or fewer workers, before the system ends one of them"
+    )
 
 
 _JUDGES: dict[type[LoaderHint], Callable[[Hints], str | None]] = {
     SameOrder: Hints._same_order,
     MemoryPressure: Hints._memory_pressure,
-    DuplicateData: lambda of: advice.duplicate_data(of._dataset, of._log.first_batches),
-    IdleWorker: lambda of: advice.idle_workers(of._dataset, of._log.first_batches, of._workers),
+    DuplicateData: lambda of: duplicate_data(of._dataset, of._log.first_batches),
+    IdleWorker: lambda of: idle_workers(of._dataset, of._log.first_batches, of._workers),
     TinyBatches: Hints._tiny_batches,
-    PrivateGenerators: lambda of: advice.private_generators(of._log.drawn_from),
+    PrivateGenerators: Hints._private_generators,
 }

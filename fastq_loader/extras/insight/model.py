@@ -151,6 +151,33 @@ def _played(costs: Costs, setting: Setting, window: int) -> float:
 
 
 @dataclass(frozen=True)
+class LoaderFacts:
+    """Facts that follow from a loader's arguments.
+
+    Attributes:
+        iterable: whether the dataset is read in order, and not by index.
+        persistent: whether workers stay from one epoch to the next.
+        in_order: whether batches are delivered in the order of the sampler.
+        shuffles: whether torch's own sampler shuffles the indices.
+        sampler: class name of the sampler.
+        collate: name of the user's function; "" if it is torch's.
+        transform: name of the user's function for batches here or on the device; "" without one.
+        pins: whether batches are copied to page-locked memory, unless there is a device.
+        batch_size: samples of a batch; 0 if it is not a single number.
+    """
+
+    iterable: bool = False
+    persistent: bool = False
+    in_order: bool = True
+    shuffles: bool = False
+    sampler: str = ""
+    collate: str = ""
+    transform: str = ""
+    pins: bool = False
+    batch_size: int = 0
+
+
+@dataclass(frozen=True)
 class RunProfile:
     """Facts of a run.
 
@@ -164,15 +191,7 @@ class RunProfile:
         workers: activity of the workers; empty without workers.
         late: batches of the epoch that held up others, the worst first.
         staging: copies to the device; None without one.
-        iterable: whether the dataset is read in order, and not by index.
-        persistent: whether workers stay from one epoch to the next.
-        in_order: whether batches are delivered in the order of the sampler.
-        shuffles: whether torch's own sampler shuffles the indices.
-        sampler: class name of the sampler.
-        collate: name of the user's function; "" if it is torch's.
-        transform: name of the user's function for batches here or on the device; "" without one.
-        pins: whether batches are copied to page-locked memory.
-        batch_size: samples of a batch; 0 if it is not a single number.
+        loader: the loader's arguments.
         free_bytes: memory available to a cache.
         is_cached: whether the dataset has a cache.
     """
@@ -185,15 +204,7 @@ class RunProfile:
     workers: tuple[WorkerStatistics, ...] = ()
     late: tuple[LateBatch, ...] = ()
     staging: StagingStatistics | None = None
-    iterable: bool = False
-    persistent: bool = False
-    in_order: bool = True
-    shuffles: bool = False
-    sampler: str = ""
-    collate: str = ""
-    transform: str = ""
-    pins: bool = False
-    batch_size: int = 0
+    loader: LoaderFacts = field(default=LoaderFacts())
     free_bytes: int = 0
     is_cached: bool = False
 

@@ -153,7 +153,6 @@ def profile_of(
         workers=statistics.workers if workers else (),
         late=tuple(late for late in statistics.late_batches if asked.epoch in (None, late.epoch)),
         staging=statistics.staging,
-        pins=known.pins and statistics.staging is None,
     )
 
 
@@ -204,12 +203,12 @@ def _culprit(evidence: RunProfile, limit: str) -> str | None:
         name, seconds = f"batch {late.batch}{sample}", late.seconds
     elif limit == "workers":
         if evidence.workers and evidence.fetching < 0.5:
-            name = evidence.collate or "default_collate"
+            name = evidence.loader.collate or "default_collate"
             seconds = (1 - evidence.fetching) * epoch.workers_seconds
     elif limit == "sampler":
-        name, seconds = evidence.sampler, epoch.sampler_seconds
+        name, seconds = evidence.loader.sampler, epoch.sampler_seconds
     elif limit == "device_copy" and evidence.staging is None:
-        name, seconds = evidence.transform, epoch.device_copy_seconds
+        name, seconds = evidence.loader.transform, epoch.device_copy_seconds
     return f"{name}: {duration(seconds)} of {duration(epoch.spent_on(limit))}" if name else None
 
 
@@ -228,11 +227,11 @@ def _settings(evidence: RunProfile) -> str:
     setting = evidence.setting
     words = [f"num_workers={setting.num_workers}"]
     if setting.num_workers:
-        dynamic = setting.dynamic and evidence.in_order
+        dynamic = setting.dynamic and evidence.loader.in_order
         words += [f"prefetch_factor={setting.prefetch_factor}", "dynamic" if dynamic else "round_robin"]
-        words += ["in_order=False"] * (not evidence.in_order)
+        words += ["in_order=False"] * (not evidence.loader.in_order)
         words += [f"window={setting.fixed_window}"] * (setting.fixed_window is not None)
-        words += ["persistent_workers=True"] * evidence.persistent
+        words += ["persistent_workers=True"] * evidence.loader.persistent
     return ", ".join(words)
 
 
