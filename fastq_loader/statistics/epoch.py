@@ -147,7 +147,7 @@ class EpochCounters:
         if kind == records.NEXT:
             answer, _, _ = more
         for wait in waits:
-            counted += self._count_wait(*wait, answer)
+            counted += self._count_wait(answer, *wait)
         if kind == records.NEXT:
             self.batches += 1
             self._calls[int(PER_OCTAVE * log2(ended - began or 1))] += 1
@@ -166,7 +166,7 @@ class EpochCounters:
         self._left = ended
 
     def _count_wait(
-        self, began: int, ended: int, cause: str, seq: int, index: Any, answer: Answer | None
+        self, answer: Answer | None, began: int, ended: int, cause: str, seq: int, index: Any
     ) -> int:
         """Count the causes of a wait, and return their nanoseconds; the rest is the transport's. `answer`: of
         the batch that ended it, if any."""

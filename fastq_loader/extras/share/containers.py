@@ -41,6 +41,17 @@ class Shared:
         return f"<shared {self.kind.__name__} of {len(self):,} items, {self.nbytes / 1e6:,.1f} MB>"  # type: ignore[arg-type]
 
 
+def _comparison(compare: Callable[[Any, Any], bool]) -> Any:
+    """A method that compares a sequence like the list or tuple that it replaces."""
+
+    def compared(self: Any, other: Any) -> Any:
+        if isinstance(other, SharedSequence):
+            other = other[:]
+        return compare(self[:], other) if type(other) is self.kind else NotImplemented
+
+    return compared
+
+
 class SharedSequence(Shared, Sequence[Any]):
     """Replacement of a list or tuple. Slices and sums are plain ones, with which it can be compared."""
 
@@ -69,25 +80,9 @@ class SharedSequence(Shared, Sequence[Any]):
     def __hash__(self) -> int:
         return hash(self[:])
 
-    def _compare(self, other: Any, compare: Callable[[Any, Any], bool]) -> Any:
-        if isinstance(other, SharedSequence):
-            other = other[:]
-        return compare(self[:], other) if type(other) is self.kind else NotImplemented
-
-    def __eq__(self, other: object) -> Any:
-        return self._compare(other, operator.eq)
-
-    def __lt__(self, other: Any) -> Any:
-        return self._compare(other, operator.lt)
-
-    def __le__(self, other: Any) -> Any:
-        return self._compare(other, operator.le)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compare(other, operator.gt)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._compare(other, operator.ge)
+    __eq__, __lt__, __le__, __gt__, __ge__ = map(
+        _comparison, (operator.eq, operator.lt, operator.le, operator.gt, operator.ge)
+    )
 
     def __add__(self, other: Any) -> Any:
         return self[:] + (other[:] if isinstance(other, SharedSequence) else other)

@@ -86,44 +86,35 @@ def _numbers(version: str) -> list[int]:
 
 
 def _workers() -> Iterator[Finding]:
-    if lacking := calls.missing():
-        seen = f"with num_workers > 0 torch's own run, because {lacking} is missing: the same batches"
-        yield Finding(NOTE, "workers", f"{seen}, at torch's speed; what torch lacks needs num_workers=0")
-    else:
-        yield Finding(OK, "workers", "this package's own run")
+    lacking, seen = calls.missing(), "this package's own run"
+    if lacking:
+        seen = (
+            f"with num_workers > 0 torch's own run, because {lacking} is missing: the same batches, at "
+            "torch's speed; what torch lacks needs num_workers=0"
+        )
+    remedy = f"allow {lacking} in the container's seccomp profile or sandbox"
+    yield _judged(not lacking, "workers", seen, remedy) if calls.AVAILABLE else Finding(NOTE, "workers", seen)
 
 
-def _system_calls() -> Iterator[Finding]:
-    for name, attempt in (
-        ("memfd_create", lambda: os.close(calls.memfd_create("doctor"))),
-        ("eventfd", lambda: os.close(calls.wake_up())),
-        ("locks of open files", _lock),
-        ("/proc", lambda: os.stat("/proc/self/fd")),
-    ):
-        seen = "there"
-        try:
-            attempt()
-        except (OSError, AttributeError, Busy) as error:
-            seen = f"missing or refused: {error}".partition(";")[0]  # advice follows
-        remedy = "allow it in the container's seccomp profile or sandbox, or use num_workers=0"
-        yield _judged(seen == "there", name, seen, remedy)
-    if not calls.has_pidfd():
-        yield Finding(NOTE, "pidfd_open", "missing or refused; a thread waits for each worker instead")
-
-
-def _lock() -> None:
-    with open(os.devnull, "r+b") as file:
-        table = ClaimTable(file.fileno(), memoryview(bytearray(8 * (WORKERS + 8))).cast("Q"))
-        table.offer(1)
-        table.claim(1, 0)
-        table.close()
+def _locks() -> Iterator[Finding]:
+    seen = "there"
+    try:
+        with open(os.devnull, "r+b") as file:
+            table = ClaimTable(file.fileno(), memoryview(bytearray(8 * (WORKERS + 8))).cast("Q"))
+            table.offer(1)
+            table.claim(1, 0)
+            table.close()
+    except (OSError, Busy) as error:
+        seen = f"missing or refused: {error}".partition(";")[0]  # advice follows
+    remedy = "allow them in the container's seccomp profile or sandbox, or use num_workers=0"
+    yield _judged(seen == "there", "locks of open files", seen, remedy)
 
 
 def _memory() -> Iterator[Finding]:
-    sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE))
+    sizes = machine.fields(Path("/proc/self/status"))
     for name, flag, used, least in (
-        ("AS", "v", int(sizes["VmSize"]) * 1024, _LEAST_ADDRESSES),
-        ("DATA", "d", int(sizes["VmData"]) * 1024, _LEAST_ADDRESSES),
+        ("AS", "v", sizes["VmSize:"] << 10, _LEAST_ADDRESSES),
+        ("DATA", "d", sizes["VmData:"] << 10, _LEAST_ADDRESSES),
         ("FSIZE", "f", 0, _LEAST_FILE),
     ):
         if (limit := calls.limit_of(name)) is not None:
@@ -226,7 +217,7 @@ def _accelerator() -> Iterator[Finding]:
 
 #: All checks in order: the one that initialises a device is the last.
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    *(_versions, _workers, _system_calls, _memory, _descriptors_and_threads, _sockets, _cpus),
+    *(_versions, _workers, _locks, _memory, _descriptors_and_threads, _sockets, _cpus),
     *(_start_method, _batches, _accelerator),
 )
 #: Checks for a system on which torch's own workers run, whatever is changed.
