@@ -69,7 +69,7 @@ class Pickled(Plain):
 class Fields:
     """Tuples or lists of one length, or dicts with the same keys."""
 
-    def __init__(self, length: int, columns: list[Column], kind: type, keys: tuple[str, ...]) -> None:
+    def __init__(self, length: int, columns: list[Column], kind: type, keys: tuple[Any, ...]) -> None:
         self._length, self._columns, self._kind, self._keys = length, columns, kind, keys
         self.nbytes = sum(column.nbytes for column in columns)
 
@@ -118,12 +118,12 @@ def column_of(values: Sequence[Any], depth: int = 0) -> Column:
 
 def _of_containers(values: Sequence[Any], kind: type, depth: int) -> Column:
     first = values[0]
-    if kind is not dict and (len(first) > _WIDEST or set(map(len, values)) != {len(first)}):
-        return Ragged(values, kind, depth)
-    keys = tuple(first) if kind is dict else ()
-    if kind is dict and (
-        len(keys) > _WIDEST or set(map(type, keys)) != {str} or any(tuple(value) != keys for value in values)
-    ):
-        return Pickled(values)
-    columns = [column_of([value[key] for value in values], depth) for key in keys or range(len(first))]
-    return Fields(len(values), columns, kind, keys)
+    keys: Sequence[Any] = tuple(first) if kind is dict else range(len(first))
+    if kind is dict:
+        alike = set(map(type, keys)) == {str} and all(tuple(value) == keys for value in values)
+    else:
+        alike = set(map(len, values)) == {len(first)}
+    if not alike or len(keys) > _WIDEST:
+        return Pickled(values) if kind is dict else Ragged(values, kind, depth)
+    columns = [column_of([value[key] for value in values], depth) for key in keys]
+    return Fields(len(values), columns, kind, tuple(keys))

@@ -111,24 +111,25 @@ def _put(chosen: list[tuple[Any, str, Any]]) -> None:
 
 def _chosen(dataset: Any, attributes: tuple[str, ...]) -> list[tuple[Any, str, Any]]:
     """The attributes to share: for each its dataset, its name and its value."""
-    from fastq_loader.extras.share.containers import Shared
-
-    chosen, done = [], {key for key, _ in _shared(dataset)}
-    for part in _parts(dataset):
-        for key, value in vars(part).items():
-            if isinstance(value, Shared) or (attributes and key not in attributes):
-                continue
-            refused = _refused(value)
-            if refused and attributes:
-                raise TypeError(f"share(): {type(part).__name__}.{key} {refused}")
-            if not refused and (attributes or _nbytes(value) >= _LARGE):
-                chosen.append((part, key, value))
-    if missing := set(attributes) - {key for _, key, _ in chosen} - done:
+    held = [(part, key, value) for part in _parts(dataset) for key, value in vars(part).items()]
+    chosen = [each for each in held if _is_chosen(*each, attributes)]
+    if missing := set(attributes) - {key for _, key, _ in chosen} - {key for key, _ in _shared(dataset)}:
         raise AttributeError(
             f"share(): {type(dataset).__name__} has no attribute {min(missing)!r}; it has "
             f"{', '.join(sorted(getattr(dataset, '__dict__', {}))) or 'none'}"
         )
     return chosen
+
+
+def _is_chosen(part: Any, key: str, value: Any, attributes: tuple[str, ...]) -> bool:
+    from fastq_loader.extras.share.containers import Shared
+
+    if isinstance(value, Shared) or (attributes and key not in attributes):
+        return False
+    refused = _refused(value)
+    if refused and attributes:
+        raise TypeError(f"share(): {type(part).__name__}.{key} {refused}")
+    return not refused and (bool(attributes) or _nbytes(value) >= _LARGE)
 
 
 def _refused(value: Any) -> str:

@@ -349,18 +349,22 @@ def _rate(loader: DataLoader[Any], epochs: list[_Times], first: float = 0.0) -> 
     if whole:
         return float(sum(len(each.came) for each in whole)), sum(each.ended[0] - each.began for each in whole)
     epoch = max(epochs, key=lambda each: len(each.came), default=_Times(0.0, [], []))
-    came = epoch.came
-    if len(came) < 2:
+    if len(epoch.came) < 2:
         return None
+    count, seconds = _steady(loader, epoch.came, first)
+    if not persistent:
+        with contextlib.suppress(Exception):  # it has no length, or the dataset's `__len__` raises
+            start = (epoch.came[0] - epoch.began - seconds / count) / len(loader)
+            seconds += max(0.0, start) * count
+    return float(count), seconds
+
+
+def _steady(loader: DataLoader[Any], came: list[float], first: float) -> tuple[int, float]:
+    """Batches after the workers' first ones, and the seconds that they took."""
     ahead = loader.num_workers * ((loader.prefetch_factor or 0) + 1)
     skipped = min(ahead, (len(came) - 1) // 2)
     count = len(came) - 1 - skipped
     # Workers that started together finish together: all others answer between two batches of one.
     count -= count % loader.num_workers if count > loader.num_workers > 0 else 0
     seconds = came[skipped + count] - came[skipped]
-    seconds = max(seconds, (came[-1] - came[0] + first) * count / len(came))
-    if not persistent:
-        with contextlib.suppress(Exception):  # it has no length, or the dataset's `__len__` raises
-            start = (came[0] - epoch.began - seconds / count) / len(loader)
-            seconds += max(0.0, start) * count
-    return float(count), seconds
+    return count, max(seconds, (came[-1] - came[0] + first) * count / len(came))

@@ -230,11 +230,9 @@ def checked(
         raise ValueError(f"max_workers={max_workers!r} must be a number of workers, 0 or more, or None")
     there = multiprocessing.get_all_start_methods()
     methods = None if start_methods is None else checked_names("start_methods", start_methods, there, 1)
-    dynamic = options.of(loader).is_dynamic
-    known = ["dynamic" if dynamic else "round_robin"] if options.is_iterable(loader) else list(_SCHEDULES)
+    own = _own_setting(loader, methods)
+    known = ["dynamic" if own.dynamic else "round_robin"] if options.is_iterable(loader) else list(_SCHEDULES)
     tried = known if schedules is None else checked_names("schedules", schedules, known, 1)
-    method = None if methods is None else trials.start_method(loader)
-    own = Setting(int(loader.num_workers), loader.prefetch_factor or 2, dynamic, start_method=method)
     return replace(
         machine.limits(own),
         most_workers=math.inf if max_workers is None else max_workers,
@@ -242,6 +240,12 @@ def checked(
         start_methods=tuple(methods or ()),
         prefetch=_PREFETCH,
     )
+
+
+def _own_setting(loader: DataLoader[Any], methods: list[str] | None) -> Setting:
+    method = None if methods is None else trials.start_method(loader)
+    dynamic = options.of(loader).is_dynamic
+    return Setting(int(loader.num_workers), loader.prefetch_factor or 2, dynamic, start_method=method)
 
 
 # ---- the search -----------------------------------------------------------------------------------

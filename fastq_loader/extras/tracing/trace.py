@@ -20,7 +20,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from os import PathLike
 
@@ -230,15 +230,19 @@ class Recorder:
 
     def fold(self, record: records.Record) -> None:
         """Add the events of a record."""
-        kind, epoch, began, ended, thread, steps, *more = record
-        if kind == records.COPY:
-            (nbytes,) = more
-            self._add_asynchronous("copy to the device", began, ended, f',"args":{{"bytes":{nbytes}}}')
-            return
+        match record:
+            case records.COPY, _, began, ended, _, _, nbytes:
+                self._add_asynchronous("copy to the device", began, ended, f',"args":{{"bytes":{nbytes}}}')
+            case records.CLOSE, _, began, ended, thread, *_:
+                self._add(self._consumer(thread), "end of the workers", began, ended)
+            case kind, _, _, ended, *_:
+                self._add_call(record)
+                if kind in _CALLS and ended - self._written >= _EVERY:
+                    self._write(ended)
+
+    def _add_call(self, record: records.Record) -> None:
+        kind, epoch, began, ended, thread, steps, *_ = record
         row = self._consumer(thread)
-        if kind == records.CLOSE:
-            self._add(row, "end of the workers", began, ended)
-            return
         if epoch not in self._epochs:  # it may have begun before the trace did
             self._epochs[epoch] = None if kind == records.DROP else ({}, set())
         if began and row in self._steps:
@@ -254,12 +258,9 @@ class Recorder:
             self._epochs[epoch] = None
             self._mark(row, f"epoch {epoch} {_OVER[kind]}", ended)
             self._events.append(_READY % (self._pid, ended - self.origin, 0))
-        if kind == records.CUT:  # its end is unknown, but not before its last step
-            ended = max([began, *(until for what, _, until, *_ in steps if what in _SPANS)])
         if kind in _CALLS:
+            ended = _end_of_last(steps, began) if kind == records.CUT else ended
             self._add(row, _CALLS[kind], began, ended, which)
-            if ended - self._written >= _EVERY:
-                self._write(ended)
 
     def _add_outcome(self, record: records.Record, row: int, batches: _Batches) -> str:
         """Add what `next()` returned or raised. Returns the arguments of its span."""
@@ -317,6 +318,11 @@ class Recorder:
         self._add(row, "pack", collated, finished, which)
         if seq in sent:
             ready.add(seq)
+
+
+def _end_of_last(steps: Sequence[records.Step], began: int) -> int:
+    """When the last step of a call ended that began then. The call itself did not end before."""
+    return max([began, *(until for what, _, until, *_ in steps if what in _SPANS)])
 
 
 def _about(epoch: int, batch: int | None = None) -> str:
