@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from os import PathLike
 
 
 def installed() -> int:
@@ -45,9 +46,15 @@ def proportional(pid: int) -> int:
 
 def _rollup(pid: int) -> dict[str, int]:
     """Bytes of each kind of memory; empty if unknown."""
+    return {name: size << 10 for name, size in fields(f"/proc/{pid}/smaps_rollup").items()}
+
+
+def fields(path: str | PathLike[str]) -> dict[str, int]:
+    """The numbers in a file of the kernel that has a name and a number in each line; empty if it cannot be
+    read."""
     try:
-        with open(f"/proc/{pid}/smaps_rollup") as file:
-            lines = [line.split() for line in file.readlines()[1:]]
-    except OSError:
+        with open(path) as file:
+            lines = [line.split() for line in file]
+    except (OSError, ValueError):
         return {}
-    return {name: int(size) << 10 for name, size, _ in lines}
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}

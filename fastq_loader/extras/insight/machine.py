@@ -56,7 +56,7 @@ def memory_bytes(root: Path = _ROOT) -> int:
     Args:
         root: of the file system.
     """
-    available = fields(root / "proc/meminfo").get("MemAvailable:", sys.maxsize // 1024) * 1024
+    available = pages.fields(root / "proc/meminfo").get("MemAvailable:", sys.maxsize // 1024) * 1024
     return max(0, min([available, *(_left(folder) for folder in _cgroups(root, "memory"))]))
 
 
@@ -98,14 +98,8 @@ def _left(folder: Path) -> int:
     ):
         most, now = _read(folder / limit).strip(), _read(folder / used).strip()
         if most.isdecimal() and now.isdecimal():
-            return int(most) - int(now) + fields(folder / "memory.stat").get(reclaimable, 0)
+            return int(most) - int(now) + pages.fields(folder / "memory.stat").get(reclaimable, 0)
     return sys.maxsize
-
-
-def fields(file: Path) -> dict[str, int]:
-    """Fields of a file with a name and a number in each line."""
-    lines = (line.split() for line in _read(file).splitlines())
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 
 
 def _read(file: Path) -> str:

@@ -17,13 +17,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import metadata
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch.utils.data import Dataset
 
-from fastq_loader.api import WORKERS, Busy, ClaimTable, DataLoader, calls, endpoints
+from fastq_loader.api import WORKERS, Busy, ClaimTable, DataLoader, calls, endpoints, pages
 from fastq_loader.extras.insight import machine
 from fastq_loader.extras.tools.leaves import digest, leaves
 
@@ -111,7 +110,7 @@ def _locks() -> Iterator[Finding]:
 
 
 def _memory() -> Iterator[Finding]:
-    sizes = machine.fields(Path("/proc/self/status"))
+    sizes = pages.fields("/proc/self/status")
     for name, flag, used, least in (
         ("AS", "v", sizes["VmSize:"] << 10, _LEAST_ADDRESSES),
         ("DATA", "d", sizes["VmData:"] << 10, _LEAST_ADDRESSES),
