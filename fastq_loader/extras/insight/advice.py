@@ -28,16 +28,16 @@ _HIT, _HIT_BYTE, _CACHE = 25e-6, 0.1e-9, 0.5
 _LEAST_CACHED = 1.5
 
 
-def advice(evidence: RunProfile, limits: Sequence[str]) -> tuple[str, ...]:
+def advice(run: RunProfile, limits: Sequence[str]) -> tuple[str, ...]:
     """Advice, the best first.
 
     Args:
-        evidence: facts of the run.
+        run: facts of the run.
         limits: causes of lost time, the worst first.
     """
-    if evidence.costs is None:
+    if run.costs is None:
         return ()
-    case = _Case(evidence, evidence.costs)
+    case = _Case(run, run.costs)
     for rules in (_RULES, _OTHERWISE):
         chosen = dict.fromkeys(rule for limit in limits for rule in rules.get(limit, ()))
         found = [advised for rule in chosen for advised in rule(case) if advised[0] >= _LEAST_GAIN]
@@ -62,11 +62,11 @@ _Advised = tuple[float, str]
 class _Case:
     """One run, and the model's estimates of similar runs."""
 
-    def __init__(self, evidence: RunProfile, costs: Costs) -> None:
-        self.evidence = evidence
+    def __init__(self, run: RunProfile, costs: Costs) -> None:
+        self.run = run
         self.costs = costs
-        self.setting = evidence.setting
-        self.limits = Limits(evidence.setting, evidence.cpus, machine_bytes=evidence.machine_bytes)
+        self.setting = run.setting
+        self.limits = Limits(run.setting, run.cpus, machine_bytes=run.machine_bytes)
         self.now = self.seconds()
 
     def seconds(self, **others: Any) -> float:
@@ -102,17 +102,17 @@ def _other_workers(case: _Case) -> Iterator[_Advised]:
     gain, seconds, until = case.gain(num_workers=best), case.seconds(num_workers=best), ""
     if seconds <= _LEAST_GAIN * (costs.step + costs.overhead + costs.draw + costs.device):
         until = ", until the consumer limits"
-    elif seconds <= _LEAST_GAIN * costs.cpu / case.evidence.cpus:
+    elif seconds <= _LEAST_GAIN * costs.cpu / case.run.cpus:
         until = ", until the CPUs limit"
-    free = int(case.evidence.cpus - costs.cpu / case.now + 0.1)
+    free = int(case.run.cpus - costs.cpu / case.now + 0.1)
     cores = f"; {free} core{'s are' if free > 1 else ' is'} free" if free > 0 else ""
-    split = "" if now or not case.evidence.loader.iterable else ", if the dataset is split among workers"
+    split = "" if now or not case.run.loader.iterable else ", if the dataset is split among workers"
     yield gain, f"num_workers {now} → {best}{split}: {_times(gain)}{until}{cores}"
 
 
 def _no_workers(case: _Case) -> Iterator[_Advised]:
     """Compared with the measured time: the model's is too low, as it assumes that transport never waits."""
-    epoch = case.evidence.epoch
+    epoch = case.run.epoch
     measured = (epoch.seconds - epoch.start_up_seconds) / max(1, epoch.batches)
     gain = max(measured, case.now) / case.seconds(num_workers=0)
     took = duration(case.costs.load)
@@ -123,18 +123,18 @@ def _no_workers(case: _Case) -> Iterator[_Advised]:
 def _no_start(case: _Case) -> Iterator[_Advised]:
     """Not if later epochs start no workers, nor if `iter(dataset)` may take the time: it would be called
     without workers, too."""
-    epoch = case.evidence.epoch
-    if case.setting.num_workers and not (case.evidence.loader.persistent or case.evidence.loader.iterable):
+    epoch = case.run.epoch
+    if case.setting.num_workers and not (case.run.loader.persistent or case.run.loader.iterable):
         gain = epoch.seconds / (max(1, epoch.batches) * case.seconds(num_workers=0))
         yield gain, f"epochs as short as this: num_workers=0 is {_times(gain)} as fast"
 
 
 def _workers_stay(case: _Case) -> Iterator[_Advised]:
-    epoch = case.evidence.epoch
+    epoch = case.run.epoch
     gain = epoch.seconds / max(epoch.seconds - epoch.start_up_seconds, 1e-9)
-    if case.setting.num_workers and not case.evidence.loader.persistent:
+    if case.setting.num_workers and not case.run.loader.persistent:
         times = f"{_times(gain)} from the second epoch on"
-        if case.evidence.loader.iterable:
+        if case.run.loader.iterable:
             times = f"up to {times}, unless iter(dataset) takes the time"
         yield gain, f"persistent_workers=True: {times}"
 
@@ -148,8 +148,8 @@ def _fewer_workers(case: _Case) -> Iterator[_Advised]:
 
 
 def _other_schedule(case: _Case) -> Iterator[_Advised]:
-    gain, lost = case.gain(dynamic=True), case.evidence.shares["head_of_line"]
-    if case.evidence.loader.iterable:
+    gain, lost = case.gain(dynamic=True), case.run.shares["head_of_line"]
+    if case.run.loader.iterable:
         yield gain, f"in_order=False, where the order does not matter: up to {_times(gain)}"
     else:
         share = f" removes the {lost:.0%} lost at the head of the line" if lost >= 0.01 else ""
@@ -166,19 +166,19 @@ def _further_ahead(case: _Case) -> Iterator[_Advised]:
 def _wider_window(case: _Case) -> Iterator[_Advised]:
     if case.setting.fixed_window is not None:
         gain = case.gain(fixed_window=None)
-        name = "Dynamic" if case.setting.dynamic and case.evidence.loader.in_order else "RoundRobin"
+        name = "Dynamic" if case.setting.dynamic and case.run.loader.in_order else "RoundRobin"
         yield gain, f"schedule={name}() without window={case.setting.fixed_window}: {_times(gain)}"
 
 
 def _no_new_memory(case: _Case) -> Iterator[_Advised]:
-    new = case.evidence.new_memory
+    new = case.run.new_memory
     gain = case.gain(loads=case.loads(1 - new), pack=case.costs.pack * (1 - new))
     why = "because batches are kept or grow: without that"
     yield gain, f"new memory takes {new:.0%} of the workers' time, {why}, {_times(gain)}"
 
 
 def _own_memory(case: _Case) -> Iterator[_Advised]:
-    gain, name = case.gain(pack=0.0), case.evidence.loader.collate
+    gain, name = case.gain(pack=0.0), case.run.loader.collate
     if name and case.costs.pack > _PLAIN:
         how = "of fastq_loader.empty(...), which is neither copied nor pickled"
         yield gain, f"{name} makes tensors in memory {how}: up to {_times(gain)}"
@@ -199,23 +199,23 @@ def _simpler_or_larger_batches(case: _Case) -> Iterator[_Advised]:
 def _other_sampler(case: _Case) -> Iterator[_Advised]:
     gain, took = (
         case.gain(draw=0.0),
-        f"{case.evidence.loader.sampler} takes {duration(case.costs.draw)} a batch",
+        f"{case.run.loader.sampler} takes {duration(case.costs.draw)} a batch",
     )
-    instead = "" if case.evidence.loader.shuffles else "shuffle=True, or "
-    if not case.evidence.loader.iterable:
+    instead = "" if case.run.loader.shuffles else "shuffle=True, or "
+    if not case.run.loader.iterable:
         yield gain, f"{took}; {instead}fastq_loader.PermutationSampler, in its place: up to {_times(gain)}"
 
 
 def _on_the_way_to_the_device(case: _Case) -> Iterator[_Advised]:
-    evidence, staging, gain = case.evidence, case.evidence.staging, case.gain(device=0.0)
+    run, staging, gain = case.run, case.run.staging, case.gain(device=0.0)
     if staging is not None and staging.pin == "pageable":
         yield gain, f"host memory is not page-locked ({staging.pin_reason}): with it, up to {_times(gain)}"
-    if evidence.loader.pins and staging is None and not evidence.loader.transform:
+    if run.loader.pins and staging is None and not run.loader.transform:
         yield gain, f"device=... instead of pin_memory=True, beside the step: up to {_times(gain)}"
-    if evidence.loader.transform and staging is None:
+    if run.loader.transform and staging is None:
         loads = tuple(load + case.costs.device for load in case.costs.loads)
         gain = case.gain(device=0.0, loads=loads)
-        yield gain, f"{evidence.loader.transform} in the workers, as part of collate_fn: {_times(gain)}"
+        yield gain, f"{run.loader.transform} in the workers, as part of collate_fn: {_times(gain)}"
 
 
 def _even_batches(case: _Case) -> Iterator[_Advised]:
@@ -231,21 +231,16 @@ def _cheaper_samples(case: _Case) -> Iterator[_Advised]:
 
 def _decoded_once(case: _Case) -> Iterator[_Advised]:
     """Based on the sizes of samples in a batch; decoded samples may be larger, before they are cropped."""
-    evidence, costs, size = case.evidence, case.costs, case.evidence.loader.batch_size
-    samples, nbytes = size * evidence.epoch.batches, costs.batch_bytes / max(1, size)
-    if (
-        evidence.loader.iterable
-        or evidence.is_cached
-        or evidence.epoch.epoch is None
-        or not (samples and nbytes)
-    ):
+    run, costs, size = case.run, case.costs, case.run.loader.batch_size
+    samples, nbytes = size * run.epoch.batches, costs.batch_bytes / max(1, size)
+    if run.loader.iterable or run.is_cached or run.epoch.epoch is None or not (samples and nbytes):
         return
-    held = min(samples, int(evidence.free_bytes * _CACHE / nbytes))
-    fetch = evidence.fetching * costs.load / size
-    saved = evidence.fetching * held / samples * max(0.0, 1 - (_HIT + nbytes * _HIT_BYTE) / max(fetch, 1e-9))
+    held = min(samples, int(run.free_bytes * _CACHE / nbytes))
+    fetch = run.fetching * costs.load / size
+    saved = run.fetching * held / samples * max(0.0, 1 - (_HIT + nbytes * _HIT_BYTE) / max(fetch, 1e-9))
     gain = case.gain(loads=case.loads(1 - saved))
     if gain >= _LEAST_CACHED:
-        read = f"reading samples is {evidence.fetching:.0%} of loading"
+        read = f"reading samples is {run.fetching:.0%} of loading"
         room = f"would hold {held:,} of {samples:,} in {held * nbytes / 1e9:.2g} GB"
         part = "fastq_loader.cached, around the part of it that draws no random numbers"
         yield gain, f"{read}: {part}, {room}: up to {_times(gain)} from the second epoch on"

@@ -20,7 +20,7 @@ _FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType)
 
 
 def facts(loader: Any) -> RunProfile:
-    """The evidence about a loader before anything of its run is added."""
+    """The profile of a loader before anything of a run is added."""
     mine, sampler = options.of(loader), loader._index_sampler
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler

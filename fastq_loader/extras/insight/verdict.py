@@ -173,42 +173,42 @@ def _asked(statistics: LoaderStatistics, epoch: int | str | None) -> EpochStatis
     )
 
 
-def diagnose(evidence: RunProfile) -> Diagnosis:
+def diagnose(run: RunProfile) -> Diagnosis:
     """Diagnose a run."""
-    limits, share = _limits(evidence)
-    culprit, found = _culprit(evidence, limits[0]), (*advice(evidence, limits), *_copies(evidence.workers))
-    settings = _settings(evidence)
-    return Diagnosis(limits[0], share, culprit, found, evidence.epoch, evidence.workers, settings)
+    limits, share = _limits(run)
+    culprit, found = _culprit(run, limits[0]), (*advice(run, limits), *_copies(run.workers))
+    settings = _settings(run)
+    return Diagnosis(limits[0], share, culprit, found, run.epoch, run.workers, settings)
 
 
-def _limits(evidence: RunProfile) -> tuple[list[str], float]:
+def _limits(run: RunProfile) -> tuple[list[str], float]:
     """Causes of lost time, the worst first, and the share of the worst."""
-    shares = evidence.shares
+    shares = run.shares
     consumer = shares.pop("consumer")
     worst_first = sorted(shares, key=lambda cause: -shares[cause])
     lost = [cause for cause in worst_first if shares[cause] >= _WORTH.get(cause, _WORTH_OF_OTHERS)]
     # A single batch is enough to recognise a slow start.
-    if not is_enough(evidence.epoch, 1 if lost[:1] == ["start_up"] else BATCHES):
+    if not is_enough(run.epoch, 1 if lost[:1] == ["start_up"] else BATCHES):
         return ["unknown"], 0.0
     if lost:
         return lost, shares[lost[0]]
-    return (["balanced"], 1 - consumer) if evidence.busy >= _BUSY else (["consumer"], consumer)
+    return (["balanced"], 1 - consumer) if run.busy >= _BUSY else (["consumer"], consumer)
 
 
-def _culprit(evidence: RunProfile, limit: str) -> str | None:
-    epoch, name, seconds = evidence.epoch, "", 0.0
-    if limit == "head_of_line" and evidence.late:
-        late = evidence.late[0]
+def _culprit(run: RunProfile, limit: str) -> str | None:
+    epoch, name, seconds = run.epoch, "", 0.0
+    if limit == "head_of_line" and run.late:
+        late = run.late[0]
         sample = f", sample {short(late.sample)}" if 2 * late.sample_seconds > late.load_seconds > 0 else ""
         name, seconds = f"batch {late.batch}{sample}", late.seconds
     elif limit == "workers":
-        if evidence.workers and evidence.fetching < 0.5:
-            name = evidence.loader.collate or "default_collate"
-            seconds = (1 - evidence.fetching) * epoch.workers_seconds
+        if run.workers and run.fetching < 0.5:
+            name = run.loader.collate or "default_collate"
+            seconds = (1 - run.fetching) * epoch.workers_seconds
     elif limit == "sampler":
-        name, seconds = evidence.loader.sampler, epoch.sampler_seconds
-    elif limit == "device_copy" and evidence.staging is None:
-        name, seconds = evidence.loader.transform, epoch.device_copy_seconds
+        name, seconds = run.loader.sampler, epoch.sampler_seconds
+    elif limit == "device_copy" and run.staging is None:
+        name, seconds = run.loader.transform, epoch.device_copy_seconds
     return f"{name}: {duration(seconds)} of {duration(epoch.spent_on(limit))}" if name else None
 
 
@@ -223,15 +223,15 @@ def _copies(workers: Sequence[WorkerStatistics]) -> tuple[str, ...]:
     )
 
 
-def _settings(evidence: RunProfile) -> str:
-    setting = evidence.setting
+def _settings(run: RunProfile) -> str:
+    setting = run.setting
     words = [f"num_workers={setting.num_workers}"]
     if setting.num_workers:
-        dynamic = setting.dynamic and evidence.loader.in_order
+        dynamic = setting.dynamic and run.loader.in_order
         words += [f"prefetch_factor={setting.prefetch_factor}", "dynamic" if dynamic else "round_robin"]
-        words += ["in_order=False"] * (not evidence.loader.in_order)
+        words += ["in_order=False"] * (not run.loader.in_order)
         words += [f"window={setting.fixed_window}"] * (setting.fixed_window is not None)
-        words += ["persistent_workers=True"] * evidence.loader.persistent
+        words += ["persistent_workers=True"] * run.loader.persistent
     return ", ".join(words)
 
 
