@@ -389,15 +389,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         >>> print(DataLoader(range(8)).diagnose())
         Nothing can be said yet: ...
         """
-        from fastq_loader.extras.insight import verdict
-        from fastq_loader.extras.insight.facts import facts
-        from fastq_loader.extras.insight.model import RunProfile
+        from fastq_loader.extras.insight import facts, verdict
 
         options.torchs_own(self, "diagnose()")
-        statistics = self.statistics()
-        # A subclass may have no attributes before its first epoch.
-        known = facts(self) if statistics.epochs else RunProfile()
-        return verdict.diagnose(verdict.profile_of(known, statistics, resources_of(self).counters, epoch))
+        run = facts.profile_of(self, self.statistics(), resources_of(self).counters, epoch)
+        return verdict.diagnose(run)
 
     def trace(self, path: str | PathLike[str]) -> AbstractContextManager[None]:
         """Write a trace of this loader to a file while the context lasts.

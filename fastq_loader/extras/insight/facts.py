@@ -1,4 +1,4 @@
-"""The facts about a run that follow from a loader's arguments.
+"""The facts about a run: from a loader's arguments, its counters, and the machine.
 
 Runs in the consumer, on the thread that asks for a diagnosis. Reads names of classes and functions, and runs
 no code of the user's.
@@ -6,21 +6,85 @@ no code of the user's.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from torch.utils.data import BatchSampler, RandomSampler
 from torch.utils.data._utils.collate import default_collate, default_convert
 
-from fastq_loader.api import options
-from fastq_loader.extras.insight.model import LoaderFacts, RunProfile, Setting
+from fastq_loader.api import (
+    Counters,
+    EpochCounters,
+    EpochStatistics,
+    LoaderStatistics,
+    calls,
+    options,
+    pages,
+)
+from fastq_loader.extras.insight import machine
+from fastq_loader.extras.insight.model import LoaderFacts, RunProfile, Setting, costs_of, is_enough
 
 #: Types whose instances have a `__qualname__` that can be read without running user code.
 _FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType)
 
 
-def facts(loader: Any) -> RunProfile:
-    """The profile of a loader before anything of a run is added."""
+def profile_of(
+    loader: Any, statistics: LoaderStatistics, counters: Counters, epoch: int | str | None
+) -> RunProfile:
+    """Facts of a loader's runs.
+
+    Args:
+        loader: the loader.
+        statistics: a snapshot of its counters.
+        counters: the counters themselves.
+        epoch: its number, "all" for all together, or None for the newest one long enough for a diagnosis.
+
+    Raises:
+        ValueError: there is no such epoch.
+    """
+    asked = _asked(statistics, epoch)
+    number = _newest(statistics).epoch if asked.epoch is None else asked.epoch
+    loaded = next((each for each in counters.history if each.epoch == number), EpochCounters(0, 0))
+    # Without workers nothing is packed. The loader may have had workers in another epoch.
+    workers = counters.workers if any(cost.pack for cost in list(loaded.costs)) else ()
+    # For workers the kernel reports the wait for a CPU by thread, if it can.
+    contention = 0.0 if workers and calls.waited_for_cpu() else machine.contention()
+    # A subclass may have no attributes before its first epoch.
+    setting, arguments = _of_arguments(loader) if statistics.epochs else (Setting(0), LoaderFacts())
+    return RunProfile(
+        epoch=asked,
+        costs=costs_of(loaded, workers, counters.batch_bytes, contention),
+        setting=replace(setting, num_workers=len(workers)),
+        cpus=machine.cpus(),
+        machine_bytes=pages.installed(),
+        workers=statistics.workers if workers else (),
+        late=tuple(late for late in statistics.late_batches if asked.epoch in (None, late.epoch)),
+        staging=statistics.staging,
+        loader=arguments,
+        free_bytes=machine.memory_bytes(),
+        is_cached=bool(statistics.caches),
+    )
+
+
+def _newest(statistics: LoaderStatistics) -> EpochStatistics:
+    """The newest epoch long enough for a diagnosis, else the newest."""
+    newest_first = [*statistics.per_epoch[::-1], EpochStatistics()]
+    return next(filter(is_enough, newest_first), newest_first[0])
+
+
+def _asked(statistics: LoaderStatistics, epoch: int | str | None) -> EpochStatistics:
+    kept: dict[Any, EpochStatistics] = {each.epoch: each for each in statistics.per_epoch}
+    known = {**kept, "all": statistics.total, None: _newest(statistics)}
+    if epoch in known:
+        return known[epoch]
+    there = f"of the epochs {min(kept)} to {max(kept)}" if kept else "of an epoch, once there is one"
+    raise ValueError(
+        f"epoch={epoch!r} is unknown: use the number {there}, 'all' for all together, or None for the newest"
+    )
+
+
+def _of_arguments(loader: Any) -> tuple[Setting, LoaderFacts]:
     mine, sampler = options.of(loader), loader._index_sampler
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler
@@ -37,8 +101,7 @@ def facts(loader: Any) -> RunProfile:
         pins=loader.pin_memory,
         batch_size=loader.batch_size or 0,
     )
-    setting = Setting(0, loader.prefetch_factor or 2, any_worker, mine.schedule.window)
-    return RunProfile(setting=setting, loader=arguments)
+    return Setting(0, loader.prefetch_factor or 2, any_worker, mine.schedule.window), arguments
 
 
 def _name(function: Any) -> str:

@@ -12,25 +12,14 @@ from __future__ import annotations
 import html
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from reprlib import repr as short
 from statistics import fmean
 from textwrap import wrap
-from typing import Any
 
-from fastq_loader.api import (
-    CAUSES,
-    Counters,
-    EpochCounters,
-    EpochStatistics,
-    LoaderStatistics,
-    WorkerStatistics,
-    calls,
-    pages,
-)
-from fastq_loader.extras.insight import machine
+from fastq_loader.api import CAUSES, EpochStatistics, WorkerStatistics
 from fastq_loader.extras.insight.advice import advice, duration
-from fastq_loader.extras.insight.model import BATCHES, RunProfile, costs_of, is_enough
+from fastq_loader.extras.insight.model import BATCHES, RunProfile, is_enough
 
 #: Minimum shares of an epoch for a cause to be reported. Some waiting for workers is normal if they are as
 #: fast as the step.
@@ -118,59 +107,6 @@ class Diagnosis:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(text(self))}</pre>"
-
-
-def profile_of(
-    known: RunProfile, statistics: LoaderStatistics, counters: Counters, epoch: int | str | None
-) -> RunProfile:
-    """Facts of a loader's runs.
-
-    Args:
-        known: facts from the loader's arguments.
-        statistics: a snapshot of its counters.
-        counters: the counters themselves.
-        epoch: its number, "all" for all together, or None for the newest one long enough for a diagnosis.
-
-    Raises:
-        ValueError: there is no such epoch.
-    """
-    asked = _asked(statistics, epoch)
-    number = _newest(statistics).epoch if asked.epoch is None else asked.epoch
-    loaded = next((each for each in counters.history if each.epoch == number), EpochCounters(0, 0))
-    # Without workers nothing is packed. The loader may have had workers in another epoch.
-    workers = counters.workers if any(cost.pack for cost in list(loaded.costs)) else ()
-    # For workers the kernel reports the wait for a CPU by thread, if it can.
-    contention = 0.0 if workers and calls.waited_for_cpu() else machine.contention()
-    return replace(
-        known,
-        epoch=asked,
-        costs=costs_of(loaded, workers, counters.batch_bytes, contention),
-        setting=replace(known.setting, num_workers=len(workers)),
-        cpus=machine.cpus(),
-        machine_bytes=pages.installed(),
-        free_bytes=machine.memory_bytes(),
-        is_cached=bool(statistics.caches),
-        workers=statistics.workers if workers else (),
-        late=tuple(late for late in statistics.late_batches if asked.epoch in (None, late.epoch)),
-        staging=statistics.staging,
-    )
-
-
-def _newest(statistics: LoaderStatistics) -> EpochStatistics:
-    """The newest epoch long enough for a diagnosis, else the newest."""
-    newest_first = [*statistics.per_epoch[::-1], EpochStatistics()]
-    return next(filter(is_enough, newest_first), newest_first[0])
-
-
-def _asked(statistics: LoaderStatistics, epoch: int | str | None) -> EpochStatistics:
-    kept: dict[Any, EpochStatistics] = {each.epoch: each for each in statistics.per_epoch}
-    known = {**kept, "all": statistics.total, None: _newest(statistics)}
-    if epoch in known:
-        return known[epoch]
-    there = f"of the epochs {min(kept)} to {max(kept)}" if kept else "of an epoch, once there is one"
-    raise ValueError(
-        f"epoch={epoch!r} is unknown: use the number {there}, 'all' for all together, or None for the newest"
-    )
 
 
 def diagnose(run: RunProfile) -> Diagnosis:

@@ -322,7 +322,8 @@ class Recorder:
 
 def _end_of_last(steps: Sequence[records.Step], began: int) -> int:
     """When the last step of a call ended that began then. The call itself did not end before."""
-    return max([began, *(until for what, _, until, *_ in steps if what in _SPANS)])
+    ends: list[int] = [until for what, _, until, *_ in steps if what in _SPANS]
+    return max([began, *ends])
 
 
 def _about(epoch: int, batch: int | None = None) -> str:
