@@ -121,20 +121,25 @@ class Chooser:
         """
         if calls.missing():
             return 0
-        epoch = next(reversed(counters.history), None)
-        if epoch is None or not (epoch.over or epoch.batches >= _ENOUGH):
+        history = counters.history
+        if not (history and (history[-1].over or history[-1].batches >= _ENOUGH)):
             return number
+        epoch = history[-1]
         costs = costs_of(epoch, counters.workers if number else (), counters.batch_bytes)
-        if costs is None:
+        if costs is None or self._has_just_started(number if persistent else 0):
             return number
-        if persistent and number and self.seen and self.seen[-1].workers != number:
-            # An epoch in which persistent workers start is not representative: the next one counts.
-            started, self._started = self._started, number
-            if started != number:
-                return number
-        self._started = None
         took = epoch.nanoseconds - (epoch.by_cause["start_up"] if persistent else 0)
         remember(self.seen, Seen(number, took / 1e9 / epoch.batches, costs))
         limits = machine.limits(Setting(number, prefetch, dynamic=True))
         held = limits.needed(limits.own, costs) if persistent else 0.0  # memory that workers have already
         return decide(self.seen, replace(limits, memory_bytes=limits.memory_bytes + held))
+
+    def _has_just_started(self, number: int) -> bool:
+        """Whether persistent workers of this number started in the last epoch: it is not representative, and
+        the next one counts."""
+        if number and self.seen and self.seen[-1].workers != number:
+            started, self._started = self._started, number
+            if started != number:
+                return True
+        self._started = None
+        return False

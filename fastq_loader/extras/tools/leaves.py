@@ -26,6 +26,10 @@ _DEEPEST = 20
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
+#: A part of an object: the form of its place, the key in that, and the part.
+_Part = tuple[str, Any, Any]
+
+
 class Leaf(NamedTuple):
     """A part of a batch.
 
@@ -49,23 +53,28 @@ class Leaf(NamedTuple):
 def leaves(value: Any, path: str = "batch", above: tuple[int, ...] = ()) -> Iterator[Leaf]:
     """Take a batch apart, containers before their contents. `above`: ids of the objects around `value`."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    inner: list[tuple[str, Any, Any]] = []
+    inner: list[_Part] = []
     if isinstance(value, torch.Tensor):
         yield _tensor(value, path, kind)
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
         about = f"{kind} {value.dtype}{list(value.shape)}, strides {value.strides}"
         yield Leaf(path, about, value.tobytes(), value.dtype, value.shape)
     else:
-        known = isinstance(value, _ATOMS) or id(value) in above
-        inner = [] if known else _inside(value)
-        reduced = None if known or inner or type(value) in _EMPTY else _reduced(value, above)
-        text = f"of {len(inner)}" if inner else _ADDRESS.sub("", repr(value))
-        yield Leaf(path, kind, text.encode(errors="surrogatepass"), opaque=reduced == ())
-        inner += [(" as it is pickled", "", reduced)] if reduced else []
+        leaf, inner = _object(value, path, kind, above)
+        yield leaf
     if (own := getattr(value, "__dict__", None)) and not isinstance(value, type) and not inner:
         inner = [(".__dict__", "", dict(own))]  # attributes of a subclass
     for form, key, member in inner:
         yield from leaves(member, path + form.format(key), (*above, id(value)))
+
+
+def _object(value: Any, path: str, kind: str, above: tuple[int, ...]) -> tuple[Leaf, list[_Part]]:
+    known = isinstance(value, _ATOMS) or id(value) in above
+    inner = [] if known else _inside(value)
+    reduced = None if known or inner or type(value) in _EMPTY else _reduced(value, above)
+    text = f"of {len(inner)}" if inner else _ADDRESS.sub("", repr(value))
+    leaf = Leaf(path, kind, text.encode(errors="surrogatepass"), opaque=reduced == ())
+    return leaf, [*inner, (" as it is pickled", "", reduced)] if reduced else inner
 
 
 def _reduced(value: Any, above: tuple[int, ...]) -> Any:
@@ -83,7 +92,7 @@ def _reduced(value: Any, above: tuple[int, ...]) -> Any:
     )
 
 
-def _inside(value: Any) -> list[tuple[str, Any, Any]]:
+def _inside(value: Any) -> list[_Part]:
     """Parts of a container, in an order that does not depend on hashes."""
     if isinstance(value, np.ndarray):  # of objects
         return [("", "", value.tolist())]
