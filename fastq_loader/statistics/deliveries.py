@@ -5,8 +5,6 @@ Pure: folded from the records of the epoch's calls, see `epoch`.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from fastq_loader.ipc.messages import decode_index
@@ -30,9 +28,7 @@ class ReadyCounts:
 
     def __init__(self, began: int) -> None:
         self._began = began
-        # For each part of the epoch: the change in the number of ready batches, and the nanoseconds from each
-        # change to the end of the part, summed; negative for a delivery.
-        self._changes, self._rests = [0], [0]
+        self._parts = [0]  # nanoseconds in which batches were ready, summed over the batches
         self._width = _WIDTH
 
     def add(self, since: int, now: int) -> None:
@@ -43,72 +39,70 @@ class ReadyCounts:
         elif begin > end:  # all processes should have the same clock
             begin = end
         while end >= _PARTS * self._width:
-            self._double_width()
-        width, changes, rests = self._width, self._changes, self._rests
-        last, part = end // width, begin // width
-        while last >= len(changes):
-            changes.append(0)
-            rests.append(0)
-        changes[part] += 1
-        rests[part] += (part + 1) * width - begin
-        changes[last] -= 1
-        rests[last] -= (last + 1) * width - end
-
-    def _double_width(self) -> None:
-        width, changes, rests = self._width, [*self._changes, 0], [*self._rests, 0]
-        firsts = range(0, len(self._changes), 2)
-        self._rests = [rests[at] + changes[at] * width + rests[at + 1] for at in firsts]
-        self._changes = [changes[at] + changes[at + 1] for at in firsts]
-        self._width = 2 * width
+            pairs = zip(self._parts[::2], [*self._parts[1::2], 0], strict=False)
+            self._parts, self._width = list(map(sum, pairs)), 2 * self._width
+        width, parts = self._width, self._parts
+        first, last = begin // width, end // width
+        while last >= len(parts):
+            parts.append(0)
+        for part in range(first, last + 1):
+            parts[part] += width
+        parts[first] -= begin - first * width
+        parts[last] -= (last + 1) * width - end
 
     def averages(self, nanoseconds: int) -> tuple[float, ...]:
         """The average number in each part of an epoch that took so long. May be called on any thread, so it
         reads growing data only once."""
-        width, changes, rests = self._width, list(self._changes), list(self._rests)
-        before = accumulate(changes, initial=0)
-        ready = [count * width + rest for count, rest in zip(before, rests, strict=False)]
-        widths = [width] * (len(ready) - 1)
+        parts, width = list(self._parts), self._width
+        widths = [width] * (len(parts) - 1)
         widths.append(max(1, nanoseconds - sum(widths)))
-        return tuple(round(each / width, 2) for each, width in zip(ready, widths, strict=True))
+        return tuple(round(part / width, 2) for part, width in zip(parts, widths, strict=True))
 
 
 class LateBatches:
-    """The batches that held up others.
+    """The batches of an epoch that held up others.
 
     Attributes:
-        indices: batches that hold up others, and were not delivered → their indices.
+        waiting: batches that hold up others → their indices, and for how many nanoseconds.
     """
 
-    def __init__(self) -> None:
-        self.indices: dict[int, Any] = {}
-        self._kept: dict[tuple[int | None, int], LateBatch] = {}
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+        self.waiting: dict[int, tuple[Any, int]] = {}
+        self._kept: list[LateBatch] = []
 
-    def held_up(self, epoch: int, seq: int, index: Any, nanoseconds: int) -> None:
+    def held_up(self, seq: int, index: Any, nanoseconds: int) -> None:
         """Count a wait for a batch while others were ready."""
-        late = self._kept.get((epoch, seq), LateBatch(epoch, seq, 0.0))
-        self.keep(replace(late, seconds=late.seconds + nanoseconds / 1e9))
-        self.indices[seq] = index
+        _, before = self.waiting.get(seq, (None, 0))
+        self.waiting[seq] = index, before + nanoseconds
 
-    def delivered(self, epoch: int, answer: Answer) -> None:
-        """Complete the entry of a batch that held up others, from its answer and its index."""
-        index = decode_index(self.indices.pop(answer.seq))
-        if (late := self._kept.get((epoch, answer.seq))) is not None:
-            timed = answer.slowest and type(index) is list and answer.slowest_at < len(index)
-            self.keep(
-                replace(
-                    late,
-                    load_seconds=(answer.finished - answer.started) / 1e9,
-                    sample=index[answer.slowest_at] if timed else None,
-                    sample_seconds=answer.slowest / 1e9,
-                )
+    def delivered(self, answer: Answer) -> None:
+        """Complete the entry of a batch that held up others."""
+        encoded, nanoseconds = self.waiting.pop(answer.seq)
+        index = decode_index(encoded)
+        timed = answer.slowest and type(index) is list and answer.slowest_at < len(index)
+        self.keep(
+            LateBatch(
+                self._epoch,
+                answer.seq,
+                seconds=nanoseconds / 1e9,
+                load_seconds=(answer.finished - answer.started) / 1e9,
+                sample=index[answer.slowest_at] if timed else None,
+                sample_seconds=answer.slowest / 1e9,
             )
+        )
 
     def keep(self, late: LateBatch) -> None:
-        """Add an entry, or replace it; the least late ones are dropped."""
-        self._kept[late.epoch, late.batch] = late
+        """Add an entry."""
+        self._kept.append(late)
         if len(self._kept) > 2 * _LATE:
-            self._kept = {(each.epoch, each.batch): each for each in self.worst()}
+            self._kept = _worst(self._kept)
 
     def worst(self) -> list[LateBatch]:
-        """The batches that held up others longest, the worst first."""
-        return sorted(self._kept.values(), key=lambda late: -late.seconds)[:_LATE]
+        """The batches that held up others longest, the worst first. May be called on any thread."""
+        waiting = list(self.waiting.items())
+        return _worst([*self._kept, *(LateBatch(self._epoch, seq, ns / 1e9) for seq, (_, ns) in waiting)])
+
+
+def _worst(late: list[LateBatch]) -> list[LateBatch]:
+    return sorted(late, key=lambda each: -each.seconds)[:_LATE]

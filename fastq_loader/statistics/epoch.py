@@ -83,7 +83,7 @@ class EpochCounters:
         self.by_cause = dict.fromkeys(CAUSES, 0)
         self._calls = Histogram()
         self._ready = ReadyCounts(now)
-        self._late = LateBatches()
+        self._late = LateBatches(epoch)
         self._left = now
         self._sent: dict[int, int] = {}  # batch → when its task was sent
         self._previous: dict[int, int] = {}  # batch → when its worker had finished the previous one, or 0
@@ -153,8 +153,8 @@ class EpochCounters:
             self._calls[int(PER_OCTAVE * log2(ended - began or 1))] += 1
             if answer is not None:
                 self._previous.pop(answer.seq, 0)
-                if answer.seq in self._late.indices:
-                    self._late.delivered(self.epoch, answer)
+                if answer.seq in self._late.waiting:
+                    self._late.delivered(answer)
                 self._ready.add(answer.finished, ended)
         elif kind == records.PART or kind == records.DROP:
             ended = began + counted  # the duration of the call is unknown
@@ -172,7 +172,7 @@ class EpochCounters:
         the batch that ended it, if any."""
         self.waited += ended - began
         if cause == "head_of_line":
-            self._late.held_up(self.epoch, seq, index, ended - began)
+            self._late.held_up(seq, index, ended - began)
         lost = {cause: ended - began}
         if answer is not None:
             lost = _lost_to(cause, began, ended, answer, self._previous.get(answer.seq, 0))

@@ -28,22 +28,8 @@ _WIDEST, _DEEPEST = 64, 8
 Column = Any  # one of the classes below, with `len`, `[i]` and `nbytes`
 
 
-class Numbers:
-    """64-bit integers, or floats."""
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self._array = array
-        self.nbytes = array.nbytes
-
-    def __len__(self) -> int:
-        return len(self._array)
-
-    def __getitem__(self, at: int) -> Any:
-        return self._array.item(at)
-
-
 class Plain:
-    """Strings, bytes or bools; numbers mixed with None."""
+    """Strings, bytes or bools; numbers mixed with None: an array of Arrow."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -54,6 +40,13 @@ class Plain:
 
     def __getitem__(self, at: int) -> Any:
         return self._array[at].as_py()
+
+
+class Numbers(Plain):
+    """64-bit integers, or floats: an array of numpy."""
+
+    def __getitem__(self, at: int) -> Any:
+        return self._array.item(at)
 
 
 class Pickled(Plain):
