@@ -57,14 +57,14 @@ ROOMS = {
     "packing": Room("memory ipc system errors"),
     "reading": Room("memory ipc system errors", pure="first_indices"),
     "memory": Room("system errors", pure="pool blocks"),
-    "statistics": Room("ipc system", pure="epoch records snapshots"),
+    "statistics": Room("ipc system", pure="deliveries epoch records snapshots"),
     "ipc": Room("system errors", pure="messages decoding"),
     "system": Room(""),
     "errors": Room("", pure="*"),
 }
 #: Where the core imports an extra, inside of a function: for what a user has asked for, and for hints.
 ASKED_FOR = {
-    "loader": "cached.cached insight insight.auto insight.facts insight.model insight.verdict "
+    "loader": "cached.cached insight insight.auto insight.facts insight.verdict "
     "recovery.replay tracing.trace",
     "epoch.base": "insight.hints",
 }

@@ -5,6 +5,7 @@ Pure: folded from the records of the epoch's calls, see `epoch`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastq_loader.ipc.messages import decode_index
@@ -50,12 +51,12 @@ class ReadyCounts:
         parts[first] -= begin - first * width
         parts[last] -= (last + 1) * width - end
 
-    def averages(self, nanoseconds: int) -> tuple[float, ...]:
-        """The average number in each part of an epoch that took so long. May be called on any thread, so it
-        reads growing data only once."""
+    def averages(self, nanoseconds: Callable[[], int]) -> tuple[float, ...]:
+        """The average number in each part of an epoch that took so long. May be called on any thread, so the
+        counts, which grow with the duration, are read before it."""
         parts, width = list(self._parts), self._width
         widths = [width] * (len(parts) - 1)
-        widths.append(max(1, nanoseconds - sum(widths)))
+        widths.append(max(1, nanoseconds() - sum(widths)))
         return tuple(round(part / width, 2) for part, width in zip(parts, widths, strict=True))
 
 

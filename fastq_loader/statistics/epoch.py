@@ -218,6 +218,7 @@ class EpochCounters:
 
     def snapshot(self) -> EpochStatistics:
         """The counts so far. May be called on any thread."""
+        ready = self._ready.averages(lambda: self.nanoseconds)
         seconds = {f"{cause}_seconds": self.by_cause[cause] / 1e9 for cause in CAUSES}
         waits = {f"wait_p{percent}": self._calls.percentile(percent) for percent in (50, 95, 99)}
         return EpochStatistics(
@@ -225,7 +226,7 @@ class EpochCounters:
             batches=self.batches,
             seconds=self.nanoseconds / 1e9,
             cpu_seconds=self.cpu / 1e9,
-            ready=self._ready.averages(self.nanoseconds),
+            ready=ready,
             **seconds,
             **waits,
         )

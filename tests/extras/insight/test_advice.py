@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastq_loader.extras.insight.advice import (
-    advice,
-    duplicate_data,
-    duration,
-    idle_workers,
-    memory_pressure,
-    tiny_batches,
-)
-from fastq_loader.extras.insight.model import Costs, RunProfile, Setting
+from fastq_loader.extras.insight.advice import advice, duration
+from fastq_loader.extras.insight.hints import duplicate_data, idle_workers, memory_pressure, tiny_batches
+from fastq_loader.extras.insight.model import Costs, LoaderFacts, RunProfile, Setting
 from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.statistics.records import PART
 from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics, StagingStatistics, WorkerStatistics
@@ -30,11 +24,14 @@ UNEVEN = Costs((0.01,) * 9 + (0.3,))
 
 
 TWO = Setting(2)
+ARGUMENTS = {field.name for field in fields(LoaderFacts)}
 
 
-def lines(limit: str, costs: Costs, setting: Setting = TWO, cpus: float = 4.0, **fields: Any) -> str:
-    evidence = RunProfile(**{"epoch": EPOCH, "costs": costs, "setting": setting, "cpus": cpus, **fields})
-    return "\n".join(advice(evidence, [limit]))
+def lines(limit: str, costs: Costs, setting: Setting = TWO, cpus: float = 4.0, **known: Any) -> str:
+    """Advice on a run; `known`: fields of its profile, and of the facts about the loader."""
+    loader = LoaderFacts(**{name: known.pop(name) for name in ARGUMENTS & known.keys()})
+    found = {"epoch": EPOCH, "costs": costs, "setting": setting, "cpus": cpus, **known}
+    return "\n".join(advice(RunProfile(**found, loader=loader), [limit]))
 
 
 @pytest.mark.parametrize(
@@ -236,8 +233,8 @@ def test_little_gains_are_not_mentioned_and_the_best_comes_first(
 ) -> None:
     pack, overhead, draw, step = others
     costs = Costs(tuple(loads), pack=pack, overhead=overhead, draw=draw, step=step)
-    evidence = RunProfile(EPOCH, costs, Setting(workers, 2, dynamic), cpus, collate="pad")
-    found = advice(evidence, limits)
+    run = RunProfile(EPOCH, costs, Setting(workers, 2, dynamic), cpus, loader=LoaderFacts(collate="pad"))
+    found = advice(run, limits)
     gains = [float(match.group(1)) for line in found if (match := re.search(r"about ([\d.e+]+) ×", line))]
     assert len(found) <= 4
     assert all(gain > 1 for gain in gains)

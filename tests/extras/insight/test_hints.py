@@ -32,7 +32,6 @@ from fastq_loader import (
     TinyBatches,
 )
 from fastq_loader.epoch import resources
-from fastq_loader.extras.insight import advice as judgements
 from fastq_loader.extras.insight import hints
 from tests.support.datasets import Stream
 from tests.support.loaders import WORKERS
@@ -95,10 +94,10 @@ def noise(draws: bool = True, schedule: Any = "dynamic", workers: int = 2) -> Da
 @pytest.fixture
 def easily_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small runs matter, and there is no memory."""
-    monkeypatch.setattr(judgements, "LEAST_BATCHES", 1)
-    monkeypatch.setattr(judgements, "_LEAST_TIMES", 0.0)
-    monkeypatch.setattr(judgements, "_LEAST_SECONDS", float("-inf"))
-    monkeypatch.setattr(judgements, "_LEAST_WINDOW", 1 << 20)
+    monkeypatch.setattr(hints, "_LEAST_BATCHES", 1)
+    monkeypatch.setattr(hints, "_LEAST_TIMES", 0.0)
+    monkeypatch.setattr(hints, "_LEAST_SECONDS", float("-inf"))
+    monkeypatch.setattr(hints, "_LEAST_WINDOW", 1 << 20)
     monkeypatch.setattr(hints, "memory_bytes", lambda: 0)
 
 
@@ -409,6 +408,6 @@ def test_an_epoch_that_goes_on_is_not_judged_by_its_rest() -> None:
 
 
 def test_memory_that_the_loader_has_already_counts_as_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judgements, "_LEAST_WINDOW", 1 << 20)
+    monkeypatch.setattr(hints, "_LEAST_WINDOW", 1 << 20)
     monkeypatch.setattr(hints, "memory_bytes", lambda: 11 << 20)  # less than two windows
     assert iterate(large()) == 8

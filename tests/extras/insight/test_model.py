@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader import DataLoader, Dynamic, options
-from fastq_loader.extras.insight.facts import facts
+from fastq_loader.epoch import resources
+from fastq_loader.extras.insight.facts import profile_of
 from fastq_loader.extras.insight.model import (
     Costs,
     RunProfile,
@@ -114,7 +115,9 @@ def test_the_window_is_as_wide_as_the_loaders_becomes(schedule: Any, batch_bytes
     window = options.plan(loader).window
     while room := window.room(window.size, 0, batch_bytes):
         window.widen_to(window.size + room)
-    setting = replace(facts(loader).setting, num_workers=8)
+    counters = resources.of(loader).counters
+    counters.epochs = 1
+    setting = replace(profile_of(loader, counters.snapshot(), counters, None).setting, num_workers=8)
     assert setting.window(batch_bytes, pages.installed()) == window.size
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 from fastq_loader import DataLoader, Dynamic, RoundRobin, ToDevice
 from fastq_loader.epoch import resources
 from fastq_loader.extras.insight import verdict
-from fastq_loader.extras.insight.model import Costs, RunProfile, Setting
+from fastq_loader.extras.insight.model import Costs, LoaderFacts, RunProfile, Setting
 from fastq_loader.extras.insight.verdict import Diagnosis, diagnose
 from fastq_loader.statistics.records import WAITED
 from fastq_loader.statistics.snapshots import (
@@ -125,14 +125,15 @@ def test_collating_is_named_where_it_takes_longer_than_reading() -> None:
     worker = WorkerStatistics(0, 70, fetch_seconds=1.0, collate_seconds=3.0)
     run = replace(profile_of(workers=0.8), workers=(worker,))
     assert diagnose(run).culprit == "default_collate: 6 s of 8 s"
-    assert diagnose(replace(run, collate="pad")).culprit == "pad: 6 s of 8 s"
+    assert diagnose(replace(run, loader=LoaderFacts(collate="pad"))).culprit == "pad: 6 s of 8 s"
     quick = replace(worker, collate_seconds=0.9)
     assert diagnose(replace(run, workers=(quick,))).culprit is None
 
 
 def test_sampler_and_transform_are_named() -> None:
-    assert diagnose(replace(profile_of(sampler=0.5), sampler="Mine")).culprit == "Mine: 5 s of 5 s"
-    on_host = replace(profile_of(device_copy=0.5), transform="normalize")
+    mine = replace(profile_of(sampler=0.5), loader=LoaderFacts(sampler="Mine"))
+    assert diagnose(mine).culprit == "Mine: 5 s of 5 s"
+    on_host = replace(profile_of(device_copy=0.5), loader=LoaderFacts(transform="normalize"))
     assert diagnose(on_host).culprit == "normalize: 5 s of 5 s"
     assert diagnose(replace(on_host, staging=StagingStatistics("cuda"))).culprit is None
     assert diagnose(profile_of(device_copy=0.5)).culprit is None
@@ -155,7 +156,7 @@ def test_a_terminal_without_blocks_gets_ascii(encoding: str | None, monkeypatch:
         pass
 
     Terminal.encoding = encoding  # type: ignore[assignment]
-    run = replace(profile_of(workers=0.5), cpus=8.0, sampler="Größe")
+    run = replace(profile_of(workers=0.5), cpus=8.0, loader=LoaderFacts(sampler="Größe"))
     monkeypatch.setattr(sys, "stdout", Terminal())
     assert str(diagnose(run)).isascii()
     monkeypatch.setattr(sys, "stdout", None)  # a program without a console
@@ -271,7 +272,7 @@ def test_what_is_the_users_is_escaped_in_html() -> None:
 
 @pytest.fixture
 def evidence(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(verdict, "diagnose", lambda evidence: evidence)
+    monkeypatch.setattr(verdict, "diagnose", lambda run: run)
     return lambda loader, epoch=None: loader.diagnose(epoch)
 
 
@@ -308,7 +309,8 @@ class MyBatches(BatchSampler):
 )
 def test_arguments_that_matter(evidence: Any, arguments: dict[str, Any], expected: dict[str, Any]) -> None:
     found = evidence(run(**arguments))
-    assert {name: getattr(found, name) for name in expected} == expected
+    known = {**vars(found), **vars(found.loader)}
+    assert {name: known[name] for name in expected} == expected
     assert found.setting.num_workers == 0
     assert found.cpus > 0
     assert found.costs is not None
