@@ -55,6 +55,31 @@ class Cost(NamedTuple):
     pack: int
 
 
+class BatchCosts:
+    """Costs of the batches of an epoch."""
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[int, int, int]] = deque(maxlen=_KEPT)
+        self._batches = self._load = 0
+
+    def add(self, seq: int, load: int, pack: int) -> None:
+        """Count a batch; see `Cost`."""
+        self._last.append((seq, load, pack))
+        self._batches += 1
+        self._load += load
+
+    @property
+    def last(self) -> list[Cost]:
+        """Costs of the last thousand batches, in the order of their answers."""
+        return [Cost(*cost) for cost in list(self._last)]
+
+    @property
+    def load(self) -> float:
+        """Average nanoseconds to load a batch, over all; needs one. The last thousand alone may differ from
+        earlier ones: data are cached, or begin with something slow."""
+        return self._load / self._batches
+
+
 class EpochCounters:
     """Counts of one epoch, folded from its records.
 
@@ -70,6 +95,7 @@ class EpochCounters:
         in_transit: the part of the transport's nanoseconds that was waiting; the rest is work of `next()`.
         cpu: CPU time that this process used in the epoch, in nanoseconds, at the last measurement.
         over: there is no further batch.
+        costs: of its batches.
     """
 
     def __init__(self, epoch: int, now: int, cpu: int = 0) -> None:
@@ -78,8 +104,7 @@ class EpochCounters:
         self.cpu = 0
         self.over = False
         self.batches = self.waited = self.in_transit = 0
-        self._costs: deque[tuple[int, int, int]] = deque(maxlen=_KEPT)
-        self._loads = self._load = 0  # batches with known costs, and nanoseconds to load them
+        self.costs = BatchCosts()
         self.by_cause = dict.fromkeys(CAUSES, 0)
         self._calls = Histogram()
         self._ready = ReadyCounts(now)
@@ -108,10 +133,9 @@ class EpochCounters:
                     sent = self._sent.pop(answer.seq, answer.started)
                     worker.answered(answer, sent if previous else 0, process)
                     if answer.kind not in EMPTY:
-                        load = answer.collated - answer.started
                         self._previous[answer.seq] = previous
-                        self._costs.append((answer.seq, load, answer.finished - answer.collated))
-                        self._loads, self._load = self._loads + 1, self._load + load
+                        load, pack = answer.collated - answer.started, answer.finished - answer.collated
+                        self.costs.add(answer.seq, load, pack)
                 case records.DREW, since, until, seqs:
                     by_cause["sampler"] += until - since
                     counted += until - since
@@ -121,22 +145,16 @@ class EpochCounters:
                     by_cause["device_copy"] += until - since
                     counted += until - since
                 case records.LOADED, since, until, seq, _:
-                    self._count_load(since, until, seq)
+                    by_cause["workers"] += until - since
                     counted += until - since
+                    self.waited += until - since
+                    self.costs.add(seq, until - since, 0)
                 case records.WAITED, *wait:
                     waits += (wait,)
                 case records.STALE, worker, process, answer:
                     worker.answered(answer, process=process)
         if began:  # else outside of calls
             self._count_call(kind, began, ended, waits, counted, more)
-
-    def _count_load(self, began: int, ended: int, seq: int) -> None:
-        """Count a batch that the call loaded itself."""
-        self.by_cause["workers"] += ended - began
-        self.waited += ended - began
-        self._costs.append((seq, ended - began, 0))
-        self._loads += 1
-        self._load += ended - began
 
     def _count_call(
         self, kind: str, began: int, ended: int, waits: list[Any], counted: int, more: list[Any]
@@ -198,17 +216,6 @@ class EpochCounters:
     def worst(self) -> list[LateBatch]:
         """The batches that held up others longest, the worst first."""
         return self._late.worst()
-
-    @property
-    def costs(self) -> list[Cost]:
-        """Costs of the last thousand batches, in the order of their answers."""
-        return [Cost(*cost) for cost in list(self._costs)]
-
-    @property
-    def load(self) -> float:
-        """Average nanoseconds to load a batch, over all; needs one. The last thousand alone may differ from
-        earlier ones: data are cached, or begin with something slow."""
-        return self._load / self._loads
 
     @property
     def nanoseconds(self) -> int:

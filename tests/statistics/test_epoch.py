@@ -137,13 +137,13 @@ def test_what_a_call_did_itself_is_counted_as_it_is_recorded() -> None:
 def test_a_batch_that_is_loaded_by_the_call_is_the_workers_time() -> None:
     epoch = folded(gives(0, 1, 90, (DREW, 1, 5, ()), (LOADED, 5, 85, 0, 60)))
     assert by_cause(epoch) == {"sampler": 4, "workers": 80, "transport": 5}
-    assert [tuple(cost) for cost in epoch.costs] == [(0, 80, 0)]
+    assert [tuple(cost) for cost in epoch.costs.last] == [(0, 80, 0)]
     assert epoch.waited == 80
 
 
 def counted(counters: Counters) -> list[Any]:
     """All that can be known of a loader's epochs."""
-    kept = [(epoch.costs, epoch.in_transit, epoch.by_cause) for epoch in counters.history]
+    kept = [(epoch.costs.last, epoch.in_transit, epoch.by_cause) for epoch in counters.history]
     return [counters.snapshot(), [worker.cpu_marks for worker in counters.workers], *kept]
 
 
@@ -207,9 +207,9 @@ def test_an_answer_may_have_finished_after_it_was_handed_out_by_another_clock() 
 def test_what_a_batch_took_to_load_is_known_of_all_though_the_last_thousand_are_kept() -> None:
     loads = [(LOADED, 1, 4 if seq < 1024 else 2, seq, 1) for seq in range(2048)]
     epoch = folded(gives(None, 1, 5, *loads))
-    assert len(epoch.costs) == 1024
-    assert {cost.load for cost in epoch.costs} == {1}
-    assert epoch.load == 2
+    assert len(epoch.costs.last) == 1024
+    assert {cost.load for cost in epoch.costs.last} == {1}
+    assert epoch.costs.load == 2
 
 
 @examples(100)
@@ -302,6 +302,8 @@ def test_a_task_that_was_sent_again_counts_from_then_on() -> None:
     assert waited(worker) == (5, 15)
     epoch.fold(gives(None, 90, 99, came(answer(2, 90, 95, 95, kind=SKIPPED), worker)))
     assert waited(worker) == (5, 35), "one that nobody knows to be sent was sent when it began"
-    assert len(epoch.costs) == 2, "it was no batch"
+    assert len(epoch.costs.last) == 2, "it was no batch"
     epoch.fold(gives(None, 100, 101, (records.STALE, worker, 1, answer(9, 99, 100, 100))))
-    assert (worker.batches, len(epoch.costs)) == (4, 2), "one of an epoch before is its work, and not ours"
+    assert (worker.batches, len(epoch.costs.last)) == (4, 2), (
+        "one of an epoch before is its work, and not ours"
+    )

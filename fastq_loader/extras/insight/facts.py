@@ -47,7 +47,7 @@ def profile_of(
     number = _newest(statistics).epoch if asked.epoch is None else asked.epoch
     loaded = next((each for each in counters.history if each.epoch == number), EpochCounters(0, 0))
     # Without workers nothing is packed. The loader may have had workers in another epoch.
-    workers = counters.workers if any(cost.pack for cost in list(loaded.costs)) else ()
+    workers = counters.workers if any(cost.pack for cost in loaded.costs.last) else ()
     # For workers the kernel reports the wait for a CPU by thread, if it can.
     contention = 0.0 if workers and calls.waited_for_cpu() else machine.contention()
     # A subclass may have no attributes before its first epoch.

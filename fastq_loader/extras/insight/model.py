@@ -255,11 +255,11 @@ def costs_of(
         contention: share of the time in which processes of this machine waited for a CPU, from 0 to 1. This
             share of the loading time without a CPU is attributed to that wait, not to a disk or a network.
     """
-    ordered = sorted(epoch.costs)
+    ordered = sorted(epoch.costs.last)
     if not ordered or not epoch.batches:
         return None
     mean = sum(cost.load for cost in ordered) / len(ordered)
-    scale = epoch.load / mean if mean else 1.0  # the recorded batches represent all
+    scale = epoch.costs.load / mean if mean else 1.0  # the recorded batches represent all
     loads = tuple(cost.load / 1e9 * scale for cost in ordered)
     seconds = {cause: nanoseconds / 1e9 / epoch.batches for cause, nanoseconds in epoch.by_cause.items()}
     cpu = epoch.cpu / 1e9 / epoch.batches

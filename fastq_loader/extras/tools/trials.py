@@ -317,7 +317,9 @@ class _Trial:
         """Evaluate the times; None if there are too few."""
         self._loader.statistics()  # adds the CPU time so far
         counters = resources.of(self._loader).counters
-        begun = [cost.load + cost.pack for epoch in counters.history for cost in epoch.costs if not cost.seq]
+        begun = [
+            cost.load + cost.pack for epoch in counters.history for cost in epoch.costs.last if not cost.seq
+        ]
         first = begun[-1] / 1e9 if begun else 0.0
         found = _rate(self._loader, self._epochs, first)
         if found is None:
