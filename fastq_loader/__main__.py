@@ -66,8 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     loader.add_argument("loader", metavar="MODULE:NAME", help="a DataLoader, or a function that makes one")
     step.add_argument("--step-seconds", type=float, default=0.0, help="of a training step")
 
-    about = "find the fastest setting of a loader by trying"
-    tune = commands.add_parser("tune", parents=[loader, step], help=about)
+    tune = commands.add_parser("tune", parents=[loader, step], help="find the fastest setting by trying")
     tune.set_defaults(run=_tune)
     tune.add_argument("--seconds", type=float, default=30, help="to spend on it (default: %(default)s)")
     tune.add_argument("--start-methods", nargs="+", metavar="METHOD", help="fork, spawn, forkserver")
@@ -75,22 +74,20 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--max-workers", type=int, help="the most to try")
     tune.add_argument("--quiet", action="store_true", help="show no progress")
 
-    about = "compare torch's loader with this one, batch by batch and in speed"
-    compare = commands.add_parser("compare", parents=[loader, step], help=about)
+    compare = commands.add_parser("compare", parents=[loader, step], help="compare with torch's loader")
     compare.set_defaults(run=_compare)
     compare.add_argument("--epochs", type=int, default=1, help="of each pass (default: %(default)s)")
     compare.add_argument("--batches", type=int, help="of each epoch, at most; all if it is not given")
 
-    about = "load a batch of an epoch again, in this process"
-    replay = commands.add_parser("replay", parents=[loader], help=about)
+    replay = commands.add_parser("replay", parents=[loader], help="load a batch again, in this process")
     replay.set_defaults(run=_replay)
     replay.add_argument("state", metavar="STATE", help="a file with the state_dict() of that epoch")
     replay.add_argument("--batch", type=int, required=True, help="its number in the epoch, from 0 on")
     replay.add_argument("--pdb", action="store_true", help="stop in __getitem__ of its first sample")
     replay.add_argument("--save", metavar="FILE", help="write the batch with torch.save")
 
-    about = "check what workers need from this machine, and print what to change"
-    commands.add_parser("doctor", help=about).set_defaults(run=doctor.report)
+    check = commands.add_parser("doctor", help="check this machine, and print what to change")
+    check.set_defaults(run=doctor.report)
     return parser
 
 

@@ -65,10 +65,7 @@ def _made(dataset: Any, **arguments: Any) -> Any:
             "the loader that prepare() returns, and do not call skip_first_batches() after that"
         )
     made: Any = type(given).__new__(type(given))  # its constructor may have other arguments
-    DataLoader.__init__(
-        *(made, dataset),
-        **{**arguments, **options.of(given).as_arguments()},
-    )
+    DataLoader.__init__(made, dataset, **{**arguments, **options.of(given).as_arguments()})
     short_forms = {name: value for name, value in vars(given).items() if name in options.DEFAULTS}
     vars(made).update({**given.__getstate__(), **vars(made), **short_forms})
     resources.forget(made)
