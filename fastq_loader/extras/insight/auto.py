@@ -31,7 +31,7 @@ _REMEMBERED = 3
 
 
 @dataclass(frozen=True)
-class Seen:
+class Measurement:
     """Measurement of an epoch.
 
     Attributes:
@@ -45,7 +45,7 @@ class Seen:
     costs: Costs
 
 
-def remember(seen: list[Seen], epoch: Seen) -> None:
+def remember(seen: list[Measurement], epoch: Measurement) -> None:
     """Add an epoch, and drop the oldest of its number. A forgotten number would be tried again and again."""
     alike = [each for each in seen if each.workers == epoch.workers]
     if len(alike) == _REMEMBERED:
@@ -53,7 +53,7 @@ def remember(seen: list[Seen], epoch: Seen) -> None:
     seen.append(epoch)
 
 
-def decide(seen: Sequence[Seen], limits: Limits) -> int:
+def decide(seen: Sequence[Measurement], limits: Limits) -> int:
     """Choose the number of workers of the next epoch.
 
     Args:
@@ -76,7 +76,7 @@ def decide(seen: Sequence[Seen], limits: Limits) -> int:
     return best.num_workers
 
 
-def _with_transport(seen: Sequence[Seen]) -> Costs:
+def _with_transport(seen: Sequence[Measurement]) -> Costs:
     """The newest costs; if they were measured without workers, with transport costs of an older epoch."""
     newest = seen[-1].costs
     of = next((epoch.costs for epoch in reversed(seen) if epoch.workers), newest)
@@ -107,7 +107,7 @@ class Chooser:
     """
 
     def __init__(self) -> None:
-        self.seen: list[Seen] = []
+        self.seen: list[Measurement] = []
         self._started: int | None = None  # number of workers of which only the starting epoch was measured
 
     def next_number(self, number: int, counters: Counters, prefetch: int, persistent: bool) -> int:
@@ -129,7 +129,7 @@ class Chooser:
         if costs is None or self._has_just_started(number if persistent else 0):
             return number
         took = epoch.nanoseconds - (epoch.by_cause["start_up"] if persistent else 0)
-        remember(self.seen, Seen(number, took / 1e9 / epoch.batches, costs))
+        remember(self.seen, Measurement(number, took / 1e9 / epoch.batches, costs))
         limits = machine.limits(Setting(number, prefetch, dynamic=True))
         held = limits.needed(limits.own, costs) if persistent else 0.0  # memory that workers have already
         return decide(self.seen, replace(limits, memory_bytes=limits.memory_bytes + held))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fastq_loader import DataLoader, Processes, RoundRobin
 from fastq_loader.epoch import resources
 from fastq_loader.extras.insight import auto, machine
-from fastq_loader.extras.insight.auto import Chooser, Seen, remember
+from fastq_loader.extras.insight.auto import Chooser, Measurement, remember
 from fastq_loader.extras.insight.auto import decide as decide_within
 from fastq_loader.extras.insight.auto import given as number_given
 from fastq_loader.extras.insight.chooser import Limits, most_workers, numbers
@@ -31,7 +31,7 @@ TINY = Costs((0.00005,), pack=0.00005, overhead=0.0002)
 WAITING = Costs((0.05,), pack=0.0001, overhead=0.0001, load_cpu=0.02)
 
 
-def decide(seen: list[Seen], cpus: float, most: float) -> int:
+def decide(seen: list[Measurement], cpus: float, most: float) -> int:
     own = Setting(seen[-1].workers, dynamic=True)
     return decide_within(seen, Limits(own, cpus, most_workers=most))
 
@@ -49,12 +49,12 @@ def run(
     slower: dict[int, float] | None = None,
 ) -> list[int]:
     """The numbers of an epoch after the other, where some take longer than the model says."""
-    seen: list[Seen] = []
+    seen: list[Measurement] = []
     chosen = [first]
     while len(chosen) < epochs:
         workers = chosen[-1]
         took = seconds(costs, workers, cpus) * (slower or {}).get(workers, 1.0)
-        remember(seen, Seen(workers, took, costs))
+        remember(seen, Measurement(workers, took, costs))
         chosen.append(decide(seen, cpus, most))
     return chosen
 
@@ -80,9 +80,9 @@ def test_it_is_soon_near_the_best(load: float, load_cpu: float, step: float, cpu
 @pytest.mark.parametrize("as_modelled", [True, False])
 def test_workers_that_wait_for_cpus_are_not_halved_for_that(load_cpu: float, as_modelled: bool) -> None:
     waiting = replace(WAITING, load_cpu=load_cpu)
-    seen = Seen(32, seconds(waiting if as_modelled else WAITING, 32, 2.0), waiting)
+    seen = Measurement(32, seconds(waiting if as_modelled else WAITING, 32, 2.0), waiting)
     assert decide([seen], 2.0, 64) >= 32
-    idle = Seen(32, 0.1, replace(WAITING, load_cpu=0.2, step=0.1))
+    idle = Measurement(32, 0.1, replace(WAITING, load_cpu=0.2, step=0.1))
     assert decide([idle], 2.0, 64) == 1, "the step limits, whatever the CPUs do"
 
 
@@ -110,24 +110,24 @@ def test_what_was_measured_counts_and_not_what_was_expected(slower: dict[int, fl
 
 
 def test_a_gain_within_the_noise_is_no_reason_for_more_workers() -> None:
-    two = Seen(2, 0.0100, replace(DECODING, step=0.0))
-    four = Seen(4, 0.0097, replace(DECODING, step=0.0))
+    two = Measurement(2, 0.0100, replace(DECODING, step=0.0))
+    four = Measurement(4, 0.0097, replace(DECODING, step=0.0))
     assert decide([four, two], 4.0, 4) == 2
     assert decide([four, replace(two, seconds=0.011)], 4.0, 4) == 4
 
 
 def test_a_step_that_has_become_longer_needs_fewer_workers() -> None:
-    fast = [Seen(4, 0.0126, DECODING)] * 3
+    fast = [Measurement(4, 0.0126, DECODING)] * 3
     slow = replace(DECODING, step=0.1)
-    assert decide([*fast, Seen(4, 0.1002, slow)], 4.0, 64) == 1
+    assert decide([*fast, Measurement(4, 0.1002, slow)], 4.0, 64) == 1
 
 
 def test_an_epoch_without_workers_does_not_tell_what_they_add() -> None:
     with_workers = Costs((0.001,), pack=0.01, overhead=0.01)
     alone = Costs((0.001,))
-    seen = [Seen(2, 0.021, with_workers), Seen(0, 0.001, alone)]
+    seen = [Measurement(2, 0.021, with_workers), Measurement(0, 0.001, alone)]
     assert decide(seen, 4.0, 64) == 0
-    assert decide([Seen(0, 0.05, replace(alone, loads=(0.05,)))], 4.0, 64) == 4
+    assert decide([Measurement(0, 0.05, replace(alone, loads=(0.05,)))], 4.0, 64) == 4
 
 
 @pytest.mark.parametrize(("number", "persistent", "most"), [(0, False, 7), (2, False, 7), (2, True, 9)])
