@@ -98,9 +98,6 @@ class Receiver:
 
     def _hand_on(self, batch: Batch, worker: int, answer: Answer, fault: ProtocolError | None) -> None:
         scheduler, counters, pool = self._scheduler, self._counters, self._pool
-        # The release of a promised block enters our queue before a worker sees it: it precedes the answer.
-        if pool.released:
-            pool.collect()
         grown = pool.grown
         found = scheduler.arrived(batch, worker, answer, fault)
         if answer.fresh:

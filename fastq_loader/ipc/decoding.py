@@ -87,12 +87,12 @@ def decode_for_worker(frame: bytes) -> ToWorker | Bundle:
         raise ProtocolError(f"malformed frame: {error}") from error
 
 
-def _task(epoch: Any, seq: Any, attempt: Any, index: Any, grants: Any, promises: Any, ticket: Any) -> Task:
+def _task(epoch: Any, seq: Any, attempt: Any, index: Any, grants: Any, ticket: Any) -> Task:
     numbers = epoch, seq, attempt, ticket
     if set(map(type, numbers)) != _INT or min(numbers) < 0 or max(numbers) > _LARGEST:
         raise ProtocolError(f"{numbers!r:.80} where the numbers of a task should be")
-    blocks = ((), ()) if grants == promises == [] else (_blocks(grants), _blocks(promises))
-    return tuple.__new__(Task, (epoch, seq, attempt, index, *blocks, ticket))
+    blocks = () if grants == [] else _blocks(grants)
+    return tuple.__new__(Task, (epoch, seq, attempt, index, blocks, ticket))
 
 
 def _bundle(frames: Any) -> Bundle:

@@ -26,7 +26,7 @@ import msgpack
 
 from fastq_loader.errors import ProtocolError
 
-VERSION = 8
+VERSION = 9
 
 # Kinds of answers.
 BATCH = 0  # the handle is a batch
@@ -64,8 +64,8 @@ class Indices(NamedTuple):
 class Task(NamedTuple):
     """Fetch one batch.
 
-    The worker may write the batch to the blocks (offset, bytes) of `grants`, and of `promises` once these are
-    released. `ticket` is the number of a shared task in the claim table.
+    The worker may write the batch to the blocks (offset, bytes) of `grants`. `ticket` is the number of a
+    shared task in the claim table.
     """
 
     epoch: int
@@ -73,7 +73,6 @@ class Task(NamedTuple):
     attempt: int
     index: Any
     grants: tuple[tuple[int, int], ...]
-    promises: tuple[tuple[int, int], ...] = ()
     ticket: int = 0
 
 
@@ -157,7 +156,7 @@ class Answer(NamedTuple):
         kind: one of KINDS.
         started, finished: nanoseconds of the monotonic clock, which all processes of a machine share.
         fresh: blocks (offset, size) that the worker made and has not reported to the consumer yet.
-        returned: offsets of granted and promised blocks that the handle does not use.
+        returned: offsets of granted blocks that the handle does not use.
         handle: None for ENDED, SKIPPED, PASSED and LEFT_OUT.
         used: the blocks of the handle, as (offset, bytes needed). Not sent: the consumer derives it.
         state: the worker's state after this batch, as a sealed pickle (see `reading.reader`), or b"".

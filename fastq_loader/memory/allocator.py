@@ -31,9 +31,6 @@ from fastq_loader.memory.blocks import SMALLEST, Extents, FreeRanges, device_ali
 from fastq_loader.memory.forked_children import ForkedChildren, tick
 from fastq_loader.system import process_id
 
-#: New pages were filled at 1.3 GB/s: waiting for a promised block takes at most a quarter of that time.
-_WAIT_BYTES_PER_SECOND = 5e9
-_GLANCE = 20e-6  # seconds between two checks of the promise
 _SLACK = 64 * 1024  # extra bytes in a block for a device, for the small fields that come last
 
 Array = np.ndarray[Any, Any]
@@ -114,7 +111,6 @@ class Allocator:
         self._pid = process_id.current()
         self._lock = threading.RLock()
         self._idle: list[tuple[int, int]] = []  # unused blocks (size, offset), by size
-        self._promised: list[tuple[int, int]] = []  # the same, usable once released
         self._open: dict[int, OpenBlock] = {}  # by offset: the blocks in use by this task, or kept
         self._by_address: list[OpenBlock] = []  # the same, in ascending order
         self._rest: OpenBlock | None = None  # the next result may be cut out of it
@@ -123,12 +119,11 @@ class Allocator:
         self._shipping: frozenset[int] = frozenset()  # blocks of the answer, referenced or not
         self._fresh: list[tuple[int, int]] = []  # made here, and unknown to the consumer
 
-    def begin(self, grants: Extents, promises: Extents = ()) -> None:
-        """Start a task with these blocks (offset, size). It may use promised ones once they are released."""
-        if not (grants or promises):
+    def begin(self, grants: Extents) -> None:
+        """Start a task with these blocks (offset, size)."""
+        if not grants:
             return  # the usual case for small leaves
         with self._lock:
-            self._promised = [(size, offset) for offset, size in promises]
             self._idle = sorted([*self._idle, *[(size, offset) for offset, size in grants]])
 
     def free_ranges(self, ranges: Extents) -> None:
@@ -154,7 +149,7 @@ class Allocator:
         if self._dropped:
             self._collect()
         wanted = size_class(nbytes)
-        found = _fit(self._idle, wanted, any_size) or self._fit_promised(nbytes, wanted)
+        found = _fit(self._idle, wanted, any_size)
         size, offset = found or (wanted, self._make(nbytes, wanted))
         try:
             reached = size if self.for_device or self.mapping.whole else nbytes
@@ -186,20 +181,6 @@ class Allocator:
             )
         self._fresh.append((offset, size))
         return offset
-
-    def _fit_promised(self, nbytes: int, wanted: int) -> tuple[int, int] | None:
-        """Return a promised block that is released. The wait for it takes a fraction of the time that new
-        pages would take."""
-        found = _fit(self._promised, wanted)
-        if found is None:
-            return None
-        deadline = time.monotonic() + nbytes / _WAIT_BYTES_PER_SECOND
-        while not self.mapping.is_released(found[1]):
-            if time.monotonic() > deadline:
-                self._promised.append(found)
-                return None
-            time.sleep(_GLANCE)
-        return found
 
     def empty_array(self, shape: tuple[int, ...], typestr: str, nbytes: int) -> Array | None:
         """Return an uninitialised array in a block; None if it is small, or in a forked child."""
@@ -251,8 +232,8 @@ class Allocator:
     @property
     def untouched(self) -> bool:
         """Whether no block is open or available: then the task has nothing to ship, return or report."""
-        with self._lock:  # a thread of the dataset may be taking a promised block
-            return not (self._open or self._idle or self._promised or self._fresh or self._dropped)
+        with self._lock:  # a thread of the dataset may be taking a block
+            return not (self._open or self._idle or self._fresh or self._dropped)
 
     def ship(self, used: Used) -> None:
         """Mark the blocks that the batch lies in: they are not used again."""
@@ -293,9 +274,8 @@ class Allocator:
             for offset, _ in used:
                 self._close(self._open[offset])
             self._reclaim()
-            returned = list(map(_second, self._idle + self._promised))
+            returned = list(map(_second, self._idle))
             self._idle.clear()
-            self._promised.clear()
             fresh, self._fresh = self._fresh, []
             return fresh, returned
 

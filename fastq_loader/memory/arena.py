@@ -59,7 +59,6 @@ class Mapping:
     Attributes:
         base: address of its first byte, if it is mapped as a whole.
         memory: its bytes, if it is mapped as a whole.
-        words: two for each block, see `is_released`.
         claims: the claim table, in 64-bit words.
 
     Raises:
@@ -71,16 +70,13 @@ class Mapping:
         self.whole = whole
         self.fd = fd
         self._regions = regions
-        # At the end of the range: two words for every possible start of a block (see `is_released`), claims.
-        table = length // PAGE * PAGE - CLAIMS * 8
-        words = (table - length // SMALLEST * 8) // PAGE * PAGE
-        self._region = words // regions // SMALLEST * SMALLEST
-        first = 0 if whole else words  # the tables are always mapped
+        table = length // PAGE * PAGE - CLAIMS * 8  # at the end of the range
+        self._region = table // regions // SMALLEST * SMALLEST
+        first = 0 if whole else table  # the table is always mapped
         self.piece = calls.MmapRegion(fd, first, length - first)
         mapped = calls.view(self.piece.address, length - first)
         self.base = self.piece.address if whole else 0
         self.memory = mapped if whole else memoryview(b"")
-        self.words = mapped[words - first : table - first].cast("I")
         self.claims = mapped[table - first : table - first + CLAIMS * 8].cast("Q")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -116,15 +112,6 @@ class Mapping:
             address, _piece = self.reach(offset, len(data))
             calls.view(address, len(data))[:] = data
 
-    # The words of a block hold the number of its last lease, and the number of the last lease that died. The
-    # consumer writes them, and the worker to which the block is promised reads them. They are numbers and not
-    # a flag, because a finalizer may be delayed on its thread until after the block's next lease.
-
-    def is_released(self, offset: int) -> bool:
-        """Whether the last lease on a block has died."""
-        at = offset // SMALLEST * 2
-        return self.words[at] == self.words[at + 1]
-
     def punch(self, offset: int, size: int) -> None:
         """Give pages back to the system; the range then reads as zeros and can be written again."""
         if size > 0:
@@ -135,11 +122,10 @@ class Mapping:
         if self.whole:
             self.piece.populate(self.base + offset, size)
 
-    # The end. The views are not used any more, except by a delayed finalizer, see `Lease.__del__`.
-
     def unmap_but(self, held: set[int]) -> None:
-        """Unmap everything except the blocks at these offsets. May be called again."""
-        for view in (self.memory, self.words, self.claims):
+        """Unmap everything except the blocks at these offsets. May be called again. The views are not used
+        any more."""
+        for view in (self.memory, self.claims):
             view.release()
         for offset in self.piece.parts.keys() - held:
             self.piece.unmap(offset, pages=False)
@@ -160,8 +146,7 @@ class Arena:
     Attributes:
         fd: the memfd, -1 once retired.
         mapping: its mapping in this process.
-        released: blocks whose last view died: offset, and the moments of the lease's birth and death if a
-            forked child may see the block, else zeros.
+        released: blocks whose last view died: offset, and the moments of the lease's birth and death.
         children: children that were forked while a block was leased.
         retired: the loader was closed.
 
@@ -178,7 +163,6 @@ class Arena:
         self.released: deque[tuple[int, int, int]] = deque()
         self.retired = False
         self.children = ForkedChildren()  # `owned` counts leases not yet read from `released`
-        self._number = 0  # of the last lease
         self._quarantine: list[tuple[int, int, int]] = []  # entries of `released` that a child may see
 
     def _map_largest(self, regions: int, whole: bool) -> Mapping:
@@ -218,10 +202,8 @@ class Arena:
         else:
             address, memory = mapping.reach(offset, start + nbytes)
         self.children.owned += 1
-        number = self._number = self._number % 0xFFFFFFFF + 1  # 32 bits; new memory reads as 0
-        mapping.words[offset // SMALLEST * 2] = number
         interface = {"version": 3, "data": (address + start, False), "shape": (nbytes,), "typestr": "|u1"}
-        return np.asarray(Lease(self, number, offset, memory, interface))
+        return np.asarray(Lease(self, offset, memory, interface))
 
     def abandon(self, offset: int) -> None:
         """Count a block as released that could not be leased."""
@@ -230,19 +212,19 @@ class Arena:
 
     def released_blocks(self) -> list[int]:
         """Offsets of the blocks whose last view died since the last call, and that no child may see."""
-        free = []
+        free, children = [], self.children
         while self.released:
-            offset, born, died = self.released.popleft()
-            self.children.owned -= 1
-            if died:
-                self._quarantine.append((offset, born, died))
+            entry = self.released.popleft()
+            children.owned -= 1
+            if children.alive:
+                self._quarantine.append(entry)
             else:
-                free.append(offset)
+                free.append(entry[0])
         if self._quarantine:
-            self.children.reap()
+            children.reap()
             entries, self._quarantine = self._quarantine, []
             for offset, born, died in entries:
-                if self.children.may_see(born, died):
+                if children.may_see(born, died):
                     self._quarantine.append((offset, born, died))
                 else:
                     free.append(offset)
@@ -257,7 +239,10 @@ class Arena:
             mapping.piece.cut(held if mapping.whole else ())  # pieces are cut already
             self.retired = True
         # The user's threads continue meanwhile: blocks that they dropped have no lease any more.
-        dropped = {offset: bool(died) for offset, _, died in [*self.released, *self._quarantine]}
+        dropped = {
+            offset: self.children.may_see(born, died)
+            for offset, born, died in [*self.released, *self._quarantine]
+        }
         if self.fd >= 0:
             start = 0
             for offset, size in [*sorted(held), (mapping.length, 0)]:
@@ -281,14 +266,13 @@ class Lease:
     numpy's array interface makes this object the base of the array; `torch.from_numpy` keeps the array.
     """
 
-    __slots__ = ("__array_interface__", "_arena", "_born", "_memory", "_number", "_offset")
+    __slots__ = ("__array_interface__", "_arena", "_born", "_memory", "_offset")
 
     def __init__(
-        self, arena: Arena, number: int, offset: int, memory: calls.MmapRegion, interface: dict[str, Any]
+        self, arena: Arena, offset: int, memory: calls.MmapRegion, interface: dict[str, Any]
     ) -> None:
         self.__array_interface__ = interface
         self._arena = arena
-        self._number = number
         self._offset = offset
         self._memory = memory  # keeps the address valid
         self._born = tick()
@@ -297,14 +281,7 @@ class Lease:
         arena, offset = self._arena, self._offset
         if arena.pid != process.pid:
             return  # the parent's block: a forked child has nothing to give back
-        died, children = tick(), arena.children
-        seen = bool(children.alive) and children.may_see(self._born, died)
-        if not arena.retired:
-            arena.released.append((offset, self._born, died) if seen else (offset, 0, 0))
-            if not seen:
-                try:  # noqa: SIM105 - `suppress` takes three calls
-                    arena.mapping.words[offset // SMALLEST * 2 + 1] = self._number
-                except ValueError:  # another thread has closed the loader: the word is not read any more
-                    pass
+        born, died = self._born, tick()
+        arena.released.append((offset, born, died))
         if arena.retired:  # perhaps by another thread just now: the queue is not read any more
-            self._memory.unmap(self._offset, pages=not seen)
+            self._memory.unmap(offset, pages=not arena.children.may_see(born, died))

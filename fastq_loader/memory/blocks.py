@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-FREE, GRANTED, FILLED, HELD, PROMISED = "free", "granted", "filled", "held", "promised"
+FREE, GRANTED, FILLED, HELD = "free", "granted", "filled", "held"
 
 #: state → event → next state. Any other transition is a defect and raises InvalidTransition.
 BLOCK_TRANSITIONS: dict[str, dict[str, str]] = {
     FREE: {"grant": GRANTED},
     GRANTED: {"fill": FILLED, "give_back": FREE},
     FILLED: {"deliver": HELD, "drop": FREE},
-    HELD: {"release": FREE, "promise": PROMISED},
-    PROMISED: {"release": GRANTED, "give_back": HELD},
+    HELD: {"release": FREE},
 }
 
 PAGE = 4096

@@ -3,13 +3,8 @@
 Pure, except for calls of the arena: it counts offsets and sizes. Runs in the consumer, on the thread that
 calls `next()`. The table in `blocks` defines the life of a block: it is granted to a task, accepted with the
 batch that a worker has written to it, and delivered to the user or dropped; `collect` processes leases that
-have died. No block is written to while anything references it: from HELD and PROMISED only `release` leads to
-a state in which a worker may write.
-
-A held block can be *promised*. The user is about to drop the batch before the one that is handed out, and its
-block should serve the next task. When the last lease dies, its finalizer marks the block in shared memory,
-and the worker finds the mark. If it finds none, it makes a new block and returns the promise. So the pool
-needs one batch less than if the consumer had to process the release first, and no message is needed.
+have died. No block is written to while anything references it: from HELD only `release` leads on, and it
+leads to FREE.
 
 A worker makes new blocks on its own when no granted block fits, in its own part of the arena's address range.
 The pool adopts them with the answer. So no worker ever waits for space.
@@ -32,7 +27,6 @@ from fastq_loader.memory.blocks import (
     FREE,
     GRANTED,
     HELD,
-    PROMISED,
     Block,
     BlockOwner,
     Extents,
@@ -43,10 +37,6 @@ if TYPE_CHECKING:
     from fastq_loader.memory.arena import Arena
 
 _NEXT = Transitions("a block", BLOCK_TRANSITIONS)
-#: Bytes from which a block is promised. Below that, another block costs less than the worker's polls for the
-#: release: it is made once, and the next tasks find it free.
-WORTH_A_PROMISE = 4 << 20
-_HELD = frozenset((HELD, PROMISED))
 #: Tasks after which an unused block goes back to the system. Making 200 MB of pages anew takes as long as a
 #: thousand of the smallest batches.
 PATIENCE = 1000
@@ -144,7 +134,6 @@ class BlockPool:
         self._held_bytes = 0
         self._kept_bytes = 0
         self.free_blocks = 0
-        self._recent: Sequence[int] = ()  # the blocks of the batch that was delivered last
         self._space: dict[int, list[tuple[int, int]]] = {}  # worker → ranges of its trimmed blocks
         self.demand = RecentUsage()
         self._needs: list[int] = []  # bytes of the newest batch in each block; `_kind` is its kind
@@ -166,7 +155,7 @@ class BlockPool:
         block.state = state
         if before == FREE:
             self.free_blocks -= 1
-        elif before in _HELD:
+        elif before == HELD:
             self._held_bytes -= block.size
         elif block.kept:
             block.kept = False
@@ -174,37 +163,24 @@ class BlockPool:
         if state == FREE:
             self._free[block.size].append(offset)
             self.free_blocks += 1
-        elif state in _HELD:
+        elif state == HELD:
             self._held_bytes += block.size
         return block
 
-    def grant(self, holder: BlockOwner) -> tuple[Extents, Extents]:
-        """Grant blocks for a batch like the recent ones, if available. Return the free and the promised
-        ones."""
+    def grant(self, holder: BlockOwner) -> Extents:
+        """Grant free blocks for a batch like the recent ones, if available."""
         demand = self.demand
         demand.tasks += 1
         if not demand.wanted:
-            return (), ()
+            return ()
         grants: list[tuple[int, int]] = []
-        promises: list[tuple[int, int]] = []
         for wanted in demand.wanted:
-            free, chosen = self._free.get(wanted), grants
+            free = self._free.get(wanted)
             block = self._move(free.pop(), "grant") if free else self._take(wanted)
-            if block is None:
-                block, chosen = self._promise(wanted), promises
             if block is not None:
                 block.writer = holder
-                chosen.append((block.offset, block.size))
-        return tuple(grants), tuple(promises)
-
-    def _promise(self, wanted: int) -> Block | None:
-        if wanted < WORTH_A_PROMISE:
-            return None
-        for offset in self._recent:
-            block = self._blocks.get(offset)  # None if it was released and trimmed
-            if block is not None and block.state == HELD and wanted <= block.size <= 2 * wanted:
-                return self._move(offset, "promise")
-        return None
+                grants.append((block.offset, block.size))
+        return tuple(grants)
 
     def _take(self, wanted: int) -> Block | None:
         # A block up to twice as large will do. With sizes that vary, a higher limit would let small batches
@@ -223,9 +199,9 @@ class BlockPool:
             worker: its number.
             used: the batch's blocks (offset, bytes needed).
             fresh: blocks (offset, size) that the worker made.
-            returned: offsets of granted and promised blocks that it did not use.
-            given: blocks that its task was granted and promised. If the worker neither used nor returned one,
-                user code references it there, and it stays.
+            returned: offsets of granted blocks that it did not use.
+            given: blocks that its task was granted. If the worker neither used nor returned one, user code
+                references it there, and it stays.
 
         Raises:
             ProtocolError: a block does not belong to the worker; nothing was changed.
@@ -258,7 +234,7 @@ class BlockPool:
             block = self._blocks.get(offset)
             if block is None or block.writer != (worker, None):
                 raise ProtocolError(f"worker {worker} has no grant for the block at {offset}")
-            if block.state != GRANTED and (block.state != PROMISED or offset not in returned):
+            if block.state != GRANTED:
                 raise ProtocolError(f"worker {worker} names the block at {offset}, which is {block.state}")
 
     def _adopt(self, worker: int, offset: int, size: int) -> None:
@@ -274,10 +250,9 @@ class BlockPool:
         """Hand out the batch in these blocks; its views hold leases."""
         for offset in offsets:
             self._move(offset, "deliver")
-        self._recent = offsets
 
     def release(self, offsets: Iterable[int]) -> None:
-        """Free blocks whose last views are gone; one that was promised becomes its writer's."""
+        """Free blocks whose last views are gone."""
         for offset in offsets:
             self._move(offset, "release").last_task = self.demand.tasks
 
@@ -291,22 +266,22 @@ class BlockPool:
             self._move(offset, "drop")
 
     def give_back(self, offsets: Iterable[int]) -> None:
-        """Take back unused grants and promises."""
+        """Take back unused grants."""
         for offset in offsets:
             self._move(offset, "give_back")
 
     def hand_over(self, holder: BlockOwner, worker: int, blocks: Extents) -> None:
-        """Transfer grants and promises from `holder`, a ticket, to the `worker` that has claimed it."""
+        """Transfer grants from `holder`, a ticket, to the `worker` that has claimed it."""
         for offset, _ in blocks:
             block = self._blocks[offset]
-            if block.writer != holder or block.state not in (GRANTED, PROMISED):
+            if block.writer != holder or block.state != GRANTED:
                 raise InvalidTransition(f"block {offset} is {block.state}, and not {holder}'s to hand over")
             block.writer = BlockOwner(worker)
 
     def mark_dead(self, worker: int) -> None:
         """Take back the grants of `worker`, which is confirmed dead."""
         for offset, block in self._blocks.items():
-            if block.state in (GRANTED, PROMISED) and block.writer == (worker, None):
+            if block.state == GRANTED and block.writer == (worker, None):
                 self._move(offset, "give_back")
 
     # ---- shrinking ----------------------------------------------------------------------------
@@ -386,5 +361,5 @@ class BlockPool:
             self.collect()
             for worker in range(self._workers):
                 self.mark_dead(worker)
-        held = [block for block in self._blocks.values() if block.state in _HELD]
+        held = [block for block in self._blocks.values() if block.state == HELD]
         self.arena.retire([(block.offset, block.size) for block in held])

@@ -179,16 +179,15 @@ class Scheduler:
         worker, ticket = batch.worker, batch.ticket
         # Same as `Batch.holder` and `Task()`, but faster.
         holder = tuple.__new__(BlockOwner, (None, ticket)) if worker is None else self._holders[worker]
-        grants, promises = self.pool.grant(holder)
         head = self.epoch, batch.seq, batch.attempt, batch.index
-        task = batch.task = tuple.__new__(Task, (*head, grants, promises, ticket))
+        task = batch.task = tuple.__new__(Task, (*head, self.pool.grant(holder), ticket))
         return task
 
     def _claimed(self, batch: Batch, worker: int) -> None:
         self.pending_tasks.release_slot(batch)
         task = batch.task
-        if task is not None and (task.grants or task.promises):
-            self.pool.hand_over(batch.holder, worker, batch.blocks)
+        if task is not None and task.grants:
+            self.pool.hand_over(batch.holder, worker, task.grants)
         batch.worker = worker
 
     def _give_back(self, batch: Batch) -> None:
@@ -235,9 +234,8 @@ class Scheduler:
         try:
             if fault is not None:
                 raise fault
-            if answer.used or answer.fresh or answer.returned or task.grants or task.promises:
-                given = task.grants + task.promises
-                self.pool.accept(worker, answer.used, answer.fresh, answer.returned, given)
+            if answer.used or answer.fresh or answer.returned or task.grants:
+                self.pool.accept(worker, answer.used, answer.fresh, answer.returned, task.grants)
         except ProtocolError as error:
             self._refuse(batch, error)
             return REFUSED

@@ -81,8 +81,8 @@ class Batch:
 
     @property
     def blocks(self) -> Extents:
-        """Blocks that its task may write to: those granted, and those promised for when they are released."""
-        return () if self.task is None else self.task.grants + self.task.promises
+        """Blocks that its task may write to."""
+        return () if self.task is None else self.task.grants
 
     def move(self, event: str) -> None:
         self.state = BATCH_TRANSITIONS[self.state, event]

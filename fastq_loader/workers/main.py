@@ -61,7 +61,7 @@ from fastq_loader.workers.task_queue import TaskQueue
 _QUICK = 500_000
 #: Nanoseconds between two answers that report the CPU time used.
 _CPU_EVERY = 20_000_000
-#: Bytes by which an answer may grow when its own block, and blocks released meanwhile, are added.
+#: Bytes by which an answer may grow when its own block, and blocks returned meanwhile, are added.
 _GROWTH = 16 * 1024
 
 
@@ -271,7 +271,7 @@ class WorkerLoop:
     def _begin(self, task: Task) -> int:
         """Let the task's blocks be written to; return the time in nanoseconds."""
         started = time.monotonic_ns()
-        self._allocator.begin(task.grants, task.promises)
+        self._allocator.begin(task.grants)
         return started
 
     def _read(self, task: Task) -> Any:

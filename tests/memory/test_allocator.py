@@ -141,18 +141,6 @@ def test_a_granted_block_is_taken_before_a_new_one(pair: Pair) -> None:
     assert pair.allocator.untouched
 
 
-def test_a_promised_block_is_taken_when_it_is_released(pair: Pair) -> None:
-    far = 100 * SMALLEST
-    pair.arena.mapping.words[far // SMALLEST * 2] = 7
-    for released in (False, True):
-        pair.arena.mapping.words[far // SMALLEST * 2 + 1] = 6 + released
-        pair.allocator.begin([], [(far, SMALLEST)])
-        assert (pair.allocator.take(SMALLEST).offset == far) is released
-        fresh, returned = pair.allocator.finish([])
-        assert far in returned, "a promise that was not used is declined"
-        assert len(fresh) + released == 1
-
-
 def test_an_array_that_is_dropped_late_frees_no_block_of_a_later_task(pair: Pair) -> None:
     """A thread of the dataset may have the last piece of a block that the worker has answered with."""
     blocks = pair.allocator
@@ -204,15 +192,6 @@ def test_no_result_is_cut_from_a_block_that_is_free_or_kept() -> None:
         assert blocks.block_at(kept.data_ptr()) is not taken
         blocks.finish([])
         assert blocks.block_at(empty((LARGE,)).data_ptr()) is not blocks.block_at(kept.data_ptr())
-
-
-def test_of_a_block_that_is_mapped_by_itself_only_what_is_mapped_is_the_block(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pair.arena.mapping, "whole", False)
-    block = pair.allocator.take(SMALLEST + 1)
-    assert pair.allocator.block_at(block.address + SMALLEST) is block
-    assert pair.allocator.block_at(block.address + SMALLEST + 1) is None
 
 
 def test_new_blocks_are_made_in_space_that_came_back(pair: Pair) -> None:
@@ -320,13 +299,3 @@ def test_of_the_blocks_at_hand_the_smallest_that_fits_is_taken(pair: Pair) -> No
     at = offset_of(pair, dropped)
     del dropped
     assert pair.allocator.take(SMALLEST).offset == at
-
-
-def test_a_promised_block_that_is_released_soon_is_waited_for(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks = iter((False, False, True))
-    monkeypatch.setattr(pair.arena.mapping, "is_released", lambda offset: next(looks))
-    monkeypatch.setattr("fastq_loader.memory.allocator._WAIT_BYTES_PER_SECOND", SMALLEST)  # for a second
-    pair.allocator.begin([], [(100 * SMALLEST, SMALLEST)])
-    assert pair.allocator.take(SMALLEST).offset == 100 * SMALLEST

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import resource
@@ -35,8 +34,8 @@ PAGES = SMALLEST // PAGE  # of a block
 
 
 @contextmanager
-def opened(workers: int = 2, **options: bool) -> Iterator[Arena]:
-    arena = Arena(workers, **options)
+def opened(workers: int = 2) -> Iterator[Arena]:
+    arena = Arena(workers)
     try:
         yield arena
     finally:
@@ -102,33 +101,9 @@ def test_a_block_is_in_use_while_there_is_a_view(arena: Arena, make: Callable[[t
     view = make(tensor)
     del tensor
     assert arena.released_blocks() == []
-    assert not arena.mapping.is_released(0)
     del view
-    assert arena.mapping.is_released(0)
     assert arena.released_blocks() == [0]
     assert arena.released_blocks() == []
-
-
-def test_a_finalizer_that_is_held_up_does_not_release_the_next_lease(arena: Arena) -> None:
-    # On another thread it may be stopped between any two steps, while this thread reads the queue and leases
-    # the block again. A worker that takes the block for released then writes over what the user has.
-    again: list[torch.Tensor] = []
-
-    class Queue(deque[Any]):
-        def append(self, entry: Any) -> None:
-            super().append(entry)
-            if arena.released_blocks():
-                again.append(floats(arena))
-
-    tensor = floats(arena)
-    arena.released = Queue()
-    del tensor
-    assert len(again) == 1
-    assert not arena.mapping.is_released(0)
-    arena.released = deque()
-
-
-# ---- memory -----------------------------------------------------------------------------------------
 
 
 # ---- the end ----------------------------------------------------------------------------------------
@@ -227,27 +202,19 @@ def test_the_memory_cannot_be_cut_short(arena: Arena) -> None:
 
 @examples(50)
 @given(st.sampled_from([1, 2, 3, 64]), st.lists(st.integers(1, 1 << 22), min_size=1, max_size=20))
-def test_every_worker_has_its_part_and_every_block_words_behind_all_of_them(
+def test_every_worker_has_its_part_and_the_claims_lie_behind_all_of_them(
     workers: int, needs: list[int]
 ) -> None:
     with opened(workers) as arena:
-        mapping, starts, last = arena.mapping, [], 0
+        mapping, last = arena.mapping, 0
         for worker in range(workers):
             offset, end = mapping.region(worker)
             assert offset == last
             assert offset % PAGE == 0
             assert end - offset >= 0.99 * mapping.length // workers
-            for need in needs:
-                starts.append(offset)
-                offset += size_class(need)
-            starts.append(end - SMALLEST)
+            assert sum(map(size_class, needs)) <= end - offset
             last = end
-        for number, start in enumerate(starts, 1):
-            mapping.words[start // SMALLEST * 2] = number
-        for number, start in enumerate(starts, 1):
-            assert not mapping.is_released(start)
-            mapping.words[start // SMALLEST * 2 + 1] = number
-            assert mapping.is_released(start)
+        mapping.claims[0] = 1
         assert not any(mapping.memory[last - PAGE : last])
 
 
@@ -268,10 +235,10 @@ def limited(limit: int, nbytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("limit", [resource.RLIMIT_AS, resource.RLIMIT_FSIZE], ids=["address space", "files"])
-def test_a_limit_makes_an_arena_smaller_that_is_mapped_as_a_whole(limit: int) -> None:
+def test_a_limit_makes_an_arena_smaller(limit: int) -> None:
     allowed = (address_space() if limit == resource.RLIMIT_AS else 0) + (5 << 30)
     with limited(limit, allowed):
-        arena = Arena(2, whole=True)
+        arena = Arena(2)
     assert arena.mapping.length % PAGE == 0
     assert (1 if limit == resource.RLIMIT_AS else 5) << 30 <= arena.mapping.length <= 5 << 30
     floats(arena).fill_(1)
@@ -287,75 +254,18 @@ def test_no_room_at_all_is_an_error_that_leaves_nothing_open(limit: int) -> None
     assert os.listdir("/proc/self/fd") == before
 
 
-# ---- little address space ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def pieces() -> Iterator[Arena]:
-    """An arena whose blocks are mapped one by one."""
-    with limited(resource.RLIMIT_AS, address_space() + (1 << 30)), opened() as arena:
-        assert not arena.mapping.whole
-        yield arena
-
-
-LONG = 256 << 20
-
-
-def test_a_block_that_finds_no_address_space_is_an_error_and_can_be_abandoned(pieces: Arena) -> None:
-    kept: list[Any] = []
-    with pytest.raises(MemoryError, match="address space"):  # noqa: PT012
-        while len(kept) < 10:
-            kept.append(pieces.lease((len(kept) * LONG, LONG), 0, LONG))
-    assert 1 <= len(kept) <= 4
-    pieces.abandon(len(kept) * LONG)
-    assert pieces.released_blocks() == [len(kept) * LONG]
-    assert pieces.children.owned == len(kept)
-    kept.clear()
-    assert pieces.lease((0, LONG), 0, LONG).shape == (LONG,)
-
-
-def test_a_piece_that_dies_after_the_end_gives_back_what_is_its_own(pieces: Arena) -> None:
-    fd = os.dup(pieces.fd)
-    tensors = [floats(pieces, block).fill_(block[0] + 1) for block in blocks(2)]
-    inner = pieces.lease((4 * SMALLEST, SMALLEST), SMALLEST - 300, 300)
-    inner[:] = 7
-    pieces.retire([*blocks(2), (4 * SMALLEST, SMALLEST)])
-    assert (mapped(fd), pages(fd)) == (3 * SMALLEST, 2 * PAGES + 1)
-    del tensors[0]
-    assert (mapped(fd), pages(fd)) == (2 * SMALLEST, PAGES + 1)
-    assert float(tensors[0][-1]) == SMALLEST + 1
-    assert (inner == 7).all()
-    del tensors, inner
-    assert (mapped(fd), pages(fd)) == (0, 0)
-    os.close(fd)
-
-
-@pytest.mark.parametrize("offset", [0, 5, PAGE - 1, 3 * PAGE + 100])
-@pytest.mark.parametrize("nbytes", [0, 1, PAGE, 5 * PAGE + 3])
-def test_bytes_are_read_and_written_without_a_mapping(pieces: Arena, offset: int, nbytes: int) -> None:
-    data = np.random.default_rng(nbytes).bytes(nbytes)
-    pieces.mapping.write(offset, data)
-    assert bytes(pieces.mapping.read(offset, nbytes)) == data
-    address, memory = pieces.mapping.reach(offset, nbytes)
-    assert ctypes.string_at(address, nbytes) == data
-    del memory
-    pieces.mapping.punch(0, 16 * PAGE)
-    assert bytes(pieces.mapping.read(offset, nbytes)) == bytes(nbytes)
-
-
 # ---- forks ------------------------------------------------------------------------------------------
 # `test_forked_children` has births, deaths and forks in any order.
 
 
 def test_a_block_that_a_child_may_see_is_not_released_before_it_ends(arena: Arena) -> None:
-    first, second, third = offsets = [offset for offset, _ in blocks(3)]
+    first, second, third = [offset for offset, _ in blocks(3)]
     earlier, tensor = floats(arena, (first, SMALLEST)), floats(arena, (second, SMALLEST))
-    del earlier  # a worker may be writing there: the ledger has to hear of it before the worker answers
+    del earlier
     child = Fork(arena.children)
     child.finish()
     later = floats(arena, (third, SMALLEST))
     del tensor, later
-    assert [arena.mapping.is_released(offset) for offset in offsets] == [True, False, True]
     assert (arena.released_blocks(), arena.released_blocks()) == ([first, third], [])
     child.die()
     assert arena.released_blocks() == [second]

@@ -20,13 +20,12 @@ from fastq_loader.memory.blocks import (
     FREE,
     GRANTED,
     HELD,
-    PROMISED,
     SMALLEST,
     BlockOwner,
     Extents,
     size_class,
 )
-from fastq_loader.memory.pool import KINDS, WORTH_A_PROMISE, BlockPool, RecentUsage
+from fastq_loader.memory.pool import KINDS, BlockPool, RecentUsage
 from tests.support.invariants import check_pool, states
 from tests.support.thorough import examples
 
@@ -36,10 +35,8 @@ REGION = 1 << 40  # bytes of address range for each worker in these tests
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _small_blocks_are_promised() -> Iterator[None]:
-    """The tests count in small blocks, which are not promised in real life."""
+def _the_pool_is_impatient() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastq_loader.memory.pool.WORTH_A_PROMISE", 0)
         patch.setattr("fastq_loader.memory.pool.PATIENCE", PATIENT)
         patch.setattr("fastq_loader.memory.pool.EXPECTED", PATIENT)
         yield
@@ -77,13 +74,6 @@ def write(pool: BlockPool, worker: int, *sizes: int, at: int = 0) -> list[int]:
     blocks = tuple(zip(offsets, sizes, strict=True))
     pool.accept(worker, blocks, blocks, (), ())
     return offsets
-
-
-def held_block() -> BlockPool:
-    """A pool with one block, at offset 0, that worker 0 made and a user holds."""
-    pool = new_pool()
-    pool.deliver(write(pool, 0, B))
-    return pool
 
 
 EVENTS: dict[str, Callable[[BlockPool, int], object]] = {
@@ -132,50 +122,29 @@ def test_an_answer_that_does_not_fit_changes_nothing(
     assert states(pool) == before | {B: FILLED, 20 * B: FILLED, 30 * B: FREE}
 
 
-def test_a_worker_may_decline_a_promise_and_writes_to_the_block_only_when_it_is_released() -> None:
-    pool = held_block()
-    assert pool.grant(BlockOwner(0)) == ((), ((0, B),))
-    pool.accept(0, (), (), (0,), ((0, B),))
-    assert states(pool) == {0: HELD}
-    assert pool.grant(BlockOwner(1)) == ((), ((0, B),)), "it can be promised again"
-    with pytest.raises(ProtocolError, match="worker 1 names the block at 0, which is promised"):
-        pool.accept(1, ((0, 1),), (), (), ((0, B),))
-    pool.release([0])
-    pool.accept(1, ((0, 1),), (), (), ((0, B),))
-    assert pool.demand.wanted == (B,)
-
-
 # ---- grants -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("nbytes", [SMALLEST, WORTH_A_PROMISE // 2, WORTH_A_PROMISE])
-def test_only_large_blocks_are_promised(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastq_loader.memory.pool.WORTH_A_PROMISE", WORTH_A_PROMISE)
-    pool = new_pool()
-    pool.deliver(write(pool, 0, size_class(nbytes)))
-    promised = ((0, size_class(nbytes)),) if nbytes >= WORTH_A_PROMISE else ()
-    assert pool.grant(BlockOwner(1)) == ((), promised)
 
 
 def test_a_grant_has_the_sizes_of_recent_batches_and_the_warmest_blocks() -> None:
     pool = new_pool()
     offsets = write(pool, 0, 16 * B, 4 * B, 4 * B, 4 * B)
     pool.drop([offsets[at] for at in (2, 0, 3, 1)])
-    assert pool.grant(BlockOwner(1)) == (((0, 16 * B), *[(offsets[at], 4 * B) for at in (1, 3, 2)]), ())
+    assert pool.grant(BlockOwner(1)) == ((0, 16 * B), *[(offsets[at], 4 * B) for at in (1, 3, 2)])
     assert pool.free_blocks == 0
 
 
 def test_blocks_of_a_shared_task_are_handed_over_to_the_worker_that_claims_it() -> None:
-    pool = held_block()
-    blocks = sum(pool.grant(BlockOwner(None, 7)), ())
+    pool = new_pool()
+    pool.drop(write(pool, 0, B))
+    blocks = pool.grant(BlockOwner(None, 7))
     for worker in (0, 1):
         with pytest.raises(ProtocolError, match=f"worker {worker} has no grant"):
             pool.accept(worker, (), (), (0,), blocks)
-    with pytest.raises(InvalidTransition, match=r"block 0 is promised, and not .*ticket=8"):
+    with pytest.raises(InvalidTransition, match=r"block 0 is granted, and not .*ticket=8"):
         pool.hand_over(BlockOwner(None, 8), 1, blocks)
     pool.hand_over(BlockOwner(None, 7), 1, blocks)
     pool.give_back([0])
-    with pytest.raises(InvalidTransition, match="block 0 is held, and not"):
+    with pytest.raises(InvalidTransition, match="block 0 is free, and not"):
         pool.hand_over(BlockOwner(1), 0, blocks)
 
 
@@ -205,7 +174,7 @@ def test_a_trimmed_block_is_a_range_for_the_worker_that_made_it_or_for_its_succe
     pool = new_pool()
     for worker in (0, 1):
         pool.drop(write(pool, worker, B))
-    ((one,), _), ((other,), _) = pool.grant(BlockOwner(0)), pool.grant(BlockOwner(1))
+    (one,), (other,) = pool.grant(BlockOwner(0)), pool.grant(BlockOwner(1))
     assert (one, other) == ((REGION, B), (0, B)), "each writes to the other's"
     pool.give_back([0, REGION])
     assert len(trimmed(pool, 0)) == 2
@@ -286,7 +255,6 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ends = [worker * REGION for worker in range(WORKERS)]
         self.space: list[list[tuple[int, int]]] = [[] for _ in range(WORKERS)]
         self.grown = 0
-        self.newest: list[int] = []  # blocks of the batch that was delivered last
 
     def pick(self, data: st.DataObject, *states: str) -> int:
         return data.draw(st.sampled_from([o for o, known in self.model.items() if known.state in states]))
@@ -314,18 +282,16 @@ class LedgerMachine(RuleBasedStateMachine):
         holder=st.sampled_from([*map(BlockOwner, range(WORKERS)), BlockOwner(None, 1), BlockOwner(None, 2)])
     )
     def grant(self, holder: BlockOwner) -> None:
-        granted, promised = self.pool.grant(holder)
-        offsets = [offset for offset, _ in granted + promised]
+        granted = self.pool.grant(holder)
+        offsets = [offset for offset, _ in granted]
         wanted = self.pool.demand.wanted
         assert len(offsets) <= len(wanted)
         assert len(set(offsets)) == len(offsets), "one block granted twice"
-        for blocks, before, now in ((granted, FREE, GRANTED), (promised, HELD, PROMISED)):
-            for offset, size in blocks:
-                known = self.model[offset]
-                assert (known.state, known.size) == (before, size), "a block in use was granted"
-                assert any(want <= size <= 2 * want for want in wanted), "a block too small, or too large"
-                known.state, known.writer = now, holder
-        assert {offset for offset, _ in promised} <= set(self.newest)
+        for offset, size in granted:
+            known = self.model[offset]
+            assert (known.state, known.size) == (FREE, size), "a block in use was granted"
+            assert any(want <= size <= 2 * want for want in wanted), "a block too small, or too large"
+            known.state, known.writer = GRANTED, holder
         if not granted:
             free = [known.size for known in self.model.values() if known.state == FREE]
             assert not [size for size in free if any(want <= size <= 2 * want for want in wanted)]
@@ -352,9 +318,9 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def deliver(self, data: st.DataObject) -> None:
         filled = [offset for offset, known in self.model.items() if known.state == FILLED]
-        self.newest = data.draw(st.lists(st.sampled_from(filled), unique=True, max_size=3))
-        self.pool.deliver(list(self.newest))
-        for offset in self.newest:
+        batch = data.draw(st.lists(st.sampled_from(filled), unique=True, max_size=3))
+        self.pool.deliver(batch)
+        for offset in batch:
             self.move(offset, HELD)
 
     @precondition(lambda self: bool(self.model))
@@ -372,8 +338,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(worker=st.integers(0, WORKERS - 1))
     def writer_dead(self, worker: int) -> None:
         self.pool.mark_dead(worker)
-        for offset, _ in self.of(BlockOwner(worker), GRANTED, PROMISED):
-            self.move(offset, FREE if self.model[offset].state == GRANTED else HELD)
+        for offset, _ in self.of(BlockOwner(worker), GRANTED):
+            self.move(offset, FREE)
 
     @rule(batches=st.integers(0, 3))
     def trim(self, batches: int) -> None:
@@ -385,7 +351,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(worker=st.integers(0, WORKERS - 1), ticket=st.integers(1, 2))
     def hand_over(self, worker: int, ticket: int) -> None:
         """A shared task was claimed."""
-        mine = self.of(BlockOwner(None, ticket), GRANTED, PROMISED)
+        mine = self.of(BlockOwner(None, ticket), GRANTED)
         self.pool.hand_over(BlockOwner(None, ticket), worker, mine)
         for offset, _ in mine:
             self.model[offset].writer = BlockOwner(worker)

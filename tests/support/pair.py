@@ -90,9 +90,8 @@ class Pair:
         self.hear_releases()
         self.ledger.trim(SPARE_BATCHES)
         self.allocator.free_ranges(self.ledger.space(0))
-        grants, promises = self.ledger.grant(BlockOwner(0))
-        self.given = grants + promises
-        self.allocator.begin(grants, promises)
+        self.given = self.ledger.grant(BlockOwner(0))
+        self.allocator.begin(self.given)
         batch = make()
         handle, used = self.packer.pack(batch)
         del batch

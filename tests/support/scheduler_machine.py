@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fastq_loader.errors import PoisonBatch, ProtocolError
 from fastq_loader.ipc.messages import BATCH, BROKEN, ENDED, ERROR, SKIPPED, Answer, Epoch, Space, Task
-from fastq_loader.memory.blocks import GRANTED, HELD, PROMISED, Extents
+from fastq_loader.memory.blocks import GRANTED, HELD, Extents
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.events import Died, Draw, Finish, IterationFailed, Send, Wait
 from fastq_loader.scheduling.scheduler import ACCEPTED, DEADLY, REFUSED, STALE, Scheduler
@@ -98,7 +98,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.tickets: set[int] = set()  # that there were
         self.held: set[int] = set()  # blocks that the user references
         self.granted: dict[int, Key] = {}  # block → the task that it was granted to
-        self.promised: dict[int, Key] = {}
         self.pending_tasks: dict[Key, Send] = {}  # tasks without an answer, and how they were sent last
         self.refused: dict[Key, int] = {}  # answers that were refused, and whose they were
         self.begin_epoch(10, set())
@@ -167,10 +166,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert offset not in self.held, "granted while it is referenced"
             assert offset not in self.granted, "granted twice"
             self.granted[offset] = key
-        for offset, _ in task.promises:
-            assert offset in self.held, "promised though it is free: it could have been granted"
-            assert offset not in self.promised, "promised twice"
-            self.promised[offset] = key
         assert (send.worker is None) == (self.kind == SHARED)
         if self.kind == SHARED:
             assert task.ticket not in self.tickets, "a ticket for two attempts"
@@ -189,9 +184,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def forget(self, key: Key) -> None:
         """A task will not be answered, or its answer was refused: its blocks are free."""
         self.pending_tasks.pop(key, None)
-        for blocks in (self.granted, self.promised):
-            for offset in [offset for offset, mine in blocks.items() if mine == key]:
-                del blocks[offset]
+        for offset in [offset for offset, mine in self.granted.items() if mine == key]:
+            del self.granted[offset]
 
     def owner(self, key: Key) -> int | None:
         """The worker that has a task of this epoch; None: it is unclaimed."""
@@ -250,7 +244,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def finish(self, worker: SimulatedWorker, kind: int, sizes: tuple[int, ...]) -> None:
         assert worker.task is not None
         key = key_of(worker.task)
-        answer = worker.finish(kind, sizes, self.held)
+        answer = worker.finish(kind, sizes)
         assert key in self.pending_tasks, "worked on what is not asked for"
         assert self.pending_tasks[key].task.attempt == answer.attempt
         fresh = {offset for offset, _ in answer.fresh}
@@ -282,8 +276,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         answer = worker.answers.popleft()
         key = key_of(answer)
         for offset in [offset for offset, _ in answer.used] + list(answer.returned):
-            if self.promised.pop(offset, None) is None:  # else declined: the user still references it
-                assert self.granted.pop(offset, key) == key
+            assert self.granted.pop(offset, key) == key
         del self.pending_tasks[key]
         expected = ACCEPTED if answer.epoch == self.epoch else STALE
         assert arrive(self.scheduler, worker.number, answer) == expected
@@ -489,8 +482,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.held.remove(offset)
         self.arena.released.append(offset)
         self.pool.collect()
-        if offset in self.promised:
-            self.granted[offset] = self.promised.pop(offset)
 
     @rule()
     def trim(self) -> None:
@@ -508,9 +499,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def invariants_hold(self) -> None:
         invariants.check(self.scheduler)
         states = self.states()
-        of = {state: {o for o, s in states.items() if s == state} for state in (GRANTED, HELD, PROMISED)}
-        assert of[PROMISED] == set(self.promised)
-        assert of[HELD] | of[PROMISED] == self.held
+        of = {state: {o for o, s in states.items() if s == state} for state in (GRANTED, HELD)}
+        assert of[HELD] == self.held
         assert of[GRANTED] == set(self.granted), "a grant that nobody has, or that somebody lost"
 
     @invariant()

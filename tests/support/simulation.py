@@ -119,25 +119,22 @@ class SimulatedWorker:
                     self._space.free_ranges(((offset, size),))
             else:
                 for task in self.tasks.drop():
-                    self._answer(task, SKIPPED, (), set())
+                    self._answer(task, SKIPPED, ())
                 self._ended = False
 
-    def finish(self, kind: int, sizes: tuple[int, ...], held: set[int]) -> Answer:
-        """Answer the task with a batch of leaves of so many bytes. `held` are the blocks that the user
-        references: a promised block that is not among them was released."""
+    def finish(self, kind: int, sizes: tuple[int, ...]) -> Answer:
+        """Answer the task with a batch of leaves of so many bytes."""
         task, self.task = self.task, None
         assert task is not None
         if self._ended:
             kind = SKIPPED
         self._ended = self._ended or kind == ENDED
-        answer = self._answer(task, kind, () if kind in (SKIPPED, ENDED) else sizes, held)
+        answer = self._answer(task, kind, () if kind in (SKIPPED, ENDED) else sizes)
         self.tasks.answered()
         return answer
 
-    def _answer(self, task: Task, kind: int, sizes: tuple[int, ...], held: set[int]) -> Answer:
+    def _answer(self, task: Task, kind: int, sizes: tuple[int, ...]) -> Answer:
         grants, used, fresh = list(task.grants), [], []
-        if sizes:
-            grants += [promise for promise in task.promises if promise[0] not in held]
         for nbytes in sizes:
             wanted = size_class(nbytes)
             fits = next((grant for grant in grants if wanted <= grant[1] <= 2 * wanted), None)
@@ -151,7 +148,7 @@ class SimulatedWorker:
             used.append((offset, nbytes))
         self._clock += 1
         written = {offset for offset, _ in used}
-        at_hand = [offset for offset, _ in task.grants + task.promises if offset not in written]
+        at_hand = [offset for offset, _ in task.grants if offset not in written]
         head = task.epoch, task.seq, task.attempt, kind, self._clock, self._clock
         self.answers.append(Answer(*head, tuple(fresh), tuple(at_hand), None, tuple(used)))
         return self.answers[-1]

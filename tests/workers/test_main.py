@@ -216,7 +216,7 @@ def test_what_is_too_long_for_a_message_is_an_error_and_frees_its_blocks(arena: 
 
 
 def attempt_at(seq: int, attempt: int = 0, epoch: int = 1) -> Task:
-    return Task(epoch, seq, attempt, seq, (), (), 100 * epoch + 50 * attempt + seq)
+    return Task(epoch, seq, attempt, seq, (), 100 * epoch + 50 * attempt + seq)
 
 
 def queue(claims: Table, *seqs: int, worker: int = 0, shared: bool = True) -> TaskQueue:

@@ -271,15 +271,14 @@ class SentBlocks(Allocator):
         self._kept = BlockPool(arena, 1)
         self._given: Extents = ()
 
-    def begin(self, grants: Extents, promises: Extents = ()) -> None:
+    def begin(self, grants: Extents) -> None:
         self.shipped = ()
         while self.sent:
             self._kept.drop([self.sent.popleft()])
         if self._kept.trim(_BATCHES):
             self.free_ranges(self._kept.space(0))
-        granted, promised = self._kept.grant(BlockOwner(0))
-        self._given = granted + promised
-        super().begin(granted, promised)
+        self._given = self._kept.grant(BlockOwner(0))
+        super().begin(self._given)
 
     def finish(self, used: Used) -> tuple[list[tuple[int, int]], list[int]]:
         fresh, returned = super().finish(used)

@@ -238,7 +238,7 @@ class Proxy:
         if isinstance(message, Task):
             self._due.append(message)
             self._mark()
-            message = message._replace(grants=(), promises=(), ticket=0)
+            message = message._replace(grants=(), ticket=0)
         connection.send(MESSAGE, reencode(message))
 
     def _mark(self) -> None:
@@ -273,7 +273,7 @@ class Proxy:
         self._read_messages()
         self._forward()
         task = self._due[0]
-        self._blocks.begin(task.grants, task.promises)
+        self._blocks.begin(task.grants)
         handle, used = self._receive_body(connection, answer.handle, frame.body)
         fresh, returned = self._blocks.finish(used)
         self._traffic[self._setup.worker] += frame.nbytes

@@ -54,7 +54,7 @@ pytestmark = [
 ]
 
 SECONDS = 30  # against hanging
-EPOCH, TASK = Epoch(1, None), Task(1, 0, 0, 7, (), ())
+EPOCH, TASK = Epoch(1, None), Task(1, 0, 0, 7, ())
 
 
 def slow(index: int) -> int:

@@ -138,7 +138,7 @@ def assigned() -> Iterator[Scene]:
 
 
 def task(seq: int, *grants: tuple[int, int], index: Any = 0) -> Task:
-    return Task(1, seq, 0, index, grants, (), 100 + seq)
+    return Task(1, seq, 0, index, grants, 100 + seq)
 
 
 def forwarded(task: Task) -> Task:
