@@ -287,7 +287,7 @@ _told: set[str] = set()  # not empty once this process has warned that torch's o
 
 
 def torchs_own(loader: Loader, asked: str = "") -> str:
-    """Name of the missing system call because of which torch's own workers run in place of ours; "" if ours
+    """Name of the thing that this system lacks, so that torch's own workers run in place of ours; "" if ours
     run, or no workers at all.
 
     Args:

@@ -102,7 +102,7 @@ class EventLoop:
         self._sampler: Iterator[Any] = iter(())
         calls.occupy_standard_streams()
         with naming_the_limit(_DESCRIPTORS):
-            arena = Arena(plan.workers, whole=plan.for_device)
+            arena = Arena(plan.workers)
         self.pool = BlockPool(arena, plan.workers)
         self.scheduler = Scheduler(
             plan.workers,
@@ -138,10 +138,10 @@ class EventLoop:
             RuntimeError: the device cannot be initialised.
         """
         # Check for all threads before any is started: else workers and sockets take each other's. Under
-        # `ulimit -v` or `-d`, where this process may lack room for so many stacks, check only for zmq's:
-        # without them zmq would end the process.
+        # `ulimit -d`, where this process may lack room for so many stacks, check only for zmq's: without them
+        # zmq would end the process.
         threads = THREADS
-        if calls.limit_of("AS") is None and calls.limit_of("DATA") is None:
+        if calls.limit_of("DATA") is None:
             threads += _PER_WORKER * self.plan.workers + bool(self.plan.restarts)
         require_threads(threads)
         self.group.start(base_seed, shared_seed)

@@ -45,19 +45,16 @@ class OpenBlock:
     Attributes:
         offset, size: in the arena, in bytes.
         address: its address in this process.
-        reached: how many of its bytes are mapped there.
-        memory: keeps the address valid.
         cut: bytes from its start that results have taken, where batches go to a device.
         holds: number of arrays over it that user code has.
         opened: the moment when it was opened.
         left: the moment when the last reference in this process was gone; 0 while there is one.
     """
 
-    __slots__ = ("address", "cut", "holds", "left", "memory", "offset", "opened", "reached", "size")
+    __slots__ = ("address", "cut", "holds", "left", "offset", "opened", "size")
 
-    def __init__(self, offset: int, size: int, address: int, reached: int, memory: Any) -> None:
-        self.offset, self.size = offset, size
-        self.address, self.reached, self.memory = address, reached, memory
+    def __init__(self, offset: int, size: int, address: int) -> None:
+        self.offset, self.size, self.address = offset, size, address
         self.cut = self.holds = self.left = 0
         self.opened = tick()
 
@@ -65,10 +62,13 @@ class OpenBlock:
 class _Hold:
     """A reference of user code to a block: the base of an array from `empty_array`."""
 
-    __slots__ = ("__array_interface__", "_block", "_dropped")
+    __slots__ = ("__array_interface__", "_block", "_dropped", "_mapping")
 
-    def __init__(self, block: OpenBlock, interface: dict[str, Any], dropped: deque[OpenBlock]) -> None:
+    def __init__(
+        self, mapping: Mapping, block: OpenBlock, interface: dict[str, Any], dropped: deque[OpenBlock]
+    ) -> None:
         self.__array_interface__ = interface
+        self._mapping = mapping  # keeps the address valid
         self._block = block
         self._dropped = dropped
 
@@ -136,7 +136,7 @@ class Allocator:
         the batch's, however large.
 
         Raises:
-            MemoryError: the worker's part of the arena, or its address space, is used up.
+            MemoryError: the worker's part of the arena is used up.
         """
         process_id.stay_in(self._pid)  # the blocks of a forked child are its parent's
         with self._lock:
@@ -151,18 +151,12 @@ class Allocator:
         wanted = size_class(nbytes)
         found = _fit(self._idle, wanted, any_size)
         size, offset = found or (wanted, self._make(nbytes, wanted))
-        try:
-            reached = size if self.for_device or self.mapping.whole else nbytes
-            address, memory = self.mapping.reach(offset, reached)
-            if found is None:
-                began = time.monotonic_ns()
-                self.mapping.populate(offset, nbytes)  # faster than a fault for each page, and timed
-                self.new_memory += time.monotonic_ns() - began
-        except MemoryError:
-            self._idle.append((size, offset))
-            raise
+        if found is None:
+            began = time.monotonic_ns()
+            self.mapping.populate(offset, nbytes)  # faster than a fault for each page, and timed
+            self.new_memory += time.monotonic_ns() - began
         self._children.owned = len(self._open) + 1
-        block = self._open[offset] = OpenBlock(offset, size, address, reached, memory)
+        block = self._open[offset] = OpenBlock(offset, size, self.mapping.base + offset)
         insort(self._by_address, block, key=_address)
         return block
 
@@ -190,7 +184,7 @@ class Allocator:
             block, start = self._cut(nbytes) if self.for_device else (self._take(nbytes), 0)
             data = block.address + start, False
             interface = {"version": 3, "data": data, "shape": shape, "typestr": typestr}
-            hold = _Hold(block, interface, self._dropped)
+            hold = _Hold(self.mapping, block, interface, self._dropped)
             block.holds += 1
             block.left = 0
         return np.asarray(hold)
@@ -212,7 +206,7 @@ class Allocator:
             if at < 0:
                 return None
             block = self._by_address[at]
-            return block if address < block.address + block.reached else None
+            return block if address < block.address + block.size else None
 
     def is_nontemporal(self, nbytes: int) -> bool:
         """Whether pieces of `nbytes` are better written to a block with non-temporal stores."""
@@ -221,7 +215,7 @@ class Allocator:
     def write(self, offset: int, source: int, nbytes: int) -> None:
         """Copy `nbytes` from the address `source` into the arena."""
         process_id.stay_in(self._pid)
-        address, _piece = self.mapping.reach(offset, nbytes)
+        address = self.mapping.base + offset
         if self.is_nontemporal(nbytes):
             nontemporal.copy(address, [source], nbytes)
         else:

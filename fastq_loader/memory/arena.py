@@ -4,10 +4,9 @@ Runs in the consumer (`Arena`, `Lease`) and in its workers (`Mapping`). The pool
 decide how blocks are used; this module only handles addresses.
 
 The memfd is sparse: it has room for all blocks that could ever exist, and costs only the pages that were
-written. So every process maps it once, growing takes no coordination, and there is only one descriptor. Where
-a limit of the address space (`ulimit -v`) leaves no room for that, each process maps the blocks that it reads
-or writes, one by one, while it needs them. Each worker makes new blocks in its own part of the range. The
-memory of a memfd is not limited by the size of /dev/shm, has no name, and goes with its last user.
+written. So every process maps it once, growing takes no coordination, and there is only one descriptor. Each
+worker makes new blocks in its own part of the range. The memory of a memfd is not limited by the size of
+/dev/shm, has no name, and goes with its last user.
 
 A finalizer may run on any thread, at any moment. So the finalizer of a lease only appends to a queue. Once
 the loader is closed, that queue is not read any more. Then the arena consists of the blocks that users
@@ -27,21 +26,11 @@ import numpy as np
 
 from fastq_loader.memory.blocks import PAGE, SMALLEST
 from fastq_loader.memory.forked_children import ForkedChildren, tick
-from fastq_loader.system import calls, pages, process_id
+from fastq_loader.system import calls, process_id
 
 AVAILABLE = calls.AVAILABLE
 
-#: Length of an arena: four times the machine's memory, so that all of the memory can be in batches that a
-#: user keeps, even if some workers make more of them than others. At most 4 TiB: x86-64 gives a process 128
-#: TiB for all the loaders that are open at a time.
-_OVERCOMMIT = 4
-_LARGEST = 4 << 40
-_SMALLEST = 1 << 20  # has room for the tables
-#: The arena is mapped as a whole if that takes at most a quarter of RLIMIT_AS, which also has to cover
-#: everything else. Otherwise it is at most 16 times as long as the limit: its tables, which are always
-#: mapped, take 1/512 of the limit.
-_SHARE, _BEYOND = 4, 16
-
+_SMALLEST = 1 << 20  # bytes of an arena: it has room for the claim table
 #: Number of words of the claim table, see `ipc.claim_table`.
 CLAIMS = 1 << 15
 
@@ -54,63 +43,42 @@ class Mapping:
         fd: the memfd; it belongs to the caller, and stays open.
         length: its length in bytes.
         regions: number of equal parts of the range, one for each worker.
-        whole: map all of it. Else parts are mapped while they are in use, see `reach`.
 
     Attributes:
-        base: address of its first byte, if it is mapped as a whole.
-        memory: its bytes, if it is mapped as a whole.
+        mmap: keeps the addresses valid.
+        base: address of its first byte.
+        memory: its bytes.
         claims: the claim table, in 64-bit words.
 
     Raises:
         MemoryError: there is not enough address space.
     """
 
-    def __init__(self, fd: int, length: int, regions: int, whole: bool = True) -> None:
+    def __init__(self, fd: int, length: int, regions: int) -> None:
         self.length = length
-        self.whole = whole
         self.fd = fd
         self._regions = regions
         table = length // PAGE * PAGE - CLAIMS * 8  # at the end of the range
         self._region = table // regions // SMALLEST * SMALLEST
-        first = 0 if whole else table  # the table is always mapped
-        self.piece = calls.MmapRegion(fd, first, length - first)
-        mapped = calls.view(self.piece.address, length - first)
-        self.base = self.piece.address if whole else 0
-        self.memory = mapped if whole else memoryview(b"")
-        self.claims = mapped[table - first : table - first + CLAIMS * 8].cast("Q")
+        self.mmap = calls.MmapRegion(fd, length)
+        self.base = self.mmap.address
+        self.memory = calls.view(self.base, length)
+        self.claims = self.memory[table : table + CLAIMS * 8].cast("Q")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (reduction.DupFd(self.fd), self.length, self._regions, self.whole)
+        return _arrived, (reduction.DupFd(self.fd), self.length, self._regions)
 
     def region(self, worker: int) -> tuple[int, int]:
         """Start and end, in bytes, of the part in which `worker` makes new blocks."""
         return worker * self._region, (worker + 1) * self._region
 
-    def reach(self, offset: int, nbytes: int) -> tuple[int, calls.MmapRegion]:
-        """The address of some bytes in this process, and the object that keeps it valid.
-
-        Raises:
-            MemoryError: there is not enough address space.
-        """
-        if self.whole:
-            return self.base + offset, self.piece
-        piece = calls.MmapRegion(self.fd, offset, nbytes)
-        return piece.address, piece
-
-    def read(self, offset: int, nbytes: int) -> memoryview | bytes:
+    def read(self, offset: int, nbytes: int) -> memoryview:
         """Return some bytes, to be copied at once."""
-        if self.whole:
-            return self.memory[offset : offset + nbytes]
-        address, _piece = self.reach(offset, nbytes)
-        return calls.view(address, nbytes).tobytes()
+        return self.memory[offset : offset + nbytes]
 
     def write(self, offset: int, data: Any) -> None:
         """Copy bytes in."""
-        if self.whole:
-            self.memory[offset : offset + len(data)] = data
-        else:
-            address, _piece = self.reach(offset, len(data))
-            calls.view(address, len(data))[:] = data
+        self.memory[offset : offset + len(data)] = data
 
     def punch(self, offset: int, size: int) -> None:
         """Give pages back to the system; the range then reads as zeros and can be written again."""
@@ -118,17 +86,16 @@ class Mapping:
             calls.punch_hole(self.fd, offset, size)
 
     def populate(self, offset: int, size: int) -> None:
-        """Put the pages of a range into memory, and into this process's page table, if it is mapped whole."""
-        if self.whole:
-            self.piece.populate(self.base + offset, size)
+        """Put the pages of a range into memory, and into this process's page table."""
+        self.mmap.populate(offset, size)
 
     def unmap_but(self, held: set[int]) -> None:
         """Unmap everything except the blocks at these offsets. May be called again. The views are not used
         any more."""
         for view in (self.memory, self.claims):
             view.release()
-        for offset in self.piece.parts.keys() - held:
-            self.piece.unmap(offset, pages=False)
+        for offset in self.mmap.parts.keys() - held:
+            self.mmap.unmap(offset, pages=False)
 
 
 def _arrived(duplicate: Any, *arguments: Any) -> Mapping:
@@ -141,7 +108,6 @@ class Arena:
 
     Args:
         regions: number of workers.
-        whole: map all of it, even if address space is scarce: a device reads blocks in place.
 
     Attributes:
         fd: the memfd, -1 once retired.
@@ -154,10 +120,10 @@ class Arena:
         OSError: there is no memfd, or not enough address space.
     """
 
-    def __init__(self, regions: int, whole: bool = False) -> None:
+    def __init__(self, regions: int) -> None:
         self.pid = process_id.current()
         self.fd = calls.memfd_create("fastq_loader")
-        self.mapping = self._map_largest(regions, whole)
+        self.mapping = self._map_largest(regions)
         # Prevent every process from truncating the memory while another one uses it (that would be SIGBUS).
         calls.seal_length(self.fd)
         self.released: deque[tuple[int, int, int]] = deque()
@@ -165,19 +131,13 @@ class Arena:
         self.children = ForkedChildren()  # `owned` counts leases not yet read from `released`
         self._quarantine: list[tuple[int, int, int]] = []  # entries of `released` that a child may see
 
-    def _map_largest(self, regions: int, whole: bool) -> Mapping:
-        machine = pages.installed()
-        limit = calls.limit_of("AS")
-        length = min(machine * _OVERCOMMIT, _LARGEST, calls.limit_of("FSIZE") or _LARGEST)
-        whole = whole or limit is None or length <= limit // _SHARE
-        if limit is not None:
-            length = min(length, limit // _SHARE if whole else limit * _BEYOND)
-        length = max(length, _SMALLEST)
+    def _map_largest(self, regions: int) -> Mapping:
+        length = max(min(calls.arena_room()), _SMALLEST)
         while True:
             length = length // PAGE * PAGE
             try:
                 os.ftruncate(self.fd, length)
-                return Mapping(self.fd, length, regions, whole)
+                return Mapping(self.fd, length, regions)
             except (OSError, MemoryError) as error:
                 length //= 2  # the address space is full: take what there is
                 if length < _SMALLEST:
@@ -192,23 +152,12 @@ class Arena:
         block's start.
 
         The block stays in use until the array and everything derived from it are gone.
-
-        Raises:
-            MemoryError: there is not enough address space; the caller has to abandon the block.
         """
-        offset, mapping = block[0], self.mapping
-        if mapping.whole:  # as `reach` does
-            address, memory = mapping.base + offset, mapping.piece
-        else:
-            address, memory = mapping.reach(offset, start + nbytes)
+        offset = block[0]
         self.children.owned += 1
-        interface = {"version": 3, "data": (address + start, False), "shape": (nbytes,), "typestr": "|u1"}
-        return np.asarray(Lease(self, offset, memory, interface))
-
-    def abandon(self, offset: int) -> None:
-        """Count a block as released that could not be leased."""
-        self.children.owned += 1
-        self.released.append((offset, 0, 0))
+        data = self.mapping.base + offset + start, False
+        interface = {"version": 3, "data": data, "shape": (nbytes,), "typestr": "|u1"}
+        return np.asarray(Lease(self, offset, interface))
 
     def released_blocks(self) -> list[int]:
         """Offsets of the blocks whose last view died since the last call, and that no child may see."""
@@ -236,7 +185,7 @@ class Arena:
         interrupt."""
         mapping = self.mapping
         if not self.retired:
-            mapping.piece.cut(held if mapping.whole else ())  # pieces are cut already
+            mapping.mmap.cut(held)
             self.retired = True
         # The user's threads continue meanwhile: blocks that they dropped have no lease any more.
         dropped = {
@@ -266,15 +215,12 @@ class Lease:
     numpy's array interface makes this object the base of the array; `torch.from_numpy` keeps the array.
     """
 
-    __slots__ = ("__array_interface__", "_arena", "_born", "_memory", "_offset")
+    __slots__ = ("__array_interface__", "_arena", "_born", "_offset")
 
-    def __init__(
-        self, arena: Arena, offset: int, memory: calls.MmapRegion, interface: dict[str, Any]
-    ) -> None:
+    def __init__(self, arena: Arena, offset: int, interface: dict[str, Any]) -> None:
         self.__array_interface__ = interface
-        self._arena = arena
+        self._arena = arena  # keeps the address valid
         self._offset = offset
-        self._memory = memory  # keeps the address valid
         self._born = tick()
 
     def __del__(self, process: Any = process_id) -> None:
@@ -284,4 +230,4 @@ class Lease:
         born, died = self._born, tick()
         arena.released.append((offset, born, died))
         if arena.retired:  # perhaps by another thread just now: the queue is not read any more
-            self._memory.unmap(offset, pages=not arena.children.may_see(born, died))
+            arena.mapping.mmap.unmap(offset, pages=not arena.children.may_see(born, died))

@@ -159,7 +159,6 @@ class Unpacker:
 
         Raises:
             ProtocolError: the unpickled objects do not match the spec.
-            MemoryError: there is not enough address space.
             Exception: an error of unpickling.
         """
         spec: BatchLayout = handle.spec
@@ -190,14 +189,8 @@ class Unpacker:
 
     def _lease(self, spec: BatchLayout, large: tuple[tuple[int, int, int], ...], leaves: list[Any]) -> None:
         """Make leaves as views of blocks. All leaves of a segment share one lease."""
-        parts = enumerate(zip(spec.large, large, strict=True))
-        for at, ((segment, nbytes, view), (offset, size, start)) in parts:
-            try:
-                whole = self._arena.lease((offset, size), start, nbytes)
-            except MemoryError:
-                for unleased, _, _ in large[at:]:
-                    self._arena.abandon(unleased)
-                raise
+        for (segment, nbytes, view), (offset, size, start) in zip(spec.large, large, strict=True):
+            whole = self._arena.lease((offset, size), start, nbytes)
             if view is None:
                 spec.fill(segment, whole, leaves)
             else:  # like `fill`, without its calls

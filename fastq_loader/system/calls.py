@@ -17,9 +17,11 @@ import os
 import select
 import socket
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import pairwise
 from typing import Any
+
+from fastq_loader.system import pages
 
 try:
     import fcntl
@@ -41,6 +43,13 @@ _FAILED = ctypes.c_void_p(-1).value
 _PYBUF_WRITE = 0x200
 #: Errors of a call that this kernel lacks, or that a sandbox refuses.
 _REFUSED = errno.EPERM, errno.EACCES, errno.ENOSYS
+
+#: Bytes of shared memory for the workers of one loader: four times the machine's memory, so that all of the
+#: memory can be in batches that a user keeps, even if some workers make more of them than others. At most 4
+#: TiB: x86-64 gives a process 128 TiB for all the loaders that are open at a time.
+_OVERCOMMIT, _LARGEST = 4, 4 << 40
+#: It takes at most this part of a limit of the address space, which also has to cover everything else.
+_SHARE = 4
 
 #: Types of a lock in a `struct flock`.
 WRITE_LOCK, UNLOCK = 1, 2
@@ -96,24 +105,46 @@ def _needed(name: str, *arguments: int | bytes) -> int:
 AVAILABLE = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "memfd_create")
 
 
-def missing() -> str:
-    """Name of a call that workers need and this system or sandbox lacks; "" if it lacks none.
+#: Things that some systems or sandboxes lack; each function opens a descriptor to try one. Memory that
+#: processes share needs these.
+_SHARED: dict[str, Callable[[], int]] = {
+    "memfd_create": lambda: memfd_create("fastq_loader"),
+    "eventfd": lambda: wake_up(),
+    "/proc": lambda: os.open("/proc/self/fd", os.O_RDONLY | os.O_CLOEXEC),
+}
+#: The things that workers need.
+NEEDED = {**_SHARED, "pidfd_open": lambda: pidfd_open(os.getpid())}
 
-    Tries the calls each time, which takes some 20 us: a program may enter a sandbox at any moment.
+
+def missing(for_workers: bool = True) -> str:
+    """Name of something that workers need and this system or sandbox lacks; "" if it lacks nothing.
+
+    Tries everything each time, which takes some 30 us: a program may enter a sandbox at any moment.
+
+    Args:
+        for_workers: else look only at what memory needs that processes share.
     """
     if not AVAILABLE:
         return "memfd_create"
-    memfd = functools.partial(memfd_create, "fastq_loader")
-    for name, call in (("memfd_create", memfd), ("eventfd", wake_up)):
+    for name, attempt in (NEEDED if for_workers else _SHARED).items():
         try:
-            os.close(call())
+            os.close(attempt())
         except OSError as error:  # other errors are raised where the call is needed
-            if error.errno in _REFUSED:
+            if error.errno in (*_REFUSED, errno.ENOENT):
                 return name
-    return ""
+    wanted, allowed = arena_room() if for_workers else (0, 0)
+    return "address space (ulimit -v)" if allowed < wanted else ""
 
 
 # ---- memory -----------------------------------------------------------------------------------------
+
+
+def arena_room() -> tuple[int, int]:
+    """Bytes of address space for the shared memory of a loader's workers: as many as it needs, and as many as
+    the limit of the address space (`ulimit -v`) leaves for it. A limit of file sizes limits the need."""
+    needed = min(pages.installed() * _OVERCOMMIT, _LARGEST, limit_of("FSIZE") or _LARGEST)
+    limit = limit_of("AS")
+    return needed, needed if limit is None else limit // _SHARE
 
 
 def memfd_create(name: str) -> int:
@@ -131,60 +162,57 @@ def _whole_pages(address: int, length: int, page: int = mmap.PAGESIZE) -> tuple[
 
 
 class MmapRegion:
-    """Part of a memfd, mapped into this process, shared and writable, for as long as this object lives.
+    """A memfd that is mapped into this process as a whole, shared and writable, for as long as this object
+    lives.
 
     Args:
         fd: the memfd.
-        offset: offset of the first byte; the mapping begins at the start of its page.
-        nbytes: number of bytes from there on.
+        nbytes: its length in bytes.
 
     Attributes:
-        address: address of the byte at `offset`.
-        parts: the mapped parts: offset → (address, bytes).
+        address: address of its first byte.
+        parts: the mapped parts: offset → bytes.
 
     Raises:
         MemoryError: there is not enough address space.
     """
 
-    __slots__ = ("_library", "address", "parts")
+    __slots__ = ("_library", "_nbytes", "address", "parts")
 
-    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
+    def __init__(self, fd: int, nbytes: int) -> None:
         self._library = _library()
-        self.parts: dict[int, tuple[int, int]] = {}
-        before = offset % mmap.PAGESIZE
-        length = -(-(before + max(nbytes, 1)) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._nbytes = nbytes
+        self.parts: dict[int, int] = {}
         access, shared = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
-        start = self._library.mmap(None, length, access, shared, fd, offset - before)
+        start = self._library.mmap(None, nbytes, access, shared, fd, 0)
         if start == _FAILED:
             reason = os.strerror(ctypes.get_errno())
-            raise MemoryError(f"no address space for {nbytes} bytes of a batch in this process: {reason}")
-        self.parts = {offset: (start, length)}
-        self.address = start + before
-        self._library.madvise(start, length, _MADV_DONTDUMP)  # if a sandbox refuses, core dumps are larger
+            raise MemoryError(f"no address space for {nbytes} bytes of shared memory: {reason}")
+        self.address, self.parts = start, {0: nbytes}
+        self._library.madvise(start, nbytes, _MADV_DONTDUMP)  # if a sandbox refuses, core dumps are larger
 
-    def populate(self, address: int, nbytes: int) -> None:
+    def populate(self, offset: int, nbytes: int) -> None:
         """Put pages into memory, and into this process's page table. Before Linux 5.14 this has no effect:
         pages come when they are touched."""
-        self._library.madvise(address, nbytes, _MADV_POPULATE_WRITE)
+        self._library.madvise(self.address + offset, nbytes, _MADV_POPULATE_WRITE)
 
     def cut(self, parts: Iterable[tuple[int, int]]) -> None:
         """Divide the mapping into these parts (offset, nbytes) and the ranges between them, for `unmap`."""
-        first, (address, _) = min(self.parts.items())
-        end = first + sum(length for _, length in self.parts.values())
-        edges = {edge for start, nbytes in parts for edge in (start, start + nbytes)} | {first, end}
-        self.parts = {at: (address + at - first, until - at) for at, until in pairwise(sorted(edges))}
+        edges = {edge for start, nbytes in parts for edge in (start, start + nbytes)} | {0, self._nbytes}
+        self.parts = {at: until - at for at, until in pairwise(sorted(edges))}
 
     def unmap(self, offset: int, pages: bool = True) -> None:
         """Release the addresses of a part, and its pages. May be called on any thread, and more than once."""
-        address, length = self.parts.pop(offset, (0, 0))
-        start, end = _whole_pages(address, length)
+        length = self.parts.pop(offset, 0)
+        start, end = _whole_pages(self.address + offset, length)
         if pages and end > start:  # if a sandbox refuses, the memfd keeps the pages until its end
             self._library.madvise(start, end - start, _MADV_REMOVE)
         if end > start and self._library.munmap(start, end - start):
-            self.parts[offset] = address, length  # it would split a mapping, and there may be no more
+            self.parts[offset] = length  # it would split a mapping, and there may be no more
 
     def __del__(self, whole_pages: Any = _whole_pages) -> None:  # at exit globals may be gone
-        for start, end in [whole_pages(*part) for part in self.parts.values()]:
+        for offset, nbytes in self.parts.items():
+            start, end = whole_pages(self.address + offset, nbytes)
             self._library.munmap(start, end - start)
 
 
@@ -305,15 +333,6 @@ def pidfd_open(pid: int) -> int:
         OSError: this kernel or sandbox has no pidfds, or descriptors are used up.
     """
     return _call("pidfd_open", pid, 0)
-
-
-def has_pidfd() -> bool:
-    """Whether this kernel or sandbox has `pidfd_open`."""
-    try:
-        os.close(pidfd_open(os.getpid()))
-    except OSError:
-        return False
-    return True
 
 
 def pidfd_send_signal(descriptor: int, number: int) -> None:

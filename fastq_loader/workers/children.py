@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import multiprocessing.connection
 import multiprocessing.process
 import os
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from multiprocessing import popen_fork
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fastq_loader.ipc.endpoints import remove_folder
 from fastq_loader.system import calls
 from fastq_loader.system.calls import readable
-from fastq_loader.system.interrupts import without_signals
 
 #: The exit code of a process whose own one is unknown (multiprocessing's number for that).
 UNKNOWN_EXIT = 255
@@ -57,7 +53,7 @@ class Child:
         self.process = process
         self._ended_by = ended_by
         self._launch: Launch = launch or type(process)._Popen  # type: ignore[attr-defined]
-        self._descriptor = -1
+        self._descriptor: int | None = None
 
     def start(self) -> None:
         """Start the process.
@@ -69,9 +65,7 @@ class Child:
         _started.add(self.process)
         vars(self.process)["_Popen"] = self._launched
         self.process.start()
-        if not self._has_pidfd:
-            with contextlib.suppress(OSError):  # no pidfd in this kernel or sandbox
-                self._descriptor = calls.pidfd_open(self.pid)
+        self._descriptor = self._opened()
 
     def disown(self) -> None:
         """Keep multiprocessing from joining the process when this one exits: it ends by itself."""
@@ -98,17 +92,17 @@ class Child:
 
     @property
     def descriptor(self) -> int:
-        """Descriptor that becomes readable when the process has ended: a pidfd, if there is one.
+        """Descriptor that becomes readable when the process has ended: a pidfd; multiprocessing's pipe if
+        none could be opened, because the process was reaped already or descriptors are used up."""
+        if self._descriptor is None:  # an interrupt came before `start` recorded it
+            self._descriptor = self._opened()
+        return self._descriptor
 
-        Otherwise (the system has none, or an interrupt came before it was recorded) a thread waits for the
-        child. It starts at the first use, after all workers that are forked together. This process cannot
-        wait for a child of a fork server, which has multiprocessing's pipe; no other process holds that.
-        """
-        if self._descriptor < 0 and not self._has_pidfd:
-            # What a handler raises inside `threading.Thread.start` would come out as another error.
-            with without_signals(), contextlib.suppress(OSError, RuntimeError):  # not our child, or used up
-                self._descriptor = _end_of(self.pid)
-        return self.process.sentinel if self._descriptor < 0 else self._descriptor
+    def _opened(self) -> int:
+        if not self._has_pidfd:
+            with contextlib.suppress(OSError):
+                return calls.pidfd_open(self.pid)
+        return self.process.sentinel
 
     def kill(self) -> None:
         """Kill the process, and wait until it has ended."""
@@ -149,7 +143,7 @@ class Child:
         if popen is not None:
             self.process.join()
             descriptor, self._descriptor = self._descriptor, -1
-            if descriptor >= 0:
+            if descriptor not in (None, -1, popen.sentinel):
                 os.close(descriptor)
             if popen.returncode is None:  # reaped by other code, or by the system
                 popen.returncode = UNKNOWN_EXIT
@@ -170,28 +164,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: _not_ours(_started))
 
 
-def _end_of(pid: int) -> int:
-    """Return a descriptor that becomes readable when a child of this process has ended. It is not a pipe that
-    the child holds: the child's own children would hold it, too.
-
-    Raises:
-        OSError: descriptors are used up, or the child is not this process's.
-        RuntimeError: threads are used up.
-    """
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    ended, tell = multiprocessing.connection.Pipe(duplex=False)  # closed when they are dropped
-    threading.Thread(target=_wait_for, args=(pid, tell), daemon=True).start()
-    return os.dup(ended.fileno())
-
-
-def _wait_for(pid: int, tell: Connection) -> None:
-    """In a thread: write to a pipe when a child has ended, and leave its exit code to be read later."""
-    with contextlib.suppress(ChildProcessError):  # other code reaped it
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
-        tell.send_bytes(b"!")
-
-
 def leave_with(consumer: int, folder: str = "", with_group: bool = False) -> None:
     """In a child: exit when the consumer dies, however it dies and whatever this process is doing.
 
@@ -200,20 +172,12 @@ def leave_with(consumer: int, folder: str = "", with_group: bool = False) -> Non
         folder: folder of sockets to remove then.
         with_group: whether to kill the whole process group of this process.
     """
-    arguments = consumer, folder, with_group, os.getppid()
-    threading.Thread(target=_leave_with, args=arguments, daemon=True).start()
+    threading.Thread(target=_leave_with, args=(consumer, folder, with_group), daemon=True).start()
 
 
-def _leave_with(consumer: int, folder: str, with_group: bool, parent: int) -> None:
-    known = multiprocessing.parent_process()
-    try:
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            calls.readable([calls.pidfd_open(consumer)], None)
-    except OSError:  # no pidfd in this kernel or sandbox: watch multiprocessing's pipe, or the parent
-        if known is not None:
-            calls.readable([known.sentinel], None)
-        while known is None and os.getppid() == parent:
-            time.sleep(0.1)
+def _leave_with(consumer: int, folder: str, with_group: bool) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        calls.readable([calls.pidfd_open(consumer)], None)
     if folder:
         remove_folder(folder)
     if with_group:

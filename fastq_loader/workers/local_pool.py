@@ -6,7 +6,7 @@ Workers are forked from a `zygote`: under spawn and forkserver always, under for
 replaced. All of them, replacements included, start in the surroundings in which the pool was started: the
 script may have changed to another folder since, set variables for its own children, or extended `sys.path`.
 Without a zygote, a worker's process is started by its own class. This is so under fork without restarts,
-which needs no zygote; with a multiprocessing context of the user's own class; and if the kernel has no pidfd.
+which needs no zygote, and with a multiprocessing context of the user's own class.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any
 
 from fastq_loader.errors import warn_user
 from fastq_loader.packing.pickling import explain, hint, pickles
-from fastq_loader.system import calls
 from fastq_loader.workers import zygote
 from fastq_loader.workers.children import Child, Launch, Stacks
 from fastq_loader.workers.config import Plan, Setup, own_fields
@@ -63,9 +62,7 @@ class LocalPool(WorkerPool):
         self._stacks = Stacks()
         self._setup = self._setup_for(descriptors=Descriptors(stacks=self._stacks.write_end))
         method = _INTERPRETERS.get(self._context.Process._Popen)
-        if not calls.has_pidfd():
-            method = None
-        elif method is not None:
+        if method is not None:
             self._zygote = plan.kept[method] = zygote.interpreter(method)
             self._moment = zygote.LaunchEnvironment()
             with self._explaining():  # while the interpreter imports torch

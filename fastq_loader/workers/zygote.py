@@ -306,12 +306,9 @@ def _surroundings() -> tuple[Any, ...]:
 
 
 def _umask() -> int:
-    """Return the umask as the kernel shows it, because os.umask() would change it; -1 if it is not shown."""
-    with contextlib.suppress(OSError), open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    return -1
+    """Return the umask as the kernel shows it, because os.umask() would change it."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
 
 
 def _start_interpreter(its: Connection, method: str, preload: list[str]) -> Child:

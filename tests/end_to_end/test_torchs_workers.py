@@ -11,12 +11,12 @@ from tests.support.thorough import is_thorough
 pytestmark = pytest.mark.processes
 
 HEAD = """
-import multiprocessing, os, warnings
+import multiprocessing, os, resource, warnings
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as TorchsIterator
 from fastq_loader import DataLoader, IteratorInvalid, Prefetcher, TorchWorkers
 from fastq_loader.system import calls
-from tests.support.sandbox import refuse
+from tests.support.sandbox import mounted, refuse
 """
 #: Our workers do not run on another system.
 ANOTHER_SYSTEM = "calls.AVAILABLE = False"
@@ -41,7 +41,7 @@ for config in (*configs, DIRECTED["broken samples"], DIRECTED["stream stopped ea
 
 @NEEDED
 def test_one_hint_in_a_process_says_that_torchs_workers_run() -> None:
-    """On another system, and where a call that workers need is refused."""
+    """On another system, where a call that workers need is refused, and where something else is missing."""
     run(
         f"""
 def check(lacks):
@@ -56,14 +56,25 @@ def check(lacks):
     assert f"lacks {{lacks}}" in str(hint.message), hint
     assert hint.filename == __file__, hint.filename
 
+def limited():
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), -1))
+
+def hide():
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch says that it cannot read /proc/cpuinfo
+    mounted("/proc") or os._exit(0)  # not every user may mount
+
+takes_away = {{name: lambda name=name: refuse(name) for name in ("eventfd", "memfd_create", "pidfd_open")}}
+takes_away["address space (ulimit -v)"] = limited
+takes_away["/proc"] = hide
 children = []
-for lacks in ("eventfd", "memfd_create"):
+for lacks, take_away in takes_away.items():
     children.append(os.fork())
     if not children[-1]:
-        refuse(lacks)
+        take_away()
         check(lacks)
         os._exit(0)
-assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+assert [os.waitpid(child, 0)[1] for child in children] == [0] * 5
 {ANOTHER_SYSTEM}
 check("memfd_create")
 """

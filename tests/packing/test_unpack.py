@@ -67,25 +67,6 @@ def test_the_workers_specs_are_told_apart() -> None:
         arena.retire([])
 
 
-def test_where_address_space_is_used_up_the_blocks_of_the_batch_come_back(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    handle = pair.arrive(pair.pack(lambda: [torch.rand(LARGE) for _ in range(3)]))
-    leased, _, pickled = pair.unpacker.open(handle)
-    lease = pair.arena.lease
-
-    def scarce(block: tuple[int, int], *others: Any) -> Any:
-        if block[0] == leased[1]:
-            raise MemoryError("no address space")
-        return lease(block, *others)
-
-    monkeypatch.setattr(pair.arena, "lease", scarce)
-    pair.ledger.deliver(leased)
-    with pytest.raises(MemoryError):
-        pair.unpacker.unpack(handle, pickled)
-    assert pair.idle()
-
-
 # ---- handles that do not fit ------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ _CALLS: dict[str, tuple[int, int, bool, tuple[int, int] | None]] = {
     "memfd_create": (319, 279, False, None),
     "eventfd": (290, 19, False, None),
     "fallocate": (285, 47, False, None),
-    "pidfd_open": (434, 434, True, None),
+    "pidfd_open": (434, 434, False, None),
     "MADV_REMOVE": (28, 233, True, (2, 9)),
     "MADV_DONTDUMP": (28, 233, True, (2, 16)),
     "MADV_POPULATE_WRITE": (28, 233, True, (2, 23)),

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import signal
 import socket
-import struct
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -53,45 +49,45 @@ def mapped(address: int) -> bool:
     return any(start <= address < end for start, end in spans)
 
 
-def test_a_piece_is_mapped_as_long_as_it_lives(memfd: int) -> None:
-    piece = calls.MmapRegion(memfd, mmap.PAGESIZE + 8, 100)
+def test_a_file_is_mapped_as_long_as_its_region_lives(memfd: int) -> None:
+    region = calls.MmapRegion(memfd, 4 * mmap.PAGESIZE)
     os.pwrite(memfd, b"seen", mmap.PAGESIZE + 8)
-    view = calls.view(piece.address, 5)
+    view = calls.view(region.address + mmap.PAGESIZE + 8, 5)
     assert bytes(view) == b"seen\0"
     view[4] = 33
     assert os.pread(memfd, 5, mmap.PAGESIZE + 8) == b"seen!"
-    address = piece.address
+    address = region.address
     assert mapped(address)
-    del piece
+    del region
     assert not mapped(address)
     with pytest.raises(MemoryError, match="no address space for"):
-        calls.MmapRegion(memfd, 0, 1 << 60)
+        calls.MmapRegion(memfd, 1 << 60)
 
 
-def test_parts_of_a_piece_are_unmapped_with_or_without_their_pages(memfd: int) -> None:
+def test_parts_of_a_region_are_unmapped_with_or_without_their_pages(memfd: int) -> None:
     page = mmap.PAGESIZE
     os.pwrite(memfd, b"x" * 4 * page, 0)
-    piece = calls.MmapRegion(memfd, 0, 4 * page)
+    region = calls.MmapRegion(memfd, 4 * page)
     for _ in range(2):
-        piece.cut([(2 * page, page), (page, page)])
-        assert piece.parts.keys() == {0, page, 2 * page, 3 * page}
+        region.cut([(2 * page, page), (page, page)])
+        assert region.parts.keys() == {0, page, 2 * page, 3 * page}
     for _ in range(2):
-        piece.unmap(page)
-        piece.unmap(2 * page, pages=False)
-    assert [mapped(piece.address + at * page) for at in range(4)] == [True, False, False, True]
+        region.unmap(page)
+        region.unmap(2 * page, pages=False)
+    assert [mapped(region.address + at * page) for at in range(4)] == [True, False, False, True]
     assert [os.pread(memfd, 1, at * page) for at in range(4)] == [b"x", b"\0", b"x", b"x"]
-    last, address = mmap.mmap(-1, page), piece.address  # may lie where a part did
-    del piece
+    last, address = mmap.mmap(-1, page), region.address  # may lie where a part did
+    del region
     assert not mapped(address)
     last[0] = 1
 
 
-def test_a_part_that_cannot_be_unmapped_yet_stays_until_the_piece_goes(memfd: int) -> None:
-    piece = calls.MmapRegion(memfd, 0, mmap.PAGESIZE)
-    library, piece._library = piece._library, Mock()  # whose munmap does not return 0
-    piece.unmap(0)
-    assert piece.parts.keys() == {0}
-    piece._library = library
+def test_a_part_that_cannot_be_unmapped_yet_stays_until_the_region_goes(memfd: int) -> None:
+    region = calls.MmapRegion(memfd, mmap.PAGESIZE)
+    library, region._library = region._library, Mock()  # whose munmap does not return 0
+    region.unmap(0)
+    assert region.parts.keys() == {0}
+    region._library = library
 
 
 def test_on_larger_pages_no_neighbour_is_unmapped() -> None:
@@ -100,39 +96,10 @@ def test_on_larger_pages_no_neighbour_is_unmapped() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("proc", [True, False])
-def test_a_lock_keeps_other_processes_out(memfd: int, proc: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not proc:
-        monkeypatch.setattr(os, "open", Mock(side_effect=FileNotFoundError))
-    assert (calls.WRITE_LOCK, calls.UNLOCK) == (fcntl.F_WRLCK, fcntl.F_UNLCK)
-
-    def lock(kind: int, length: int) -> bytes:
-        return struct.pack("hhqqi4x", kind, os.SEEK_SET, 7, length, 0)
-
-    def set_lock(kind: int) -> None:
-        calls.set_lock(fd, command, lock(kind, 3))
-
-    def other(free: bool) -> None:
-        nonlocal fd, command
-        fd, command = calls.open_anew(memfd)
-        found = calls.conflicting_lock(fd, command, lock(calls.WRITE_LOCK, 1))
-        expected = lock(calls.UNLOCK, 1) if free else lock(calls.WRITE_LOCK, 3)
-        assert found[:24] == expected[:24]  # all but whose it is
-        with nullcontext() if free else pytest.raises((BlockingIOError, PermissionError)):
-            set_lock(calls.WRITE_LOCK)
-
-    fd, command = calls.open_anew(memfd)
-    for kind in (calls.WRITE_LOCK, calls.UNLOCK):
-        set_lock(kind)
-        assert end_of(fork(partial(other, kind == calls.UNLOCK))) == 0
-    os.close(fd)
-
-
-@pytest.mark.processes
 @sandbox.NEEDED
 def test_a_call_that_a_sandbox_refuses_is_named_or_done_without(memfd: int) -> None:
     def confined() -> None:
-        piece = calls.MmapRegion(memfd, 0, mmap.PAGESIZE)
+        region = calls.MmapRegion(memfd, mmap.PAGESIZE)
         assert calls.missing() == ""
         sandbox.refuse(*sandbox.CALLS)
         assert calls.missing() == "memfd_create"
@@ -140,13 +107,12 @@ def test_a_call_that_a_sandbox_refuses_is_named_or_done_without(memfd: int) -> N
             calls.memfd_create("refused")
         with pytest.raises(PermissionError, match=r"eventfd: .* sandbox, or use num_workers=0"):
             calls.wake_up()
-        assert not calls.has_pidfd()
         calls.seal_length(memfd)
         calls.punch_hole(memfd, 0, mmap.PAGESIZE)
-        piece.populate(piece.address, mmap.PAGESIZE)
-        piece.unmap(0)
-        assert not piece.parts
-        calls.MmapRegion(memfd, 0, mmap.PAGESIZE)
+        region.populate(0, mmap.PAGESIZE)
+        region.unmap(0)
+        assert not region.parts
+        calls.MmapRegion(memfd, mmap.PAGESIZE)
 
     assert end_of(fork(confined)) == 0
 
@@ -164,7 +130,6 @@ def test_a_wait_is_over_in_time_or_when_something_is_readable() -> None:
 
 @pytest.mark.processes
 def test_a_process_is_watched_and_signalled_by_its_descriptor() -> None:
-    assert calls.has_pidfd()
     pid = fork(signal.pause)
     descriptor = calls.pidfd_open(pid)
     assert calls.readable([descriptor], 0) == []

@@ -22,17 +22,16 @@ FORK = multiprocessing.get_context("fork")
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(params=["pidfd", "thread", "pipe"])
+@pytest.fixture(params=["pidfd", "pipe"])
 def means(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the end of a child is noticed: the last two are for a kernel or sandbox that lacks the others."""
+    """How the end of a child is noticed: multiprocessing's pipe is for a child of which no pidfd can be
+    opened."""
 
-    def refuse(_: Any) -> None:
-        raise RuntimeError("can't start new thread")
+    def refuse(pid: int) -> int:
+        raise ProcessLookupError
 
-    if request.param != "pidfd":
-        monkeypatch.setattr(calls, "pidfd_open", lambda pid: -1)
     if request.param == "pipe":
-        monkeypatch.setattr(children.threading.Thread, "start", refuse)
+        monkeypatch.setattr(calls, "pidfd_open", refuse)
     return str(request.param)
 
 
@@ -57,23 +56,6 @@ def test_its_descriptor_says_when_it_has_ended(means: str) -> None:
     assert child.process.exitcode == -signal.SIGKILL, "code outside may still ask"
     assert child.process not in multiprocessing.active_children()
     child.release()
-
-
-def test_no_signal_comes_while_the_thread_starts_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a handler raises there comes out as a KeyError of `threading`."""
-    blocked: list[set[signal.Signals]] = []
-
-    def end_of_child(pid: int) -> int:
-        blocked.append(set(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
-        raise OSError
-
-    monkeypatch.setattr(children, "_end_of", end_of_child)
-    process = multiprocessing.get_context("fork").Process(target=os.getpid)
-    process.start()
-    child = Child(process)
-    assert child.descriptor == process.sentinel
-    assert signal.SIGALRM in blocked[0]
-    process.join()
 
 
 def kill_itself(number: int) -> None:

@@ -147,7 +147,7 @@ class cached:
         about = {"function": _qualified(self._function), "version": self._version}
         self._source: Any = None
         self._store: Store | ProcessStore
-        if lacking := calls.missing():
+        if lacking := calls.missing(for_workers=False):
             if self._name is not None or self._path is not None:
                 raise RuntimeError(
                     f"cached: name= and path= need {lacking}, which this system or sandbox lacks; without "

@@ -143,8 +143,7 @@ class ProxyPool(WorkerPool):
     def _prepare(self) -> None:
         setup = self._setup_for()
         self._token = setup.token
-        if calls.has_pidfd():
-            self._zygote = copy_of_consumer(_FORK, self._made, setup.folder)
+        self._zygote = copy_of_consumer(_FORK, self._made, setup.folder)
         sent = pickle.dumps(FarSetup.of(setup, self._tls))
         self._wake = calls.wake_up()
         self._placement.start(sent, self._plan.workers)
@@ -159,12 +158,9 @@ class ProxyPool(WorkerPool):
 
     def _fork(self, setup: Setup, process: BaseProcess) -> popen_fork.Popen:
         mine, its = multiprocessing.Pipe()
-        forked: popen_fork.Popen
+        assert self._zygote is not None, "the pool was started"
         with its:
-            if self._zygote is None:
-                forked = popen_fork.Popen(self._made(own_fields(setup), os.dup(its.fileno())))
-            else:
-                forked = fork_copy(self._zygote, process, own_fields(setup), setup.folder, [its.fileno()])
+            forked = fork_copy(self._zygote, process, own_fields(setup), setup.folder, [its.fileno()])
         proxy = _Proxy(mine)
         with self._lock:
             self._open.append(proxy)

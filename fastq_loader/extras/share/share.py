@@ -82,7 +82,7 @@ def share(dataset: T, *attributes: str, name: str | None = None) -> T:
 
 
 def _once(name: str, of: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    if lacking := calls.missing():
+    if lacking := calls.missing(for_workers=False):
         raise RuntimeError(
             f"share(name={name!r}) needs {lacking}, which this system or sandbox lacks; without a name each "
             "process that is not forked has its own copy"

@@ -33,8 +33,8 @@ OK, CHANGE, NOTE = "ok", "change", "note"
 
 #: Descriptors and threads needed by a pool, with some for the user, and by each of its workers.
 _DESCRIPTORS, _THREADS = (64, 3), (2, 4)
-#: Bytes of address space, of a file and of memory below which batches soon run out of room.
-_LEAST_ADDRESSES, _LEAST_FILE, _LEAST_MEMORY = 2 << 30, 1 << 30, 512 << 20
+#: Bytes of data, of a file and of memory below which batches soon run out of room.
+_LEAST_DATA, _LEAST_FILE, _LEAST_MEMORY = 2 << 30, 1 << 30, 512 << 20
 #: Seconds that the workers of `_batches` have for a batch, also where they import torch first.
 _PATIENCE = 6
 
@@ -112,13 +112,18 @@ def _locks() -> Iterator[Finding]:
 def _memory() -> Iterator[Finding]:
     sizes = pages.fields("/proc/self/status")
     for name, flag, used, least in (
-        ("AS", "v", sizes["VmSize:"] << 10, _LEAST_ADDRESSES),
-        ("DATA", "d", sizes["VmData:"] << 10, _LEAST_ADDRESSES),
+        ("DATA", "d", sizes["VmData:"] << 10, _LEAST_DATA),
         ("FSIZE", "f", 0, _LEAST_FILE),
     ):
         if (limit := calls.limit_of(name)) is not None:
             seen = f"{_size(limit - used)} of {_size(limit)} are left for batches"
             yield _judged(limit - used >= least, f"ulimit -{flag}", seen, f"run `ulimit -{flag} unlimited`")
+    if (limit := calls.limit_of("AS")) is not None:
+        needed, allowed = calls.arena_room()
+        seen = (
+            f"{_size(allowed)} of {_size(limit)} are left for batches, and own workers need {_size(needed)}"
+        )
+        yield _judged(allowed >= needed, "ulimit -v", seen, "run `ulimit -v unlimited`")
     free = machine.memory_bytes()
     seen, remedy = f"{_size(free)} are left for this process", "give its container or job more"
     yield _judged(free >= _LEAST_MEMORY, "memory", seen, remedy)

@@ -23,7 +23,6 @@ from fastq_loader.extras.remote.proxy import NoPlace, Place, Status
 from fastq_loader.extras.remote.proxy_pool import ProxyPool
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.statistics.counters import Counters
-from fastq_loader.system import calls
 from tests.conftest import process_table, wait_until
 from tests.support.far_workers import LocalPlacement, far, far_pids
 from tests.support.forking import end_of, fork
@@ -238,12 +237,8 @@ def test_a_forked_copy_does_not_wait_for_a_thread_that_it_lacks(pool: Pool) -> N
 # ---- real proxies ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("descriptors", [True, False])
-def test_proxies_are_forked_by_a_zygote_or_by_the_consumer(
-    descriptors: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without descriptors of processes. In a forked copy of the consumer both are left alone."""
-    monkeypatch.setattr(calls, "has_pidfd", lambda: descriptors)
+def test_proxies_are_forked_by_a_zygote() -> None:
+    """A forked copy of the consumer leaves both alone."""
     options: dict[str, Any] = {"num_workers": 2, "workers": far(max_restarts=5), "schedule": "dynamic"}
     with DataLoader(range(40), persistent_workers=True, **options) as loader:
         batches: Any = iter(loader)
@@ -251,11 +246,10 @@ def test_proxies_are_forked_by_a_zygote_or_by_the_consumer(
         pids = [process.pid for process in batches._workers]
         parents = {entry.parent for entry in process_table() if entry.pid in pids}
         assert len(parents) == 1
-        assert (parents != {os.getpid()}) is descriptors
+        assert parents != {os.getpid()}
         assert end_of(fork(multiprocessing.util._exit_function)) == 0  # type: ignore[attr-defined]
-        if not descriptors:
-            for pid in far_pids(LocalPlacement.made[-1]):
-                os.kill(pid, signal.SIGKILL)
+        for pid in far_pids(LocalPlacement.made[-1]):
+            os.kill(pid, signal.SIGKILL)
         with warnings.catch_warnings():  # it depends on the moment whether a batch is lost
             warnings.simplefilter("ignore", WorkerReplaced)
             found += batches
