@@ -75,8 +75,8 @@ from fastq_loader.statistics.snapshots import (
     WorkerStatistics,
 )
 from fastq_loader.statistics.workers import WorkerCounters
-from fastq_loader.system import attributes, calls, pages, process_id
-from fastq_loader.system.calls import UNLOCK, WRITE_LOCK, open_anew, readable, set_lock
+from fastq_loader.system import attributes, calls, locks, pages, process_id
+from fastq_loader.system.calls import readable
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers import children
 from fastq_loader.workers.children import Child, Launch, leave_with

@@ -5,27 +5,21 @@ that claims it first. The worker need not ask the consumer, which may be in the 
 hold the GIL. So no worker idles while there is an unclaimed task.
 
 A word of the table stands for one ticket (an attempt at a batch). It contains the ticket's number and its
-owner. To claim a ticket, a process locks the bytes of its slot in the arena's memfd. This is an
-open-file-description lock (a lock of the process where there is no /proc), which the kernel releases when its
-owner dies: a worker that is killed in the middle of a claim has either written its number or claimed nothing.
-The length of the lock identifies the worker, so one that is stopped during a claim can be found. The consumer
-reads from the table which tasks a dead worker had claimed, and takes tasks back by claiming them itself.
+owner. To claim a ticket, a process locks the bytes of its slot in the arena's memfd. The kernel releases the
+lock when its owner dies: a worker that is killed in the middle of a claim has either written its number or
+claimed nothing. The length of the lock identifies the worker, so one that is stopped during a claim can be
+found. The consumer reads from the table which tasks a dead worker had claimed, and takes tasks back by
+claiming them itself.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import struct
 
-from fastq_loader.system.calls import UNLOCK as _UNLOCK
-from fastq_loader.system.calls import WRITE_LOCK as _WRITE
-from fastq_loader.system.calls import conflicting_lock, open_anew, set_lock
+from fastq_loader.system import locks
 
 #: Owner of a ticket, in the low bits of its word: 0 is nobody, `worker + 1` a worker, this the consumer.
 _CONSUMER = 0xFFFF
-
-_FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
 
 _WHO = 16  # bits for the owner; the other 48 last for nine years of a million tickets a second
 
@@ -54,7 +48,7 @@ class ClaimTable:
     """
 
     def __init__(self, fd: int, words: memoryview) -> None:
-        self._fd, self._command = open_anew(fd)
+        self._fd = locks.open_anew(fd)
         self._words = words
         self._size = slots(words)
 
@@ -83,25 +77,20 @@ class ClaimTable:
         at, word = ticket % self._size, ticket << _WHO
         if self._words[at] != word:
             return False
-        try:
-            set_lock(self._fd, self._command, _FLOCK.pack(_WRITE, 0, at << _WHO, who, 0))
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                raise Busy from None
-            raise
+        if not locks.try_lock(self._fd, at << _WHO, who):
+            raise Busy
         try:
             free: bool = self._words[at] == word
             if free:
                 self._words[at] = word | who
         finally:
-            set_lock(self._fd, self._command, _FLOCK.pack(_UNLOCK, 0, at << _WHO, who, 0))
+            locks.unlock(self._fd, at << _WHO, who)
         return free
 
     def claiming(self, ticket: int) -> int | None:
         """The worker that is in the middle of claiming a ticket, or None."""
-        mine = _FLOCK.pack(_WRITE, 0, ticket % self._size << _WHO, 1, 0)
-        kind, _, _, who, _ = _FLOCK.unpack(conflicting_lock(self._fd, self._command, mine))
-        return None if kind == _UNLOCK else who - 1
+        who = locks.locked_length(self._fd, ticket % self._size << _WHO)
+        return who - 1 if who else None
 
     def on_offer(self, ticket: int) -> bool:
         """Whether a ticket was offered and is still unclaimed."""

@@ -33,7 +33,6 @@ except ImportError:  # on another system
 # names for them.
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 0x1, 0x2
 _F_ADD_SEALS, _SEALS, _SEAL_WRITE = 1033, 0x1 | 0x2 | 0x4, 0x8  # SEAL, SHRINK, GROW
-_F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _EFD_CLOEXEC, _EFD_NONBLOCK = 0o2000000, 0o4000
 
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
@@ -50,9 +49,6 @@ _REFUSED = errno.EPERM, errno.EACCES, errno.ENOSYS
 _OVERCOMMIT, _LARGEST = 4, 4 << 40
 #: It takes at most this part of a limit of the address space, which also has to cover everything else.
 _SHARE = 4
-
-#: Types of a lock in a `struct flock`.
-WRITE_LOCK, UNLOCK = 1, 2
 
 #: Numbers of calls, for a C library that is as old as the headers. From 424 on they are the same everywhere.
 _NUMBERS = {"pidfd_send_signal": 424, "pidfd_open": 434}
@@ -276,41 +272,6 @@ def wake_up() -> int:
 
 def wake(descriptor: int) -> None:
     os.write(descriptor, (1).to_bytes(8, sys.byteorder))
-
-
-def open_anew(fd: int) -> tuple[int, int]:
-    """Open a file anew, because a lock belongs to an open file, which processes may share. Without /proc the
-    descriptor is duplicated, and locks belong to the process.
-
-    Returns:
-        The descriptor, and the command for `set_lock`.
-
-    Raises:
-        OSError: descriptors are used up.
-    """
-    try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), _F_OFD_SETLK
-    except FileNotFoundError:
-        return os.dup(fd), fcntl.F_SETLK
-
-
-def set_lock(fd: int, command: int, flock: bytes) -> None:
-    """Set or release a lock, without waiting. The lock ends with its owner, see `open_anew`.
-
-    Args:
-        fd, command: from `open_anew`.
-        flock: a `struct flock`.
-
-    Raises:
-        OSError: EAGAIN or EACCES: another owner has a lock there.
-    """
-    fcntl.fcntl(fd, command, flock)
-
-
-def conflicting_lock(fd: int, command: int, flock: bytes) -> bytes:
-    """Return another owner's lock that would make `set_lock` fail, as a `struct flock`; its type is UNLOCK if
-    `set_lock` would succeed."""
-    return fcntl.fcntl(fd, _F_OFD_GETLK if command == _F_OFD_SETLK else fcntl.F_GETLK, flock)
 
 
 # ---- processes --------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, IteratorInvalid, Processes
 from fastq_loader.errors import PoisonBatch, WorkerDied, WorkerReplaced
-from fastq_loader.ipc import claim_table
+from fastq_loader.system import locks
 from fastq_loader.workers import children, main
 from tests.conftest import descendants, of_kind
 from tests.support.crimes import Crime, dawdle, exit_with_7, kill_itself, segfault
@@ -200,8 +200,8 @@ def stopping_once(call: Callable[..., Any], gates: Gates) -> Callable[..., Any]:
         pytest.param(children, "write_stacks", "round_robin", "before it was up", marks=thorough()),
         (children, "write_stacks", "dynamic", "before it was up"),
         # On a busy machine their word that they are up has not been read yet.
-        (claim_table, "set_lock", "dynamic", ""),
-        (main, "Worker", "dynamic", ""),
+        (locks, "try_lock", "dynamic", ""),
+        (main, "WorkerLoop", "dynamic", ""),
     ],
     ids=["starting, its batch", "starting, anybody's batch", "claiming", "idle"],
 )

@@ -17,12 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastq_loader.ipc import claim_table
 from fastq_loader.ipc.claim_table import WORKERS, Busy, ClaimTable, slots
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.scheduling.in_flight import PendingTasks
 from fastq_loader.scheduling.states import Batch
-from fastq_loader.system.calls import set_lock
+from fastq_loader.system import locks
 from tests.support.forking import end_of, fork
 from tests.support.invariants import check_tasks
 from tests.support.thorough import examples
@@ -132,11 +131,16 @@ def test_a_claim_locks_its_slot(shared: SharedTable, worker: int, monkeypatch: p
     other = shared.other()
     seen: list[int | None] = []
 
-    def look(*lock: Any) -> None:
-        set_lock(*lock)
-        seen.extend(map(other.claiming, (6, 7, 8)))
+    def looking(change: Any) -> Any:
+        def look(*lock: int) -> Any:
+            result = change(*lock)
+            seen.extend(map(other.claiming, (6, 7, 8)))
+            return result
 
-    monkeypatch.setattr(claim_table, "set_lock", look)
+        return look
+
+    for name in ("try_lock", "unlock"):
+        monkeypatch.setattr(locks, name, looking(getattr(locks, name)))
     shared.claims.offer(7)
     assert shared.claims.claim(7, worker)
     assert seen == [None, worker, None] + 3 * [None]

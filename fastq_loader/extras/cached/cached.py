@@ -6,14 +6,12 @@ processes share; `store` owns the values.
 
 from __future__ import annotations
 
-import contextlib
 import copy as copying
 import errno
 import functools
 import mmap
 import os
 import shutil
-import struct
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -23,16 +21,14 @@ from types import MethodType
 from typing import Any
 
 from fastq_loader.api import (
-    WRITE_LOCK,
     CacheStatistics,
     NotCached,
     UnpicklableError,
     attributes,
     calls,
     generators,
-    open_anew,
+    locks,
     process_id,
-    set_lock,
 )
 from fastq_loader.extras.cached import store as files
 from fastq_loader.extras.cached.keys import Keys
@@ -46,7 +42,6 @@ _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _COUNTS = "hits", "misses", "stored", "full", "random", "refused", "damaged"
 _ROW_WORDS, _ROWS = 8, 2048
 _HINTED = _ROW_WORDS - 1  # last word of a row: whether its process has warned
-_FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
 
 
 class _Clear:
@@ -286,12 +281,11 @@ class _Counters:
         with files.first_use():
             if self._pid != process_id.current() and self.fd >= 0:  # a forked child has its parent's row
                 self._row = None
-                before, (self._held, command) = self._held, open_anew(self.fd)
+                before, self._held = self._held, locks.open_anew(self.fd)
                 if before >= 0:
                     os.close(before)
                 for row in range(_ROWS):
-                    with contextlib.suppress(OSError):
-                        set_lock(self._held, command, _FLOCK.pack(WRITE_LOCK, 0, row, 1, 0))
+                    if locks.try_lock(self._held, row, 1):
                         self._row = self._all()[row * _ROW_WORDS : (row + 1) * _ROW_WORDS]
                         break
                 self._pid = process_id.current()

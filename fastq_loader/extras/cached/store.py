@@ -20,7 +20,6 @@ is verified at its first read in a process: after a power cut the disk may have 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import mmap
@@ -34,7 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastq_loader.api import UNLOCK, WRITE_LOCK, calls, open_anew, process_id, set_lock
+from fastq_loader.api import calls, locks, process_id
 
 #: Version of the layout. A file of another version is refused.
 LAYOUT = 1
@@ -47,7 +46,6 @@ _SLOT_BYTES = 64
 _ALIGNMENT = 64
 #: Number of slots per read.
 _RUN = 8
-_FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
 #: Bytes of values per slot of the table: with smaller values the slots may run out before the space.
 _BYTES_PER_SLOT = 4096
 _LEAST_SLOTS = 1 << 12
@@ -115,7 +113,6 @@ class Store:
         self._pid = 0
         self._lock = threading.Lock()
         self._own = -1
-        self._command = 0
 
     # ---- reading --------------------------------------------------------------------------------
 
@@ -272,7 +269,7 @@ class Store:
                 yield held
             finally:
                 if held:
-                    set_lock(self._own, self._command, _FLOCK.pack(UNLOCK, 0, _CURSOR, 8, 0))
+                    locks.unlock(self._own, _CURSOR, 8)
         finally:
             lock.release()
 
@@ -280,23 +277,18 @@ class Store:
         with first_use():
             if self._pid == process_id.current():  # another thread was faster
                 return
-            before, (self._own, self._command) = self._own, open_anew(self.fd)
+            before, self._own = self._own, locks.open_anew(self.fd)
             if before >= 0:
                 os.close(before)
             self._lock = threading.Lock()
             self._pid = process_id.current()
 
     def _try_lock(self, until: float) -> bool:
-        while True:
-            try:
-                set_lock(self._own, self._command, _FLOCK.pack(WRITE_LOCK, 0, _CURSOR, 8, 0))
-                return True
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
-                    raise
-                if time.monotonic() > until:
-                    return False
-                time.sleep(_GLANCE)
+        while not locks.try_lock(self._own, _CURSOR, 8):
+            if time.monotonic() > until:
+                return False
+            time.sleep(_GLANCE)
+        return True
 
     def close(self) -> None:
         """Close the file. A forked child closes only its own copies."""
@@ -369,15 +361,13 @@ def at_path(path: str, about: dict[str, Any], limit: int) -> int:
         Differs: the file has another description, or is not a cache.
         OSError: the file cannot be opened or written.
     """
-    import fcntl  # not on Windows
-
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        locks.lock_file(fd)
         try:
             prepare(fd, about, limit)
         finally:
-            fcntl.flock(fd, fcntl.LOCK_UN)
+            locks.unlock_file(fd)
     except BaseException:
         os.close(fd)
         raise

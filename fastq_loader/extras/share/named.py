@@ -8,7 +8,6 @@ folder, locked while it is read or written, lists the processes that have it ope
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -17,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fastq_loader.api import mapped
+from fastq_loader.api import locks, mapped
 
 
 class Differs(ValueError):
@@ -80,7 +79,7 @@ def _release(path: str, pid: int, fd: int, inode: int) -> None:
     if os.getpid() != pid:
         return
     os.close(fd)
-    with contextlib.suppress(OSError), _registry(path, fcntl.LOCK_NB) as file:
+    with contextlib.suppress(OSError), _registry(path, wait=False) as file:
         about, lines = _read(file)
         if others := [line for line in lines if line != [pid, fd, inode]]:
             _write(file, about, others)
@@ -104,14 +103,14 @@ def _path(name: str) -> str:
 
 
 @contextlib.contextmanager
-def _registry(path: str, without_waiting: int = 0) -> Iterator[Any]:
+def _registry(path: str, wait: bool = True) -> Iterator[Any]:
     there = False
     while not there:  # once, unless the last holder removes the file meanwhile
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with open(fd, "r+") as file:
             if os.fstat(fd).st_uid != os.getuid():  # the memory it names is unpickled
                 raise PermissionError(f"share(): {path} is another user's; use another name")
-            fcntl.flock(fd, fcntl.LOCK_EX | without_waiting)
+            locks.lock_file(fd, wait)
             if there := os.fstat(fd).st_nlink > 0:
                 yield file
 

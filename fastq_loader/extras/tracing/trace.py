@@ -32,15 +32,11 @@ from fastq_loader.api import (
     Answer,
     Counters,
     WorkerCounters,
+    locks,
     process_id,
     records,
     shorten,
 )
-
-try:
-    import fcntl
-except ImportError:  # not on this system
-    fcntl = None  # type: ignore[assignment]
 
 #: Nanoseconds between two writes, as long as `next()` is called. A consumer that hangs or is killed loses the
 #: events after the last write.
@@ -97,8 +93,7 @@ def _opened(path: str | PathLike[str]) -> int:
     """Open, lock and empty a file. Locked, because two traces in one file would be unreadable."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
-        if fcntl is not None:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locks.lock_file(fd, wait=False)
     except BlockingIOError:
         os.close(fd)
         raise ValueError(
@@ -171,9 +166,9 @@ class Recorder:
             self._counters.follow()
         self._write(time.monotonic_ns(), b"\n]\n")
         self._over = True
-        if fcntl is not None and self._pid == process_id.current():
+        if self._pid == process_id.current():
             with suppress(OSError):
-                fcntl.flock(self._fd, fcntl.LOCK_UN)  # workers that were forked may have it open for a while
+                locks.unlock_file(self._fd)  # workers that were forked may have it open for a while
         os.close(self._fd)
         if self._failure is not None:
             raise self._failure

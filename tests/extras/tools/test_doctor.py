@@ -16,7 +16,7 @@ from fastq_loader.extras.tools.doctor import CHANGE, NOTE, OK, Finding
 from tests.conftest import ROOT, run_script
 from tests.support.sandbox import NEEDED
 
-CLAIMS, ENDPOINTS = "fastq_loader.ipc.claim_table", "fastq_loader.ipc.endpoints"
+LOCKS, ENDPOINTS = "fastq_loader.system.locks", "fastq_loader.ipc.endpoints"
 MACHINE = "fastq_loader.extras.insight.machine"
 
 
@@ -46,7 +46,7 @@ FULL = _raising(BlockingIOError(errno.EAGAIN, "can't start new thread"))
 #: The check, what it looks at, a patch, and what it says then.
 FAULTS: list[tuple[Callable[[], Any], str, str, Any, str]] = [
     (doctor._versions, "torch", "importlib.metadata.version", lambda name: "2.5", "2.5; run pip install -U"),
-    (doctor._locks, "locks of open files", f"{CLAIMS}.set_lock", REFUSED, "allow them in the container"),
+    (doctor._locks, "locks of open files", f"{LOCKS}.try_lock", REFUSED, "allow them in the container"),
     (doctor._memory, "memory", f"{MACHINE}.memory_bytes", lambda: 10**8, "100 MB are left .*; give its"),
     (doctor._descriptors_and_threads, "threads", f"{ENDPOINTS}.require_threads", FULL, "run `ulimit -u"),
     (doctor._sockets, "sockets", f"{ENDPOINTS}.endpoint_folder", REFUSED, "none .*; set it to a folder"),
@@ -69,10 +69,11 @@ def test_a_planted_fault_is_found_with_its_remedy(
 PROCESSES = {
     "limit(resource.RLIMIT_NOFILE, (64, 64))": r"descriptors: 64 .*; run `ulimit -n \d+` \(the hard",
     "limit(resource.RLIMIT_FSIZE, (1 << 28, -1))": "ulimit -f: .*; run `ulimit -f unlimited`",
-    "limit(resource.RLIMIT_AS, (used + (1 << 30), -1))": "ulimit -v: .*; run `ulimit -v unlimited`",
+    "limit(resource.RLIMIT_AS, (used + (1 << 30), -1))": "workers: .* because address space .ulimit -v. is mi",
     "os.environ['TMPDIR'] = '/no/such'": "sockets: .* TMPDIR=/no/such cannot be .*; set it to a f",
     "refuse('memfd_create')": "workers: .* because memfd_create is missing.*; allow memfd_create in the con",
     "refuse('eventfd')": "workers: .* because eventfd is missing.*; allow eventfd in the con",
+    "refuse('pidfd_open')": "workers: .* because pidfd_open is missing.*; allow pidfd_open in the con",
 }
 TORCHS = "calls.AVAILABLE = False"
 

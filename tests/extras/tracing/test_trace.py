@@ -41,6 +41,7 @@ from fastq_loader.statistics.records import (
     Record,
     Step,
 )
+from fastq_loader.system import locks
 from tests.support.forking import end_of, fork
 from tests.support.records import Played, answer, call, came, gives
 from tests.support.thorough import examples
@@ -423,9 +424,9 @@ def test_locks_are_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
         raise OSError(fault, "no locks")
 
     if fault is None:
-        monkeypatch.setattr(trace, "fcntl", None)
+        monkeypatch.setattr(locks, "fcntl", None)
     else:
-        monkeypatch.setattr(trace.fcntl, "flock", refuse)
+        monkeypatch.setattr(locks.fcntl, "flock", refuse)
     with loader().trace(tmp_path / "a.json"), loader().trace("/dev/null"):  # which is no regular file
         pass
     assert len(read(tmp_path / "a.json")) == 1
