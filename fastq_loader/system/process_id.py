@@ -7,6 +7,7 @@ they are in the process that made them, because user code may have forked. Runs 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 pid = os.getpid()
 
@@ -32,5 +33,10 @@ def _after_fork_in_child() -> None:
     pid = os.getpid()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+def in_forked_children(function: Callable[[], object]) -> None:
+    """Call a function in every child that this process forks, to reset state that is the parent's."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=function)
+
+
+in_forked_children(_after_fork_in_child)  # the first one: the others find the child's id

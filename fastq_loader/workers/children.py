@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import multiprocessing.process
 import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from multiprocessing import popen_fork
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fastq_loader.ipc.endpoints import remove_folder
-from fastq_loader.system import calls
+from fastq_loader.system import calls, multiprocessing_names, process_id
 from fastq_loader.system.calls import readable
 
 #: The exit code of a process whose own one is unknown (multiprocessing's number for that).
@@ -44,7 +43,7 @@ class Child:
     Args:
         process: the process object, not yet started.
         ended_by: the signal that its `terminate` sends.
-        launch: starts the process, instead of the `_Popen` of its class.
+        launch: starts the process, instead of the function of its class.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Child:
     ) -> None:
         self.process = process
         self._ended_by = ended_by
-        self._launch: Launch = launch or type(process)._Popen  # type: ignore[attr-defined]
+        self._launch: Launch = launch or multiprocessing_names.starter(type(process))
         self._descriptor: int | None = None
 
     def start(self) -> None:
@@ -63,32 +62,26 @@ class Child:
             Exception: the start method has to pickle something that cannot be pickled.
         """
         _started.add(self.process)
-        vars(self.process)["_Popen"] = self._launched
-        self.process.start()
+        multiprocessing_names.start_by(self.process, self._launched)
         self._descriptor = self._opened()
 
     def disown(self) -> None:
         """Keep multiprocessing from joining the process when this one exits: it ends by itself."""
-        _not_ours([self.process])
+        multiprocessing_names.disown([self.process])
 
     def _launched(self, process: Any) -> Any:
-        """Replaces `BaseProcess._Popen`, to set our `terminate` before multiprocessing registers the child:
+        """Start the process, and set our `terminate` before multiprocessing registers the child:
         multiprocessing terminates its children when the program exits. An interrupt may come at any time."""
-        del vars(process)["_Popen"]  # it is not to be pickled for a spawned child
-        popen: Any = self._launch(process)
+        popen = self._launch(process)
         del self._launch  # it may refer to the pool
-        vars(popen)["terminate"] = partial(popen._send_signal, self._ended_by)
+        terminate, kill = (partial(_send, popen, number) for number in (self._ended_by, signal.SIGKILL))
+        vars(popen).update(terminate=terminate, kill=kill)
         return popen
 
     @property
     def pid(self) -> int:
         """Process id; 0 until the process is started."""
         return self.process.pid or 0
-
-    @property
-    def _has_pidfd(self) -> bool:
-        """Whether the process's sentinel is a pidfd. multiprocessing's own children have a pipe."""
-        return getattr(self.process._popen, "sentinel_is_pidfd", False)  # type: ignore[attr-defined]
 
     @property
     def descriptor(self) -> int:
@@ -99,7 +92,7 @@ class Child:
         return self._descriptor
 
     def _opened(self) -> int:
-        if not self._has_pidfd:
+        if not _has_pidfd(multiprocessing_names.handle_of(self.process)):
             with contextlib.suppress(OSError):
                 return calls.pidfd_open(self.pid)
         return self.process.sentinel
@@ -133,13 +126,13 @@ class Child:
 
     def _exit_code(self) -> int | None:
         self.process.join()  # with a timeout it would wait for every process that holds the child's pipe
-        popen = self.process._popen  # type: ignore[attr-defined]
+        popen = multiprocessing_names.handle_of(self.process)
         return None if getattr(popen, "is_unknown", False) else self.process.exitcode
 
     def release(self) -> None:
         """Close the descriptors of a process that has ended or was never started. Does not call the process's
         own close(): other code may still read its process id and exit code."""
-        popen: Any = self.process._popen  # type: ignore[attr-defined]
+        popen = multiprocessing_names.handle_of(self.process)
         if popen is not None:
             self.process.join()
             descriptor, self._descriptor = self._descriptor, -1
@@ -148,20 +141,28 @@ class Child:
             if popen.returncode is None:  # reaped by other code, or by the system
                 popen.returncode = UNKNOWN_EXIT
             popen.close()
-        _not_ours([self.process])
+        self.disown()
 
 
-def _not_ours(processes: Iterable[BaseProcess]) -> None:
-    """Keep multiprocessing from terminating and joining these processes when this one exits."""
-    multiprocessing.process._children.difference_update(processes)  # type: ignore[attr-defined]
+def _has_pidfd(popen: Any) -> bool:
+    """Whether a process's sentinel is a pidfd. multiprocessing's own children have a pipe."""
+    return getattr(popen, "sentinel_is_pidfd", False)
+
+
+def _send(popen: Any, number: int) -> None:
+    """Send a signal to a process that was not waited for; it may have ended."""
+    if popen.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            if _has_pidfd(popen):
+                calls.pidfd_send_signal(popen.sentinel, number)
+            else:
+                os.kill(popen.pid, number)
 
 
 _started: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 
-
-if hasattr(os, "register_at_fork"):
-    # A child that user code forks with os.fork() is not their parent, which multiprocessing does not know.
-    os.register_at_fork(after_in_child=lambda: _not_ours(_started))
+# A child that user code forks with os.fork() is not their parent, which multiprocessing does not know.
+process_id.in_forked_children(lambda: multiprocessing_names.disown(_started))
 
 
 def leave_with(consumer: int, folder: str = "", with_group: bool = False) -> None:

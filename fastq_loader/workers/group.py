@@ -32,7 +32,7 @@ from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.backlog import BroadcastFlowControl
 from fastq_loader.scheduling.in_flight import PendingTasks
 from fastq_loader.statistics.counters import Counters
-from fastq_loader.system import calls
+from fastq_loader.system import calls, process_id
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.stopping import BRIEF
 from fastq_loader.workers.worker import STARTING, Worker
@@ -51,9 +51,7 @@ _UNREAD = 256
 #: Arenas and sockets that are not closed yet. If only their engine referenced them, a garbage collection that
 #: finds all of them in one cycle would close them before the last workers have ended.
 _in_use: set[object] = set()
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_use.clear)
+process_id.in_forked_children(_in_use.clear)
 
 
 class WorkerGroup:

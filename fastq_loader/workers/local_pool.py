@@ -21,6 +21,7 @@ from typing import Any
 
 from fastq_loader.errors import warn_user
 from fastq_loader.packing.pickling import explain, hint, pickles
+from fastq_loader.system.multiprocessing_names import starter
 from fastq_loader.workers import zygote
 from fastq_loader.workers.children import Child, Launch, Stacks
 from fastq_loader.workers.config import Plan, Setup, own_fields
@@ -36,8 +37,8 @@ _PICKLE_WARNING = (  # torch/utils/data/dataloader.py
     "to 'forkserver', which requires the worker Process arguments to be picklable. "
     "You can also try multiprocessing.set_start_method('fork')."
 )
-#: multiprocessing's start methods that need a new interpreter, by the `_Popen` of their process classes.
-_INTERPRETERS = {contexts.SpawnProcess._Popen: "spawn", contexts.ForkServerProcess._Popen: "forkserver"}
+#: multiprocessing's start methods that need a new interpreter, by the functions that start their processes.
+_INTERPRETERS = {starter(contexts.SpawnProcess): "spawn", starter(contexts.ForkServerProcess): "forkserver"}
 
 
 class LocalPool(WorkerPool):
@@ -61,7 +62,7 @@ class LocalPool(WorkerPool):
         self.forks = self._context.get_start_method() == "fork"
         self._stacks = Stacks()
         self._setup = self._setup_for(descriptors=Descriptors(stacks=self._stacks.write_end))
-        method = _INTERPRETERS.get(self._context.Process._Popen)
+        method = _INTERPRETERS.get(starter(self._context.Process))
         if method is not None:
             self._zygote = plan.kept[method] = zygote.interpreter(method)
             self._moment = zygote.LaunchEnvironment()

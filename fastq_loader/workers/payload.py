@@ -57,11 +57,6 @@ class Payload:
         self.parts["errors"] = errors  # refers to exceptions by their classes
         self._carried: list[int] = []  # descriptors; the last one is the memfd with the parts
 
-    @property
-    def sealed(self) -> bool:
-        """Whether workers that start later get the objects as they were when they were sealed."""
-        return bool(self._carried)
-
     def seal(self) -> None:
         """Pickle the objects for all workers as they are now, if they can be sent more than once."""
         self._carried = self._carried or _DescriptorCollector().seal(self.parts)
@@ -113,12 +108,12 @@ class PickledPayload(Payload):
 def _not_yet_a_daemon() -> Iterator[None]:
     """Let modules that are imported in the block start processes, which daemons may not. torch's worker
     imports them before it becomes a daemon."""
-    configuration: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    daemon = configuration.pop("daemon", None)
+    process = multiprocessing.current_process()
+    daemon, process.daemon = process.daemon, False
     try:
         yield
     finally:
-        configuration.update({} if daemon is None else {"daemon": daemon})
+        process.daemon = daemon
 
 
 class _Carried:
@@ -247,7 +242,7 @@ class _Writable:
 
 
 def write_process(prepared: dict[str, Any], process: BaseProcess) -> tuple[int, list[int]]:
-    """Write the input of `multiprocessing.spawn._main` to a memfd. Returns its descriptor, and the
+    """Write the input of `multiprocessing_names.become_pickled` to a memfd. Returns its descriptor, and the
     descriptors that the process refers to.
 
     Args:

@@ -11,11 +11,11 @@ The resources that a worker may still write to are released when the last worker
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
 
+from fastq_loader.system import process_id
 from fastq_loader.system.calls import readable
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Child
@@ -174,5 +174,4 @@ def _of(owner: object) -> list[Stopping]:
     return [stopping for stopping in list(_active) if owner is None or stopping.owner is owner]
 
 
-if hasattr(os, "register_at_fork"):  # a forked child has no such workers and threads
-    os.register_at_fork(after_in_child=_active.clear)
+process_id.in_forked_children(_active.clear)  # they have no such workers and threads

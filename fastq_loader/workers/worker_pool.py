@@ -66,7 +66,7 @@ class WorkerPool(ABC):
         """Make a process object, not yet started."""
 
     def _launch(self, setup: Setup) -> Launch | None:
-        """Return a function that starts such a process; None to use the `_Popen` of its class."""
+        """Return a function that starts such a process; None to use the function of its class."""
         return None
 
     def _start(self, child: Child) -> None:

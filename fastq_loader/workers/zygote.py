@@ -32,13 +32,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing import context as contexts
-from multiprocessing import forkserver, popen_fork, resource_tracker, spawn, util
+from multiprocessing import popen_fork, resource_tracker, spawn, util
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fastq_loader.ipc.endpoints import remove_folder
-from fastq_loader.system import calls, process_id
+from fastq_loader.system import calls, multiprocessing_names, process_id
 from fastq_loader.system.calls import readable
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers import payload
@@ -186,11 +186,6 @@ class Forked(popen_fork.Popen):
         super().close()
         self._zygote = None  # it ends when nobody refers to it
 
-    def _send_signal(self, number: int) -> None:
-        if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and is not reaped yet
-                calls.pidfd_send_signal(self.sentinel, number)
-
 
 # ---- a copy of the consumer ---------------------------------------------------------------------------
 
@@ -209,8 +204,8 @@ def copy_of_consumer(context: Any, make: Callable[..., BaseProcess], folder: str
     """
 
     def run(request: Any, passed: list[int], sentinel: int) -> int:
-        own, record = request
-        return _become(make(own, *passed), record, sentinel)
+        own, identity = request
+        return multiprocessing_names.become(make(own, *passed), identity, sentinel)
 
     def start(its: Connection, mine: Connection) -> Child:
         arguments = its, mine, os.getpid(), run, folder
@@ -219,11 +214,6 @@ def copy_of_consumer(context: Any, make: Callable[..., BaseProcess], folder: str
         return child
 
     return Zygote(start)
-
-
-#: Attributes that identify a process: its name, its number and its parent. They are copied from the
-#: consumer's process object.
-_RECORD = "_identity", "_name", "_parent_name", "_parent_pid"
 
 
 def fork_copy(
@@ -241,15 +231,7 @@ def fork_copy(
     Raises:
         OSError: it could not be forked.
     """
-    record = {name: vars(process)[name] for name in _RECORD}
-    return Forked(zygote, (own, record), folder, passed)
-
-
-def _become(process: BaseProcess, record: dict[str, Any], sentinel: int) -> int:
-    """In a child: go on as a multiprocessing process; return its exit code."""
-    vars(process).update(record)
-    code: int = process._bootstrap(parent_sentinel=sentinel)  # type: ignore[attr-defined]
-    return code
+    return Forked(zygote, (own, multiprocessing_names.identity_of(process)), folder, passed)
 
 
 # ---- a fresh interpreter --------------------------------------------------------------------------------
@@ -264,8 +246,7 @@ def _forget() -> None:
     _interpreters, _starting = weakref.WeakValueDictionary(), threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+process_id.in_forked_children(_forget)
 
 
 def interpreter(method: str) -> Zygote:
@@ -278,13 +259,12 @@ def interpreter(method: str) -> Zygote:
     Raises:
         OSError: processes or descriptors are used up.
     """
-    server: Any = forkserver._forkserver
-    preload = server._preload_modules if method == "forkserver" else ()
+    preload = multiprocessing_names.preloaded() if method == "forkserver" else []
     key = method, *preload, *(_surroundings() if method == "spawn" else ())
     with _starting:
         found = _interpreters.get(key)
         if found is None or not found.usable:
-            found = _interpreters[key] = Zygote(lambda its, _: _start_interpreter(its, method, list(preload)))
+            found = _interpreters[key] = Zygote(lambda its, _: _start_interpreter(its, method, preload))
         return found
 
 
@@ -313,7 +293,7 @@ def _umask() -> int:
 
 def _start_interpreter(its: Connection, method: str, preload: list[str]) -> Child:
     # Python's fork server imports the user's `__main__` from 3.12.8, 3.13.1 and 3.14 on.
-    imports_main = "init_main_from_path" in forkserver.ForkServer.ensure_running.__code__.co_consts
+    imports_main = (3, 12, 8) <= sys.version_info < (3, 13) or sys.version_info >= (3, 13, 1)
     main = _preparation().get("init_main_from_path") if imports_main else None
     arguments = its.fileno(), os.getpid(), method, preload, main
     process = contexts.SpawnProcess(target=_serve_afresh, args=arguments, name="fastq_loader: zygote")
@@ -399,7 +379,7 @@ def _become_pickled(method: str, grace: float, passed: list[int], sentinel: int)
     np.random.seed()
     torch.default_generator.seed()
     payload.receive_process(descriptors)
-    code: int = spawn._main(written, sentinel)
+    code = multiprocessing_names.become_pickled(written, sentinel)
     if method == "spawn":  # a program runs exit handlers; a fork server's child does not before Python 3.13
         atexit._run_exitfuncs()
     return code
@@ -414,11 +394,8 @@ def _serve_afresh(connection: int, consumer: int, method: str, preload: list[str
 
     # As `multiprocessing.forkserver.main` does.
     if main is not None and "__main__" in preload:
-        multiprocessing.current_process()._inheriting = True  # type: ignore[attr-defined]
-        try:
+        with multiprocessing_names.importing_main():
             spawn.import_main_path(main)
-        finally:
-            del multiprocessing.current_process()._inheriting  # type: ignore[attr-defined]
     for module in preload:
         with contextlib.suppress(ImportError):
             __import__(module)
@@ -449,10 +426,10 @@ def _serve(connection: Connection, others: Connection | None, consumer: int, run
             answer: Any = None
             try:
                 if kind == _FORK:
-                    request, passed, folder = arguments
+                    request, passed, socket_folder = arguments
                     descriptors = [calls.receive_descriptor(connection.fileno()) for _ in range(passed)]
                     answer = _fork(partial(run, request, descriptors, death), inherited)
-                    children[answer] = folder
+                    children[answer] = socket_folder
                     for descriptor in descriptors:
                         os.close(descriptor)
                 elif kind == _REAP:
@@ -484,6 +461,8 @@ def _fork(run: Callable[[], int], handler: Any) -> int:
             except BaseException:
                 sys.excepthook(*sys.exc_info())
             finally:
-                util._flush_std_streams()  # type: ignore[attr-defined]
+                for stream in (sys.stdout, sys.stderr):
+                    with contextlib.suppress(Exception):  # it is closed, or there is none
+                        stream.flush()
                 os._exit(code)
     return pid
