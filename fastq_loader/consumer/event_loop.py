@@ -188,7 +188,7 @@ class EventLoop:
         log.enter(now)
         if now >= self._tidy_at:
             self._tidy(now)
-        if self.pool.released:
+        if self.pool.arena.released:
             self.pool.collect()
         if self.group.behind:
             self._let_catch_up()

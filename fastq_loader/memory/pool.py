@@ -113,7 +113,6 @@ class BlockPool:
         workers: number of workers that write to it.
 
     Attributes:
-        released: the queue that `collect` reads.
         grown: number of blocks adopted so far.
         block_at: returns the block at an offset, or None.
         nbytes: bytes of all blocks.
@@ -123,7 +122,6 @@ class BlockPool:
 
     def __init__(self, arena: Arena, workers: int) -> None:
         self.arena = arena
-        self.released = arena.released
         self._workers = workers
         self._blocks: dict[int, Block] = {}
         self.block_at = self._blocks.get
