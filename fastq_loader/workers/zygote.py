@@ -24,7 +24,6 @@ import contextlib
 import gc
 import multiprocessing
 import os
-import resource
 import signal
 import sys
 import threading
@@ -268,17 +267,17 @@ def interpreter(method: str) -> Zygote:
         return found
 
 
-_LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
-
-
 def _surroundings() -> tuple[Any, ...]:
     """Return the surroundings that a new program inherits, except for the current folder."""
+    import resource  # not every system that imports this module has it
+
+    limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
     streams = [os.fstat(descriptor) for descriptor in (0, 1, 2)]
     return (
         frozenset(os.environ.items()),
         _umask(),
         frozenset(os.sched_getaffinity(0)),
-        tuple(resource.getrlimit(limit) for limit in _LIMITS),
+        tuple(resource.getrlimit(limit) for limit in limits),
         tuple((stream.st_dev, stream.st_ino) for stream in streams),
         os.getpriority(os.PRIO_PROCESS, 0),
         spawn.get_executable(),

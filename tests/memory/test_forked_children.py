@@ -108,7 +108,7 @@ def test_hooks_of_the_users_that_fork_too_and_children_that_fork_again() -> None
                 nested.clear()
 
         os.register_at_fork(before=fork_in_a_hook)  # before ours is: it runs after it
-        from fastq_loader.memory.forked_children import ForkedChildren, moment
+        from fastq_loader.memory.forked_children import ForkedChildren, tick
 
         def descriptors():
             return sorted(os.listdir("/proc/self/fd"))
@@ -116,7 +116,7 @@ def test_hooks_of_the_users_that_fork_too_and_children_that_fork_again() -> None
         watched = ForkedChildren()
         watched.owned = 1
         before = descriptors()
-        born = moment()
+        born = tick()
         pid = os.fork()
         if not pid:
             assert len(descriptors()) == len(before) + 1, "more than its own end"
@@ -127,8 +127,8 @@ def test_hooks_of_the_users_that_fork_too_and_children_that_fork_again() -> None
                 os._exit(0)
             code = os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1])
             own.reap()
-            os._exit(code or own.may_see(0, moment()))
-        died = moment()
+            os._exit(code or own.may_see(0, tick()))
+        died = tick()
         watched.reap()
         seen = watched.may_see(born, died)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
