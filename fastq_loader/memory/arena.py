@@ -61,7 +61,7 @@ class Mapping:
         table = length // PAGE * PAGE - CLAIMS * 8  # at the end of the range
         self._region = table // regions // SMALLEST * SMALLEST
         self.mmap = calls.MmapRegion(fd, length)
-        self.base = self.mmap.address
+        self.base: int = self.mmap.address
         self.memory = calls.view(self.base, length)
         self.claims = self.memory[table : table + CLAIMS * 8].cast("Q")
 

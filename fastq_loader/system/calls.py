@@ -109,7 +109,7 @@ _SHARED: dict[str, Callable[[], int]] = {
     "/proc": lambda: os.open("/proc/self/fd", os.O_RDONLY | os.O_CLOEXEC),
 }
 #: The things that workers need.
-NEEDED = {**_SHARED, "pidfd_open": lambda: pidfd_open(os.getpid())}
+NEEDED: dict[str, Callable[[], int]] = {**_SHARED, "pidfd_open": lambda: pidfd_open(os.getpid())}
 
 
 def missing(for_workers: bool = True) -> str:
