@@ -91,7 +91,7 @@ def _workers() -> Iterator[Finding]:
             f"with num_workers > 0 torch's own run, because {lacking} is missing: the same batches, at "
             "torch's speed; what torch lacks needs num_workers=0"
         )
-    remedy = f"allow {lacking} in the container's seccomp profile or sandbox"
+    remedy = f"allow {lacking} here: in the container's seccomp profile, its sandbox or its limits"
     yield _judged(not lacking, "workers", seen, remedy) if calls.AVAILABLE else Finding(NOTE, "workers", seen)
 
 

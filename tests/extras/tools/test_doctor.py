@@ -69,11 +69,11 @@ def test_a_planted_fault_is_found_with_its_remedy(
 PROCESSES = {
     "limit(resource.RLIMIT_NOFILE, (64, 64))": r"descriptors: 64 .*; run `ulimit -n \d+` \(the hard",
     "limit(resource.RLIMIT_FSIZE, (1 << 28, -1))": "ulimit -f: .*; run `ulimit -f unlimited`",
-    "limit(resource.RLIMIT_AS, (used + (1 << 30), -1))": "workers: .* because address space .ulimit -v. is mi",
+    "limit(resource.RLIMIT_AS, (used + (1 << 30), -1))": "ulimit -v: .*; run `ulimit -v unlimited`",
     "os.environ['TMPDIR'] = '/no/such'": "sockets: .* TMPDIR=/no/such cannot be .*; set it to a f",
-    "refuse('memfd_create')": "workers: .* because memfd_create is missing.*; allow memfd_create in the con",
-    "refuse('eventfd')": "workers: .* because eventfd is missing.*; allow eventfd in the con",
-    "refuse('pidfd_open')": "workers: .* because pidfd_open is missing.*; allow pidfd_open in the con",
+    "refuse('memfd_create')": "workers: .* because memfd_create is missing.*; allow memfd_create here",
+    "refuse('eventfd')": "workers: .* because eventfd is missing.*; allow eventfd here",
+    "refuse('pidfd_open')": "workers: .* because pidfd_open is missing.*; allow pidfd_open here",
 }
 TORCHS = "calls.AVAILABLE = False"
 
