@@ -71,7 +71,7 @@ def test_an_interrupt_while_workers_start_leaves_nothing(monkeypatch: pytest.Mon
 
 def test_sizes_that_vary_use_the_same_addresses_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The address range here is a fraction of what 200 batches would take if it were used once."""
-    monkeypatch.setattr("fastq_loader.memory.arena._LARGEST", 128 << 20)
+    monkeypatch.setattr("fastq_loader.system.calls._LARGEST", 128 << 20)
     sizes = random.Random(1).choices(range(1000, 4_000_000), k=200)
     ragged = Made(lambda index: fastq_loader.empty((sizes[index],), torch.uint8), 200)
     with DataLoader(ragged, batch_size=None, num_workers=2) as loader:
