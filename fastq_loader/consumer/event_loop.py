@@ -245,9 +245,8 @@ class EventLoop:
                     self.group.socket.send(worker.number, Space(space))
 
     def _let_catch_up(self) -> None:
-        while (
-            self.group.behind and self.receiver.receive()
-        ):  # a worker may be waiting for tasks that it missed
+        # A worker may be waiting for tasks that it missed.
+        while self.group.behind and self.receiver.receive():
             continue
 
     # ---- the next batch -----------------------------------------------------------------------
@@ -268,7 +267,7 @@ class EventLoop:
         return None
 
     def _deliver(self, batch: Batch, slot: OutcomeSlot, finish: Callable[[Any], Any] | None) -> None:
-        """Hand out a batch, after sending what is due before it."""
+        """Hand out a batch, after sending the messages that are due before it."""
         if self._unsent or self.group.behind:
             self._flush()
         if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one

@@ -105,7 +105,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         if self._num_yielded >= self._hints.due:
             self._hints.look()
         # A signal handler may raise at any call. So an outcome is stored as soon as it exists, and no call
-        # comes between taking it here and returning (to match a class is none): no batch is lost.
+        # comes between taking it here and returning: no batch is lost. Matching a class is not a call.
         outcome, self.outcome = self.outcome, None
         while outcome is None:  # another thread may take it first
             if profiler._is_profiler_enabled:

@@ -88,7 +88,7 @@ class Unpacker:
         if (len(segments), len(handle.values)) != expected:
             found = f"{len(segments)} segments and {len(handle.values)} values"
             raise ProtocolError(f"{found} for a spec of {expected}")
-        packet_bytes = segments[0][2] if boxed else len(packet or b"")
+        packet_bytes = segments[0][2] if boxed else len(packet) if packet else 0
         if packet_bytes < spec.packet_bytes:
             raise ProtocolError(f"a packet of {packet_bytes} bytes for a spec of {spec.packet_bytes}")
         used: list[tuple[int, int]] = []

@@ -127,9 +127,11 @@ class InOrder(InFlight):
 
     def next_event(self, head: Batch) -> Batch | Died | None:
         """The event to process while `head`, the next batch, is missing: `head` itself if it is lost, or the
-        end of a worker's part; None if there is none."""
-        if head.state == LOST or not self._from_an_end_on:
-            return head if head.state == LOST else None
+        end of a worker's part; None: wait."""
+        if head.state == LOST:
+            return head
+        if not self._from_an_end_on:
+            return None
         end, *others = self._from_an_end_on
         self._from_an_end_on.clear()
         for batch in others:  # up to the next end
@@ -159,7 +161,7 @@ class AsTheyCome(InFlight):
     add_death = add
 
     def take(self) -> Batch | None:
-        """Return the next batch; None if there is none, or an event comes before it."""
+        """Return the next batch; None if nothing has arrived, or an event comes before it."""
         if not self._arrivals or type(first := self._arrivals[0]) is not Batch or first.is_end:
             return None
         self.filled -= 1
@@ -167,8 +169,7 @@ class AsTheyCome(InFlight):
         return first
 
     def next_event(self, head: Batch) -> Batch | Died | None:
-        """The event before the next batch; `head` if nothing has arrived and it is lost; None if there is
-        none."""
+        """The event before the next batch; `head` if nothing has arrived and it is lost; None: wait."""
         if self._arrivals:
             self.filled -= 1
             return self._arrivals.popleft()

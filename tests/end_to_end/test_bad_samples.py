@@ -355,7 +355,8 @@ def test_copies_and_loaders_made_from_attributes_have_the_errors() -> None:
 
     class Bare(DataLoader[Any]):
         def __init__(self, of: DataLoader[Any]) -> None:
-            vars(self).update({name: value for name, value in vars(of).items() if name not in ("errors", "_options")})
+            left_out = ("errors", "_options")
+            vars(self).update({name: value for name, value in vars(of).items() if name not in left_out})
 
     bare = Bare(loader)
     assert bare.errors == "raise"

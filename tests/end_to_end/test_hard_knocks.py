@@ -75,7 +75,7 @@ def test_alarms_at_random_moments_lose_nothing_in_silence(seed: int, tmp_path: P
     [
         (0, ("call", "c_return"), 1, 34),
         (1, ("call",), 8, 2),
-        pytest.param(1, ("call",), 1, 18, marks=thorough()),
+        pytest.param(1, ("call",), 1, 11, marks=thorough()),
     ],
 )
 def test_an_alarm_at_any_call_of_the_first_next_loses_no_batch(
