@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import accumulate
 
 import pytest
 
@@ -16,13 +15,13 @@ from tests.test_architecture import ROOMS
 def guarantees() -> list[str]:
     """The rows of the README's table, as `Fault.promise` names them."""
     section = (ROOT / "README.md").read_text().partition("## Guarantees")[2].partition("\n## ")[0]
-    cells = [row.split("|")[1].strip() for row in section.splitlines() if row.startswith("| ")]
-    subjects = list(accumulate(cells[1:], lambda before, cell: cell or before))
-    numbers = [subjects[:at].count(subject) + 1 for at, subject in enumerate(subjects)]
-    return [
-        f"guarantee: {subject}" + (f" {number}" if number > 1 else "")
-        for subject, number in zip(subjects, numbers, strict=True)
-    ]
+    _, *cells = [row.split("|")[1].strip() for row in section.splitlines() if row.startswith("| ")]
+    names: list[str] = []
+    subject, number = "", 0
+    for cell in cells:
+        subject, number = cell or subject, 1 if cell else number + 1
+        names.append(f"guarantee: {subject}" + (f" {number}" if number > 1 else ""))
+    return names
 
 
 def rules_and_rows() -> set[str]:

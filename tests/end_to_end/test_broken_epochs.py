@@ -73,6 +73,16 @@ PERMUTATIONS = ["shuffle", "shuffled batches", "several permutations"]
 ORDERS = [*PERMUTATIONS, "replacement", "weighted", "subset", "sequential", "distributed"]
 
 
+def test_with_dynamic_the_epoch_after_a_break_is_that_without_workers() -> None:
+    """Torch's sampler draws 32 numbers at a time. Two workers are 10 batches ahead, so it has drawn twice."""
+    found = []
+    for options in ({}, {"num_workers": 2, "prefetch_factor": 4}):
+        sampler = RandomSampler(range(SIZE), replacement=True, generator=seeded())
+        loader = DataLoader(range(SIZE), 4, sampler=sampler, schedule="dynamic", **options)
+        found.append(given(loader, [3, 1000], False))
+    assert found[0] == found[1]
+
+
 @seeds(1, 8)
 def test_with_dynamic_batches_after_a_break_do_not_depend_on_the_number_of_workers(seed: int) -> None:
     draw, config = random.Random(seed), Config.drawn(seed)
