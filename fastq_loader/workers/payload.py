@@ -242,8 +242,9 @@ class _Writable:
 
 
 def write_process(prepared: dict[str, Any], process: BaseProcess) -> tuple[int, list[int]]:
-    """Write the input of `system.multiprocessing_names.become_pickled` to a memfd. Returns its descriptor, and
-    the descriptors that the process refers to.
+    """Write the input of `system.multiprocessing_names.become_pickled` to a memfd.
+
+    Returns its descriptor, and the descriptors that the process refers to.
 
     Args:
         prepared: see `zygote._preparation`.
