@@ -8,6 +8,7 @@ children and at the exit of the process.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
@@ -262,7 +263,10 @@ class Engine:
             self._loop.group.kill_all()
 
     def __del__(self) -> None:
-        # The last iterator or loader is gone, so no call is under way. A fork's copy is not closed.
+        # The last iterator or loader is gone, so no call is under way. A fork's copy is not closed: the
+        # collector may run in a child before `process_id` is set anew, and must start no thread there.
+        if getattr(self, "_pid", 0) != os.getpid():
+            return
         interrupt: BaseException | None = None
         for _ in range(_ATTEMPTS):
             if getattr(self, "_loop", None) is None:

@@ -128,11 +128,14 @@ class StatefulOrder(OrderStrategy):
         self._given: dict[int, Any] = {}  # indices that were yielded and not delivered, by position
 
     def draw(self, source: Iterator[Any], position: int) -> IndexOrError:
-        index, error = super().draw(source, position)
+        drawn = super().draw(source, position)
         # torch's last batch is not full: the sampler's state is then the start of its next iteration.
-        if type(index) is list and self.traits.asked is not self.traits.sampler:
-            self.exhausted |= len(index) < getattr(self.traits.sampler, "batch_size", 0)
-        return index, error
+        if type(drawn[0]) is list and self.traits.asked is not self.traits.sampler:
+            self.exhausted |= len(drawn[0]) < getattr(self.traits.sampler, "batch_size", 0)
+        try:
+            return drawn
+        finally:
+            del drawn  # an error holds this frame by its traceback
 
     def yields(self, position: int, drawn: IndexOrError, head: int) -> None:
         self._given[position] = as_json(*drawn)

@@ -131,7 +131,8 @@ class Zygote:
         self._over = True
 
     def __del__(self) -> None:
-        if "_child" in vars(self):
+        # In a child the collector may run before `process_id` is set anew.
+        if "_child" in vars(self) and self._owner == os.getpid():
             self.close()
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import random
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +19,10 @@ import torch
 import fastq_loader
 from fastq_loader import DataLoader
 from fastq_loader.epoch.resources import Resources
-from fastq_loader.system import interrupts
+from fastq_loader.system import interrupts, process_id
 from tests.conftest import descendants
 from tests.support.datasets import Made
+from tests.support.forking import end_of, fork
 
 pytestmark = pytest.mark.processes
 
@@ -95,3 +98,20 @@ def test_all_pools_of_a_loader_are_closed_and_waited_for() -> None:
     for iterator in iterators:
         with pytest.raises(RuntimeError, match="its loader was closed"):
             next(iterator)
+
+
+def test_the_collector_closes_nothing_in_a_child_that_was_just_forked() -> None:
+    """It may run there before anything of ours knows of the fork; a thread that it starts ends the child."""
+    loader = DataLoader(range(4), num_workers=1)
+    iterator = iter(loader)
+
+    def drop() -> None:
+        nonlocal iterator
+        process_id.pid = os.getppid()
+        engine = weakref.ref(iterator.engine)
+        del iterator
+        assert engine() is None
+        assert threading.active_count() == 1
+
+    assert end_of(fork(drop)) == 0
+    assert len(list(iterator)) == 4

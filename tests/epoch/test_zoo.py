@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import secrets
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -153,6 +156,26 @@ def test_an_error_of_a_sampler_that_was_drawn_and_not_handed_out_keeps_its_place
     whole, stops = run(make)
     assert whole[0] == [*range(5), "error", *range(6, N)]
     assert_goes_on(make, whole, stops[at])
+
+
+@pytest.mark.processes
+def test_an_error_that_was_raised_in_its_place_keeps_no_iterator() -> None:
+    """Without the collector, which would end the workers at any time, also in the child of a fork."""
+    with collector_off():
+        iterator = iter(DataLoader(Numbers(), None, sampler=SaysAndRaises(N), num_workers=1))
+        assert list(batches(iterator))[5] == "error"
+        engine = weakref.ref(iterator.engine)
+        del iterator
+        assert engine() is None
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class SaysTuples(Says):
