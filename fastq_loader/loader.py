@@ -308,7 +308,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
 
         With `schedule="dynamic"` it is the same to the bit. With "round_robin" the samples are the same, but
         random numbers drawn while they are read differ, and a warning says so. The loader, its sampler and
-        its generators are unchanged. `worker_init_fn` is not called.
+        its generators are unchanged. The function `worker_init_fn=` is not called.
 
         Args:
             batch: its number in the epoch, from 0 on.

@@ -101,7 +101,7 @@ class ComputedSampler(Sampler[int]):
         """Set the number of the next epoch: each has its own order; without this call all have the same.
 
         Raises:
-            TypeError, ValueError: `epoch` is not an integer of at least 0.
+            TypeError, ValueError: the number is not an integer of at least 0.
         """
         self.epoch = _whole("epoch", epoch)
 
@@ -365,7 +365,7 @@ class Distributed(Sampler[Any]):
         """Set the number of the next epoch, here and in the sampler, if that has a `set_epoch`.
 
         Raises:
-            TypeError, ValueError: `epoch` is not an integer of at least 0.
+            TypeError, ValueError: the number is not an integer of at least 0.
         """
         self.epoch = _whole("epoch", epoch)
         part = self.sampler

@@ -98,9 +98,10 @@ class Child:
         return self.process.sentinel
 
     def kill(self) -> None:
-        """Kill the process, and wait until it has ended."""
-        self.process.kill()
-        calls.readable([self.descriptor], None)
+        """Kill the process, and wait until it has ended. A released one has."""
+        if self._descriptor != -1:
+            self.process.kill()
+            calls.readable([self.descriptor], None)
 
     @property
     def killed(self) -> bool:

@@ -310,7 +310,7 @@ INSIDE_NEXT = f"""
 """
 
 
-@pytest.mark.parametrize("first", ["", "atexit.register(lambda: slow.close())"])
+@pytest.mark.parametrize("first", ["atexit.register(lambda: slow.close())", ""])
 @thorough(after=1)
 def test_p5_so_is_it_while_a_thread_is_inside_next(first: str, tmp_path: Path) -> None:
     """Also if a handler that was registered before torch is imported, and so runs last, closes its loader."""
