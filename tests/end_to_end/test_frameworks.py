@@ -349,7 +349,7 @@ def test_accelerate_says_what_it_cannot_keep() -> None:
     of = loader(1, 0)
     assert type(accelerate.skip_first_batches(of, 3)) is DataLoader
     of.load_state_dict(of.state_dict())
-    with pytest.raises(ValueError, match="load it into what prepare"):
+    with pytest.raises(ValueError, match="load it into the loader that prepare"):
         integration.prepare(accelerator, of)
     theirs: Any = torch.utils.data.DataLoader(Augmented(), 4)
     with pytest.raises(AssertionError, match=r"Shard, .*: import \S+\.accelerate"):
