@@ -1,7 +1,7 @@
 """Validate and resolve arguments that torch lacks, or that this system may not support.
 
-Runs in the consumer: at construction, whenever an argument is set later, and when an iteration begins,
-because attributes can be set past `__setattr__`. torch's own arguments are checked by torch.
+Runs in the consumer: at construction, whenever an argument is set later, and when an iteration begins, as
+torch's arguments, on which ours depend, may have changed. torch's own arguments are checked by torch.
 """
 
 from __future__ import annotations
