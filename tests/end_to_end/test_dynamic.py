@@ -72,7 +72,7 @@ def epochs(
         (2, {"stop": 2}),
         (2, {"sampler": Drawing(SIZE), "persistent_workers": True}),
     ],
-    ids=str,
+    ids=lambda value: str(getattr(value, "keys", lambda: value)()),
 )
 def test_bits_do_not_depend_on_workers_options_or_time(workers: int, options: dict[str, Any]) -> None:
     """Nor on what an init function seeds, or on an epoch that was broken off before."""
