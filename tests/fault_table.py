@@ -252,6 +252,14 @@ FAULTS = (
     ),
     # ---- device
     Fault(
+        "pinned batches are copied by all intra-op threads",
+        "device/page_lock.py",
+        "ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes)",
+        "copy.copy_(tensor)",
+        "guarantee: device",
+        "device/test_page_lock.py",
+    ),
+    Fault(
         "a batch is handed out before its copy has arrived",
         "device/copies.py",
         "        stager.wait(stream, copy.ready)\n",

@@ -18,7 +18,6 @@ from itertools import islice
 from typing import Any, NoReturn
 
 from torch.autograd import profiler
-from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
     _DatasetKind,
@@ -28,6 +27,7 @@ from fastq_loader import options
 from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.consumer.outcomes import Ended, Handed, Outcome, Raised
 from fastq_loader.device.accelerator import ToDevice
+from fastq_loader.device.page_lock import page_locked
 from fastq_loader.device.transforms import copy_into
 from fastq_loader.epoch import resources
 from fastq_loader.epoch.record import begin
@@ -263,7 +263,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         if self._on_host is not None:
             batch = self._on_host.apply_transform(batch)
         if self._pin_memory:
-            batch = pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
+            batch = page_locked(batch, self._pin_memory_device)
         self._log.steps += ((DEVICE, began, time.monotonic_ns()),)
         return batch
 

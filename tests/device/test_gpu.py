@@ -458,7 +458,7 @@ def test_a_users_own_copy_of_a_pinned_batch_is_safe(guard: Guard, monkeypatch: p
             lag()
             yield batch.to("cuda", non_blocking=True)
 
-    guard.remove(monkeypatch, fastq_loader.epoch.base, "pin_memory", lock_in_place)
+    guard.remove(monkeypatch, fastq_loader.epoch.base, "page_locked", lock_in_place)
     with DataLoader(Numbers(), BATCH, num_workers=2, pin_memory=True, persistent_workers=True) as loader:
         for batch in loader:  # everything is locked, or in torch's cache, after this epoch
             batch.to("cuda")

@@ -1,0 +1,51 @@
+"""`pin_memory=True`: a batch, copied into page-locked memory by one thread.
+
+Runs in the consumer, on the thread that calls `next()`. Owns no state: the memory comes from torch's
+allocator of page-locked memory, because it alone knows when the copies to the device that the user queued are
+over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data._utils.pin_memory import pin_memory
+
+#: `torch.empty_like`, or what replaces it in a test.
+Allocate = Callable[..., torch.Tensor]
+
+
+def page_locked(batch: Any, device: str | None, allocate: Allocate = torch.empty_like) -> Any:
+    """The batch in page-locked memory, as torch's `pin_memory` returns it: the same containers, types and
+    strides. A tensor that is page-locked already is not copied.
+
+    Plain tensors are copied by one thread, without the GIL. `Tensor.pin_memory()` copies with all intra-op
+    threads, which then wait actively beside the workers: 540 kB cost 319 us of CPU with 16 threads and 19 us
+    with one (H100, torch 2.11). torch sets one thread in its own pin thread for that reason (pytorch#25010).
+
+    Raises:
+        RuntimeError: page-locked memory cannot be allocated.
+    """
+    kind = type(batch)
+    if kind is torch.Tensor:
+        return batch if batch.is_pinned() else _copied(batch, allocate)
+    if kind is tuple or kind is list:
+        return kind([page_locked(part, device, allocate) for part in batch])
+    if kind is dict:
+        return {key: page_locked(part, device, allocate) for key, part in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields") and not hasattr(batch, "pin_memory"):
+        return kind(*(page_locked(part, device, allocate) for part in batch))
+    return pin_memory(batch, device)  # type: ignore[no-untyped-call] # rare types, by torch's own rules
+
+
+def _copied(tensor: torch.Tensor, allocate: Allocate) -> torch.Tensor:
+    bytes_are_all = tensor.is_cpu and tensor.layout is torch.strided and not tensor.requires_grad
+    if bytes_are_all and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg()):
+        copy = allocate(tensor, pin_memory=True)
+        if copy.stride() == tensor.stride():  # then the elements are one piece of memory, without gaps
+            ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes)  # releases the GIL
+            return copy
+    return tensor.pin_memory()
