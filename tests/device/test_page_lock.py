@@ -92,7 +92,7 @@ class Allocator:
 
     Attributes:
         given: the memory that it gave out.
-        locked_by_torch: the tensors that were left to `Tensor.pin_memory`.
+        locked_by_torch: the tensors that were left to `torch.Tensor.pin_memory`.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
