@@ -22,8 +22,8 @@ def page_locked(batch: Any, device: str | None, allocate: Allocate = torch.empty
     """The batch in page-locked memory, as torch's `pin_memory` returns it: the same containers, types and
     strides. A tensor that is page-locked already is not copied.
 
-    Plain tensors are copied by one thread, without the GIL. `torch.Tensor.pin_memory` copies with all intra-op
-    threads, which then wait actively beside the workers: 540 kB cost 319 us of CPU with 16 threads and 19 us
+    Plain tensors are copied by one thread, without the GIL. `torch.Tensor.pin_memory` copies with all threads
+    of torch, which then wait actively beside the workers: 540 kB cost 319 us of CPU with 16 threads and 19 us
     with one (H100, torch 2.11). torch sets one thread in its own pin thread for that reason (pytorch#25010).
 
     Raises:
