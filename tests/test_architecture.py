@@ -279,12 +279,7 @@ def test_every_module_opens_with_its_rules_and_can_be_read_in_one_sitting() -> N
 MOST_COMPLEX = 12
 COMPLEX = {
     # On the path of every batch, where a further function is a further call.
-    "consumer.delivery.hand_out": 20,
-    "consumer.event_loop.next": 15,
-    "consumer.receiver._learn": 18,
-    "epoch.multiprocess._advance": 14,
     "packing.pack._staying": 13,
-    "packing.unpack.unpack": 13,
     "packing.walker._walk": 19,
     # torch's rules, case by case.
     "device.transforms._pair": 13,

@@ -17,7 +17,7 @@ from fastq_loader.ipc.messages import BATCH, BROKEN, LEFT_OUT, Answer, BatchHand
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing import pickling
 from fastq_loader.packing.unpack import Unpacker
-from fastq_loader.scheduling.progress import START
+from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.system.interrupts import refuse_interrupt
@@ -55,46 +55,63 @@ class Delivery:
     def hand_out(self, batch: Batch) -> Handed | Raised | None:
         """Return the batch, or the error in its position: from the sampler, from user code in the worker,
         from unpickling here, or from a transform for the device. None if the batch was left out."""
-        answer, error, fatal, value = batch.answer, batch.error, None, None
+        answer, kind = batch.answer, None if batch.answer is None else batch.answer.kind
         too_many = None if self.bad_samples is None else self._judge(batch, self.bad_samples)
         progress = self.progress
         if progress.workers and batch.worker is not None:
-            state = b"" if answer is None else answer.state
-            at = None if self._iterable else batch.seq
-            self.progress = progress = progress.after_worker(batch.worker, state, at)
+            progress = self._after_worker(progress, batch)
         else:
-            self.progress = progress = progress.after(batch.seq)
-        if answer is not None and answer.kind == BATCH:
-            try:
-                handle = answer.handle
-                assert handle is not None, "it is a batch"
-                if self.staging is not None:
-                    value = self.staging.deliver(answer)
-                elif handle.segments:
-                    value = self._unpack(answer, handle)
-                else:
-                    value = self._unpacker.unpack(handle, b"")
-                if too_many is None:
-                    self._counters.batches += 1
-                    self._counters.bytes += handle.spec.nbytes
-            except ProtocolError as fault:
-                self._counters.rejected_frames += 1
-                error = fault
-            except StopIteration as stopped:  # from a user's __setstate__
-                error = _not_the_end(stopped, "rebuilding a batch")
-            except Exception as raised:
-                refuse_interrupt(raised)
-                error = raised
-        elif answer is not None and answer.kind != LEFT_OUT:
-            error, fatal = self._error(batch, answer)
-        if too_many is not None:
-            error = too_many
+            progress = progress.after(batch.seq)
+        self.progress = progress
         try:
-            if error is not None:
-                return Raised(error, progress, fatal).at(batch.seq, batch.index, batch.worker)
-            return None if answer is not None and answer.kind == LEFT_OUT else Handed(value, progress)
+            if answer is None or kind != BATCH:
+                return self._without_batch(batch, too_many)
+            handle = answer.handle
+            assert handle is not None, "it is a batch"
+            if self.staging is not None:
+                value = self.staging.deliver(answer)
+            elif handle.segments:
+                value = self._unpack(answer, handle)
+            else:
+                value = self._unpacker.unpack(handle, b"")
+        except Exception as raised:
+            return self._raised(batch, too_many or self._refused(raised))
+        else:
+            if too_many is not None:
+                return self._raised(batch, too_many)
+            self._counters.batches += 1
+            self._counters.bytes += handle.spec.nbytes
+            return Handed(value, progress)
         finally:
-            del error, batch, too_many  # an error's traceback references this frame
+            del batch, too_many  # an error's traceback references this frame
+
+    def _after_worker(self, progress: Progress, batch: Batch) -> Progress:
+        """The progress where it is recorded for each worker."""
+        assert batch.worker is not None, "a worker has loaded it"
+        state = b"" if batch.answer is None else batch.answer.state
+        return progress.after_worker(batch.worker, state, None if self._iterable else batch.seq)
+
+    def _without_batch(self, batch: Batch, too_many: BaseException | None) -> Raised | None:
+        """The outcome of an answer that is no batch, or of an error in its place."""
+        answer, error, fatal = batch.answer, batch.error, None
+        if answer is not None and answer.kind != LEFT_OUT:
+            error, fatal = self._error(batch, answer)
+        error = too_many or error
+        return None if error is None else self._raised(batch, error, fatal)
+
+    def _raised(self, batch: Batch, error: BaseException, fatal: str | None = None) -> Raised:
+        return Raised(error, self.progress, fatal).at(batch.seq, batch.index, batch.worker)
+
+    def _refused(self, raised: Exception) -> BaseException:
+        """The error to raise for one that came while a batch was rebuilt. The error of a signal handler is
+        raised instead."""
+        if isinstance(raised, ProtocolError):
+            self._counters.rejected_frames += 1
+        elif isinstance(raised, StopIteration):  # from a user's __setstate__
+            return _not_the_end(raised, "rebuilding a batch")
+        else:
+            refuse_interrupt(raised)
+        return raised
 
     def _judge(self, batch: Batch, counter: BadSampleCounter) -> BaseException | None:
         """Count a batch's bad samples. Return the error to raise in its place if there are too many."""

@@ -190,19 +190,17 @@ class EventLoop:
             self._tidy(now)
         if self.pool.arena.released:
             self.pool.collect()
-        if self.group.behind:
-            self._let_catch_up()
         if self._delivery.staging is not None:
             self._begin_staging(self._delivery.staging)
         scheduler, batch = self.scheduler, None
         while self._outcome is None:
             batch = scheduler.ready() if scheduler.in_flight.filled else None
-            if batch is None and self.receiver.receive():
-                continue
-            batch = batch or self._await_batch()
+            if batch is None:
+                if self.receiver.receive():
+                    continue
+                batch = self._await_batch()
             if batch is not None:
-                if scheduler.to_draw:
-                    self._draw(scheduler.to_draw)
+                self._draw(scheduler.to_draw)
                 self._deliver(batch, slot, finish)
         outcome, self._outcome = self._outcome, None
         if batch is None:
@@ -243,10 +241,7 @@ class EventLoop:
             for worker in self.group.workers:
                 if not worker.is_dead and (space := self.pool.space(worker.number)):
                     self.group.socket.send(worker.number, Space(space))
-
-    def _let_catch_up(self) -> None:
-        # A worker may be waiting for tasks that it missed.
-        while self.group.behind and self.receiver.receive():
+        while self.group.behind and self.receiver.receive():  # a worker may be waiting for tasks it missed
             continue
 
     # ---- the next batch -----------------------------------------------------------------------
@@ -289,6 +284,8 @@ class EventLoop:
 
     def _draw(self, times: int) -> None:
         """Draw indices, and send their tasks."""
+        if not times:
+            return
         scheduler, began = self.scheduler, time.monotonic_ns()
         if self.holds:
             times = 0 if scheduler.undelivered else 1

@@ -125,20 +125,9 @@ class Receiver:
         Raises:
             ProtocolError: the handle is invalid.
         """
-        kind, handle = answer.kind, answer.handle
-        if kind in (ENDED, PASSED) and not self._iterable:
-            raise ProtocolError(f"worker {worker.number} answers with kind {kind} for a dataset with indices")
-        if handle is None or kind in EMPTY:
-            if (handle is None) != (kind in EMPTY):
-                raise ProtocolError(
-                    f"an answer of kind {kind} {'without' if handle is None else 'with'} a handle"
-                )
-            if kind == LEFT_OUT:
-                state = unseal(answer.state, self._group.token) if answer.state else b""
-                return answer._replace(state=state, remarks=unseal(answer.remarks, self._group.token))
-            if answer.state and answer.epoch == self._scheduler.epoch:
-                self.end_states[worker.number] = unseal(answer.state, self._group.token)
-            return answer
+        handle = answer.handle
+        if handle is None or answer.kind in EMPTY:
+            return self._learn_empty(worker, answer)
         learned, used = self._unpacker.learn(worker.specs, handle)
         if used:
             fresh = dict(answer.fresh)
@@ -152,6 +141,25 @@ class Receiver:
             self.log.drawn_from.update(pickle.loads(remarks)[2])
         # Same as `_replace`, and several times as fast.
         return tuple.__new__(Answer, (*answer[:8], learned, used, state, *answer[11:-1], remarks))
+
+    def _learn_empty(self, worker: Worker, answer: Answer) -> Answer:
+        """The same for an answer without a handle. Also records the state of a worker whose part has ended.
+
+        Raises:
+            ProtocolError: an answer of this kind must have a handle, or must not, or is not possible here.
+        """
+        kind = answer.kind
+        if (answer.handle is None) != (kind in EMPTY):
+            found = "without" if answer.handle is None else "with"
+            raise ProtocolError(f"an answer of kind {kind} {found} a handle")
+        if kind in (ENDED, PASSED) and not self._iterable:
+            raise ProtocolError(f"worker {worker.number} answers with kind {kind} for a dataset with indices")
+        if kind == LEFT_OUT:
+            state = unseal(answer.state, self._group.token) if answer.state else b""
+            return answer._replace(state=state, remarks=unseal(answer.remarks, self._group.token))
+        if answer.state and answer.epoch == self._scheduler.epoch:
+            self.end_states[worker.number] = unseal(answer.state, self._group.token)
+        return answer
 
 
 def _finished(arrived: Arrived) -> int:

@@ -106,14 +106,14 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             self._session.refuse_capture()
         gate = self.engine.gate
         running = gate.end is None
-        if not (self._exhausted or gate.end == FAILED):
+        if self._exhausted or gate.end == FAILED:
+            self.outcome = self.outcome or ENDED
+        else:
             try:
                 self.engine.advance(self._epoch, self, self._finished if self._finishes else None)
             except IteratorInvalid:
                 if not self._exhausted:  # else another thread has exhausted it meanwhile
                     raise
-        if self._exhausted or gate.end == FAILED:
-            self.outcome = self.outcome or ENDED
         match self.outcome:
             case Ended():
                 self._end()

@@ -181,8 +181,7 @@ class Unpacker:
             if large:
                 self._lease(spec, large, leaves)
         else:
-            for (segment, nbytes, _), (offset, _, start) in zip(spec.large, large, strict=True):
-                spec.fill(segment, bytearray(self._arena.mapping.read(offset + start, nbytes)), leaves)
+            self._copy_out(spec, large, leaves)
             spec.fill_device(memory, leaves)
         objects = self._objects(spec, pickled, leaves, memory) if spec.objects else ()
         return spec.build(leaves, iter(handle.values), objects)
@@ -197,6 +196,13 @@ class Unpacker:
                 number, array, shape, dtype, strides = view
                 made = _ndarray(shape, dtype, whole, 0, strides)
                 leaves[number] = made if array else _from_numpy(made)
+
+    def _copy_out(
+        self, spec: BatchLayout, large: tuple[tuple[int, int, int], ...], leaves: list[Any]
+    ) -> None:
+        """Make leaves as copies of their blocks."""
+        for (segment, nbytes, _), (offset, _, start) in zip(spec.large, large, strict=True):
+            spec.fill(segment, bytearray(self._arena.mapping.read(offset + start, nbytes)), leaves)
 
     def _objects(
         self, spec: BatchLayout, pickled: bytes, leaves: list[Any], memory: torch.Tensor | None
