@@ -37,7 +37,7 @@ from fastq_loader.packing import pickling
 from fastq_loader.packing.spec import BatchLayout, LayoutCache
 from fastq_loader.packing.tensors import cloned, moved, tensors_of
 from fastq_loader.packing.unpack import Unpacker
-from fastq_loader.packing.walker import TreeFlattener, device_segments, segments_of
+from fastq_loader.packing.walker import Metas, Span, TreeFlattener, device_segments, segments_of
 from fastq_loader.statistics.counters import StagingCounters
 from fastq_loader.system.interrupts import refuse_interrupt
 
@@ -286,6 +286,11 @@ def _copied(value: Any) -> Any:
         return value
 
 
+def _owned(leaf: Any) -> Any:
+    """An array's own copy; tensors go to the device."""
+    return leaf.copy("K") if isinstance(leaf, np.ndarray) else leaf
+
+
 class SerialStaging(_Stage):
     """The same without workers: each batch is packed into a buffer, and its copy begins at once.
 
@@ -386,10 +391,21 @@ class SerialStaging(_Stage):
         device = self._session.stager.device
         there = any(tensor.device == device for tensor in tensors_of(walker.objects))
         # The user's own arrays, unless the loader continues; those in the walker's list are contiguous.
-        leaves = [
-            leaf.copy("K") if ahead and isinstance(leaf, np.ndarray) else leaf for leaf in walker.leaves
-        ]
+        leaves = [_owned(leaf) for leaf in walker.leaves] if ahead else list(walker.leaves)
         metas, spans = segments_of(walker.leaves)
+        spec, segments = self._lay_out(tree, metas, spans)
+        beside = self._beside and bool(segments) and not (there or self._deferred)
+        self._deferred = ahead and not beside
+
+        def build(memory: torch.Tensor) -> Any:
+            spec.fill_device(memory, leaves)
+            arrived = [carried(leaves, memory.device) for carried in objects]
+            return apply_transform(spec.build(leaves, iter(values), arrived))
+
+        return segments, spec.device_bytes, build, beside
+
+    def _lay_out(self, tree: Any, metas: Metas, spans: list[Span]) -> tuple[BatchLayout, list[_Segment]]:
+        """The spec of a batch, and the segments that go to the device, one after the other."""
         segments: list[_Segment] = []
         offsets, nbytes = [-1] * len(spans), 0
         for segment in device_segments(metas):
@@ -401,16 +417,7 @@ class SerialStaging(_Stage):
         if spec is None:
             spec = BatchLayout(plain)
             self._specs.remember(plain, spec, plain)
-
-        beside = self._beside and bool(segments) and not (there or self._deferred)
-        self._deferred = ahead and not beside
-
-        def build(memory: torch.Tensor) -> Any:
-            spec.fill_device(memory, leaves)
-            arrived = [carried(leaves, memory.device) for carried in objects]
-            return apply_transform(spec.build(leaves, iter(values), arrived))
-
-        return segments, spec.device_bytes, build, beside
+        return spec, segments
 
     def _carry(self, value: Any, ahead: bool) -> Callable[[list[Any], torch.device], Any]:
         """Return a rebuilder for an opaque object; tensors in it are moved to the device."""

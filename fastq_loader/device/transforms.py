@@ -194,16 +194,15 @@ def copy_into(static_batch: Any, batch: Any) -> None:
 
 
 def _pair(static: Any, new: Any, path: str, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    parts, others = _parts(static), _parts(new)
     if isinstance(static, torch.Tensor):
         if not isinstance(new, torch.Tensor) or (static.shape, static.dtype) != (new.shape, new.dtype):
             raise _difference(static, new, path)
-        if any(step == 0 and size > 1 for size, step in zip(static.shape, static.stride(), strict=True)):
+        if _is_expanded(static):
             raise ValueError(f"static_batch has an expanded tensor at {path}: make it contiguous()")
         pairs.append((static, new))
-    elif parts is not None:
-        alike = isinstance(static, Mapping) == isinstance(new, Mapping)
-        if others is None or not alike or set(parts) != set(others):
+    elif (parts := _parts(static)) is not None:
+        others, alike = _parts(new), isinstance(static, Mapping) == isinstance(new, Mapping)
+        if others is None or not alike or parts.keys() != others.keys():
             raise _difference(static, new, path)
         for key, value in parts.items():
             _pair(value, others[key], f"{path}[{key!r}]", pairs)
@@ -211,6 +210,10 @@ def _pair(static: Any, new: Any, path: str, pairs: list[tuple[torch.Tensor, torc
         raise ValueError(
             f"static_batch has a {type(static).__name__} with tensors at {path}: use dicts, lists and tuples"
         )
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _difference(static: Any, new: Any, path: str) -> ValueError:

@@ -172,30 +172,47 @@ def begin(
         saved: the state loaded for it, or None.
         same_readers: whether the readers of the previous epoch serve it, too.
     """
-    parts = index_sampler, loader.generator, loader.dataset
     dynamic = options.of(loader).is_dynamic
     if newest is not None and saved is None and not newest.over and dynamic:
         newest.order.break_off()
     if saved is not None and saved.start.resumes:
-        order = Order(*parts, copy.deepcopy(saved.start), saved.progress, saved)
-        record = EpochRecord(order, saved, _readers(loader))
+        record = _resumed(loader, index_sampler, saved)
     else:
-        position, workers = Position(), START.workers
-        if saved is not None:
-            position, workers = saved.position, saved.progress.workers
-        elif newest is not None:
-            position, workers = newest.next_position, newest.left() if same_readers else ()
-        start = EpochStart(
-            position.epoch, position.batches, resumes=True, epochs=samplers.epochs(index_sampler)
-        )
-        traits = None if newest is None else newest.order.traits
-        order = Order(*parts, start, Progress(workers=workers), traits=traits)
-        record = EpochRecord(order, None, _readers(loader))
-        record.tells_readers = saved is not None
+        record = _new(loader, index_sampler, newest, saved, same_readers)
         if saved is not None and saved.start.lives_on and loader.persistent_workers:
             record.continues_workers = loader.num_workers > 0 and not dynamic
-            start.base_seed = saved.start.base_seed
+            record.start.base_seed = saved.start.base_seed
     record.persistent = loader.persistent_workers or loader.num_workers == 0
+    return record
+
+
+def _resumed(loader: Loader, index_sampler: Any, saved: Saved) -> EpochRecord:
+    """The record of the rest of an epoch."""
+    parts = index_sampler, loader.generator, loader.dataset
+    order = Order(*parts, copy.deepcopy(saved.start), saved.progress, saved)
+    return EpochRecord(order, saved, _readers(loader))
+
+
+def _new(
+    loader: Loader,
+    index_sampler: Any,
+    newest: EpochRecord | None,
+    saved: Saved | None,
+    same_readers: bool,
+) -> EpochRecord:
+    """The record of a whole epoch. See `begin` for the arguments."""
+    position, workers, traits = Position(), START.workers, None
+    if newest is not None:
+        position, traits = newest.next_position, newest.order.traits
+        workers = newest.left() if same_readers else ()
+    if saved is not None:
+        position, workers = saved.position, saved.progress.workers
+    epochs = samplers.epochs(index_sampler)
+    start = EpochStart(position.epoch, position.batches, resumes=True, epochs=epochs)
+    parts = index_sampler, loader.generator, loader.dataset
+    order = Order(*parts, start, Progress(workers=workers), traits=traits)
+    record = EpochRecord(order, None, _readers(loader))
+    record.tells_readers = saved is not None
     return record
 
 

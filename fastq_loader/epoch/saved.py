@@ -169,15 +169,17 @@ def _dealt(
     iterable = options.is_iterable(loader)
     if not (iterable or known):
         return ()  # any worker can load any batch
-    reshard = getattr(loader.dataset, "reshard_state_dicts", None)
-    if iterable and resumes and callable(reshard):
-        return _resharded(reshard, workers, wanted)
-    if "num_workers" in ignored and not (iterable and resumes):
+    remedy = ""
+    if iterable and resumes:
+        reshard = getattr(loader.dataset, "reshard_state_dicts", None)
+        if callable(reshard):
+            return _resharded(reshard, workers, wanted)
+        remedy = ", or give the dataset a method reshard_state_dicts(states, num_workers)"
+    elif "num_workers" in ignored:
         return ()
     raise ValueError(
         f"field 'num_workers': {saved} was saved, and the loader has {loader.num_workers}. The state has a "
-        "part for each worker: use the same number"
-        + (", or give the dataset a method reshard_state_dicts(states, num_workers)" if iterable else "")
+        f"part for each worker: use the same number{remedy}"
     )
 
 

@@ -126,7 +126,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         drawn = self._due
         if drawn is not None:  # else the sampler has ended, or failed
             self._load_drawn()
-        if self._record.over:
+        if self._order.progress.over:
             self._log.leave(END, time.monotonic_ns(), time.process_time_ns())
         elif self.outcome is not None:  # else the batch was left out
             seq = None if drawn is None else drawn[0]

@@ -208,21 +208,25 @@ class Packer:
         at = {seg: first for seg in chosen if (first := _start_in(block, spans[seg])) is not None}
         if not at:
             return None, {}
-        begin, end = min(at.values()), max([spans[segment][1] for segment in at]) - block.address
-        behind = device_aligned(end)
         others = device_bytes(spans, [segment for segment in chosen if segment not in at])
-        if behind + others > block.size or end - begin > 2 * device_bytes(spans, list(at)):
-            return None, {}
-        if others and block.cut > behind:
-            # Their place is in use: by an array, a view, or memory that the dataset keeps.
-            return None, {}
-        return block, at
+        return (block, at) if _has_room(block, spans, at, others) else (None, {})
 
 
 def _start_in(block: OpenBlock, span: Span) -> int | None:
     """Start of a segment in a block; None unless it lies in it, and at a multiple that suits a device."""
     first, last = span[0] - block.address, span[1] - block.address
     return first if 0 <= first < last <= block.size and first % DEVICE_ALIGNMENT == 0 else None
+
+
+def _has_room(block: OpenBlock, spans: list[Span], at: dict[int, int], others: int) -> bool:
+    """Whether `others` more bytes fit behind the segments that start at these offsets of a block, and one
+    copy of all of them would not copy as many other bytes."""
+    begin, end = min(at.values()), max([spans[segment][1] for segment in at]) - block.address
+    behind = device_aligned(end)
+    if behind + others > block.size or end - begin > 2 * device_bytes(spans, list(at)):
+        return False
+    # The place behind may be in use: by an array, a view, or memory that the dataset keeps.
+    return not (others and block.cut > behind)
 
 
 def _aligned_bytes(start: int, end: int) -> bytes:

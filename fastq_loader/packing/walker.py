@@ -46,6 +46,7 @@ LONGEST, SMALL_ARRAY = 16384, 4096
 _TEXTS, _NUMBERS = frozenset((str, bytes)), frozenset((float, bool, type(None)))
 _PLAIN = frozenset((*_TEXTS, *_NUMBERS))
 _STRINGS, _INTEGERS = frozenset((str,)), frozenset((int,))
+_CONTAINERS = frozenset((dict, list, tuple))
 _TENSOR, _ARRAY = torch.Tensor, np.ndarray
 
 #: Bytes of the largest element. A segment of several leaves starts at a multiple of this from the start of
@@ -110,30 +111,37 @@ class TreeFlattener:
         if kind is _TENSOR or kind is _ARRAY:
             if self.is_leaf(value):
                 return "L", self.add_leaf(value)
-        elif kind is int and fits_64_bits(value):
-            self.values.append(value)
-            return "V"
-        elif kind in _NUMBERS or (kind in _TEXTS and len(value) <= LONGEST):
+        elif kind in _CONTAINERS:
+            if (tree := self._walk_container(value, kind)) is not None:
+                return tree
+        elif (
+            kind in _NUMBERS
+            or (kind is int and fits_64_bits(value))
+            or (kind in _TEXTS and len(value) <= LONGEST)
+        ):
             if kind in _TEXTS:
                 self._add_text(len(value))
             self.values.append(value)
             return "V"
-        elif kind is dict or kind is list:
-            if id(value) in self.containers:
-                raise _Unwalkable
-            self.containers.add(id(value))
-            if kind is list:
-                if len(value) <= LONGEST_LIST and self._is_flat(value):
-                    self.values.append(tuple(value))
-                    return "v"
-                return "l", self._walk_all(value)
-            keys = tuple(value)
-            if _STRINGS.issuperset(map(type, keys)) or _are_plain(keys):
-                return "d", keys, self._walk_all(value.values())
-        elif kind is tuple:
-            return "t", self._walk_all(value)
         self.objects.append(value)
         return "O"
+
+    def _walk_container(self, value: Any, kind: type) -> Any:
+        """The tree of a dict, list or tuple; None for a dict whose keys a spec cannot have."""
+        if kind is tuple:
+            return "t", self._walk_all(value)
+        if id(value) in self.containers:
+            raise _Unwalkable
+        self.containers.add(id(value))
+        if kind is list:
+            if len(value) <= LONGEST_LIST and self._is_flat(value):
+                self.values.append(tuple(value))
+                return "v"
+            return "l", self._walk_all(value)
+        keys = tuple(value)
+        if _STRINGS.issuperset(map(type, keys)) or _are_plain(keys):
+            return "d", keys, self._walk_all(value.values())
+        return None
 
     def _walk_all(self, parts: Collection[Any]) -> tuple[Any, ...]:
         if self._depth == DEEPEST:

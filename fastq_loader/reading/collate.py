@@ -46,10 +46,7 @@ def _collate(batch: Any, table: dict[Any, Any]) -> Any:
         return own(batch, collate_fn_map=table)
     if kind in _CONTAINERS and type(batch) in _SEQUENCES and not isinstance(first, tuple(table)):
         if kind is dict:
-            try:
-                return {key: _collate([sample[key] for sample in batch], table) for key in first}
-            except TypeError:  # like torch, which tries again without a copy of the first sample
-                return {key: _torchs([sample[key] for sample in batch], table) for key in first}
+            return _collate_dicts(batch, table)
         if set(map(type, batch)) == {kind} and len(set(map(len, batch))) == 1:
             try:
                 return [_collate(samples, table) for samples in zip(*batch, strict=True)]
@@ -58,6 +55,13 @@ def _collate(batch: Any, table: dict[Any, Any]) -> Any:
                     raise
                 return [_torchs(samples, table) for samples in zip(*batch, strict=True)]
     return _torchs(batch, table)
+
+
+def _collate_dicts(batch: Any, table: dict[Any, Any]) -> Any:
+    try:
+        return {key: _collate([sample[key] for sample in batch], table) for key in batch[0]}
+    except TypeError:  # like torch, which tries again without a copy of the first sample
+        return {key: _torchs([sample[key] for sample in batch], table) for key in batch[0]}
 
 
 def _torchs(batch: Any, table: dict[Any, Any]) -> Any:
@@ -93,17 +97,19 @@ def stack_tensors(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         # torch's worker stacks into a contiguous tensor of the first sample's dtype, regardless of the
         # dtypes of the others and of the samples' memory order.
         out = torch.empty(shape, dtype=first.dtype)
-    elif use_nontemporal(first.nbytes) and _lie_as_stacked(batch):
+    elif _bypasses_caches(batch):
         nontemporal.copy(out.data_ptr(), list(map(torch.Tensor.data_ptr, batch)), first.nbytes)
         return out
     return torch.stack(batch, 0, out=out)
 
 
-def _lie_as_stacked(batch: Any) -> bool:
-    """Whether the memory of each tensor equals, byte for byte, what stacking would write for it."""
+def _bypasses_caches(batch: Any) -> bool:
+    """Whether the tensors are better stacked with non-temporal stores, and their memory equals, byte for
+    byte, what stacking would write for each."""
     first, tensor = batch[0], torch.Tensor
     return (
-        set(map(type, batch)) == {tensor}
+        use_nontemporal(first.nbytes)
+        and set(map(type, batch)) == {tensor}
         and not any(map(_NESTED, batch))
         and set(map(_LOOKS, batch)) == {(first.dtype, first.shape, torch.strided, True, False)}
         and all(map(tensor.is_contiguous, batch))

@@ -55,7 +55,6 @@ class Fetcher:
     stateful: bool | None = None
     bad: Any = ()
     error: Exception | None = None
-    _read: Any = None
     began = fetched = slowest = slowest_at = 0
 
     def __init__(
@@ -80,31 +79,30 @@ class Fetcher:
             EndOfStream: an iterable dataset is exhausted.
         """
         self.began = self.fetched = monotonic_ns()
-        self.slowest = self.slowest_at = samples = 0
-        dataset = self.dataset
+        self.slowest = self.slowest_at = 0
         try:
-            if self._gatherer is not None and (batch := self._gatherer.gather(dataset, index)) is not None:
+            if self._gatherer and (batch := self._gatherer.gather(self.dataset, index)) is not None:
                 self.fetched = monotonic_ns()
                 return batch
-            if self._read is not None:
-                data = self._read(index)
-                samples = 0 if self._getitems or not self.auto_collation else len(data)
-            elif self._iterable:
-                data = self._read_stream(index)
-                samples = len(data)
-                data = data if self.auto_collation else data[0]
-            elif self._getitems:
-                data = dataset.__getitems__(index)
-            elif self.auto_collation:
-                data = self._read_timed(index) if self._times_samples else [dataset[i] for i in index]
-                samples = len(data)
-            else:
-                data = dataset[index]
+            data = self._read(index)
             self.fetched = monotonic_ns()
+            samples = 0 if self._getitems or not self.auto_collation else len(data)
             self._times_samples = 0 < samples * _WORTH_TIMING < self.fetched - self.began
             return (default if self.collate_fn is default_collate else self.collate_fn)(data)
         except StopIteration as stop:
             raise RuntimeError("dataset or collate_fn raised StopIteration") from stop
+
+    def _read(self, index: Any) -> Any:
+        """Read the samples to be collated; a single one without batching."""
+        dataset = self.dataset
+        if self._iterable:
+            data = self._read_stream(index)
+            return data if self.auto_collation else data[0]
+        if self._getitems:
+            return dataset.__getitems__(index)
+        if not self.auto_collation:
+            return dataset[index]
+        return self._read_timed(index) if self._times_samples else [dataset[i] for i in index]
 
     def _read_timed(self, index: Iterable[Any]) -> list[Any]:
         data: list[Any] = []

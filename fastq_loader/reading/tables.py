@@ -25,6 +25,8 @@ from fastq_loader.system.torch_names import collate as torch_collate
 
 _STACKS = (torch_tensors, stack_tensors)
 _MOST_PARTS = 1000
+#: The tables, and how many attributes each has; one with more of them is the user's.
+_ATTRIBUTES = {TensorDataset: 1, Subset: 2, StackDataset: 2, ConcatDataset: 2}
 
 
 class Gatherer:
@@ -52,21 +54,22 @@ class Gatherer:
         Raises:
             TypeError, and errors of numpy and torch: the rows have to be read one by one.
         """
-        while type(dataset) is Subset and len(vars(dataset)) == 2:
-            index, dataset = _through(dataset.indices, index), dataset.dataset
-            if not _ints(index):
-                raise TypeError("indices that are not ints")
         kind = type(dataset)
-        if kind is TensorDataset and len(vars(dataset)) == 1:
+        if len(vars(dataset)) != _ATTRIBUTES.get(kind):
+            raise TypeError(f"{kind} is not a table")
+        if kind is Subset:
+            within = _through(dataset.indices, index)
+            if not _ints(within):
+                raise TypeError("indices that are not ints")
+            return self._rows(dataset.dataset, within, to_be_sent)
+        if kind is TensorDataset:
             return self._select(dataset.tensors, index, to_be_sent)
-        if kind is StackDataset and len(vars(dataset)) == 2:
+        if kind is StackDataset:
             parts = dataset.datasets
             if type(parts) is dict:
                 return {name: self._rows(part, index, to_be_sent) for name, part in parts.items()}
             return [self._rows(part, index, to_be_sent) for part in parts]
-        if kind is ConcatDataset and len(vars(dataset)) == 2:
-            return self._concatenated(dataset, np.array(index), to_be_sent)
-        raise TypeError(f"{kind} is not a table")
+        return self._concatenated(dataset, np.array(index), to_be_sent)
 
     def _concatenated(self, dataset: Any, rows: Any, to_be_sent: bool) -> Any:
         ends = np.array(dataset.cumulative_sizes)

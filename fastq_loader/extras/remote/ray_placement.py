@@ -201,14 +201,18 @@ class RayPlacement(Placement):
     def _check_wait(self, wanted: int) -> None:
         """Give up if the pool has not been able to continue for `start_timeout`."""
         now, limit = time.monotonic(), self._options.start_timeout
-        free = sum(actor.place is not None and not actor.given for actor in self._actors)
-        if any(actor.place for actor in self._actors) if self._flexible else free >= wanted:
+        if self._goes_on(wanted):
             self._went_on = now
         elif limit and now - self._went_on > limit and self._failures < _TRIES:
             starting = [actor for actor in self._actors if actor.place is None]
             self._failures, self._why = _TRIES, self._overdue([actor.machine for actor in starting])
             for actor in starting:
                 self._end(actor, "")
+
+    def _goes_on(self, wanted: int) -> bool:
+        """Whether the workers can load the next batch, or will as soon as `wanted` proxies have a place."""
+        places = [actor for actor in self._actors if actor.place is not None]
+        return bool(places) if self._flexible else sum(not actor.given for actor in places) >= wanted
 
     def _overdue(self, starting: Sequence[str | None]) -> str:
         """Describe why workers did not start in time, by the machine of each, or None without one."""
@@ -233,11 +237,15 @@ class RayPlacement(Placement):
             pools = self._board.exchange(mine)
         except Exception:  # the head of the cluster may be unreachable for a while
             return
+        self._compare(pools, self._board.name, with_room)
+
+    def _compare(self, pools: dict[str, Holding], mine: str, with_room: list[_Actor]) -> None:
+        """Compare the ranks' pools, of which one is `mine`."""
         starving = {name for name, pool in pools.items() if pool.starves}
         self._gifts = {(name, turn) for name, turn in self._gifts if name in starving}
-        self._others_starve = bool(starving) and mine.workers > 0
+        self._others_starve = bool(starving and with_room)
         if self._others_starve:
-            self._leave_room(gifts(pools, self._board.name), with_room)
+            self._leave_room(gifts(pools, mine), with_room)
 
     def _leave_room(self, due: set[tuple[str, int]], with_room: list[_Actor]) -> None:
         for actor in [actor for actor in self._actors if actor.machine is None]:
@@ -425,15 +433,20 @@ def _look_for_room(ray: Any, options: Any, takes: dict[str, float]) -> None:
         machines += kinds
     if _fits(takes, machines):
         return
+    text = _no_room(options, takes, machines)
+    if not grows:
+        raise ValueError(f"{text}, and none is added by itself. Add such a machine first, or ask for less")
+    _log.warning("%s. Workers wait for the autoscaler to add one.", text)
+
+
+def _no_room(options: Any, takes: dict[str, float], machines: list[dict[str, float]]) -> str:
+    """Describe which resources no machine has enough of."""
     most = {name: max((one.get(name, 0) for one in machines), default=0) for name in takes}
     lacks = [name for name in takes if most[name] < takes[name]] or list(takes)
     names = dict.fromkeys({"CPU": "num_cpus", "GPU": "num_gpus"}.get(name, "resources") for name in lacks)
     asked = ", ".join(f"{name}={getattr(options, name)!r}" for name in names)
     wanted = " and ".join(f"{takes[name]:g} {name} (the most is {most[name]:g})" for name in lacks)
-    text = f"RayWorkers({asked}): no machine of the Ray cluster has {wanted}"
-    if not grows:
-        raise ValueError(f"{text}, and none is added by itself. Add such a machine first, or ask for less")
-    _log.warning("%s. Workers wait for the autoscaler to add one.", text)
+    return f"RayWorkers({asked}): no machine of the Ray cluster has {wanted}"
 
 
 def _fits(takes: dict[str, float], machines: list[dict[str, float]]) -> bool:

@@ -249,13 +249,17 @@ class Recorder:
         for step in steps:
             self._add_step(step, epoch, row, batches)
         which = self._add_outcome(record, row, batches) if kind == records.NEXT else _about(epoch)
-        if kind in _OVER and self._epochs[epoch] is not None:
-            self._epochs[epoch] = None
-            self._mark(row, f"epoch {epoch} {_OVER[kind]}", ended)
-            self._events.append(_READY % (self._pid, ended - self.origin, 0))
+        if kind in _OVER:
+            self._end_epoch(epoch, f"epoch {epoch} {_OVER[kind]}", row, ended)
         if kind in _CALLS:
             ended = _end_of_last(steps, began) if kind == records.CUT else ended
             self._add(row, _CALLS[kind], began, ended, which)
+
+    def _end_epoch(self, epoch: int, text: str, row: int, now: int) -> None:
+        if self._epochs[epoch] is not None:
+            self._epochs[epoch] = None
+            self._mark(row, text, now)
+            self._events.append(_READY % (self._pid, now - self.origin, 0))
 
     def _add_outcome(self, record: records.Record, row: int, batches: _Batches) -> str:
         """Add what `next()` returned or raised. Returns the arguments of its span."""
