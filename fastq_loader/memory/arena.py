@@ -123,7 +123,7 @@ class Arena:
     def __init__(self, regions: int) -> None:
         self.pid = process_id.current()
         self.fd = calls.memfd_create("fastq_loader")
-        self.mapping = self._map_largest(regions)
+        self.mapping = self._map(regions)
         # Prevent every process from truncating the memory while another one uses it (that would be SIGBUS).
         calls.seal_length(self.fd)
         self.released: deque[tuple[int, int, int]] = deque()
@@ -131,21 +131,17 @@ class Arena:
         self.children = ForkedChildren()  # `owned` counts leases not yet read from `released`
         self._quarantine: list[tuple[int, int, int]] = []  # entries of `released` that a child may see
 
-    def _map_largest(self, regions: int) -> Mapping:
-        length = max(min(calls.arena_room()), _SMALLEST)
-        while True:
-            length = length // PAGE * PAGE
-            try:
-                os.ftruncate(self.fd, length)
-                return Mapping(self.fd, length, regions)
-            except (OSError, MemoryError) as error:
-                length //= 2  # the address space is full: take what there is
-                if length < _SMALLEST:
-                    text = f"workers need at least {_SMALLEST:,} bytes of shared memory: {error}; raise the"
-                    advice = (
-                        "limit of files (ulimit -f) or of address space (ulimit -v), or use num_workers=0"
-                    )
-                    raise OSError(errno.ENOMEM, f"{text} {advice}") from error
+    def _map(self, regions: int) -> Mapping:
+        length = max(min(calls.arena_room()), _SMALLEST) // PAGE * PAGE
+        try:
+            os.ftruncate(self.fd, length)
+            return Mapping(self.fd, length, regions)
+        except (OSError, MemoryError) as error:
+            raise OSError(
+                errno.ENOMEM,
+                f"workers need {length:,} bytes of shared memory: {error}; raise the limit of files "
+                "(ulimit -f) or of address space (ulimit -v), or use num_workers=0",
+            ) from error
 
     def lease(self, block: tuple[int, int], start: int, nbytes: int) -> np.ndarray[Any, Any]:
         """Return a writable array of bytes in a block (offset, size), beginning `start` bytes after the

@@ -249,7 +249,7 @@ def test_a_limit_makes_an_arena_smaller(limit: int) -> None:
 @pytest.mark.parametrize("limit", [resource.RLIMIT_AS, resource.RLIMIT_FSIZE], ids=["address space", "files"])
 def test_no_room_at_all_is_an_error_that_leaves_nothing_open(limit: int) -> None:
     before = os.listdir("/proc/self/fd")
-    with limited(limit, 1 << 19), pytest.raises(OSError, match=r"at least 1,048,576 bytes.*ulimit"):
+    with limited(limit, 1 << 19), pytest.raises(OSError, match=r"need 1,048,576 bytes.*ulimit"):
         Arena(1)
     assert os.listdir("/proc/self/fd") == before
 
