@@ -281,7 +281,6 @@ MOST_COMPLEX = 12
 MOST_ATTRIBUTES = 15
 LARGE = {
     # What users and torch's interfaces see.
-    "epoch.base.LoaderIterator": 21,
     "options.Loader": 16,
     "statistics.snapshots.EpochStatistics": 16,
     "statistics.snapshots.LoaderStatistics": 21,

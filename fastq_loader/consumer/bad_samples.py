@@ -25,7 +25,7 @@ class BadSamples:
     """The bad samples of one loader.
 
     Args:
-        state: a saved state, as returned by `state`, or {}.
+        state: a saved state, as returned by `BadSampleCounter.state`, or {}.
 
     Attributes:
         total: their number, over all epochs.
@@ -49,10 +49,9 @@ class BadSamples:
             while True:
                 warn_user(self.untold.popleft(), BadSampleFound)
 
-    def state(self, of_epoch: BadSampleCounter | None) -> dict[str, Any]:
-        """Counts for a saved state: of all bad samples, and of those in the epoch."""
-        in_epoch, read = (0, 0) if of_epoch is None else (of_epoch.bad, of_epoch.read)
-        return {"in_epoch": in_epoch, "read": read, "total": self.total, "last": list(self._last)}
+    def state(self) -> dict[str, Any]:
+        """Counts for a saved state."""
+        return {"total": self.total, "last": list(self._last)}
 
     def add(self, samples: list[list[Any]], path: Any) -> None:
         """Record more bad samples, and append a line for each to the file at `path`, unless that is None."""
@@ -80,7 +79,7 @@ class BadSampleCounter:
         errors: the policy for bad samples.
         epoch: number of the epoch.
         in_batches: whether an index stands for a batch of samples.
-        state: for an epoch that is resumed, a saved state as returned by `BadSamples.state`; else {}.
+        state: for an epoch that is resumed, a saved state as returned by `state`; else {}.
 
     Attributes:
         bad, read: number of bad samples in this epoch, and of samples that were requested.
@@ -93,6 +92,10 @@ class BadSampleCounter:
         self.bad: int = state.get("in_epoch", 0)
         self.read: int = state.get("read", 0)
         self._among, self._errors, self._in_batches = among, errors, in_batches
+
+    def state(self) -> dict[str, Any]:
+        """Counts for a saved state: of all bad samples, and of those in the epoch."""
+        return {"in_epoch": self.bad, "read": self.read, **self._among.state()}
 
     def judge(
         self, batch: int, index: Any, found: Sequence[Any], error: BaseException | None

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Iterator
-from functools import partial
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -26,12 +25,13 @@ from torch.utils.data.dataloader import (
 from fastq_loader import options
 from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.consumer.outcomes import Ended, Handed, Outcome, Raised
-from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.device.page_lock import page_locked
 from fastq_loader.device.transforms import copy_into
 from fastq_loader.epoch import resources
+from fastq_loader.epoch.order import Order
 from fastq_loader.epoch.record import begin
 from fastq_loader.errors import warn_user
+from fastq_loader.ipc.messages import decode_index
 from fastq_loader.options import Loader
 from fastq_loader.reading import datapipes
 from fastq_loader.scheduling.progress import Progress
@@ -67,23 +67,19 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
     _profile_name = ""
     _base_seed: int
-    _indices: Iterator[Any]
-    _bad_samples: BadSampleCounter | None = None
 
     def __init__(self, loader: Loader) -> None:
         self._log = self._begin_log(loader)
         vars(self).update(_torchs_attributes(loader))
-        self._errors = options.of(loader).errors
+        self._options = options.of(loader)
         self._begin_record(loader, same_readers=loader.num_workers == 0)
         self._share_seed(loader)
         self._session = resources.device_session(loader)
         self._pin_memory, self._pin_memory_device = False, None
-        self._on_host: ToDevice | None = None
+        self._finishes = False
         if self._session is None:  # else batches are page-locked and transformed on their way to the device
             self._pin_memory, self._pin_memory_device = options.pinning(loader)
-            self._on_host = options.of(loader).device  # device="cpu"
-        self._finishes = self._pin_memory or self._on_host is not None
-        self._dynamic = options.of(loader).is_dynamic
+            self._finishes = self._pin_memory or self._options.device is not None  # device="cpu"
         self._restart_sampler()
         self._base_seed = self._draw_base_seed(loader)
         self._num_yielded = self._record.progress.delivered
@@ -100,8 +96,8 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         raise NotImplementedError("{} cannot be pickled", type(self).__name__)
 
     def __next__(self) -> Any:
-        if self._untold:
-            self._tell()
+        if self._bad_samples.untold:
+            self._bad_samples.tell()
         if self._num_yielded >= self._hints.due:
             self._hints.look()
         # A signal handler may raise at any call. So an outcome is stored as soon as it exists, and no call
@@ -116,7 +112,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             outcome, self.outcome = self.outcome, None
         match outcome:
             case Handed():
-                self._order.progress = outcome.progress
+                self._record.order.progress = outcome.progress
                 self._num_yielded += 1
                 length = self._IterableDataset_len_called
                 iterable = self._dataset_kind == _DatasetKind.Iterable
@@ -126,10 +122,10 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
                     self.outcome = None
                 return outcome.batch
             case Raised():
-                self._order.progress = outcome.progress
+                self._record.order.progress = outcome.progress
             case Ended() if self._record.over:
                 self.outcome = outcome  # an interrupt or a hint may end the calls below
-                self._tell()
+                self._bad_samples.tell()
                 self._hints.look_back()
                 self.outcome = None
         try:
@@ -139,7 +135,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
     def skip_to(self, batch: int) -> None:
         """Go on at a later batch: draw the indices before it, and load nothing for them. @private"""
-        for _ in islice(self._indices, batch - self._order.progress.delivered):
+        for _ in islice(self._sampler_iter, batch - self._order.progress.delivered):
             continue
         self._order.progress = Progress(batch)
 
@@ -192,14 +188,11 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         """Create the record of the epoch that begins or resumes; `_epoch_has_begun` makes it the loader's."""
         newest, loaded = resources.of(loader).place
         self._record = begin(loader, self._index_sampler, newest, loaded, same_readers)
-        self._order = self._record.order
-        among = resources.of(loader).bad_samples
-        self._tell, self._untold = among.tell, among.untold
-        if self._errors is not None:
+        self._bad_samples, errors = resources.of(loader).bad_samples, self._options.errors
+        if errors is not None:
             known = {} if self._record.saved is None else self._record.saved.now.bad_samples
             epoch, in_batches = self._record.position.epoch, loader._auto_collation
-            self._bad_samples = BadSampleCounter(among, self._errors, epoch, in_batches, known)
-            self._record.bad_samples = partial(among.state, self._bad_samples)
+            self._record.bad_samples = BadSampleCounter(self._bad_samples, errors, epoch, in_batches, known)
 
     def _epoch_has_begun(self, loader: Loader) -> None:
         """Make the epoch's record the loader's newest, and drop the loaded state. Not called if the epoch
@@ -234,18 +227,22 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
     @abstractmethod
     def _restart_sampler(self) -> None:
-        """Begin the epoch's order of indices, and set `_indices`."""
+        """Begin the epoch's order of indices."""
+
+    @property
+    def _order(self) -> Order:
+        return self._record.order
 
     @property
     def _sampler_iter(self) -> Iterator[Any]:
-        return self._indices
+        return map(decode_index, self._order)
 
     @_sampler_iter.setter
     def _sampler_iter(self, indices: Iterator[Any]) -> None:
         self._order.source = indices
 
     def _next_index(self) -> Any:
-        return next(self._indices)
+        return next(self._sampler_iter)
 
     def _next_data(self) -> Any:
         """The next batch, without counting it as yielded."""
@@ -260,8 +257,8 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     def _finished(self, batch: Any) -> Any:
         """Transform and pin a batch that stays on the host."""
         began = time.monotonic_ns()
-        if self._on_host is not None:
-            batch = self._on_host.apply_transform(batch)
+        if self._options.device is not None:
+            batch = self._options.device.apply_transform(batch)
         if self._pin_memory:
             batch = page_locked(batch, self._pin_memory_device)
         self._log.steps += ((DEVICE, began, time.monotonic_ns()),)

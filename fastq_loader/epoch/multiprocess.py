@@ -19,7 +19,6 @@ from fastq_loader.consumer.outcomes import ENDED, Ended, Handed, Raised
 from fastq_loader.epoch import resources
 from fastq_loader.epoch.base import LoaderIterator
 from fastq_loader.errors import IteratorInvalid
-from fastq_loader.ipc.messages import decode_index
 from fastq_loader.options import Loader
 from fastq_loader.reading import datapipes
 from fastq_loader.statistics.records import CLOSE, ITER
@@ -50,7 +49,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         self.engine = Engine(plan, self._record.pool_seed, self._shared_seed, mine.counters, mine.session)
         mine.engines.add(self.engine)
         shared_seed = self._shared_seed
-        if not (self._dynamic or self._record.continues_workers):
+        if not (self._options.is_dynamic or self._record.continues_workers):
             # torch resets a new iterator, which draws once more: it calls iter() of the sampler a second
             # time, and draws a second seed for a datapipe graph, which this epoch does not use. A dynamic
             # schedule draws as without workers.
@@ -66,7 +65,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             MultiprocessIterator.__init__(self, loader)
             return
         super()._reset(loader, first_iter)
-        if self._dynamic:
+        if self._options.is_dynamic:
             self._base_seed = self._draw_base_seed(loader)
         else:
             self._record.follow_base_seed(self._base_seed)
@@ -81,10 +80,10 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         self._exhausted = False
         record = self._record
         record.start.shared_seed = shared_seed
-        record.start.lives_on = self._persistent_workers and not self._dynamic
-        base_seed = record.start.base_seed if self._dynamic else None
+        record.start.lives_on = self._persistent_workers and not self._options.is_dynamic
+        base_seed = record.start.base_seed if self._options.is_dynamic else None
         resume = record.resume
-        done, bad_samples = record.progress, self._bad_samples
+        done, bad_samples = record.progress, record.bad_samples
         start = EpochStart(self._order, shared_seed, base_seed, self._log, done, resume, bad_samples)
         self._epoch = self.engine.start_epoch(start)
         self._epoch_has_begun(loader)
@@ -98,8 +97,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         return successor
 
     def _restart_sampler(self) -> None:
-        order = self._order.begin(self._record.saved, packed=True, read_ahead=self._dynamic)
-        self._indices = map(decode_index, order)
+        self._order.begin(self._record.saved, packed=True, read_ahead=self._options.is_dynamic)
 
     def _advance(self) -> None:
         if self._session is not None:

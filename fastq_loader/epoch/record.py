@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fastq_loader import options
+from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.epoch import samplers
 from fastq_loader.epoch.fields import EpochStart, Position, Saved
 from fastq_loader.epoch.order import Order
@@ -51,7 +52,7 @@ class EpochRecord:
         persistent: whether its readers serve the next epoch, too.
         constant: the part of a state that stays the same: the compared fields, and the start as text; None
             until a state needs it.
-        bad_samples: returns their part of a state; None where they are not counted.
+        bad_samples: counts them; None where they are not tolerated.
         shown: of an epoch that a `Prefetcher` reads ahead: a function that returns the state after the
             batches which that delivered, and the position there.
     """
@@ -62,7 +63,7 @@ class EpochRecord:
         self.continues_workers = self.persistent = False
         self.tells_readers = saved is not None
         self.constant: tuple[dict[str, Any], str] | None = None
-        self.bad_samples: Callable[[], dict[str, Any]] | None = None
+        self.bad_samples: BadSampleCounter | None = None
         self.shown: tuple[Callable[[], dict[str, Any]], Position] | None = None
         progress = order.progress
         if readers and not progress.workers:

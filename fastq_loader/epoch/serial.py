@@ -44,6 +44,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     def __init__(self, loader: Loader) -> None:
         self._counters = resources.of(loader).counters
         super().__init__(loader)
+        self._dynamic = self._options.is_dynamic
         if self._timeout != 0 and not isinstance(loader.num_workers, Auto):
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         if self._num_workers != 0:
@@ -56,7 +57,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._busy = False  # in the middle of a step that cannot be repeated
         rules = vars(options.rules(loader))
         reseeds = options.of(loader).reseeds
-        self._reader = Reader(self._dataset, self._collate_fn, self._errors, rules, reseeds=reseeds)
+        self._reader = Reader(self._dataset, self._collate_fn, self._options.errors, rules, reseeds=reseeds)
         with self._reader.put_back() if self._dynamic else nullcontext():
             self._begin_reading()
             self._note_place()
@@ -103,7 +104,10 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             self._idle.append(staging)
 
     def _restart_sampler(self) -> None:
-        self._indices = self._order.begin(self._record.saved)
+        self._order.begin(self._record.saved)
+
+    def _next_index(self) -> Any:
+        return next(self._record.order)
 
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)
@@ -126,7 +130,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         drawn = self._due
         if drawn is not None:  # else the sampler has ended, or failed
             self._load_drawn()
-        if self._order.progress.over:
+        if self._record.order.progress.over:
             self._log.leave(END, time.monotonic_ns(), time.process_time_ns())
         elif self.outcome is not None:  # else the batch was left out
             seq = None if drawn is None else drawn[0]
@@ -141,8 +145,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             return
         try:
             batch = self._load(*drawn)
-            if self._bad_samples is not None:
-                too_many = self._judge(self._bad_samples, *drawn)
+            if self._record.bad_samples is not None:
+                too_many = self._judge(self._record.bad_samples, *drawn)
             if too_many is not None:
                 outcome = self._raised(too_many, *drawn)
             elif batch is _LEFT_OUT:
@@ -180,7 +184,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     def _draw(self) -> None:
         """Store the number and index of the next batch in `_due`, or the sampler's error in `outcome`."""
         self._busy = True
-        order, began = self._order, time.monotonic_ns()
+        order, began = self._record.order, time.monotonic_ns()
         try:
             index = self._next_index()
         except StopIteration as stop:
@@ -200,7 +204,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
 
     def _progress_after(self, number: int) -> Progress:
         """The progress of the epoch after a batch, or after the error in its place."""
-        progress = self._order.progress
+        progress = self._record.order.progress
         if not progress.workers:
             return progress.after(number)
         iterable = self._dataset_kind == _DatasetKind.Iterable

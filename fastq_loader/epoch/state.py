@@ -200,7 +200,7 @@ def _whole(
     record: EpochRecord | None,
 ) -> dict[str, Any]:
     fields, start = constant
-    bad = {} if record is None or record.bad_samples is None else record.bad_samples()
+    bad = {} if record is None or record.bad_samples is None else record.bad_samples.state()
     own = {**vars(now), "workers": [(count, state) for count, state, _ in workers], "bad_samples": bad}
     rest = f"[{start}, {generators.dump(own)}]"
     return {
