@@ -285,17 +285,13 @@ LARGE = {
     "statistics.snapshots.EpochStatistics": 16,
     "statistics.snapshots.LoaderStatistics": 21,
     "statistics.snapshots.WorkerStatistics": 16,
+    "statistics.workers.WorkerCounters": 17,
     # What crosses between processes.
     "ipc.messages.Answer": 19,
     "workers.config.Plan": 17,
     # Not simplified yet.
-    "extras.remote.proxy.Proxy": 18,
     "extras.remote.ray_placement.RayPlacement": 22,
-    "memory.allocator.Allocator": 17,
-    "reading.fetch.Fetcher": 17,
-    "reading.reader.Reader": 17,
-    "statistics.epoch.EpochCounters": 16,
-    "statistics.workers.WorkerCounters": 17,
+    "reading.fetch.Fetcher": 16,
 }
 
 

@@ -76,6 +76,63 @@ class _Hold:
         self._dropped.append(self._block)
 
 
+class _OpenBlocks(dict[int, OpenBlock]):
+    """The blocks in use by a task, or kept by user code, by offset. The allocator's lock guards them.
+
+    Attributes:
+        dropped: one entry for each array that user code has dropped; finalizers append to it.
+        children: the forked children that may see the blocks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropped: deque[OpenBlock] = deque()
+        self._by_address: list[OpenBlock] = []  # in ascending order
+        self.children = ForkedChildren()  # `owned` counts the blocks
+
+    def open(self, offset: int, size: int, address: int) -> OpenBlock:
+        """Add a block."""
+        self.children.owned = len(self) + 1
+        block = self[offset] = OpenBlock(offset, size, address)
+        insort(self._by_address, block, key=_address)
+        return block
+
+    def close(self, block: OpenBlock) -> None:
+        """Remove a block that neither this task nor user code uses any more."""
+        del self[block.offset]
+        self._by_address.remove(block)
+        self.children.owned = len(self)
+
+    def at(self, address: int) -> OpenBlock | None:
+        """The block that contains an address, if any."""
+        at = bisect_right(self._by_address, address, key=_address) - 1
+        if at < 0:
+            return None
+        block = self._by_address[at]
+        return block if address < block.address + block.size else None
+
+    def drain(self) -> set[OpenBlock]:
+        """Process the arrays that user code has dropped. Return their blocks."""
+        blocks = set()
+        while self.dropped:
+            block = self.dropped.popleft()
+            block.holds -= 1
+            blocks.add(block)
+        return blocks
+
+    def reap(self) -> None:
+        """See `ForkedChildren`."""
+        self.children.reap()
+
+    def is_held(self, block: OpenBlock) -> bool:
+        """Whether user code references a block, here or in a child that it has forked."""
+        if block.holds:
+            return True
+        # Only the first such moment counts: children that were forked later do not see the block.
+        block.left = block.left or tick()
+        return self.children.may_see(block.opened, block.left)
+
+
 class Allocator:
     """Allocates the blocks of one worker.
 
@@ -111,11 +168,8 @@ class Allocator:
         self._pid = process_id.current()
         self._lock = threading.RLock()
         self._idle: list[tuple[int, int]] = []  # unused blocks (size, offset), by size
-        self._open: dict[int, OpenBlock] = {}  # by offset: the blocks in use by this task, or kept
-        self._by_address: list[OpenBlock] = []  # the same, in ascending order
+        self._open = _OpenBlocks()
         self._rest: OpenBlock | None = None  # the next result may be cut out of it
-        self._children = ForkedChildren()  # `owned` counts the open blocks
-        self._dropped: deque[OpenBlock] = deque()  # one entry for each array that user code has dropped
         self._shipping: frozenset[int] = frozenset()  # blocks of the answer, referenced or not
         self._fresh: list[tuple[int, int]] = []  # made here, and unknown to the consumer
 
@@ -146,7 +200,7 @@ class Allocator:
             return self._take(nbytes, failed)
 
     def _take(self, nbytes: int, any_size: bool = False) -> OpenBlock:
-        if self._dropped:
+        if self._open.dropped:
             self._collect()
         wanted = size_class(nbytes)
         found = _fit(self._idle, wanted, any_size)
@@ -155,16 +209,7 @@ class Allocator:
             began = time.monotonic_ns()
             self.mapping.populate(offset, nbytes)  # faster than a fault for each page, and timed
             self.new_memory += time.monotonic_ns() - began
-        self._children.owned = len(self._open) + 1
-        block = self._open[offset] = OpenBlock(offset, size, self.mapping.base + offset)
-        insort(self._by_address, block, key=_address)
-        return block
-
-    def _close(self, block: OpenBlock) -> None:
-        """Remove a block that neither this task nor user code uses any more."""
-        del self._open[block.offset]
-        self._by_address.remove(block)
-        self._children.owned = len(self._open)
+        return self._open.open(offset, size, self.mapping.base + offset)
 
     def _make(self, nbytes: int, size: int) -> int:
         offset = self._space.take(size)
@@ -184,7 +229,7 @@ class Allocator:
             block, start = self._cut(nbytes) if self.for_device else (self._take(nbytes), 0)
             data = block.address + start, False
             interface = {"version": 3, "data": data, "shape": shape, "typestr": typestr}
-            hold = _Hold(self.mapping, block, interface, self._dropped)
+            hold = _Hold(self.mapping, block, interface, self._open.dropped)
             block.holds += 1
             block.left = 0
         return np.asarray(hold)
@@ -202,11 +247,7 @@ class Allocator:
     def block_at(self, address: int) -> OpenBlock | None:
         """The block of this task that contains an address, if any."""
         with self._lock:
-            at = bisect_right(self._by_address, address, key=_address) - 1
-            if at < 0:
-                return None
-            block = self._by_address[at]
-            return block if address < block.address + block.size else None
+            return self._open.at(address)
 
     def is_nontemporal(self, nbytes: int) -> bool:
         """Whether pieces of `nbytes` are better written to a block with non-temporal stores."""
@@ -227,7 +268,7 @@ class Allocator:
     def untouched(self) -> bool:
         """Whether no block is open or available: then the task has nothing to ship, return or report."""
         with self._lock:  # a thread of the dataset may be taking a block
-            return not (self._open or self._idle or self._fresh or self._dropped)
+            return not (self._open or self._idle or self._fresh or self._open.dropped)
 
     def ship(self, used: Used) -> None:
         """Mark the blocks that the batch lies in: they are not used again."""
@@ -239,21 +280,15 @@ class Allocator:
         time. Return the copies by offset of the original. Called when the worker has dropped its own
         references to the batch."""
         with self._lock:
-            self._drain()
-            self._children.reap()
-            held = [(self._open[offset], need) for offset, need in used if self._is_held(self._open[offset])]
+            self._open.drain()
+            self._open.reap()
+            blocks = [(self._open[offset], need) for offset, need in used]
+            held = [(block, need) for block, need in blocks if self._open.is_held(block)]
             copies = {}
             for block, need in held:
                 copy = copies[block.offset] = self._take(need)
                 self.write(copy.offset, block.address, need)
             return copies
-
-    def _is_held(self, block: OpenBlock) -> bool:
-        if block.holds:
-            return True
-        # Only the first such moment counts: children that were forked later do not see the block.
-        block.left = block.left or tick()
-        return self._children.may_see(block.opened, block.left)
 
     def finish(self, used: Used) -> tuple[list[tuple[int, int]], list[int]]:
         """Finish the task; the answer uses these blocks.
@@ -266,7 +301,7 @@ class Allocator:
             self._shipping = frozenset()
             self._large = sum(map(_second, used)) >= self._nontemporal_from
             for offset, _ in used:
-                self._close(self._open[offset])
+                self._open.close(self._open[offset])
             self._reclaim()
             returned = list(map(_second, self._idle))
             self._idle.clear()
@@ -276,28 +311,19 @@ class Allocator:
     def _reclaim(self) -> None:
         """Make blocks writable again that are not referenced, including the batch's."""
         self._rest = None
-        if self._open or self._dropped:
-            self._drain()
-            self._children.reap()
-            self._free([block for block in self._open.values() if not self._is_held(block)])
+        if self._open or self._open.dropped:
+            self._open.drain()
+            self._open.reap()
+            self._free([block for block in self._open.values() if not self._open.is_held(block)])
 
     def _collect(self) -> None:
         """Make blocks writable again that user code has dropped."""
-        dropped = [block for block in self._drain() if self._open.get(block.offset) is block]
-        self._free([b for b in dropped if b.offset not in self._shipping and not self._is_held(b)])
-
-    def _drain(self) -> set[OpenBlock]:
-        """Process the arrays that user code has dropped. Return their blocks."""
-        blocks = set()
-        while self._dropped:
-            block = self._dropped.popleft()
-            block.holds -= 1
-            blocks.add(block)
-        return blocks
+        dropped = [block for block in self._open.drain() if self._open.get(block.offset) is block]
+        self._free([b for b in dropped if b.offset not in self._shipping and not self._open.is_held(b)])
 
     def _free(self, blocks: list[OpenBlock]) -> None:
         for block in blocks:
-            self._close(block)
+            self._open.close(block)
             self._idle.append((block.size, block.offset))
             if self._rest is block:
                 self._rest = None

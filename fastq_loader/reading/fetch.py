@@ -64,7 +64,6 @@ class Fetcher:
         self.auto_collation = auto_collation
         self.collate_fn = collate
         self.drop_last = drop_last
-        self._iterable = iterable
         self._getitems = auto_collation and not iterable and _has_getitems(dataset)
         gathers = auto_collation and collate is default_collate and is_table(dataset)
         self._gatherer = Gatherer() if gathers else None
@@ -95,7 +94,7 @@ class Fetcher:
     def _read(self, index: Any) -> Any:
         """Read the samples to be collated; a single one without batching."""
         dataset = self.dataset
-        if self._iterable:
+        if self.dataset_iter is not None:
             data = self._read_stream(index)
             return data if self.auto_collation else data[0]
         if self._getitems:

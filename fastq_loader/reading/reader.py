@@ -60,10 +60,8 @@ class Reader:
         self.dataset = dataset
         self._collate, self._errors, self._rules = collate, errors, rules
         self._number, self._readers = number, readers
-        self._iterable = rules["iterable"]
         self._saves_generators, self._reseeds = saves_generators, reseeds
         self._epoch = self._asked = 0  # its number, and how many of its batches were requested
-        self._replays = False  # skipped batches have to be read again
         self._resumed: dict[str, Any] = {}  # the state to go on from
 
     def begin(self, epoch: int, base_seed: int | None, delivered: int, state: dict[str, Any] | None) -> None:
@@ -79,8 +77,7 @@ class Reader:
         """
         self.ended, self._asked = False, 0
         self.base_seed, self._epoch, self._resumed = base_seed, epoch, state or {}
-        self.to_pass = delivered if self._iterable else 0
-        self._replays = "position" not in self._resumed
+        self.to_pass = delivered if self._rules["iterable"] else 0
         rules = {**self._rules, "collate": self._collate, "errors": self._errors}
         place = self._resumed.get("position")
         if base_seed is not None:
@@ -94,6 +91,11 @@ class Reader:
             self._set_generators()  # `iter(dataset)` may draw
         self.fetcher = position.fetcher_at(place, self.dataset, **rules)
         self._set_generators()
+
+    @property
+    def _replays(self) -> bool:
+        """Whether skipped batches have to be read again."""
+        return "position" not in self._resumed
 
     def _set_generators(self) -> None:
         """Restore the generators, but not before batches have been read again: these draw from them."""
@@ -138,7 +140,7 @@ class Reader:
     def _seed(self, base_seed: int, seq: int) -> int:
         """Seed a batch by its number. For an iterable dataset that is its number if no reader ended early:
         how many tasks the others still get depends on when one ends."""
-        number = self._asked * self._readers + self._number if self._iterable else seq
+        number = self._asked * self._readers + self._number if self._rules["iterable"] else seq
         own = self._own_generators() if self._reseeds else {}
         return generators.seed_batch(base_seed, number, own)
 

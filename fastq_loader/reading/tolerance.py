@@ -181,7 +181,7 @@ class TolerantFetcher(Fetcher):
         indices = [index]
         if self.auto_collation:
             indices = index if type(index) is list else list(index)
-        if self._iterable:
+        if self.dataset_iter is not None:
             data = self._read_stream_on(len(indices))
         elif self._getitems:
             try:

@@ -80,6 +80,21 @@ class BatchCosts:
         return self._load / self._batches
 
 
+class _Times:
+    """Times of the batches in flight, and of their workers.
+
+    Attributes:
+        sent: batch → when its task was sent.
+        previous: batch → when its worker had finished the previous one, or 0.
+        finished: worker → when it had finished its last one.
+    """
+
+    def __init__(self) -> None:
+        self.sent: dict[int, int] = {}
+        self.previous: dict[int, int] = {}
+        self.finished = defaultdict[int, int](int)
+
+
 class EpochCounters:
     """Counts of one epoch, folded from its records.
 
@@ -110,9 +125,7 @@ class EpochCounters:
         self._ready = ReadyCounts(now)
         self._late = LateBatches(epoch)
         self._left = now
-        self._sent: dict[int, int] = {}  # batch → when its task was sent
-        self._previous: dict[int, int] = {}  # batch → when its worker had finished the previous one, or 0
-        self._finished = defaultdict[int, int](int)  # worker → when it had finished its last one
+        self._times = _Times()
 
     def used_cpu(self, cpu: int, over: bool = False) -> None:
         """Set the CPU time that this process has used so far; ignored once the epoch is over."""
@@ -125,22 +138,22 @@ class EpochCounters:
         """Count a record of this epoch."""
         kind, _, began, ended, _, steps, *more = record
         waits: list[Any] = []
-        by_cause, counted = self.by_cause, 0
+        by_cause, times, counted = self.by_cause, self._times, 0
         for step in steps:
             match step:
                 case records.ANSWERED, worker, process, answer:
-                    previous, self._finished[worker.id] = self._finished[worker.id], answer.finished
-                    sent = self._sent.pop(answer.seq, answer.started)
+                    previous, times.finished[worker.id] = times.finished[worker.id], answer.finished
+                    sent = times.sent.pop(answer.seq, answer.started)
                     worker.answered(answer, sent if previous else 0, process)
                     if answer.kind not in EMPTY:
-                        self._previous[answer.seq] = previous
+                        times.previous[answer.seq] = previous
                         load, pack = answer.collated - answer.started, answer.finished - answer.collated
                         self.costs.add(answer.seq, load, pack)
                 case records.DREW, since, until, seqs:
                     by_cause["sampler"] += until - since
                     counted += until - since
                     for seq in seqs:
-                        self._sent[seq] = until
+                        times.sent[seq] = until
                 case records.DEVICE, since, until:
                     by_cause["device_copy"] += until - since
                     counted += until - since
@@ -170,7 +183,7 @@ class EpochCounters:
             self.batches += 1
             self._calls[int(PER_OCTAVE * log2(ended - began or 1))] += 1
             if answer is not None:
-                self._previous.pop(answer.seq, 0)
+                self._times.previous.pop(answer.seq, 0)
                 if answer.seq in self._late.waiting:
                     self._late.delivered(answer)
                 self._ready.add(answer.finished, ended)
@@ -193,7 +206,7 @@ class EpochCounters:
             self._late.held_up(seq, index, ended - began)
         lost = {cause: ended - began}
         if answer is not None:
-            lost = _lost_to(cause, began, ended, answer, self._previous.get(answer.seq, 0))
+            lost = _lost_to(cause, began, ended, answer, self._times.previous.get(answer.seq, 0))
         for each, nanoseconds in lost.items():
             self.by_cause[each] += nanoseconds
         counted = sum(lost.values())

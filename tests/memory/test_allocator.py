@@ -95,7 +95,7 @@ def test_a_block_that_a_child_saw_is_shipped_in_a_copy_and_comes_back_with_its_e
 
     def make(alive: bool) -> torch.Tensor:
         tensor = empty((LARGE,)).fill_(1)
-        children.append(Fork(pair.allocator._children))
+        children.append(Fork(pair.allocator._open.children))
         children[-1].finish() if alive else children[-1].die()
         return tensor
 
@@ -103,7 +103,7 @@ def test_a_block_that_a_child_saw_is_shipped_in_a_copy_and_comes_back_with_its_e
         result = pair.run(partial(make, alive))
         assert (len(pair.copied), float(result.sum())) == (copies, LARGE)
         del result
-    later = Fork(pair.allocator._children)  # nothing of this process referenced the block any more
+    later = Fork(pair.allocator._open.children)  # nothing of this process referenced the block any more
     later.finish()
     pair.trip(None)
     assert not pair.idle()
@@ -173,7 +173,7 @@ def test_what_is_cut_from_a_block_that_a_child_sees_may_be_seen_by_the_next_chil
         for _ in range(2):
             tensor = empty((SMALLEST,), torch.uint8)
             assert offset_of(pair, tensor) < 2 * SMALLEST
-            children.append(Fork(pair.allocator._children))
+            children.append(Fork(pair.allocator._open.children))
             children[-1].finish()
             del tensor
             pair.allocator.take(1)  # the block would be free but for the child

@@ -109,6 +109,43 @@ def main(setup: Setup, tls: Tls | None, pipe: Pipe[Any, Any], traffic: memoryvie
         socket.close()
 
 
+class _Forwarded(deque[Task]):
+    """The tasks that were forwarded and not answered. The claim table has the one to blame if this worker
+    dies: one that is being loaded, rather than one already loaded.
+
+    Args:
+        claims: the claim table.
+        worker: number of this worker.
+
+    Attributes:
+        heads: how many tasks, from the left, have answers that began to arrive.
+    """
+
+    def __init__(self, claims: ClaimTable, worker: int) -> None:
+        super().__init__()
+        self._claims, self._worker = claims, worker
+        self.heads = 0
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the far worker has nothing to load."""
+        return self.heads == len(self)
+
+    def append(self, task: Task) -> None:
+        super().append(task)
+        self._mark()
+
+    def popleft(self) -> Task:
+        task = super().popleft()
+        self.heads = 0
+        self._mark()
+        return task
+
+    def _mark(self) -> None:
+        at = min(self.heads, len(self) - 1)
+        self._claims.begin(self._worker, self[at].ticket if self else None)
+
+
 class Proxy:
     """The loop of a proxy.
 
@@ -134,13 +171,11 @@ class Proxy:
     ) -> None:
         self._setup = setup
         self._tls = tls
-        self._shared_tasks = setup.plan.shared_tasks
         self._pipe = pipe
         self._socket = socket
-        self._claims = claims
         self._blocks = blocks
         self._traffic = traffic
-        self._tasks = TaskQueue(claims, self._shared_tasks, setup.worker)
+        self._tasks = TaskQueue(claims, setup.plan.shared_tasks, setup.worker)
         self._far: Connection | None = None
         self._greeted = False
         self._pings: list[Ping] = []  # not answered yet
@@ -148,8 +183,7 @@ class Proxy:
         self._stopping = False
         self._failures = 0
         self._unsent: list[Task | Epoch] = []  # to be sent to the far worker before the next task
-        self._due: deque[Task] = deque()  # forwarded, and not answered
-        self._heads = 0  # how many of those, from the left, have answers that began to arrive
+        self._due = _Forwarded(claims, setup.worker)
 
     def run(self) -> None:
         self._report(Status(waits=True))
@@ -177,12 +211,12 @@ class Proxy:
         descriptors = [self._pipe.fileno()]
         if self._far is not None:
             descriptors.append(self._far.fileno())
-        return self._socket.wait(descriptors, block=self._far is None or not (self._idle and self._tasks))
+        is_claiming = self._due.is_loaded and self._tasks
+        return self._socket.wait(descriptors, block=self._far is None or not is_claiming)
 
     @property
-    def _idle(self) -> bool:
-        """Whether the far worker has nothing to load."""
-        return self._heads == len(self._due)
+    def _shared_tasks(self) -> bool:
+        return self._setup.plan.shared_tasks
 
     # ---- from the consumer --------------------------------------------------------------------
 
@@ -231,20 +265,14 @@ class Proxy:
         for message in self._unsent:
             self._send(self._far, message)
         self._unsent.clear()
-        while self._idle and (task := self._tasks.take()) is not None:
+        while self._due.is_loaded and (task := self._tasks.take()) is not None:
             self._send(self._far, task)
 
     def _send(self, connection: Connection, message: Task | Epoch) -> None:
         if isinstance(message, Task):
             self._due.append(message)
-            self._mark()
             message = message._replace(grants=(), ticket=0)
         connection.send(MESSAGE, reencode(message))
-
-    def _mark(self) -> None:
-        """Record the task to blame if this worker dies: one being loaded, rather than one already loaded."""
-        at = min(self._heads, len(self._due) - 1)
-        self._claims.begin(self._setup.worker, self._due[at].ticket if self._due else None)
 
     def _see_off(self) -> None:
         """Let the far worker finish, and wait for its end. The consumer limits this time."""
@@ -269,7 +297,7 @@ class Proxy:
         answer = decode_for_consumer(frame.payload)
         if not isinstance(answer, Answer) or not self._due or answer[:3] != self._due[0][:3]:
             raise ProtocolError("it did not send an answer to its task")
-        self._heads = 1
+        self._due.heads = 1
         self._read_messages()
         self._forward()
         task = self._due[0]
@@ -283,8 +311,6 @@ class Proxy:
             )
         )
         self._due.popleft()
-        self._heads = 0
-        self._mark()
 
     def _receive_body(
         self, connection: Connection, handle: BatchHandle | None, body: int
