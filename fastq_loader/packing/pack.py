@@ -64,10 +64,11 @@ class Packer:
         walker = self._walker
         try:
             tree = walker.walk(batch)
-            try:
-                pickled = self._pickle(batch) if walker.objects else None
-            except (RecursionError, pickling.SharedContainer):
-                tree, pickled = walker.whole(batch), self._pickle(batch)
+            # One pickle, in which objects still refer to the containers around them. But tensors that are no
+            # leaves, such as sparse ones, go to a device only by themselves.
+            if walker.objects and not self._allocator.for_device:
+                tree = walker.whole(batch)
+            pickled = self._pickle(batch) if walker.objects else None
             handle, used = self._place(tree, pickled)
         finally:
             walker.clear()
@@ -117,7 +118,7 @@ class Packer:
     def _pickle(self, batch: Any) -> bytes:
         walker, for_device = self._walker, self._allocator.for_device
         value = walker.objects[0] if len(walker.objects) == 1 else tuple(walker.objects)
-        return pickling.dump(value, walker.leaf_in_pickle, batch, walker.containers, for_device)
+        return pickling.dump(value, walker.leaf_in_pickle, batch, for_device)
 
     def _place(self, tree: Any, pickled: bytes | None, failed: bool = False) -> tuple[BatchHandle, Used]:
         """Put the walker's leaves and the pickled bytes into blocks or the packet. Returns as `pack`."""

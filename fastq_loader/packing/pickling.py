@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
 from multiprocessing.reduction import ForkingPickler
@@ -118,10 +118,6 @@ def _dispatch_table() -> dict[type, Callable[[Any], Any]]:
 _SHARING = (reductions.reduce_tensor, reductions.reduce_storage)
 
 
-class SharedContainer(Exception):
-    """Raised if an object refers to a list or dict of the tree around it."""
-
-
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, leaf_number: LeafNumber, for_device: bool = False) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -162,23 +158,10 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-class _WatchfulPickler(_Pickler):
-    """Detects lists and dicts that must not be copied. Slower: it makes a call for every object."""
-
-    def __init__(self, outside: Container[int], *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._outside = outside
-
-    def persistent_id(self, value: Any) -> None:
-        if id(value) in self._outside:
-            raise SharedContainer
-
-
 def dump(
     value: Any,
     leaf_number: LeafNumber,
     whole: Any = None,
-    outside: Collection[int] = (),
     for_device: bool = False,
 ) -> bytes:
     """Pickle `value` without its leaves: each tensor or array that `is_leaf` is replaced by its number, and
@@ -188,11 +171,9 @@ def dump(
         value: the object to pickle.
         leaf_number: takes a leaf, returns its number; None for an array that stays in the pickle.
         whole: the batch that contains `value`, for the path in an error's text; None: `value` itself.
-        outside: ids of lists and dicts around `value`, which must not be copied into the pickle.
         for_device: whether tensors go on to a device. Storages do not: they become leaves as arrays.
 
     Raises:
-        SharedContainer: `value` refers to one of `outside`.
         UnpicklableError: a part cannot be pickled; the text has the path to it.
         MemoryError: there is not enough memory for the pickle.
         RuntimeError: there is a non-leaf tensor that requires grad.
@@ -200,12 +181,12 @@ def dump(
     arguments = value, leaf_number, for_device
     try:
         try:
-            return _dumped(partial(_WatchfulPickler, outside) if outside else _Pickler, *arguments)
+            return _dumped(_Pickler, *arguments)
         except Exception as error:
-            if not sends_by_value or isinstance(error, (SharedContainer, MemoryError)):
+            if not sends_by_value or isinstance(error, MemoryError):
                 raise
             return _dumped(by_value(_Pickler), *arguments)
-    except (SharedContainer, MemoryError):
+    except MemoryError:
         raise
     except Exception as error:
         if error.args == (_COWARDLY,):

@@ -5,10 +5,11 @@ and tuple are described in the spec, plain values (int, float, str, bytes, bool,
 message, strided CPU tensors and numpy arrays are *leaves*, and everything else is an object, which is pickled
 without the leaves in it.
 
-A tree of more than `PARTS` parts is a single object. Pickling processes it in C, and variable parts (the
-number of annotations, the keys of a dict) need no new spec. A long text is an object, too, and so is a tree
-of many texts: a message too long for the socket would need new memory for each batch. Small arrays inside a
-pickled object stay in the pickle.
+A tree with an object in it is pickled whole, unless the batch goes to a device: so objects still refer to the
+containers around them. A tree of more than `PARTS` parts is a single object, too. Pickling processes it in C,
+and variable parts (the number of annotations, the keys of a dict) need no new spec. A long text is an object,
+and so is a tree of many texts: a message too long for the socket would need new memory for each batch. Small
+arrays inside a pickled object stay in the pickle.
 
 A *segment* is the memory of one leaf, or of tensors of one storage whose bytes overlap: these also overlap in
 the consumer. Its *span* is its start and end address in this process.

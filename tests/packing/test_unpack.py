@@ -84,7 +84,7 @@ def spec_with(handle: BatchHandle, tree: Any, *rest: Any) -> BatchHandle:
     return handle._replace(spec=(tree, *(rest or spec[1:])))
 
 
-#: Of a packet in a block, two large leaves, an object and two values.
+#: Of a packet in a block, two large leaves, and an object.
 LIES: dict[str, Callable[[BatchHandle], BatchHandle]] = {
     "a leaf behind the end of its block": lambda h: at(h, 1, None, None, h.segments[1][1]),
     "a leaf that begins before its block": lambda h: at(h, 1, None, None, -8),
@@ -98,7 +98,7 @@ LIES: dict[str, Callable[[BatchHandle], BatchHandle]] = {
     "a segment too few": lambda h: h._replace(segments=h.segments[:-1]),
     "a segment too many": lambda h: h._replace(segments=(*h.segments, h.segments[-1])),
     "no segments": lambda h: h._replace(segments=()),
-    "a value too few": lambda h: h._replace(values=h.values[:-1]),
+    "a value too few": lambda h: spec_with(h, ("l", ((h.spec or ())[0], "V"))),
     "a value too many": lambda h: h._replace(values=(*h.values, "c")),
     "a spec that fits no batch": lambda h: spec_with(h, 3),
     "more objects than there are": lambda h: spec_with(h, ("l", ((h.spec or ())[0], "O"))),
