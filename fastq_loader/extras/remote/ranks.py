@@ -158,3 +158,42 @@ class Board:
         self._store._internal_kv_put(self._key, self._foreign, namespace=_SPACE)
         if before:
             self._store._internal_kv_del(before, namespace=_SPACE)
+
+
+class Sharing:
+    """Room that one rank's pool leaves to ranks without any.
+
+    Args:
+        board: the ranks' pools.
+        now: time in seconds.
+
+    Attributes:
+        others_starve: whether a rank has no room while this one has some: then it starts no more workers.
+    """
+
+    def __init__(self, board: Board, now: float) -> None:
+        self.board = board
+        self.others_starve = False
+        self._gifts: set[tuple[str, int]] = set()  # room given up so far
+        self._had_room, self._looked = now, 0.0  # times of the last occurrence
+
+    def look(self, now: float, workers: int, pause: float) -> int | None:
+        """Compare this pool, with room for so many workers, with the others; at most once in `pause` seconds.
+        Returns how many workers to give up; None if no other rank needs their room."""
+        if workers:
+            self._had_room = now
+        if now < self._looked + pause:
+            return None
+        self._looked = now
+        try:
+            pools = self.board.exchange(Holding(workers, int(now - self._had_room)))
+        except Exception:  # the head of the cluster may be unreachable for a while
+            return None
+        starving = {name for name, pool in pools.items() if pool.starves}
+        self._gifts = {(name, turn) for name, turn in self._gifts if name in starving}
+        self.others_starve = bool(starving) and workers > 0
+        if not self.others_starve:
+            return None
+        due = gifts(pools, self.board.name)
+        new, self._gifts = due - self._gifts, self._gifts | due
+        return len(new)

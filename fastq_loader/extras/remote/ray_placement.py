@@ -38,7 +38,7 @@ from torch import distributed
 from fastq_loader.extras.remote.connection import Address
 from fastq_loader.extras.remote.proxy import NoPlace, Place
 from fastq_loader.extras.remote.proxy_pool import Placement
-from fastq_loader.extras.remote.ranks import Board, Holding, gifts, share, used, waits_for
+from fastq_loader.extras.remote.ranks import Board, Sharing, share, used, waits_for
 
 #: Seconds between two polls for answers, while any are due: an actor takes a second to start. And seconds to
 #: wait for Ray's lock.
@@ -104,10 +104,8 @@ class RayPlacement(Placement):
         self._setup: Any = None  # a reference to their setup
         self._takes: dict[str, float] = {}  # resources of each worker
         self._most = 0  # maximum number of actors of this pool
-        self._board: Board | None = None  # in a job of several ranks, unless all workers are needed
-        self._others_starve = False
-        self._gifts: set[tuple[str, int]] = set()  # room given up so far
-        self._went_on = self._had_room = self._looked = 0.0  # times of the last occurrence
+        self._sharing: Sharing | None = None  # in a job of several ranks, unless all workers are needed
+        self._went_on = 0.0  # when the pool could last continue
         self._actors: list[_Actor] = []
         self._deaths: dict[Place, str] = {}  # causes of death
         self._lost: list[Place] = []
@@ -137,7 +135,7 @@ class RayPlacement(Placement):
 
     def _prepare(self, ray: Any, setup: bytes, places: int) -> None:
         options = self._options
-        self._went_on = self._had_room = time.monotonic()
+        self._went_on = now = time.monotonic()
         all_kinds = {"CPU": options.num_cpus, "GPU": options.num_gpus, **options.resources}
         self._takes = takes = {name: amount for name, amount in all_kinds.items() if amount}
         _look_for_room(ray, options, takes)
@@ -161,7 +159,7 @@ class RayPlacement(Placement):
                 jobs = importlib.import_module("ray._private.state").jobs()
                 board = Board(store, _job(ranks), ray.get_runtime_context().get_job_id())
                 others = board.join(others, {job["JobID"] for job in jobs if job["IsDead"]})
-                self._board = board
+                self._sharing = Sharing(board, now)
             self._most = share(used(total, others), takes, ranks, places)
         self._make_actors()
 
@@ -196,7 +194,7 @@ class RayPlacement(Placement):
         self._look_at_ranks()
         self._make_actors()
         if all(actor.place is not None and not actor.lost for actor in self._actors):
-            self.pause = None if self._board is None else _LOOK
+            self.pause = None if self._sharing is None else _LOOK
 
     def _check_wait(self, wanted: int) -> None:
         """Give up if the pool has not been able to continue for `start_timeout`."""
@@ -223,42 +221,27 @@ class RayPlacement(Placement):
 
     def _look_at_ranks(self) -> None:
         """Leave room to ranks that have none."""
-        now = time.monotonic()
         with_room = [actor for actor in self._actors if actor.machine is not None]
-        if with_room:
-            self._had_room = now
-        elif self._failures >= _TRIES:  # room would not help
+        if not with_room and self._failures >= _TRIES:  # room would not help
             self._leave_board()
-        if self._board is None or now < self._looked + _LOOK:
+        if self._sharing is None:
             return
-        self._looked = now
-        mine = Holding(len(with_room), int(now - self._had_room))
-        try:
-            pools = self._board.exchange(mine)
-        except Exception:  # the head of the cluster may be unreachable for a while
-            return
-        self._compare(pools, self._board.name, with_room)
+        due = self._sharing.look(time.monotonic(), len(with_room), _LOOK)
+        if due is not None:
+            self._leave_room(due, with_room)
 
-    def _compare(self, pools: dict[str, Holding], mine: str, with_room: list[_Actor]) -> None:
-        """Compare the ranks' pools, of which one is `mine`."""
-        starving = {name for name, pool in pools.items() if pool.starves}
-        self._gifts = {(name, turn) for name, turn in self._gifts if name in starving}
-        self._others_starve = bool(starving and with_room)
-        if self._others_starve:
-            self._leave_room(gifts(pools, mine), with_room)
-
-    def _leave_room(self, due: set[tuple[str, int]], with_room: list[_Actor]) -> None:
+    def _leave_room(self, due: int, with_room: list[_Actor]) -> None:
         for actor in [actor for actor in self._actors if actor.machine is None]:
             self._end(actor, "")  # it could get the room before the others
-        new, self._gifts = due - self._gifts, self._gifts | due
         if self._options.max_restarts == 0:  # a batch may be lost with an actor
             return
         with_room.sort(key=lambda actor: (actor.place is not None, actor.given))  # cheapest to end first
-        for actor in with_room[: min(len(new), len(with_room) - 1)]:
+        for actor in with_room[: min(due, len(with_room) - 1)]:
             self._end(actor, "its room was given to a rank that had none")
 
     def _make_actors(self) -> None:
-        while len(self._actors) < self._most and self._failures < _TRIES and not self._others_starve:
+        starve = self._sharing is not None and self._sharing.others_starve
+        while len(self._actors) < self._most and self._failures < _TRIES and not starve:
             first, last = self._options.ports or (0, 0)
             try:
                 handle = self._far_worker.remote()
@@ -374,10 +357,10 @@ class RayPlacement(Placement):
             self._forget()
 
     def _leave_board(self) -> None:
-        board, self._board = self._board, None
-        if board is not None:
+        sharing, self._sharing = self._sharing, None
+        if sharing is not None:
             with suppress(Exception):  # the head of the cluster is unreachable
-                board.leave()
+                sharing.board.leave()
 
     def _is_there(self) -> bool:
         """Whether Ray is still the instance that was there at the start. A call would start a new one."""
@@ -387,7 +370,7 @@ class RayPlacement(Placement):
     def _forget(self) -> None:
         """Drop all references."""
         self._driver = ""
-        self._board = None
+        self._sharing = None
         self._actors.clear()
         self._setup = self._far_worker = None
 
