@@ -332,6 +332,19 @@ def pytest_configure(config: pytest.Config) -> None:
     thorough.is_thorough = config.getoption("--thorough") or config.getoption("--thorough-only")
 
 
+#: With these a person watches, or one test after the other has to come.
+_ALONE = ("usepdb", "trace", "maxfail", "collectonly", "tx")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own, which reads the number
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """A whole run uses two processes if pytest-xdist is installed and no `-n` was given."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    alone = any(config.getoption(name, None) for name in _ALONE)
+    if whole and not alone and getattr(config.option, "numprocesses", 0) is None:
+        config.option.numprocesses = 2
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="each promise in its variations, too")
     parser.addoption("--thorough-only", action="store_true", help="these, without the default run's tests")
@@ -404,8 +417,10 @@ def variations(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A step of CI whose packages are missing must not look like one that has passed."""
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if session.config.getoption("--must-run") and exitstatus == 0 and not reporter.stats.get("passed"):
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")  # none in a process of xdist's
+    if reporter is None or not session.config.getoption("--must-run"):
+        return
+    if exitstatus == 0 and not reporter.stats.get("passed"):
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
 
 

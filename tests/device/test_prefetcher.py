@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
 import weakref
@@ -24,6 +23,7 @@ from fastq_loader.epoch import prefetcher
 from tests.support import thorough
 from tests.support.datasets import Made, Point, Record, assert_same, identity
 from tests.support.late_device import Late, image_and_label, move_late
+from tests.support.loaders import collector_off
 from tests.support.simulated_device import HOME, OTHER, Batch, Breach, Host, SimulatedDevice
 from tests.support.staging_runs import options_for
 from tests.support.thorough import examples
@@ -322,16 +322,13 @@ def test_an_error_keeps_nothing_alive(failing: str, raised: bool, late: Late) ->
     batches = Prefetcher(loader, "cuda", fail_at_4)
     epoch = iter(batches)
     next(epoch)
-    gc.disable()
-    try:
+    with collector_off():
         if raised:
             with pytest.raises((OSError, KeyError)):
                 next(epoch)
         gone = [weakref.ref(each) for each in (batches, epoch)]
         del batches, epoch
         assert [each() for each in gone] == [None, None]
-    finally:
-        gc.enable()
 
 
 def test_batches_of_the_device_are_not_moved_beside(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:

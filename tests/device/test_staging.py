@@ -25,6 +25,7 @@ from tests.support import thorough
 from tests.support.datasets import Made, MapDataset, assert_same, identity
 from tests.support.defects import defects
 from tests.support.late_device import Late, image_and_label
+from tests.support.loaders import collector_off
 from tests.support.staging_runs import choose, run, run_buffers
 from tests.support.thorough import examples
 
@@ -278,6 +279,7 @@ import pytest, torch
 from fastq_loader import DataLoader
 from tests.support.datasets import MapDataset
 from tests.support.late_device import late_device
+from tests.support.loaders import collector_off
 context = late_device(pytest.MonkeyPatch())
 context.__enter__()
 loader = DataLoader(MapDataset("large", 30), 2, num_workers=2, device="cuda")
@@ -343,12 +345,9 @@ def test_an_error_of_the_transform_does_not_keep_the_workers(first: int, late: L
     else:
         with pytest.raises(RuntimeError, match="StopIteration"):
             next(iterator)
-    gc.disable()
-    try:
+    with collector_off():
         del iterator, loader
         assert wait_until(lambda: not descendants(), 3)
-    finally:
-        gc.enable()
 
 
 @pytest.mark.processes

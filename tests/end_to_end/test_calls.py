@@ -8,7 +8,6 @@ a machine that is busy many are.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import sys
 import time
@@ -33,7 +32,7 @@ from fastq_loader.reading import fetch
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import Batch
-from tests.support.loaders import MANY_WORKERS
+from tests.support.loaders import MANY_WORKERS, collector_off
 from tests.support.pair import LARGE, Pair, paired
 from tests.support.simulation import SimulatedArena
 from tests.support.thorough import is_thorough, thorough
@@ -106,13 +105,12 @@ class Count:
         self.deepest: list[str] = []
         self.of: Counter[str] = Counter()
         before = sys.getprofile()
-        gc.disable()  # what the collector calls is not the action's
-        sys.setprofile(self._look)
-        try:
-            action()
-        finally:
-            sys.setprofile(before)
-            gc.enable()
+        with collector_off():  # what it calls is not the action's
+            sys.setprofile(self._look)
+            try:
+                action()
+            finally:
+                sys.setprofile(before)
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import signal
@@ -26,6 +25,7 @@ from fastq_loader.scheduling.schedules import Schedule
 from tests.conftest import run_script, wait_until
 from tests.support.alarms import Alarm, alarm_after, alarm_while_next_waits, ring
 from tests.support.gates import LIMIT, Gated, Gates, is_inside
+from tests.support.loaders import collector_off
 from tests.support.thorough import thorough
 
 pytestmark = pytest.mark.processes
@@ -95,14 +95,13 @@ def test_an_alarm_at_any_call_of_the_first_next_loses_no_batch(
                     signal.raise_signal(signal.SIGALRM)
 
         iterator, found = iter(DataLoader(range(6), None, num_workers=workers)), list[int]()
-        with alarm_after(60, ring), suppress(Alarm):
-            gc.disable()  # an alarm in the finalizer of an earlier iterator would be reported, not raised
+        # An alarm in the finalizer of an earlier iterator would be reported, not raised.
+        with alarm_after(60, ring), suppress(Alarm), collector_off():
             sys.setprofile(ring_there)
             try:
                 found.append(next(iterator))
             finally:
                 sys.setprofile(None)
-                gc.enable()
         with suppress(IteratorInvalid):
             found += iterator
             assert found == list(range(6)), f"an alarm at call {place}"

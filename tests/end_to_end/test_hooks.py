@@ -36,7 +36,7 @@ from torch.utils.data.dataloader import (
 
 from fastq_loader import DataLoader
 from tests.support.datasets import identity
-from tests.support.loaders import MANY_WORKERS, Wrapped
+from tests.support.loaders import MANY_WORKERS, Wrapped, collector_off
 from tests.support.thorough import is_thorough, thorough
 
 Row = Callable[..., Any]
@@ -425,11 +425,8 @@ def a_dropped_iterator_is_gone(kind: Any) -> Any:
         del iterator
         return watched()
 
-    gc.disable()
-    try:
+    with collector_off():
         return each(kind, run)
-    finally:
-        gc.enable()
 
 
 @row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import signal
@@ -25,7 +24,7 @@ from tests.conftest import descendants, of_kind
 from tests.support.crimes import Crime, dawdle, exit_with_7, kill_itself, segfault
 from tests.support.datasets import Sized
 from tests.support.gates import Gates, at_rest, end_timeout_when
-from tests.support.loaders import MANY_WORKERS
+from tests.support.loaders import MANY_WORKERS, collector_off
 from tests.support.thorough import thorough
 
 SIZE = 24
@@ -226,8 +225,7 @@ def test_a_worker_that_cannot_be_replaced_ends_the_epoch_with_both_reasons(tmp_p
     (zygote,) = set(descendants()) - workers
     os.kill(zygote, signal.SIGKILL)
     loop = weakref.ref(iterator.engine._loop)
-    gc.disable()
-    try:
+    with collector_off():
         with pytest.raises(
             WorkerDied, match=r"exit code is unknown.*no other one could be started.*has ended"
         ) as caught:
@@ -237,5 +235,3 @@ def test_a_worker_that_cannot_be_replaced_ends_the_epoch_with_both_reasons(tmp_p
         for _ in range(2):
             with pytest.raises(IteratorInvalid, match=r"cannot go on: .*no other one could"):
                 next(iterator)
-    finally:
-        gc.enable()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import os
 import random
@@ -25,7 +24,7 @@ from fastq_loader import DataLoader, IteratorInvalid
 from fastq_loader.epoch import base
 from tests.conftest import acquired, belongings, descendants, of_kind, wait_until
 from tests.support.datasets import FaultyDataset, Made, SizedStream
-from tests.support.loaders import torch_has
+from tests.support.loaders import collector_off, torch_has
 
 pytestmark = pytest.mark.processes
 
@@ -149,15 +148,12 @@ def test_an_end_comes_as_often_as_with_torch(kind: Any) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_iterator_is_not_kept_alive_by_an_error_that_it_raised(workers: int) -> None:
     iterator = iter(DataLoader(FaultyDataset("tensors", 1, frozenset({0}), LookupError), num_workers=workers))
-    gc.disable()
-    try:
+    with collector_off():
         with suppress(LookupError):
             next(iterator)
         watched = weakref.ref(iterator)
         del iterator
         assert watched() is None
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("workers", [0, 1])

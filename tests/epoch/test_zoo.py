@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import random
 import secrets
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ from torch.utils.data import Dataset, RandomSampler
 from fastq_loader import DataLoader
 from fastq_loader.reading import generators
 from tests.end_to_end.test_resume import Stop, go_on, stop_at
-from tests.support.loaders import seed_all
+from tests.support.loaders import collector_off, seed_all
 from tests.support.samplers import (
     ASKED,
     ZOO,
@@ -167,15 +165,6 @@ def test_an_error_that_was_raised_in_its_place_keeps_no_iterator() -> None:
         engine = weakref.ref(iterator.engine)
         del iterator
         assert engine() is None
-
-
-@contextmanager
-def collector_off() -> Iterator[None]:
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class SaysTuples(Says):

@@ -21,6 +21,7 @@ from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.reading.tolerance import LeftOut, Replace, Skip, Tolerance, make_fetcher, read_errors
 from tests.reading.test_fetch import Stream
 from tests.support.alarms import Alarm, ring
+from tests.support.loaders import collector_off
 
 SIZE = 50
 
@@ -278,8 +279,7 @@ def test_an_error_that_was_dealt_with_keeps_nothing_alive() -> None:
             return Sample()
 
     gc.collect()
-    gc.disable()
-    try:
+    with collector_off():
         for errors in (Skip(), Replace()):
             fetching = fetcher(Samples(1, 3), errors)
             alive = [weakref.ref(sample) for sample in fetching.fetch([0, 1, 2, 3, 4])]
@@ -288,8 +288,6 @@ def test_an_error_that_was_dealt_with_keeps_nothing_alive() -> None:
         with pytest.raises(KeyError):
             fetching.fetch([1])
         assert fetching.error is None
-    finally:
-        gc.enable()
 
 
 def test_the_limit_is_a_number_or_a_share_of_at_least_a_thousand() -> None:

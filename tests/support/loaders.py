@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,16 @@ def seed_all(torch_seed: int, *others: Any) -> None:
     torch.manual_seed(torch_seed)
     random.seed(random_seed)
     np.random.seed(numpy_seed)
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Objects end by their reference count alone, or not at all."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class Wrapped:
