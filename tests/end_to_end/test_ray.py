@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch.utils.data
 
-from fastq_loader import DataLoader, Processes, RayWorkers, WorkerDied, WorkerReplaced, assert_active
+from fastq_loader import DataLoader, Processes, RayWorkers, WorkerReplaced, assert_active
 from tests.conftest import running_script, wait_until
 from tests.support.certificates import AVAILABLE, make_tls
 from tests.support.datasets import Made, Stream, assert_same
@@ -249,21 +249,6 @@ def test_a_rank_that_has_no_room_is_given_some_by_one_that_stands_still(
     assert [int(batch[1][0][0]) for batch in found] == list(range(0, 400, 4))
 
 
-@pytest.mark.parametrize("schedule", ["dynamic", "round_robin"])
-def test_a_wait_for_room_ends_and_says_what_it_waited_for(cluster: Nodes, schedule: str) -> None:
-    cluster.resize(1)
-    with loader(Made(plain, 400), "ray", 1) as holder:
-        next(iter_of_holder := iter(holder))
-        text = (
-            r"found no place .*start_timeout=3\).*: workers that wait for a machine with room: 1 .*0 of 1 CPU"
-        )
-        workers = RayWorkers(start_timeout=3, max_restarts=0)
-        waits = loader(Made(plain, 40), workers, 1, schedule=schedule)
-        with waits, pytest.raises(WorkerDied, match=text):
-            next(iter(waits))
-        assert len(list(iter_of_holder)) == 99
-
-
 CONSUMER = (
     HEAD
     + """
@@ -283,32 +268,6 @@ def test_a_consumer_that_is_killed_leaves_nothing_in_the_cluster(cluster: Nodes)
         assert wait_until(lambda: len(far_workers()) == 3, 100)
         os.kill(script.pid, signal.SIGKILL)
         assert wait_until(lambda: not remote_processes(), 100), remote_processes()
-
-
-def test_a_consumer_that_is_terminated_may_take_its_time(cluster: Nodes) -> None:
-    cluster.resize(2, 2)
-    slow = "import atexit, time; atexit.register(time.sleep, 4)"  # Ray's handler of SIGTERM waits for 3 s
-    with running_script(slow + CONSUMER.format(address=cluster.address), warm=True) as script:
-        script.wait_for("running", 100)
-        os.kill(script.pid, signal.SIGTERM)
-        result = script.finish(60)
-    assert result.returncode == signal.SIGTERM, result  # what Ray exits with, and no signal
-
-
-@pytest.mark.parametrize("end", ["break", "error", "close"])
-def test_an_epoch_that_is_left_leaves_nothing_in_the_cluster(cluster: Nodes, end: str) -> None:
-    cluster.resize(2, 2)
-    made = loader(Made(plain, 4000), "ray", 1)
-    batches = iter(made)
-    next(batches)
-    if end == "error":
-        with suppress(KeyError):
-            for _ in batches:
-                raise KeyError("of the training step")
-    elif end == "close":
-        made.close()
-        with pytest.raises(RuntimeError, match="its loader was closed"):
-            next(batches)
 
 
 SHUT_DOWN = (
@@ -455,34 +414,7 @@ def test_ranks_of_ray_train_share_what_it_leaves_and_outlive_the_death_of_an_act
         assert eval((tmp_path / f"2.{rank}").read_text()) == list(range(rank, 160, 2))
 
 
-def stop_itself(index: int) -> Any:
-    if index == 99:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return plain(index)
-
-
-def test_a_worker_that_hangs_is_ended(cluster: Nodes) -> None:
-    """Nothing runs in it any more, so it cannot end by itself; `nothing_left` looks."""
-    cluster.resize(2)
-    workers = RayWorkers(max_restarts=0)
-    made = loader(Made(stop_itself, 400), workers, 1, schedule="dynamic", shuffle=False, timeout=5)
-    with made, pytest.raises(RuntimeError, match=r"timed out.* after 5"):
-        list(made)
-
-
 # ---- nodes die: in the end, because Ray places actors on them for a quarter of a minute ----------------
-
-
-def test_where_all_nodes_are_lost_it_is_said_at_the_head_of_the_line(cluster: Nodes) -> None:
-    cluster.resize(2, 2)
-    with loader(Made(plain, 4000), RayWorkers(max_restarts=0), 2, schedule="dynamic", shuffle=False) as made:
-        batches = iter(made)
-        next(batches)
-        for node in list(cluster.nodes):
-            cluster.remove(node)
-        with pytest.raises(WorkerDied, match=r"was lost with its process on .*Ray's node") as caught:
-            list(batches)
-    assert "before it answered batch" in str(caught.value)
 
 
 @pytest.mark.timeout(1800)  # for all runs; each has its own

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-import socket
 import time
 import warnings
 from contextlib import suppress
@@ -17,7 +16,6 @@ import pytest
 import torch
 
 from fastq_loader import DataLoader, Dynamic, LoaderTimeout, WorkerDied, WorkerReplaced
-from fastq_loader.extras.remote.connection import Lost, Refused, Request, connect
 from tests.conftest import descendants, process_table, running_script, wait_until
 from tests.support import far_workers
 from tests.support.crimes import CrimeAt, die_beside_a_child, exit_with_7, segfault, system_exit
@@ -88,7 +86,7 @@ def test_each_index_comes_once_and_in_order_whoever_is_killed(killers: list[Any]
     data.close()
 
 
-@thorough(after=2)
+@thorough(after=1)
 @pytest.mark.parametrize(
     ("crime", "how"),
     [(exit_with_7, "exited with code 7"), (die_beside_a_child, ""), (segfault, ""), (system_exit, "")],
@@ -136,7 +134,7 @@ def zygote_of(data: DataLoader[Any]) -> int:
     return zygote
 
 
-@thorough(after=1)
+@thorough()
 @pytest.mark.parametrize("number", [8, 64])
 def test_many_workers_of_one_machine_are_cheap_here(number: int) -> None:
     before, length = len(os.listdir("/proc/self/fd")), 15 * number
@@ -218,39 +216,6 @@ def test_a_process_that_ends_with_an_epoch_under_way_leaves_nothing_anywhere(num
     assert result.stderr == "" or number == signal.SIGINT
 
 
-def is_python(pid: int) -> bool:
-    """Whether a program has come so far that an interrupt would show a traceback, or is ignored."""
-    masks = re.findall(r"Sig(?:Ign|Cgt):\s+(\w+)", Path(f"/proc/{pid}/status").read_text())
-    return any(int(mask, 16) >> (signal.SIGINT - 1) & 1 for mask in masks)
-
-
-@thorough()  # by default the one that ends with an epoch under way
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_process_that_is_interrupted_at_the_start_leaves_nothing(number: signal.Signals) -> None:
-    source = f"""
-        import os, signal
-        from tests.conftest import descendants, wait_until
-        from tests.end_to_end.test_remote_faults import loader, is_python
-        from tests.support.far_workers import LocalPlacement, far
-
-        class Interrupting(LocalPlacement):
-            def start(self, spec, places):
-                assert wait_until(lambda: all(map(is_python, descendants())), 60)
-                (os.killpg if {number:d} == signal.SIGINT else os.kill)(os.getpid(), {number:d})
-
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        import tests.support.far_workers
-        tests.support.far_workers.LocalPlacement = Interrupting
-        next(iter(loader(workers=far())))
-        """
-    with running_script(source, warm=True) as script:
-        result = script.finish()
-    assert result.left == ()
-    tracebacks = result.stderr.count("Traceback"), result.stderr.count("\nKeyboardInterrupt")
-    assert tracebacks == ((1, 1) if number == signal.SIGINT else (0, 0))
-    assert result.returncode == -number
-
-
 #: Gives a script a network of its own, which it may take down.
 UNSHARED = """
     import ctypes, os, subprocess
@@ -279,21 +244,3 @@ def test_a_cable_that_is_pulled_is_noticed() -> None:
     assert "Connection timed out" in result.stdout
     assert "its connection broke" in result.stdout
     assert (result.stderr, result.left) == ("", ())
-
-
-def test_a_client_without_the_token_is_refused_while_the_run_goes_on() -> None:
-    data = loader(Made(slowly, 40), workers=far())
-    iterator = iter(data)
-    next(iterator)
-    place = next(iter(newest().running))
-    strangers = []
-    for said in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100), *(os.urandom(50) for _ in range(100))):
-        strangers.append(socket.create_connection(place.address, timeout=5))
-        strangers[-1].sendall(said)
-    strangers[0].close()
-    with pytest.raises((Refused, Lost)):
-        connect(place.address, bytes(16), Request(False), 1)
-    assert sum(1 for _ in iterator) == 9
-    data.close()
-    for stranger in strangers:
-        stranger.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -30,14 +29,12 @@ from fastq_loader.extras.remote.connection import (
     Lost,
     Refused,
     Request,
-    Tls,
     admit,
     ask_for_stacks,
     connect,
     header,
     listen,
 )
-from tests.support import certificates
 from tests.support.thorough import examples
 
 TOKEN, OTHER = bytes(range(16)), bytes(16)
@@ -236,65 +233,3 @@ def test_a_kind_or_a_size_that_may_not_be_sent_is_refused_by_its_header(
         if kind in (WELCOME, MESSAGE):
             with pytest.raises(ProtocolError, match=f"a frame of kind {kind}"):
                 header(kind, payload, body)
-
-
-# ---- encryption -----------------------------------------------------------------------------------------
-
-NEEDS_OPENSSL = pytest.mark.skipif(not certificates.AVAILABLE, reason="there is no program openssl")
-
-
-@pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
-    return certificates.make_tls(tmp_path_factory.mktemp("tls"))
-
-
-@pytest.fixture
-def pair(tls: Tls) -> Iterator[tuple[Connection, Connection]]:
-    """Both ends of an encrypted connection."""
-    mine, its = socket.socketpair()
-    ends: list[ssl.SSLSocket] = []
-    server = tls.context(server=True)
-    accepting = threading.Thread(target=lambda: ends.append(server.wrap_socket(its, server_side=True)))
-    accepting.start()
-    ends.append(tls.context(server=False).wrap_socket(mine))
-    accepting.join()
-    one, other = (Connection(end, MESSAGE) for end in ends)
-    yield one, other
-    one.close()
-    other.close()
-
-
-@NEEDS_OPENSSL
-def test_frames_come_as_they_were_sent_while_both_sides_send(pair: tuple[Connection, Connection]) -> None:
-    body, right = os.urandom(5 << 20), []
-
-    def send(connection: Connection) -> None:
-        for at in range(4):
-            connection.send(MESSAGE, b"%d" % at, [body, b"", b"end"])
-
-    def receive(connection: Connection) -> None:
-        for at in range(4):
-            frame, received = connection.receive(), bytearray(len(body) + 3)
-            connection.receive_body(memoryview(received))
-            right.append((frame, received) == ((MESSAGE, b"%d" % at, len(received)), body + b"end"))
-
-    threads = [threading.Thread(target=use, args=(end,)) for end in pair for use in (send, receive)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert right == [True] * 8
-
-
-@NEEDS_OPENSSL
-def test_without_waiting_there_may_be_nothing_and_a_wait_may_be_limited(
-    pair: tuple[Connection, Connection],
-) -> None:
-    one, other = pair
-    assert one.receive(block=False) is None
-    one.settimeout(0.01)
-    with pytest.raises(Lost, match="timed out"):
-        one.receive()
-    other.close()
-    with pytest.raises(Lost):
-        one.receive()

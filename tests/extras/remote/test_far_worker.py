@@ -42,7 +42,6 @@ from fastq_loader.workers.zygote import Zygote
 from tests.conftest import wait_until
 from tests.support import certificates
 from tests.support.far_workers import Far, far_zygote, warm
-from tests.support.forking import end_of, fork
 from tests.support.invariants import states
 from tests.support.pair import TOKEN
 from tests.support.worker_setup import far_setup
@@ -158,17 +157,6 @@ def test_a_silent_client_is_refused_in_time_but_not_a_silent_proxy() -> None:
         tell(connection, EPOCH, TASK)
         assert connection.receive() is not None
         connection.close()
-
-
-def test_of_many_silent_clients_the_first_are_refused_at_once() -> None:
-    with patched("_STRANGERS", 2) as started:
-        began = time.monotonic()
-        strangers = [socket.create_connection(started.address, SECONDS) for _ in range(3)]
-        assert strangers[0].recv(1) == b""
-        assert time.monotonic() - began < connections.PATIENCE - 1
-        for stranger in strangers:
-            stranger.close()
-        started.connect().close()
 
 
 def test_a_child_of_the_dataset_does_not_keep_the_connection(started: Started, tmp_path: Path) -> None:
@@ -297,23 +285,3 @@ def test_a_batch_that_does_not_fit_raises_and_frees_its_blocks(
     scene.blocks.begin(())
     scene.blocks.finish(())
     assert scene.states() == {FREE}
-
-
-def test_messages_come_in_their_order_also_after_a_look_for_the_stop(scene: Scene) -> None:
-    assert scene.socket.receive(block=False) is None
-    assert not scene.socket.told_to_stop()
-    said = [Epoch(1, None, 3), TASK, Stop()]
-    for message in said:
-        scene.tell(message)
-    assert scene.socket.told_to_stop()
-    assert [scene.socket.receive(block=True) for _ in said] == said
-
-
-def test_a_child_of_the_dataset_that_comes_back_leaves(scene: Scene) -> None:
-    def use_it() -> None:
-        try:
-            scene.socket.send(ANSWER)
-        except SystemExit:
-            os._exit(9)
-
-    assert end_of(fork(use_it)) == 9

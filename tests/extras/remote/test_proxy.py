@@ -13,8 +13,8 @@ import pytest
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.extras.remote import proxy as module
-from fastq_loader.extras.remote.connection import MESSAGE, WELCOME, Address, Connection, Frame, header
-from fastq_loader.extras.remote.proxy import NoPlace, Place, Proxy, Status
+from fastq_loader.extras.remote.connection import MESSAGE, Address, Connection, header
+from fastq_loader.extras.remote.proxy import Place, Proxy, Status
 from fastq_loader.ipc.decoding import decode_for_worker
 from fastq_loader.ipc.messages import (
     BATCH,
@@ -23,7 +23,6 @@ from fastq_loader.ipc.messages import (
     BatchHandle,
     Epoch,
     Ping,
-    Space,
     Stop,
     Task,
     encode,
@@ -219,16 +218,6 @@ def test_a_message_that_is_no_answer_is_refused(wrong: bytes, body: int, reason:
     assert scene.socket.sent == []
 
 
-def test_messages_for_the_proxy_are_not_passed_on(scene: Scene) -> None:
-    space = SMALLEST * 5
-    start, _ = scene.arena.mapping.region(1)
-    scene.blocks._space.take(1 << 20)
-    scene.tell(Space(((start, space),)), Ping())
-    assert scene.heard() == []
-    assert scene.socket.sent == [Ping()]
-    assert scene.blocks.take(space).offset == start
-
-
 # ---- without a far worker ---------------------------------------------------------------------------
 
 
@@ -247,30 +236,6 @@ def test_where_another_worker_would_draw_other_numbers_it_dies_without_a_claim(a
         assigned.proxy._lose("the cable was pulled")
 
 
-def test_tasks_that_others_have_are_not_kept_while_there_is_no_far_worker(scene: Scene) -> None:
-    scene.proxy._far = None
-    for seq in range(3 * module._UNREAD):
-        scene.tell(task(seq % 900))
-        scene.claims.claim(100 + seq % 900, 0)
-    assert len(scene.proxy._tasks) <= module._UNREAD
-
-
-def test_a_ping_from_before_the_first_place_is_sent_back_after_the_greeting(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until then there is no way back to the consumer."""
-    far, scene.proxy._far = scene.proxy._far, None
-    scene.proxy._greeted, scene.socket.greetings = False, 0
-    scene.tell(EPOCH, task(0), Ping())
-    assert scene.socket.sent == []
-    monkeypatch.setattr(module, "connect", lambda *_, **__: (far, Frame(WELCOME, b"", 0)))
-    scene.pipe.send(PLACE)
-    scene.proxy._take_place()
-    assert scene.said() == [Status(pid=PLACE.pid)]
-    assert scene.socket.greetings == 1
-    assert scene.socket.sent == [Ping()]
-
-
 def test_places_where_nobody_listens_are_given_back_and_the_third_is_the_last(assigned: Scene) -> None:
     assigned.proxy._far = None
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -283,13 +248,6 @@ def test_places_where_nobody_listens_are_given_back_and_the_third_is_the_last(as
     with pytest.raises(SystemExit):
         assigned.proxy._take_place()
     assert "cannot be reached" in assigned.said()[0].why
-
-
-def test_where_there_is_no_place_it_dies(scene: Scene) -> None:
-    scene.pipe.send(NoPlace("none is left"))
-    with pytest.raises(SystemExit):
-        scene.proxy._take_place()
-    assert scene.said() == [Status(why="none is left")]
 
 
 def test_it_leaves_when_the_far_worker_has(scene: Scene) -> None:
@@ -306,11 +264,3 @@ def test_it_leaves_when_the_far_worker_has(scene: Scene) -> None:
     running.join()
     assert scene.socket.sent == []
     assert scene.said() == [WAITS]
-
-
-def test_one_whose_consumer_is_gone_leaves_without_a_word(assigned: Scene) -> None:
-    assigned.proxy._far = None
-    assigned.pipe.close()
-    assigned.proxy.run()
-    with pytest.raises(SystemExit):
-        assigned.proxy._lose("the cable was pulled", final=True)

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import re
 import signal
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fastq_loader import DataLoader, WorkerReplaced
 from fastq_loader.extras.remote import proxy_pool as module
-from fastq_loader.extras.remote.connection import Address, Lost
+from fastq_loader.extras.remote.connection import Address
 from fastq_loader.extras.remote.proxy import NoPlace, Place, Status
 from fastq_loader.extras.remote.proxy_pool import ProxyPool
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.statistics.counters import Counters
-from tests.conftest import process_table, wait_until
-from tests.support.far_workers import LocalPlacement, far, far_pids
+from tests.conftest import wait_until
 from tests.support.forking import end_of, fork
 from tests.support.worker_setup import make_plan
 
@@ -163,49 +157,7 @@ def test_what_a_placement_raises_is_told_to_those_that_wait(pool: Pool) -> None:
     assert received(pool.proxy()) == NoPlace("OSError: no machine is left")
 
 
-def test_its_thread_takes_no_signals(pool: Pool) -> None:
-    status = Path(f"/proc/self/task/{pool.pool._thread.native_id}/status").read_text()
-    blocked = int(re.findall(r"SigBlk:\s+(\w+)", status)[0], 16)
-    assert blocked >> (signal.SIGINT - 1) & 1
-
-
-def test_one_that_was_never_started_can_be_stopped() -> None:
-    played = Played()
-    pool = ProxyPool(make_plan(range(3)), played)
-    pool.stop(lambda worker: 0, pool)
-    assert pool.ended
-    assert played.closed
-
-
 # ---- what is said of far workers ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("pid", "how"), [(4, "it burned down"), (5, "its connection broke")])
-def test_how_a_far_worker_was_lost_is_said_with_its_machine(pid: int, how: str, pool: Pool) -> None:
-    worker = pool.pool.workers[0]
-    worker.child = SimpleNamespace(pid=0, death=lambda: ("exited", "torch's"))  # type: ignore[assignment]
-    its = pool.placed(pid)
-    its.send(Status(why="reset by peer"))
-    expected = f"was lost with its process on node-{pid} (pid {pid}; reset by peer): {how},"
-    for _ in range(2):
-        assert pool.pool.death(worker) == (expected, "torch's")
-    worker.child = None
-
-
-def test_stacks_are_those_of_the_far_worker_or_say_why_there_are_none(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = pool.pool.workers[0]
-    assert pool.pool.stacks(worker) == "  (it has found no room on another machine yet)"
-    pool.placed(7)
-    monkeypatch.setattr(module, "ask_for_stacks", lambda address, *_: f"in load, {address.port}")
-    assert pool.pool.stacks(worker) == "  (pid 7 on node-7)\nin load, 80"
-
-    def silent(*_: Any) -> str:
-        raise Lost("timed out")
-
-    monkeypatch.setattr(module, "ask_for_stacks", silent)
-    assert pool.pool.stacks(worker) == "  (pid 7 on node-7)\n  (it does not send them: timed out)"
 
 
 def test_one_that_found_no_place_says_why(pool: Pool) -> None:
@@ -235,22 +187,3 @@ def test_a_forked_copy_does_not_wait_for_a_thread_that_it_lacks(pool: Pool) -> N
 
 
 # ---- real proxies ---------------------------------------------------------------------------------------
-
-
-def test_proxies_are_forked_by_a_zygote() -> None:
-    """A forked copy of the consumer leaves both alone."""
-    options: dict[str, Any] = {"num_workers": 2, "workers": far(max_restarts=5), "schedule": "dynamic"}
-    with DataLoader(range(40), persistent_workers=True, **options) as loader:
-        batches: Any = iter(loader)
-        found = [next(batches)]
-        pids = [process.pid for process in batches._workers]
-        parents = {entry.parent for entry in process_table() if entry.pid in pids}
-        assert len(parents) == 1
-        assert parents != {os.getpid()}
-        assert end_of(fork(multiprocessing.util._exit_function)) == 0  # type: ignore[attr-defined]
-        for pid in far_pids(LocalPlacement.made[-1]):
-            os.kill(pid, signal.SIGKILL)
-        with warnings.catch_warnings():  # it depends on the moment whether a batch is lost
-            warnings.simplefilter("ignore", WorkerReplaced)
-            found += batches
-        assert sorted(map(int, found)) == list(range(40))

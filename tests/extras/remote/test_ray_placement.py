@@ -300,22 +300,6 @@ def test_few_workers_do_the_work_of_many_only_where_they_may(ray: Ray, clock: Cl
     placement.close()
 
 
-def test_time_in_which_a_pool_could_go_on_does_not_count(ray: Ray, clock: Clock) -> None:
-    placement = started(RayWorkers(start_timeout=60))
-    place = ray.actors[0].place(1)
-    placement.find([], 1)
-    clock.now += 100
-    placement.find([], 0)
-    lose(placement, place)
-    ray.actors[0].run.answer(ActorDiedError("it was killed"))
-    placement.find([], 1)
-    clock.now += 60
-    assert placement.find([], 1) == []
-    clock.now += 1
-    assert len(placement.find([], 1)) == 1
-    placement.close()
-
-
 def test_an_actor_that_never_opens_the_dataset_makes_way_beside_others(ray: Ray, clock: Clock) -> None:
     placement = started(RayWorkers(start_timeout=60), 2)
     ray.actors[0].place(1)
@@ -359,19 +343,6 @@ def test_three_actors_that_fail_are_enough(
     placement.close()
 
 
-def test_where_no_worker_starts_those_that_wait_hear_why_and_no_more_is_tried(ray: Ray) -> None:
-    placement = started(RayWorkers(), places=2)
-    for made in (2, 4, 6):  # those that were made together fail together, once
-        assert len(ray.actors) == made
-        for actor in ray.actors[-2:]:
-            actor.open.answer(NO_TORCH[0])
-        found = placement.find([], 2)
-    assert found == [NoPlace("OSError: no torch there")] * 2
-    assert placement.find([], 1) == found[:1]
-    assert len(ray.actors) == 6
-    placement.close()
-
-
 @pytest.mark.parametrize("again", [False, True], ids=["shut down", "and started again"])
 def test_ray_that_was_shut_down_is_not_touched(ray: Ray, placement: RayPlacement, again: bool) -> None:
     place = ray.actors[0].place(3)
@@ -383,38 +354,6 @@ def test_ray_that_was_shut_down_is_not_touched(ray: Ray, placement: RayPlacement
     placement.close()
     assert len(ray.actors) == 1
     assert not ray.killed
-
-
-def test_while_ray_starts_or_ends_it_is_not_touched(ray: Ray, placement: RayPlacement, clock: Clock) -> None:
-    place = ray.actors[0].place(3)
-    placement.find([], 1)
-    found: list[Any] = []
-    with ray.lock:
-        thread = threading.Thread(target=lambda: found.append(placement.find([place], 1)))
-        thread.start()
-        thread.join()
-    assert found == [[]]
-    for _ in range(2):
-        assert placement.find([], 1) == []
-        clock.now += 2
-    assert ray.killed == ray.actors[:1], "what was lost meanwhile is not forgotten"
-
-
-def test_at_the_exit_of_the_process_ray_is_called_no_more(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
-    exits: list[Any] = []
-    played = SimpleNamespace(
-        register=exits.append, unregister=lambda one: exits.remove(one) if one in exits else None
-    )
-    monkeypatch.setattr(ray_placement, "atexit", played)
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    placement = started(RayWorkers())
-    assert len(ray.store.keys) == 2
-    exits[0]()
-    assert len(ray.store.keys) == 1, "nothing stays there"
-    ray.actors[0].place(1)
-    assert placement.find([], 1) == []
-    placement.close()
-    assert exits == [ray_placement._disarm]
 
 
 @pytest.mark.parametrize(
@@ -429,23 +368,6 @@ def test_a_rank_asks_for_its_part_of_the_cluster(
     started(RayWorkers(**given), 5, flexible).close()
     assert len(ray.actors) == actors
     assert len(ray.store.keys) == 1, "nothing stays in the store"
-
-
-@pytest.mark.parametrize("has_store", [True, False], ids=["", "a version of Ray without its store"])
-@pytest.mark.usefixtures("two_ranks")
-def test_resources_of_others_are_no_part_of_a_rank_and_those_of_ranks_are(ray: Ray, has_store: bool) -> None:
-    """Ray Train's own workers take CPUs of the cluster, too."""
-    ray.taken = {"CPU": 2.0}
-    if not has_store:
-        del ray.modules["ray.experimental.internal_kv"]
-    first = started(RayWorkers(), 5)
-    assert len(ray.actors) == 3
-    assert first.find([], 1) == []
-    if has_store:
-        ray.taken = {"CPU": 5.0}  # with those
-        started(RayWorkers(), 5).close()
-        assert len(ray.actors) == 6
-    first.close()
 
 
 class Ranks:
@@ -523,27 +445,6 @@ def starve(ray: Ray, clock: Clock, placement: RayPlacement, pools: str, first: i
         clock.now += 2
         ray.store.keys = {b":/2 %s 0 %d" % (pool.encode(), waited): b"" for pool in pools}
         placement.find([], 0)
-
-
-@pytest.mark.parametrize("pools", ["abc", "a"])
-@pytest.mark.usefixtures("two_ranks")
-def test_one_worker_is_kept_and_a_rank_that_starves_again_is_given_again(
-    ray: Ray, clock: Clock, pools: str
-) -> None:
-    placement = started(RayWorkers(), 3)
-    for number, actor in enumerate(ray.actors):
-        actor.place(number)
-    starve(ray, clock, placement, pools)
-    if len(pools) == 1:
-        starve(ray, clock, placement, pools, 12)
-        assert len(ray.killed) == 1, "once in a turn"
-        ray.store.keys = {b":/2 a 1 0": b""}
-        clock.now += 2
-        placement.find([], 0)
-        ray.actors[-1].place(9)
-        starve(ray, clock, placement, pools)
-    assert len(ray.killed) == 2
-    placement.close()
 
 
 @pytest.mark.usefixtures("two_ranks")
