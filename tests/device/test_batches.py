@@ -65,7 +65,7 @@ DEVICE_CHOICES: dict[str, tuple[Any, ...]] = {
 IN_BLOCKS = {**DEVICE_CHOICES, "pin": ("auto", "register", "pageable")}
 
 
-@seeds(4, 40)
+@seeds(1, 40)
 def test_batches_are_torchs(seed: int, late: Late) -> None:
     draw = random.Random(seed)
     stager = late(seed=seed)
@@ -200,7 +200,7 @@ def test_without_workers_buffers_are_kept(late: Late, monkeypatch: pytest.Monkey
     assert len(list(loader)) == 10
 
 
-@thorough(but={"persistent": True})
+@thorough(but={"persistent": True, "workers": 0})
 @WORKERS
 @pytest.mark.parametrize("persistent", [False, True])
 def test_what_is_set_later_holds_from_the_next_epoch_on(persistent: bool, workers: int, late: Late) -> None:

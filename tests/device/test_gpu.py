@@ -5,9 +5,7 @@ Each test that has a guard runs without it too, and must fail then; see `tests.s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from itertools import count
 from typing import Any
 
@@ -16,12 +14,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import fastq_loader.epoch.base
-from fastq_loader import DataLoader, PinFailed, PinFallback, ToDevice, copy_into, normalize
+from fastq_loader import DataLoader, PinFallback, ToDevice, copy_into, normalize
 from fastq_loader.device.accelerator import TorchBackend
-from fastq_loader.device.copies import Copies
 from fastq_loader.device.pinning import Pinner
 from fastq_loader.device.staging import DeviceSession
-from fastq_loader.epoch import resources
 from tests.conftest import run_script
 from tests.device.test_transforms import MEAN, STD, by_hand
 from tests.support.crimes import ManyFields
@@ -121,24 +117,6 @@ def test_a_batch_may_be_read_on_another_stream(
     pair.copies.drain()
 
 
-@guarded
-def test_a_transform_beside_reads_memory_of_its_own(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(memory: torch.Tensor) -> torch.Tensor:
-        lag()
-        return memory.clone()
-
-    torch.empty(BATCH_BYTES, dtype=torch.uint8, device="cuda").fill_(0)  # loads the kernel
-    pair = Pair()
-    guard.remove(monkeypatch, TorchBackend, "share", lambda self, memory, stream: None)
-    pair.begin(0, late)
-    seen = pair.read_first_elsewhere(lambda: None)
-    torch.empty(BATCH_BYTES, dtype=torch.uint8, device="cuda").fill_(0)
-    torch.cuda.synchronize()
-    with guard.outcome:
-        assert seen.item()
-    pair.copies.drain()
-
-
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
 @pytest.mark.parametrize("pin", ["register", "pageable"])
 def test_a_batch_is_one_copy_from_page_locked_memory(pin: str) -> None:
@@ -221,30 +199,6 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("stream", "dtype", "layout"),
-    [
-        ("consumer", torch.float32, torch.contiguous_format),
-        ("side", torch.float32, torch.channels_last),
-        ("side", torch.float16, torch.channels_last),
-    ],
-)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_normalize_is_torchvisions_formula(
-    workers: int, stream: str, dtype: torch.dtype, layout: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow_copies(monkeypatch)
-    transform = normalize(MEAN, STD, dtype, channels_last=layout is torch.channels_last)
-    device = ToDevice("cuda", transform=transform, transform_stream=stream)
-    with DataLoader(IMAGES, 4, num_workers=workers, device=device) as loader:
-        for (images, labels), plain, first in zip(loader, PLAIN, range(0, 16, 4), strict=True):
-            assert (images.dtype, labels.tolist()) == (dtype, list(range(first, first + 4)))
-            assert images.is_contiguous(memory_format=layout)
-            error = (images.cpu().double() - by_hand(plain)).abs().max().item()
-            assert error <= TOLERANCE[dtype], f"{error} off"
-
-
-@pytest.mark.processes
 def test_a_captured_step_normalises_what_is_copied_into_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_copies(monkeypatch)
     transform = normalize(MEAN, STD, torch.float16, which=[0])
@@ -323,46 +277,6 @@ def test_forked_workers_inherit_nothing_of_the_driver(early: bool) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("stream", "guard"), [("consumer", Guard(True)), ("side", Guard(True)), ("side", Guard(False))]
-)
-def test_twenty_epochs_take_no_more_device_memory_than_two(stream: str, guard: Guard) -> None:
-    """The run without the guard has a new side stream in every epoch. The host waits at every step."""
-    torch.cuda.empty_cache()
-    device = ToDevice("cuda", transform=torch.clone, transform_stream=stream)
-
-    def epochs(count: int) -> int:
-        for _ in range(count):
-            for _ in loader:
-                torch.cuda.synchronize()
-                time.sleep(0.02)  # the next batches are ready by then
-            session = resources.of(loader).session
-            if not guard.kept and session is not None:
-                vars(session).pop("stager")
-        return torch.cuda.memory_reserved()
-
-    with DataLoader(Numbers(8 * BATCH), BATCH, num_workers=2, device=device) as loader:
-        before = epochs(2)
-        with guard.outcome:
-            assert epochs(18) == before
-
-
-@pytest.mark.processes
-@guarded
-@pytest.mark.parametrize("pin", ["register", "pageable"])
-def test_few_blocks_and_a_slow_gpu_go_on(pin: str, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the guard, that copies give their blocks back, workers make new ones without end."""
-    guard.remove(monkeypatch, Copies, "reap", lambda self: [])
-    slow_copies(monkeypatch)
-    device = ToDevice("cuda", prefetch=3, pin=pin)
-    with DataLoader(Numbers(), BATCH, num_workers=1, prefetch_factor=1, device=device) as loader:
-        assert wrong_batches(loader, lag) == []
-        with guard.outcome:
-            # One with the worker, one that has come, twice `prefetch` under way, and one to spare.
-            assert loader.statistics().blocks_grown <= 9
-
-
-@pytest.mark.processes
 @guarded
 def test_a_copy_reads_from_one_registration(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run without the guard unlocks behind the ledger's back, which has to tell."""
@@ -393,16 +307,6 @@ def test_a_copy_reads_from_one_registration(guard: Guard, monkeypatch: pytest.Mo
     with guard.outcome:
         assert runtime.locked == {}
     assert set(runtime.codes) == {0}
-
-
-@guarded
-def test_an_error_of_the_driver_is_cleared(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
-    guard.remove(monkeypatch, TorchBackend, "_clear_error", lambda self: None)
-    with pytest.raises(PinFailed, match="cudaHostRegister of 4096 bytes failed with error"):
-        TorchBackend(torch.device("cuda")).register(4096, 4096)
-    # Raising clears it.
-    with nullcontext() if guard.kept else pytest.raises(RuntimeError, match="CUDA error"):
-        assert torch.ones(1000, device="cuda").sum().item() == 1000
 
 
 @pytest.mark.processes

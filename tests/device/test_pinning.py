@@ -60,15 +60,6 @@ def test_what_was_asked_for_is_chosen(pin: str, in_blocks: bool, mode: str, reas
     assert (statistics.pin, statistics.pin_reason[: len(reason)]) == (mode, reason)
 
 
-def test_registered_memory_is_proven_once_and_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = Pool(in_blocks=False)
-    proofs: list[bool] = []
-    monkeypatch.setattr(pool.device, "prove", lambda: proofs.append(True))
-    for in_blocks in (False, True, True):
-        pool.policy.choose(pool.device, in_blocks)
-    assert proofs == [True], "not without blocks, and not twice"
-
-
 @pytest.mark.parametrize(
     ("in_blocks", "first", "other"), [(True, REGISTER, BOUNCE), (False, BOUNCE, REGISTER)]
 )
@@ -212,21 +203,3 @@ def test_workers_blocks_are_not_copied_to_buffers(workers: Any, late: Late) -> N
     loader.num_workers = 1
     with pytest.raises(ValueError, match="pageable"):
         iter(loader)
-
-
-@pytest.mark.processes
-def test_an_interrupt_while_locking_leaves_no_lock(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = late()
-    register = device.register
-
-    def interrupted(address: int, nbytes: int) -> None:
-        register(address, nbytes)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(device, "register", interrupted)
-    monkeypatch.setattr(device, "prove", lambda: None)
-    loader = DataLoader(Made(image_and_label, 8), 2, num_workers=1, device="cuda")
-    with pytest.raises(KeyboardInterrupt):
-        next(iter(loader))
-    loader.close()
-    assert not device.registered

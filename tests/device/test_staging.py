@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from fastq_loader import DataLoader, ToDevice
 from fastq_loader.device import copies, pinning, staging
-from fastq_loader.device.staging import CapturedCall
 from fastq_loader.memory.arena import Mapping
-from tests.conftest import descendants, run_script, wait_until
+from tests.conftest import descendants, wait_until
 from tests.device import test_pinning
 from tests.support import thorough
 from tests.support.datasets import Made, MapDataset, assert_same, identity
@@ -159,6 +158,7 @@ def wait_at_1(late_batch: Any, index: int) -> Any:
     return "text" if index == 5 else torch.tensor(index)
 
 
+@thorough.thorough(but={"schedule": "dynamic"})
 @pytest.mark.processes
 @pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
 def test_transforms_are_called_in_order_whatever_has_come(schedule: str, late: Late) -> None:
@@ -180,19 +180,6 @@ def test_transforms_are_called_in_order_whatever_has_come(schedule: str, late: L
         late_batch.set()
         list(iterator)
     assert called == list(range(10))
-
-
-@pytest.mark.processes
-def test_memory_does_not_grow_with_the_epoch(late: Late) -> None:
-    late()
-    options: Any = {"num_workers": 2, "persistent_workers": True, "device": "cuda"}
-    with DataLoader(IMAGES(160), 2, **options) as loader:
-        list(map(len, loader))
-        blocks = loader.statistics().blocks_grown
-        for _ in range(2):
-            list(map(len, loader))
-        assert loader.statistics().blocks_grown <= blocks + 2
-        assert blocks <= 2 * 2 + 2 + 2 * 2 + 2
 
 
 def shrinking(index: int) -> torch.Tensor:
@@ -219,25 +206,7 @@ def test_pages_go_back_only_when_they_are_not_locked(late: Late, monkeypatch: py
 
 
 @pytest.mark.processes
-def test_blocks_stay_locked_while_batches_are_alike(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = late()
-    # The consumer runs ahead of a device that is slow, and now and then everything arrives at once.
-    monkeypatch.setattr(device, "wait", lambda stream, event: None)
-    monkeypatch.setattr(device, "query", lambda event: bool(event.over))
-    undone: list[int] = []
-    undo = device.unregister
-    monkeypatch.setattr(device, "unregister", lambda address: (undone.append(address), undo(address)))
-    options: Any = {"num_workers": 2, "device": ToDevice("cuda", prefetch=4), "prefetch_factor": 1}
-    with DataLoader(IMAGES(600), 2, **options) as loader:
-        iterator = iter(loader)
-        for at, _ in zip(range(299), iterator, strict=False):
-            if at % 20 == 0:
-                device.synchronize(device.record(device.side))
-        assert undone == [0]  # that of the proof that it works
-
-
-@pytest.mark.processes
-@thorough.thorough(but={"beside": "side"})
+@thorough.thorough(but={"beside": "side", "persistent": True})
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("beside", ["consumer", "side"])
 def test_a_broken_epoch_leaves_nothing_under_way(persistent: bool, beside: str, late: Late) -> None:
@@ -273,23 +242,6 @@ def test_copies_are_drained_before_memory_goes(ending: str, late: Late) -> None:
     assert_same([dataset[0][0], dataset[1][0]], list(batch[0]))
 
 
-def test_a_loader_that_is_left_to_the_exit_ends_in_order() -> None:
-    script = """
-import pytest, torch
-from fastq_loader import DataLoader
-from tests.support.datasets import MapDataset
-from tests.support.late_device import late_device
-from tests.support.loaders import collector_off
-context = late_device(pytest.MonkeyPatch())
-context.__enter__()
-loader = DataLoader(MapDataset("large", 30), 2, num_workers=2, device="cuda")
-iterator = iter(loader)
-print(next(iterator)[1].tolist())
-"""
-    result = run_script(script, warm=True)
-    assert (result.returncode, result.stdout.strip(), result.stderr) == (0, "[0, 1]", "")
-
-
 @pytest.mark.processes
 def test_an_interrupted_drain_is_left_to_the_next_close(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     device = late()
@@ -316,6 +268,7 @@ def fail_with(kind: type[BaseException], first: int = 0, last: int = 1000) -> An
     return fail
 
 
+@thorough.thorough(but={"beside": "side"})
 @pytest.mark.processes
 @WORKERS
 @pytest.mark.parametrize("beside", ["consumer", "side"])
@@ -368,19 +321,3 @@ def test_a_device_without_memory_is_an_error_in_place(late: Late, monkeypatch: p
 @dataclass(frozen=True)
 class Frozen(Exception):
     code: int
-
-
-@pytest.mark.parametrize("error", [OSError(2, "gone"), Frozen(3)])
-def test_an_error_that_waits_is_raised_once_and_says_where_it_came_from(error: Exception) -> None:
-    def fail() -> None:
-        try:
-            raise ValueError("before it")
-        except ValueError:
-            raise error from None
-
-    attempt = CapturedCall(fail)
-    with pytest.raises(type(error)) as raised:
-        attempt.take()
-    assert raised.value is error
-    assert "in fail" in str(error.__cause__)
-    assert attempt.take() is None

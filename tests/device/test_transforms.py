@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import defaultdict
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from fastq_loader import DataLoader, copy_into, normalize
 from tests.support.datasets import Keyed, Made, Point, Record
-from tests.support.thorough import examples
+from tests.support.thorough import examples, thorough
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -108,16 +107,6 @@ def test_a_batch_without_an_image_is_an_error(batch: Any, text: str) -> None:
         normalize(MEAN, STD)(batch)
 
 
-def test_it_serves_steps_with_and_without_gradients() -> None:
-    apply = normalize(MEAN, STD)
-    with torch.inference_mode():
-        apply(images(1, 3, 2, 2))
-    pixels = torch.rand(1, 3, 2, 2, requires_grad=True)
-    apply(images(1, 3, 2, 2))
-    apply.image(pixels).sum().backward()
-    assert pixels.grad is not None
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
@@ -132,13 +121,7 @@ def test_wrong_arguments_are_named(arguments: Any, error: type[Exception], text:
         normalize(*arguments)
 
 
-def test_it_can_be_pickled_and_shown() -> None:
-    apply = normalize(MEAN, STD, torch.float16)
-    pixels = images(2, 3, 4, 4)
-    torch.testing.assert_close(pickle.loads(pickle.dumps(apply))(pixels), apply(pixels))
-    assert repr(apply).startswith("normalize(mean=(0.485")
-
-
+@thorough()
 def test_in_a_compiled_step() -> None:
     apply = normalize(MEAN, STD)
 
