@@ -9,7 +9,7 @@ import pytest
 
 from fastq_loader.consumer.delivery import Delivery
 from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.messages import BATCH, BROKEN, ERROR, Answer, BatchHandle
+from fastq_loader.ipc.messages import BATCH, ERROR, Answer, BatchHandle
 from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters
 
@@ -81,21 +81,3 @@ def test_a_handle_that_does_not_fit_leaves_no_blocks_behind() -> None:
         assert outcome.error is error
         assert (pool.delivered, pool.dropped) == ([], [1, 2])
         assert counters.rejected_frames == 1
-
-
-@pytest.mark.parametrize("code", [ERROR, BROKEN])
-def test_an_error_of_a_worker_is_raised_and_one_that_cannot_start_ends_it(code: int) -> None:
-    outcome, pool, counters = hand_out(Unpacker(), code, error := OSError(5, "its disk"))
-    assert outcome.error is error
-    assert (pool.delivered, pool.dropped) == ([], [1, 2])
-    assert outcome.fatal == (f"worker 3 could not start: {error!r}" if code == BROKEN else None)
-    assert (counters.rejected_frames, counters.batches) == (0, 0)
-
-
-@pytest.mark.parametrize("code", [ERROR, BATCH, BROKEN])
-def test_a_stop_iteration_is_an_error_and_does_not_end_the_epoch(code: int) -> None:
-    stopped = StopIteration("too early")
-    outcome, *_ = hand_out(Unpacker(unpacking=stopped), code, stopped)
-    assert isinstance(outcome.error, RuntimeError)
-    assert "raised StopIteration: too early" in str(outcome.error)
-    assert outcome.error.__cause__ is stopped

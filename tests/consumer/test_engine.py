@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import pickle
 import random
 import signal
 import threading
@@ -18,11 +16,10 @@ import torch
 
 import fastq_loader
 from fastq_loader import DataLoader
-from fastq_loader.epoch.resources import Resources
 from fastq_loader.system import interrupts, process_id
-from tests.conftest import descendants
 from tests.support.datasets import Made
 from tests.support.forking import end_of, fork
+from tests.support.thorough import thorough
 
 pytestmark = pytest.mark.processes
 
@@ -72,6 +69,7 @@ def test_an_interrupt_while_workers_start_leaves_nothing(monkeypatch: pytest.Mon
     assert signal.SIG_SETMASK in forks
 
 
+@thorough()
 def test_sizes_that_vary_use_the_same_addresses_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The address range here is a fraction of what 200 batches would take if it were used once."""
     monkeypatch.setattr("fastq_loader.system.calls._LARGEST", 128 << 20)
@@ -80,24 +78,6 @@ def test_sizes_that_vary_use_the_same_addresses_again(monkeypatch: pytest.Monkey
     with DataLoader(ragged, batch_size=None, num_workers=2) as loader:
         assert [batch.nbytes for batch in loader] == sizes
         assert loader.statistics().arena_bytes <= 128 << 20
-
-
-def test_nothing_of_a_loaders_resources_is_copied() -> None:
-    runtime = Resources(DataLoader(range(4)))
-    runtime.counters.batches = 3
-    for twin in (copy.copy(runtime), copy.deepcopy(runtime), pickle.loads(pickle.dumps(runtime))):
-        assert (twin.owner(), twin.counters.batches, len(twin.engines)) == (None, 0, 0)
-
-
-def test_all_pools_of_a_loader_are_closed_and_waited_for() -> None:
-    loader = DataLoader(range(4), num_workers=1)
-    iterators = [iter(loader) for _ in range(2)]
-    assert len(descendants()) == 2
-    loader.close()
-    assert not descendants()
-    for iterator in iterators:
-        with pytest.raises(RuntimeError, match="its loader was closed"):
-            next(iterator)
 
 
 def test_the_collector_closes_nothing_in_a_child_that_was_just_forked() -> None:

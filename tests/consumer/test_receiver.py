@@ -117,34 +117,6 @@ def test_answers_of_an_older_epoch_are_counted() -> None:
     assert states(scheduler) == {20 * B: "free"}
 
 
-def test_answers_are_taken_in_the_order_in_which_the_workers_finished_or_one_by_one() -> None:
-    came: list[int] = []
-    for in_order in (False, True):
-        scheduler, sends = started(in_order=in_order)
-        late, early = (0, answer(sends[0], finished=9)), (1, answer(sends[1], finished=3))
-        inbox, *_ = receiver(scheduler, late, early)
-        scheduler.arrived = lambda batch, *_: came.append(batch.seq)  # type: ignore[method-assign]
-        taken = []
-        for _ in range(3):
-            came.clear()
-            taken.append((inbox.receive(), came[:]))
-        one_by_one, together = [(True, [0]), (True, [1])], [(True, [1, 0]), (False, [])]
-        assert taken == [*(one_by_one if in_order else together), (False, [])]
-
-
-def test_the_first_batches_of_each_worker_of_an_iterable_dataset_are_kept() -> None:
-    for iterable in (False, True):
-        scheduler, sends = started(prefetch=12)
-        answers = [(send.worker, answer(send)) for send in sends]
-        answers[0] = (0, answers[0][1]._replace(kind=ERROR))
-        inbox, *_ = receiver(scheduler, *answers, iterable=iterable)
-        inbox._unpacker.digest = lambda handle: (b"same", 1)
-        while inbox.receive():
-            continue
-        same, error = (b"same", 1), (b"error 0", 0)
-        assert inbox.log.first_batches == ({0: [error, *[same] * 7], 1: [same] * 8} if iterable else {})
-
-
 MISFITS: list[Any] = [
     {"kind": ENDED, "handle": None},  # the end of a dataset with indices
     *({"kind": SKIPPED}, {"handle": None}, {"kind": ERROR, "handle": None}),

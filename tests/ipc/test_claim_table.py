@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +20,6 @@ from fastq_loader.ipc.claim_table import WORKERS, Busy, ClaimTable, slots
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.scheduling.in_flight import PendingTasks
 from fastq_loader.scheduling.states import Batch
-from fastq_loader.system import locks
 from tests.support.forking import end_of, fork
 from tests.support.invariants import check_tasks
 from tests.support.thorough import examples
@@ -97,19 +95,6 @@ def test_a_slot_serves_one_ticket_at_a_time(shared: SharedTable) -> None:
     assert claims.holder(largest) == WORKERS - 1
 
 
-def test_what_a_worker_works_on_is_no_claim(shared: SharedTable) -> None:
-    claims = shared.claims
-    for worker, ticket in ((0, 0), (WORKERS - 1, SLOTS - 1)):
-        claims.offer(ticket)
-        assert claims.begun(worker) is None
-        claims.begin(worker, ticket)
-        assert claims.holder(ticket) is None
-        assert claims.claim(ticket, 1)
-    assert (claims.begun(0), claims.begun(WORKERS - 1)) == (0, SLOTS - 1)
-    claims.begin(0, None)
-    assert claims.begun(0) is None
-
-
 def test_a_ticket_that_another_process_is_claiming_is_busy(shared: SharedTable) -> None:
     for ticket in (7, 8):
         shared.claims.offer(ticket)
@@ -124,36 +109,6 @@ def test_a_ticket_that_another_process_is_claiming_is_busy(shared: SharedTable) 
         assert shared.claims.claim(8, 3)
     assert shared.claims.claiming(7) is None
     assert shared.claims.claim(7, 3)
-
-
-@pytest.mark.parametrize("worker", [0, WORKERS - 1])
-def test_a_claim_locks_its_slot(shared: SharedTable, worker: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = shared.other()
-    seen: list[int | None] = []
-
-    def looking(change: Any) -> Any:
-        def look(*lock: int) -> Any:
-            result = change(*lock)
-            seen.extend(map(other.claiming, (6, 7, 8)))
-            return result
-
-        return look
-
-    for name in ("try_lock", "unlock"):
-        monkeypatch.setattr(locks, name, looking(getattr(locks, name)))
-    shared.claims.offer(7)
-    assert shared.claims.claim(7, worker)
-    assert seen == [None, worker, None] + 3 * [None]
-    other.close()
-
-
-def test_closing_it_twice_closes_no_other_descriptor(shared: SharedTable) -> None:
-    other = shared.other()
-    other.close()
-    reused = os.dup(shared.fd)
-    other.close()
-    os.fstat(reused)
-    os.close(reused)
 
 
 @examples(100)
@@ -240,13 +195,3 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_claim_has_claimed_nothing(sh
     assert end_of(pid) == -signal.SIGKILL
     assert shared.claims.holder(7) is None
     assert shared.claims.claim(7, 3)
-
-
-def test_an_error_of_the_system_is_no_busy_ticket(shared: SharedTable) -> None:
-    other = shared.other()
-    other.offer(7)
-    os.close(other._fd)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        other.claim(7, 3)
-    assert shared.claims.holder(7) is None
-    other._fd = -1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from array import array
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -33,7 +32,6 @@ from fastq_loader.ipc.messages import (
     Space,
     Stop,
     Task,
-    decode_index,
     encode,
     load_index,
 )
@@ -143,14 +141,6 @@ def test_plain_indices_travel_without_a_pickle(monkeypatch: pytest.MonkeyPatch) 
         assert_same(index, travel(index), "index")
 
 
-@examples(100)
-@given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1)))
-def test_packed_integers_come_out_as_a_list(integers: list[int]) -> None:
-    packed = Indices(array("q", integers).tobytes())
-    assert_same(integers, travel(packed), "index")
-    assert decode_index(packed) == integers
-
-
 opened: list[int] = []
 
 
@@ -183,14 +173,6 @@ def test_a_pickle_is_opened_only_behind_the_token_of_the_pool() -> None:
     assert opened == []
     load_index(task.index, TOKEN)
     assert opened == [1]
-
-
-def test_what_is_passed_on_is_the_frame_that_came() -> None:
-    for index in ([1, 2], Indices(bytes(16)), "text", 2**70, Pickled(b"not a pickle"), {3}):
-        frame = encode(Task(1, 2, 3, index, (), 4), TOKEN)
-        assert messages.reencode(decode_for_worker(frame)) == frame  # type: ignore[arg-type]
-    epoch = encode(Epoch(1, None, 2))
-    assert messages.reencode(decode_for_worker(epoch)) == epoch  # type: ignore[arg-type]
 
 
 def test_an_index_that_cannot_be_pickled_raises_when_it_is_sent() -> None:
@@ -312,10 +294,3 @@ def test_other_frames_raise_nothing_else(kind: int, fields: list[Any], junk: byt
     for frame in (msgpack.packb((VERSION, kind, *fields), unicode_errors="surrogatepass"), junk):
         decodes_or_refuses(frame)
     decodes_or_refuses(bytes([0x92, VERSION]) + junk)
-
-
-def test_a_segment_is_three_integers() -> None:
-    assert decode_for_consumer(answer(8, [1, None, [], None, [[1, 2, 3]]]))
-    for segment in ([1, 2, "3"], [1.0, 2, 3], [1, None, 3]):
-        with pytest.raises(ProtocolError, match="where a segment should be"):
-            decode_for_consumer(answer(8, [1, None, [], None, [segment]]))

@@ -6,16 +6,13 @@ import _thread
 import errno
 import os
 import resource
-import signal
 import socket
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -32,7 +29,6 @@ from fastq_loader.ipc.endpoints import (
 from fastq_loader.ipc.messages import TOKEN_BYTES, Answer, Bundle, Epoch, Hello, InBlock, Ping, Stop, encode
 from fastq_loader.ipc.sockets import ConsumerSocket, WorkerSocket
 from tests.conftest import open_descriptors, wait_until
-from tests.support.alarms import Alarm, alarm_after, ring
 from tests.support.forking import end_of, fork
 
 pytestmark = pytest.mark.processes
@@ -158,22 +154,6 @@ def test_nothing_reaches_the_process_that_replaces_a_worker_but_what_is_its_own(
             assert broken(consumer, 0.05) == [], "the dead one's connection is nobody's"
 
 
-def test_a_connection_that_has_broken_takes_along_no_other_that_has_its_descriptor(folder: str) -> None:
-    with connected(folder) as (consumer, ends), ExitStack() as stack:
-        gone = consumer._lines[0].descriptor
-        ends[0].close()
-        assert broken(consumer, 5) == [0]
-        while (lower := os.dup(1)) != gone:  # so that the next one is that
-            stack.callback(os.close, lower)
-        os.close(gone)
-        consumer.connect(folder, 1, 0)
-        assert consumer._lines[1].descriptor == gone
-        consumer.disconnect(0)
-        with closing(end_of_worker(folder, 1)) as other:
-            other.say_hello()
-            assert received(consumer) == (1, Hello(os.getpid()))
-
-
 def test_one_wait_serves_messages_descriptors_and_a_wake_up(folder: str) -> None:
     with connected(folder) as (consumer, (worker,)):
         assert consumer.wait(0) == ([], False)
@@ -223,20 +203,6 @@ def test_a_forked_child_of_a_worker_cannot_use_its_socket(folder: str) -> None:
         assert end_of(fork(use)) == 0
         worker.send(Hello(2))
         assert received(consumer) == (0, Hello(2))
-
-
-def test_a_signal_while_sockets_are_closed_leaves_nothing() -> None:
-    """Many times under a hail of signals: whatever is left of one is found after the test."""
-    handler = signal.signal(signal.SIGALRM, lambda number, frame: None)
-    signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003)
-    try:
-        for _ in range(100):
-            folder = endpoint_folder()
-            ConsumerSocket(folder, 1, TOKEN).close()
-            remove_folder(folder)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
 
 
 #: Not messages of a worker's, nor of a consumer's.
@@ -293,21 +259,6 @@ def test_a_worker_that_waits_for_room_goes_on_when_the_consumer_is_gone(
         assert len(sent) < 9999
     thread.join(60)
     assert len(sent) == 9999
-
-
-@pytest.mark.parametrize("ahead", [1, 16, 100])
-def test_as_many_answers_as_a_worker_may_be_ahead_have_room(ahead: int, folder: str) -> None:
-    with (
-        closing(WorkerSocket(folder, "w0.0", os.getpid(), in_memory, ahead)) as worker,
-        closing(ConsumerSocket(folder, 1, TOKEN, read)) as consumer,
-    ):
-        worker.say_hello()
-        assert received(consumer) == (0, Hello(os.getpid()))
-        worker._answers.setblocking(False)  # where there is no room it would wait
-        answer = ANSWER._replace(state=bytes(worker._longest - len(encode(ANSWER)) - 9))
-        for _ in range(ahead):
-            worker.send(answer)
-        assert [received(consumer) for _ in range(ahead)] == [(0, answer)] * ahead
 
 
 def test_a_worker_drops_garbage(folder: str, worker: WorkerSocket) -> None:
@@ -441,28 +392,6 @@ def test_without_a_folder_it_ends(folder: str, worker: WorkerSocket, monkeypatch
         worker.say_hello()
 
 
-def policies() -> dict[int, int]:
-    found = {}
-    for task in map(int, os.listdir("/proc/self/task")):
-        with suppress(ProcessLookupError):  # one that was joined is still listed for a moment
-            found[task] = os.sched_getscheduler(task)
-    return found
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="this system schedules otherwise")
-@pytest.mark.parametrize("refused", [False, True])
-def test_threads_wait_for_a_free_core(refused: bool, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if refused:  # as in some sandboxes
-        monkeypatch.setattr(os, "sched_setscheduler", Mock(side_effect=PermissionError))
-    before = policies()
-    with closing(ConsumerSocket(folder, 1, b"")):
-        after = policies()
-    assert threading.get_native_id() in before
-    assert {thread: after[thread] for thread in before if thread in after}.items() <= before.items()
-    new = {after[thread] for thread in after.keys() - before.keys()}
-    assert new == {os.SCHED_OTHER if refused else os.SCHED_BATCH}
-
-
 def tasks() -> set[str]:
     """Threads of this process, as the kernel counts them."""
     return set(os.listdir("/proc/self/task"))
@@ -480,55 +409,6 @@ def test_too_few_descriptors_are_an_error_that_says_how_to_get_more() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert caught.value.errno == errno.EMFILE
     assert open_descriptors().keys() == before.keys()
-
-
-def test_another_error_is_not_taken_for_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*arguments: object) -> int:
-        raise TimeoutError("a handler of a signal")
-
-    monkeypatch.setattr(os, "open", interrupted)
-    with pytest.raises(TimeoutError, match=r"^a handler of a signal$"):
-        expect_descriptors(5)
-
-
-@pytest.mark.parametrize("allowed", [0, 3, 5])
-def test_too_few_threads_are_an_error_and_none_is_left(allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, started = _thread.start_new_thread, []
-
-    def limited(function: Any, arguments: Any) -> int:
-        if len(started) == allowed:
-            raise RuntimeError("can't start new thread")
-        started.append(start(function, arguments))
-        assert len(tasks() - before) == len(started), "they are counted together"
-        return started[-1]
-
-    before, looks = tasks(), [True] * 9
-    monkeypatch.setattr(_thread, "start_new_thread", limited)
-    monkeypatch.setattr(os.path, "exists", lambda path: looks.pop() if looks else os.access(path, os.F_OK))
-    if allowed == 5:
-        require_threads(5)
-    else:
-        with pytest.raises(BlockingIOError, match=r"needs 5 threads .*`ulimit -u`.*pids") as caught:
-            require_threads(5)
-        assert caught.value.errno == errno.EAGAIN
-    assert not tasks() - before  # of tests before, some may be ending
-    assert not (looks and allowed), "it waits until the kernel counts them no more"
-    assert len(started) == allowed
-
-
-def test_a_signal_waits_until_the_threads_were_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its handler may raise what is also raised where threads are used up."""
-    start, started = _thread.start_new_thread, []
-
-    def ringing(function: Any, arguments: Any) -> int:
-        signal.raise_signal(signal.SIGALRM)
-        started.append(start(function, arguments))
-        return started[-1]
-
-    monkeypatch.setattr(_thread, "start_new_thread", ringing)
-    with alarm_after(60, ring), pytest.raises(Alarm):
-        require_threads(3)
-    assert len(started) == 3
 
 
 def test_a_folder_that_a_cleaner_has_removed_is_named_with_what_to_do() -> None:

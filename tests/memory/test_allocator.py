@@ -16,9 +16,8 @@ from fastq_loader.memory import allocator
 from fastq_loader.memory.allocator import Allocator, empty, out_array, out_tensor
 from fastq_loader.memory.arena import AVAILABLE, Mapping
 from fastq_loader.memory.blocks import SMALLEST, Extents
-from fastq_loader.packing.pack import Packer
 from tests.support.datasets import Opaque, assert_same
-from tests.support.pair import DTYPES, LARGE, TOKEN, Pair, offset_of, paired
+from tests.support.pair import DTYPES, LARGE, Pair, offset_of, paired
 from tests.support.simulated_fork import Fork
 from tests.support.thorough import examples
 
@@ -116,19 +115,6 @@ def test_a_block_that_a_child_saw_is_shipped_in_a_copy_and_comes_back_with_its_e
 # ---- the allocator ----------------------------------------------------------------------------------
 
 
-def test_block_at_finds_the_blocks_of_the_task_and_no_others(pair: Pair) -> None:
-    base = pair.arena.mapping.base
-    blocks = [pair.allocator.take(SMALLEST * factor) for factor in (1, 3, 2)]
-    for block in blocks:
-        for at in (block.offset, block.offset + block.size // 2, block.offset + block.size - 1):
-            assert pair.allocator.block_at(base + at) is block
-    end = sum(block.size for block in blocks)
-    for at in (-1, end, end + SMALLEST, pair.arena.mapping.length, -base):
-        assert pair.allocator.block_at(base + at) is None
-    pair.allocator.finish([])
-    assert pair.allocator.block_at(base) is None
-
-
 def test_a_granted_block_is_taken_before_a_new_one(pair: Pair) -> None:
     assert pair.allocator.untouched
     far = 100 * SMALLEST
@@ -167,41 +153,6 @@ def test_a_shipped_block_is_not_given_out_before_the_answer(pair: Pair) -> None:
     assert pair.allocator.block_at(address) is None
 
 
-def test_what_is_cut_from_a_block_that_a_child_sees_may_be_seen_by_the_next_child() -> None:
-    with paired(for_device=True) as pair:
-        children = []
-        for _ in range(2):
-            tensor = empty((SMALLEST,), torch.uint8)
-            assert offset_of(pair, tensor) < 2 * SMALLEST
-            children.append(Fork(pair.allocator._open.children))
-            children[-1].finish()
-            del tensor
-            pair.allocator.take(1)  # the block would be free but for the child
-        for child, free in zip(children, (False, True), strict=True):
-            child.die()
-            assert (0 in pair.allocator.finish([])[1]) is free
-
-
-def test_no_result_is_cut_from_a_block_that_is_free_or_kept() -> None:
-    with paired(for_device=True) as pair:
-        blocks = pair.allocator
-        empty((LARGE,))
-        taken = blocks.take(100_000)
-        assert taken.offset == 0
-        kept = empty((LARGE,))
-        assert blocks.block_at(kept.data_ptr()) is not taken
-        blocks.finish([])
-        assert blocks.block_at(empty((LARGE,)).data_ptr()) is not blocks.block_at(kept.data_ptr())
-
-
-def test_new_blocks_are_made_in_space_that_came_back(pair: Pair) -> None:
-    taken = [pair.allocator.take(SMALLEST) for _ in range(3)]
-    pair.allocator.finish([(block.offset, SMALLEST) for block in taken])
-    pair.allocator.free_ranges(((0, SMALLEST), (SMALLEST, SMALLEST)))
-    assert pair.allocator.take(2 * SMALLEST).offset == 0
-    assert pair.allocator.take(SMALLEST).offset == 3 * SMALLEST
-
-
 @pytest.mark.parametrize("space", [None, ((SMALLEST, SMALLEST), (4 * SMALLEST, 2 * SMALLEST))])
 def test_a_worker_makes_blocks_in_its_own_part_and_in_the_ranges_that_it_was_given(
     space: Extents | None, pair: Pair
@@ -216,16 +167,6 @@ def test_a_worker_makes_blocks_in_its_own_part_and_in_the_ranges_that_it_was_giv
         with pytest.raises(MemoryError, match="do not fit"):
             blocks.take(end - start)
         assert blocks.finish([])[0] == [(block.offset, block.size) for block in taken]
-
-
-def test_where_no_room_is_left_an_error_lies_in_the_block_of_its_batch(pair: Pair) -> None:
-    blocks = Allocator(pair.arena.mapping, 0, [(0, 8 * SMALLEST)])
-    batch = blocks.take(8 * SMALLEST)
-    blocks.ship([(batch.offset, 8 * SMALLEST)])
-    with pytest.raises(MemoryError):
-        blocks.take(1)
-    handle, _ = Packer(blocks, TOKEN).pack_exception(b"what happened")
-    assert handle.segments[0][:2] == (batch.offset, batch.size)
 
 
 # ---- what collate functions call --------------------------------------------------------------------
@@ -280,22 +221,3 @@ def test_outside_workers_nothing_lies_in_blocks() -> None:
     assert out_tensor((LARGE,), torch.float32) is None
     assert out_array((LARGE,), np.dtype("f4")) is None
     assert not allocator.use_nontemporal(1 << 30)
-
-
-def test_small_results_are_not_worth_a_block(pair: Pair) -> None:
-    assert pair.allocator.block_at(empty((SMALLEST - 1,), torch.uint8).data_ptr()) is None
-    assert out_tensor((SMALLEST - 1,), torch.uint8) is None
-    assert out_array((SMALLEST // 8 - 1,), np.dtype("f8")) is None
-    just_enough = empty(SMALLEST, torch.uint8)
-    block = pair.allocator.block_at(just_enough.data_ptr())
-    assert block is not None
-    assert (block.offset, block.size) == (0, SMALLEST)
-    assert empty((LARGE,)).dtype is torch.get_default_dtype()
-
-
-def test_of_the_blocks_at_hand_the_smallest_that_fits_is_taken(pair: Pair) -> None:
-    dropped = empty((SMALLEST,), torch.uint8)
-    pair.allocator.begin([(100 * SMALLEST, 2 * SMALLEST)])
-    at = offset_of(pair, dropped)
-    del dropped
-    assert pair.allocator.take(SMALLEST).offset == at

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import PAGE, SMALLEST, size_class
-from fastq_loader.system import calls
 from tests.conftest import wait_until
 from tests.support.forking import end_of, fork
 from tests.support.simulated_fork import Fork
@@ -162,35 +161,6 @@ def test_a_lease_that_dies_on_another_thread_while_the_loader_closes_leaves_noth
     os.close(fd)
 
 
-@pytest.mark.parametrize("calls_before", range(2))
-def test_retiring_may_be_interrupted(calls_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = Arena(1)
-    fd = os.dup(arena.fd)
-    tensor, dead = floats(arena, (SMALLEST, SMALLEST)).fill_(2), floats(arena).fill_(1)
-    child = Fork(arena.children)
-    child.finish()
-    del dead  # the child may see it
-    assert arena.released_blocks() == []
-    unmap, left = calls.MmapRegion.unmap, [None] * calls_before
-
-    def interrupted(self: calls.MmapRegion, offset: int, pages: bool = True) -> None:
-        if not left:
-            monkeypatch.undo()
-            raise KeyboardInterrupt
-        left.pop()
-        unmap(self, offset, pages)
-
-    monkeypatch.setattr(calls.MmapRegion, "unmap", interrupted)
-    held = [BLOCK, (SMALLEST, SMALLEST)]
-    with pytest.raises(KeyboardInterrupt):
-        arena.retire(held)
-    arena.retire(held)
-    assert (arena.fd, mapped(fd), pages(fd)) == (-1, SMALLEST, 2 * PAGES)
-    assert (tensor == 2).all()
-    child.die()
-    os.close(fd)
-
-
 # ---- the file and its mapping -----------------------------------------------------------------------
 
 
@@ -218,12 +188,6 @@ def test_every_worker_has_its_part_and_the_claims_lie_behind_all_of_them(
         assert not any(mapping.memory[last - PAGE : last])
 
 
-def address_space() -> int:
-    """Bytes that this process has mapped."""
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[0]) * PAGE
-
-
 @contextmanager
 def limited(limit: int, nbytes: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(limit)
@@ -232,18 +196,6 @@ def limited(limit: int, nbytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(limit, (soft, hard))
-
-
-@pytest.mark.parametrize("limit", [resource.RLIMIT_AS, resource.RLIMIT_FSIZE], ids=["address space", "files"])
-def test_a_limit_makes_an_arena_smaller(limit: int) -> None:
-    allowed = (address_space() if limit == resource.RLIMIT_AS else 0) + (5 << 30)
-    with limited(limit, allowed):
-        arena = Arena(2)
-    assert arena.mapping.length % PAGE == 0
-    assert (1 if limit == resource.RLIMIT_AS else 5) << 30 <= arena.mapping.length <= 5 << 30
-    floats(arena).fill_(1)
-    assert arena.released_blocks() == [0]
-    arena.retire([])
 
 
 @pytest.mark.parametrize("limit", [resource.RLIMIT_AS, resource.RLIMIT_FSIZE], ids=["address space", "files"])

@@ -36,13 +36,6 @@ def test_a_size_class_fits_and_wastes_little(smaller: int, larger: int) -> None:
     assert 0 <= device_aligned(larger) - larger < DEVICE_ALIGNMENT
 
 
-def test_there_are_four_size_classes_between_powers_of_two() -> None:
-    for power in range(17, 30):
-        step = (1 << power) // 64
-        sizes = {size_class(nbytes) for nbytes in range((1 << power) + 1, (2 << power) + 1, step)}
-        assert sizes == {(1 << power) * quarters // 4 for quarters in (5, 6, 7, 8)}
-
-
 @examples(100)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 20)), max_size=40))
 def test_the_address_space_gives_each_byte_once(steps: list[tuple[bool, int, int]]) -> None:
@@ -63,11 +56,3 @@ def test_the_address_space_gives_each_byte_once(steps: list[tuple[bool, int, int
             offset, size = taken.pop(which % len(taken))
             space.free_ranges(((offset, size),))
             free |= {*range(offset, offset + size)}
-
-
-def test_the_first_range_with_room_is_cut_and_ranges_merge_again() -> None:
-    space = FreeRanges(((10, 30), (50, 60)))
-    assert [space.take(size) for size in (40, 20, 20, 5, 10)] == [50, 10, 90, 30, None]
-    for offset, size in ((50, 40), (90, 20), (30, 5), (10, 20)):
-        space.free_ranges(((offset, size),))
-    assert [space.take(size) for size in (61, 60, 31, 30, 1)] == [None, 50, None, 10, None]

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.memory.forked_children import ForkedChildren, tick
-from tests.conftest import run_script
 from tests.support.simulated_fork import Fork
 from tests.support.thorough import examples
 
@@ -90,54 +89,3 @@ def test_without_descriptors_every_child_counts(closed: bool) -> None:
         assert watched.may_see(born, tick())
         assert not watched.may_see(tick(), tick())
         assert len(watched.alive) == (1 if closed else 10)
-
-
-@pytest.mark.processes
-def test_hooks_of_the_users_that_fork_too_and_children_that_fork_again() -> None:
-    result = run_script(
-        """
-        import concurrent.futures.thread  # a lock of its own is taken around a fork, and only once
-        import os
-        import torch
-
-        def fork_in_a_hook(nested=[]):
-            if not nested:
-                nested.append(1)
-                pid = os.fork() or os._exit(0)
-                os.waitpid(pid, 0)
-                nested.clear()
-
-        os.register_at_fork(before=fork_in_a_hook)  # before ours is: it runs after it
-        from fastq_loader.memory.forked_children import ForkedChildren, tick
-
-        def descriptors():
-            return sorted(os.listdir("/proc/self/fd"))
-
-        watched = ForkedChildren()
-        watched.owned = 1
-        before = descriptors()
-        born = tick()
-        pid = os.fork()
-        if not pid:
-            assert len(descriptors()) == len(before) + 1, "more than its own end"
-            own = ForkedChildren()
-            own.owned = 1
-            grandchild = os.fork()
-            if not grandchild:
-                os._exit(0)
-            code = os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1])
-            own.reap()
-            os._exit(code or own.may_see(0, tick()))
-        died = tick()
-        watched.reap()
-        seen = watched.may_see(born, died)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        watched.reap()
-        assert not watched.may_see(born, died)
-        assert descriptors() == before
-        print("alone", seen)
-        """,
-        warm=True,
-    )
-    assert result.stderr == ""
-    assert result.stdout.startswith("alone")

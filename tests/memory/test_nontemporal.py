@@ -171,13 +171,6 @@ def test_a_batch_is_written_so_if_the_one_before_was_large(copies: Copies) -> No
             assert len(copies) == nontemporally
 
 
-@pytest.mark.parametrize(("nbytes", "expected"), [(PIECE - 1, []), (PIECE, [(9, PIECE)])])
-def test_small_pieces_are_written_as_ever(nbytes: int, expected: Copies, copies: Copies) -> None:
-    with paired(nontemporal_from=0):
-        collate.stack_tensors([torch.zeros(nbytes, dtype=torch.uint8)] * 9)
-    assert copies == expected
-
-
 class Images(Dataset[Any]):
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -191,7 +184,7 @@ class Images(Dataset[Any]):
 
 @BUILT
 @pytest.mark.processes
-@thorough(but={"workers": 2})
+@thorough(but={"workers": 2, "factor": 1.0})
 @pytest.mark.parametrize(("workers", "prefetch", "megabytes"), [(2, 2, 6.5), (1, 6, 4.6)])
 @pytest.mark.parametrize("factor", [1.0, 0.7])
 def test_batches_that_exceed_the_cache(workers: int, prefetch: int, megabytes: float, factor: float) -> None:

@@ -133,21 +133,6 @@ def test_a_grant_has_the_sizes_of_recent_batches_and_the_warmest_blocks() -> Non
     assert pool.free_blocks == 0
 
 
-def test_blocks_of_a_shared_task_are_handed_over_to_the_worker_that_claims_it() -> None:
-    pool = new_pool()
-    pool.drop(write(pool, 0, B))
-    blocks = pool.grant(BlockOwner(None, 7))
-    for worker in (0, 1):
-        with pytest.raises(ProtocolError, match=f"worker {worker} has no grant"):
-            pool.accept(worker, (), (), (0,), blocks)
-    with pytest.raises(InvalidTransition, match=r"block 0 is granted, and not .*ticket=8"):
-        pool.hand_over(BlockOwner(None, 8), 1, blocks)
-    pool.hand_over(BlockOwner(None, 7), 1, blocks)
-    pool.give_back([0])
-    with pytest.raises(InvalidTransition, match="block 0 is free, and not"):
-        pool.hand_over(BlockOwner(1), 0, blocks)
-
-
 # ---- trimming ---------------------------------------------------------------------------------------
 
 
@@ -182,53 +167,6 @@ def test_a_trimmed_block_is_a_range_for_the_worker_that_made_it_or_for_its_succe
     write(pool, 0, B, at=3 * B)
     assert pool.clear_space(0) == ((0, 3 * B), (4 * B, REGION - 4 * B))
     assert pool.space(0) == ()
-
-
-def test_trimming_keeps_what_every_recent_kind_of_batch_needs() -> None:
-    pool = new_pool()
-    blocks = write(pool, 0, 4 * B) + write(pool, 0, B, at=4 * B)
-    pool.drop(blocks)
-    assert trimmed(pool, 1) == []
-
-
-def test_trimming_keeps_the_largest_batch_of_late_and_begins_with_the_largest_blocks() -> None:
-    pool, end = new_pool(), 0
-    for size in (16 * B, *(factor * B for factor in range(1, KINDS + 1))):
-        pool.drop(write(pool, 0, size, at=end))
-        end += size
-    assert [size // B for _, size in trimmed(pool, 1)] == [4, 3, 2, 1]
-
-
-def test_what_a_worker_keeps_is_not_spare() -> None:
-    pool = new_pool()
-    blocks = tuple((at * B, B) for at in range(3))
-    pool.accept(0, (), blocks, (), ())
-    pool.accept(0, blocks[:1], (), (), blocks)
-    pool.drop([0])
-    pool.accept(0, (), (), (), blocks[1:])
-    check_pool(pool)
-    assert trimmed(pool, 1) == []
-    pool.give_back([B])  # user code has dropped it
-    assert trimmed(pool, 1) == [(0, B)]
-
-
-def test_a_block_is_cold_if_it_was_neither_made_nor_filled_nor_released_of_late() -> None:
-    pool, released, filled, made = new_pool(), (0, B), (10 * B, 2 * B), (20 * B, 3 * B)
-    pool.grant(BlockOwner(0))
-    assert pool.demand.tasks == 1
-    pool.deliver(write(pool, 0, B))
-    pool.accept(0, (), (filled,), (), ())
-    pool.demand.tasks += 3 * PATIENT
-    write(pool, 0, 5 * B, at=30 * B)  # so that there are needs
-    pool.release([0])
-    pool.accept(0, ((filled[0], B + 1),), (made,), (made[0],), ())
-    pool.drop([filled[0]])
-    assert trimmed(pool, 9) == []
-    pool.demand.tasks += PATIENT
-    write(pool, 0, 5 * B, at=40 * B)
-    assert trimmed(pool, 9) == []
-    pool.demand.tasks += 1
-    assert trimmed(pool, 9) == [released, filled, made]
 
 
 # ---- everything at once -----------------------------------------------------------------------------
@@ -419,23 +357,6 @@ def test_pages_go_back_after_the_device_has_forgotten_them(pool: BlockPool, aren
     assert pool.usage() == (0, 0, 0)
 
 
-def test_what_a_dead_worker_wrote_in_no_block_goes_back(pool: BlockPool, arena: Any) -> None:
-    pool.deliver(write(pool, 1, B))
-    free = (REGION + B, REGION - B)
-    assert pool.clear_space(1) == (free,)
-    assert arena.mapping.punch.call_args_list == [call(*free)]
-
-
-def test_closing_keeps_only_what_users_hold_and_may_be_called_again(pool: BlockPool, arena: Any) -> None:
-    first, second, third, _ = write(pool, 0, B, B, B, B)
-    pool.deliver([first, second, third])
-    arena.released_blocks.return_value = [first]
-    pool.close()
-    arena.retired, arena.released_blocks.return_value = True, [second]  # this is for the arena, see there
-    pool.close()
-    assert arena.retire.call_args_list == [call([(second, B), (third, B)])] * 2
-
-
 SIZES = st.lists(st.integers(1, 1000), max_size=4)
 
 
@@ -452,31 +373,3 @@ def test_a_task_gets_enough_for_any_recent_kind_of_batch(kinds: list[list[int]])
             fitting = [size for size in left if need <= size <= 2 * need]
             assert fitting, "a block of its own, at most twice as large"
             left.remove(fitting[0])
-
-
-def test_a_kind_that_has_not_come_for_long_is_forgotten() -> None:
-    demand = RecentUsage()
-    demand.learn((100,))
-    assert demand.cold() == 0
-    for demand.tasks in range(1, PATIENT + 1):
-        demand.learn((7,))
-    assert demand.cold() == PATIENT - PATIENT
-    assert demand.wanted == (100, 7), "it came as many tasks ago as are waited for"
-    demand.tasks += PATIENT
-    assert demand.cold() == 2 * PATIENT - PATIENT
-    assert demand.wanted == (7,)
-    assert demand.cold() == 0, "it is asked again after some more tasks"
-    demand.tasks += PATIENT
-    demand.cold()
-    assert (demand.wanted, demand.batch_bytes) == ((), 0)
-
-
-def test_the_bytes_of_a_batch_fade_slowly_from_their_maximum() -> None:
-    demand = RecentUsage()
-    for kind, expected in (((600, 400), 1000), ((100,), 990), ((200,), 980.1), ((980, 1), 981)):
-        demand.learn(kind)
-        assert demand.batch_bytes == pytest.approx(expected)
-
-
-def test_usage_counts_blocks_in_use_and_free_ones() -> None:
-    assert released(5, held=2).usage() == (2, 3, 5 * B)

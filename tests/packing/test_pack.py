@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gc
-import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -20,15 +19,10 @@ from hypothesis import strategies as st
 from fastq_loader.errors import UnpicklableError
 from fastq_loader.memory.allocator import empty
 from fastq_loader.memory.arena import AVAILABLE
-from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.packing.pack import INLINE
-from fastq_loader.packing.spec import ALIGNMENT, DEEPEST
 from fastq_loader.packing.walker import (
     BATCHES_UNWALKED,
-    LONGEST,
-    LONGEST_LIST,
     PARTS,
-    TreeFlattener,
     contiguous_strides,
 )
 from tests.support.datasets import (
@@ -196,14 +190,6 @@ def test_large_leaves_come_out_of_used_blocks_as_they_went_in(batches: list[list
 # ---- layouts ----------------------------------------------------------------------------------------
 
 
-def test_an_array_may_be_empty_and_comes_out_contiguous_as_pickle_has_it(pair: Pair) -> None:
-    for dtype in ("f8", "U3", "M8[D]"):
-        result = pair.trip([np.zeros((0, 3), dtype)])[0]
-        assert (result.shape, result.dtype) == ((0, 3), np.dtype(dtype))
-    for array in (np.arange(20).reshape(4, 5)[::2, ::-1], np.zeros((LARGE, 4))[:, 1:3]):
-        assert_same(pickle.loads(pickle.dumps(array)), pair.trip(array))
-
-
 # ---- the handle -------------------------------------------------------------------------------------
 
 
@@ -217,28 +203,6 @@ def test_a_spec_is_sent_once(pair: Pair) -> None:
     assert pair.handle_of({"x": torch.rand(3), "n": 2**40}).spec is None
     for other in ({"x": torch.rand(3).double(), "n": 1}, {"y": torch.rand(3), "n": 1}, (torch.rand(3), 1)):
         assert pair.handle_of(other).spec is not None
-
-
-def test_a_spec_that_never_left_is_sent_again(pair: Pair) -> None:
-    lost, _ = pair.packer.pack([1, 2])
-    pair.packer.unsend(lost)
-    assert pair.packer.pack([3, 4])[0].spec == lost.spec
-    pair.packer.unsend(pair.packer.pack([5, 6])[0])  # it brought none
-    assert pair.packer.pack([7, 8])[0].spec is None
-
-
-def test_small_leaves_travel_in_the_message_and_more_of_them_in_one_block(pair: Pair) -> None:
-    inline = pair.handle_of([torch.arange(4), np.arange(3), "word"])
-    assert (inline.segments, inline.values) == ((), ("word",))
-    assert inline.packet is not None
-    assert len(inline.packet) == 2 * ALIGNMENT
-    limit = [torch.zeros(INLINE // 4, dtype=torch.uint8) for _ in range(4)]
-    assert pair.handle_of(limit).segments == ()
-    over = pair.handle_of([*limit, torch.zeros(1)])
-    assert over.packet is None
-    assert [(size, total) for _, size, total in over.segments] == [(SMALLEST, INLINE + ALIGNMENT)]
-    none = pair.handle_of(["word", 1])
-    assert (none.packet, none.segments) == (None, ())
 
 
 def test_pickled_bytes_never_travel_in_the_message(pair: Pair) -> None:
@@ -328,14 +292,6 @@ def test_cycles_come_out_as_cycles(pair: Pair) -> None:
     assert pair.idle()
 
 
-def test_objects_stay_together_with_what_they_share(pair: Pair) -> None:
-    items, shared = [1, 2], Node(1)
-    result = pair.trip({"items": items, "node": Node(items)})
-    assert result["node"].value is result["items"]
-    first, second = pair.trip((Node(shared), [Node(shared)]))
-    assert first.value is second[0].value
-
-
 # ---- aliasing ---------------------------------------------------------------------------------------
 
 
@@ -408,44 +364,6 @@ def nested(depth: int) -> Any:
 shared: list[Any] = [torch.ones(1)]
 cycle: list[Any] = [1]
 cycle.append(cycle)
-ONE_OBJECT: dict[str, tuple[Any, bool]] = {
-    "one list": ([shared, 1], False),
-    "a shared list": ([shared, shared], True),
-    "a cycle": (cycle, True),
-    "deep": (nested(DEEPEST), False),
-    "too deep": (nested(DEEPEST + 1), True),
-    "far too deep": (nested(2 * DEEPEST), True),
-    "many fields": ({str(number): number for number in range(PARTS)}, False),
-    "too many fields": ({str(number): number for number in range(PARTS + 1)}, True),
-    "too many tuples": ([(1,) for _ in range(PARTS // 2 + 1)], True),
-    "too many arrays": ([np.zeros(1) for _ in range(PARTS + 1)], True),
-    "many tensors": ([(torch.zeros(1),) * 9] * PARTS, False),
-    "a list of plain values": ([1] * LONGEST_LIST, False),
-    "a list of more of them": ([1] * (LONGEST_LIST + 1), True),
-    "a text": ("x" * LONGEST, False),
-    "a long text": ("x" * (LONGEST + 1), True),
-    "long bytes": (b"x" * (LONGEST + 1), True),
-    "an array of empty texts": (np.ndarray(3, "S0"), True),
-}
-
-
-@pytest.mark.parametrize(("batch", "whole"), ONE_OBJECT.values(), ids=ONE_OBJECT.keys())
-def test_a_batch_that_cannot_be_walked_or_is_not_worth_it_is_one_object(
-    pair: Pair, batch: Any, whole: bool
-) -> None:
-    walker = TreeFlattener()
-    assert (walker.walk(batch) == "O") is whole
-    if whole:
-        assert walker.objects == [batch]
-        assert [walker.leaves, walker.values, walker.containers] == [[], [], set()]
-    assert_same(batch, pair.trip(batch))
-
-
-def test_after_a_tree_of_many_parts_some_batches_are_not_walked() -> None:
-    walker = TreeFlattener()
-    walker.walk((1,) * (PARTS + 1))
-    trees = [walker.walk([1, 2]) for _ in range(BATCHES_UNWALKED + 1)]
-    assert trees == ["O"] * BATCHES_UNWALKED + ["v"]
 
 
 @pytest.mark.parametrize("boxes", [3, PARTS // 10, PARTS])

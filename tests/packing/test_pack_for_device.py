@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ from fastq_loader.ipc.messages import BatchHandle
 from fastq_loader.memory.allocator import empty
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.memory.blocks import DEVICE_ALIGNMENT, SMALLEST
-from fastq_loader.packing.tensors import moved, tensors_of
+from fastq_loader.packing.tensors import tensors_of
 from tests.support.datasets import Opaque, Point, Slotted, assert_same
 from tests.support.pair import DTYPES, Pair, noise, paired, random_tensor
 from tests.support.thorough import examples
@@ -96,11 +95,6 @@ def test_everything_is_in_one_block_and_stays_where_it_was_made(pair: Pair) -> N
     assert len(pair.ledger) <= 4
 
 
-def test_one_large_result_leaves_room_for_labels_already_in_the_first_batch(pair: Pair) -> None:
-    pair.run(lambda: (filled(1_000_000, 3), torch.arange(64)))
-    assert pair.copied == [512]
-
-
 def test_what_lies_between_is_not_copied_for_ever(pair: Pair) -> None:
     """A small field behind a large temporary: the part that is copied is not much larger than the fields."""
 
@@ -139,19 +133,6 @@ def test_what_lies_beside_a_tensor_in_its_block_is_not_overwritten(kind: str, pa
         assert all(values == [7] for values in contents(kept))
 
 
-def test_blocks_are_free_again_when_all_that_was_cut_from_them_is_gone(pair: Pair) -> None:
-    def make() -> Any:
-        for _ in range(40):
-            temporaries = [empty((100_000,), torch.uint8) for _ in range(2)]
-            del temporaries
-        return torch.arange(3)
-
-    for _ in range(3):
-        pair.trip(make())
-        pair.run(make)
-    assert len(pair.ledger) <= 6
-
-
 @pytest.mark.parametrize(
     ("batch", "there"),
     [
@@ -188,8 +169,6 @@ def test_tensors_that_are_no_leaves_are_moved(pair: Pair) -> None:
 
 # ---- the tensors in whatever a batch is made of ----------------------------------------------------------
 
-META = torch.device("meta")
-
 
 def test_tensors_are_found_in_containers_and_objects_once_each() -> None:
     tensors = [torch.zeros(number) for number in range(7)]
@@ -208,27 +187,3 @@ def test_tensors_are_found_in_containers_and_objects_once_each() -> None:
 
 
 ROWS = [torch.rand(2), torch.rand(3)]
-WITHOUT_STRIDES: dict[str, tuple[Callable[[], torch.Tensor], list[int]]] = {
-    "coo": (lambda: torch.eye(3).to_sparse(), [6, 3]),
-    "csr": (lambda: torch.eye(3).to_sparse_csr(), [4, 3, 3]),
-    "csc": (lambda: torch.eye(3).to_sparse_csc(), [4, 3, 3]),
-    "nested": (lambda: torch.nested.nested_tensor(ROWS), [2, 3]),
-    "jagged": (lambda: torch.nested.nested_tensor(ROWS, layout=torch.jagged), [5, 3]),
-}
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", WITHOUT_STRIDES)
-def test_tensors_without_strides_are_their_parts(name: str) -> None:
-    make, sizes = WITHOUT_STRIDES[name]
-    assert sorted(part.numel() for part in tensors_of(make())) == sorted(sizes)
-
-
-def test_only_a_tensor_moves_and_stays_a_leaf_that_requires_grad() -> None:
-    for value in ("text", None, [torch.zeros(1)]):
-        assert moved(value, META) is value
-    here = torch.zeros(3)
-    assert moved(here, here.device) is here
-    there = moved(torch.zeros(3, requires_grad=True), META)
-    assert (there.device, there.requires_grad, there.is_leaf) == (META, True, True)
-    assert moved(torch.zeros(3, requires_grad=True) * 2, META).grad_fn is not None

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.messages import TOKEN_BYTES, BatchHandle
-from fastq_loader.memory.allocator import Allocator, empty
+from fastq_loader.ipc.messages import BatchHandle
+from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Arena
-from fastq_loader.memory.blocks import SMALLEST, size_class
+from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.packing.pack import Packer
 from fastq_loader.packing.spec import REMEMBERED, SPEC_BYTES, BatchLayout, LayoutCache
 from fastq_loader.packing.unpack import Unpacker
@@ -115,14 +115,6 @@ def test_a_handle_that_does_not_fit_is_refused(pair: Pair, lie: Callable[[BatchH
         receive(pair, lie(true)._replace(spec_id=999))
 
 
-def test_a_block_among_the_tables_is_refused(pair: Pair) -> None:
-    handle = pair.handle_of(torch.arange(LARGE))
-    _, end = pair.arena.mapping.region(0)
-    assert end + handle.segments[0][1] < pair.arena.mapping.length
-    with pytest.raises(ProtocolError):
-        receive(pair, at(handle, 0, end, None, 0))
-
-
 def test_a_pickle_that_names_a_leaf_that_was_taken_away_is_refused(pair: Pair) -> None:
     handle = pair.handle_of(Opaque(torch.arange(LARGE)))
     with pytest.raises(ProtocolError, match="leaf 0"):
@@ -146,29 +138,6 @@ def test_where_there_is_no_device_a_batch_for_one_is_refused() -> None:
                 pair.learn(handle._replace(segments=((offset, size, into),)))
         with pytest.raises(ProtocolError, match="packed a batch for a device"):
             Unpacker(pair.arena, 1, TOKEN).learn(LayoutCache(), handle)
-
-
-def test_a_packed_exception_that_does_not_fit_is_refused(pair: Pair) -> None:
-    handle, used = pair.packer.pack_exception(b"x" * 100)
-    total = TOKEN_BYTES + 100
-    assert used == [(0, total)]
-    assert handle.segments == ((0, size_class(total), total),)
-    for lie in (
-        at(handle, 0, None, SMALLEST, SMALLEST + 1),
-        at(handle, 0, SMALLEST, SMALLEST, None),  # no token there
-        spec_with(handle, ("l", ("O", "V")))._replace(values=(1,)),
-    ):
-        with pytest.raises(ProtocolError):
-            pair.unpacker.exception(pair.learn(lie))
-
-
-@pytest.mark.parametrize(("out_of_memory", "kind"), [(True, MemoryError), (False, RuntimeError)])
-def test_an_exception_that_no_block_holds_travels_as_text(
-    pair: Pair, out_of_memory: bool, kind: type[Exception]
-) -> None:
-    handle = pair.packer.pack_text("what happened", out_of_memory)
-    error = pair.unpacker.exception(pair.learn(handle))
-    assert (type(error), str(error)) == (kind, "what happened")
 
 
 # ---- digests ----------------------------------------------------------------------------------------
@@ -200,21 +169,6 @@ def test_a_digest_is_the_same_for_the_same_data_wherever_it_lies(kind: str, for_
         assert first == again == digest(1)
         assert first[0] != other[0]
         assert first[1] >= 8
-
-
-@pytest.mark.parametrize("for_device", [False, True])
-def test_a_digest_does_not_read_what_lies_around_the_leaves(for_device: bool) -> None:
-    def make(left_behind: int) -> Any:
-        whole = empty((3 * SMALLEST,), torch.uint8).fill_(left_behind)
-        first, second = whole[256 : SMALLEST // 2], whole[SMALLEST : 2 * SMALLEST]
-        first.fill_(7)
-        second.fill_(9)
-        return (first, second) if for_device else second
-
-    with paired(for_device=for_device) as pair:
-        handles = [pair.arrive(pair.pack(lambda of=of: make(of))) for of in (1, 2)]
-        assert all(handle.segments[0][2] for handle in handles), "they lie where they were made"
-        assert len({pair.unpacker.digest(handle) for handle in handles}) == 1
 
 
 Meta = tuple[Any, ...]
@@ -268,9 +222,3 @@ def test_a_spec_whose_leaves_do_not_cover_their_segments_is_refused(
 ) -> None:
     with pytest.raises(ProtocolError):
         BatchLayout((("l", tuple(("L", number) for number in range(len(leaves)))), leaves, sizes))
-
-
-@pytest.mark.parametrize("short", [(), ("V",), ("V", ()), None, 3], ids=str)
-def test_what_is_no_spec_is_refused(short: Any) -> None:
-    with pytest.raises(ProtocolError, match="malformed spec"):
-        BatchLayout(short)

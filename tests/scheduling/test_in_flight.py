@@ -7,12 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.consumer.deaths import Timeout
-from fastq_loader.errors import InvalidTransition
 from fastq_loader.scheduling.backlog import BroadcastFlowControl
-from fastq_loader.scheduling.in_flight import InFlight, InOrder, PendingTasks
-from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
+from fastq_loader.scheduling.in_flight import InOrder, PendingTasks
 from fastq_loader.scheduling.states import Batch, WorkerTable
-from tests.support.invariants import check_tasks
 from tests.support.thorough import examples
 
 STEPS = st.lists(st.integers(-2, 12) | st.none(), max_size=60)  # relative to the head; None: one is taken
@@ -39,68 +36,11 @@ def test_the_ring_behaves_like_a_dict(capacity: int, steps: list[int | None]) ->
         assert (ring.head, ring.filled) == (head, len(model))
 
 
-def test_the_lowest_batch_that_was_lost_with_a_worker() -> None:
-    in_flight = InFlight()
-    for worker in (1, 0, 1, 0):
-        in_flight.new(worker, None).move("send")
-    for seq in (1, 3, 2):
-        in_flight.batches[seq].move("die")
-    batches = in_flight.batches
-    assert [in_flight.lost_by(worker) for worker in range(3)] == [batches[1], batches[2], None]
-    with pytest.raises(InvalidTransition, match="a batch is lost: event 'deliver' is not allowed"):
-        batches[1].move("deliver")
-
-
 def outstanding(*workers: int | None, slots: int = 100) -> tuple[PendingTasks, list[Batch]]:
     tasks, batches = PendingTasks(slots), [Batch(seq, worker, None) for seq, worker in enumerate(workers)]
     for batch in batches:
         tasks.add(1, batch)
     return tasks, batches
-
-
-@pytest.mark.parametrize(
-    ("tasks", "workers", "idle"),
-    [
-        ((), 0, False),
-        ((), 1, True),
-        ((0, 0, 0), 2, True),
-        ((0, 1, 0), 2, False),
-        ((None, None), 3, True),
-        ((None, None), 2, False),
-        ((None, 1), 2, False),  # one is known to be claimed
-        ((1, 1, None), 3, True),
-    ],
-)
-def test_with_few_tasks_workers_are_idle(tasks: tuple[int | None, ...], workers: int, idle: bool) -> None:
-    assert outstanding(*tasks)[0].has_idle_worker(workers) is idle
-
-
-@examples(100)
-@given(st.integers(1, 6), st.lists(st.integers(0, 5), max_size=40))
-def test_no_two_shared_tasks_have_a_slot_in_common(slots: int, steps: list[int]) -> None:
-    """However late the batch of an epoch is: the numbers that come round go past it."""
-    tasks, waiting, tickets = PendingTasks(slots), list[Batch](), set[int]()
-    for epoch, step in enumerate(steps):
-        if len(waiting) == slots:
-            with pytest.raises(AssertionError, match="narrower than the claim table"):
-                tasks.add(epoch, Batch(0, None, None))
-            batch = waiting.pop(step % slots)
-            key = next(key for key, other in tasks.items() if other is batch)
-            if step % 2:
-                tasks.settle(*key)
-            else:
-                tasks.release_slot(batch)
-                batch.worker = 0
-        waiting.append(Batch(0, None, None))
-        tasks.add(epoch, waiting[-1])
-        assert waiting[-1].ticket not in tickets | {0}
-        tickets.add(waiting[-1].ticket)
-        check_tasks(tasks)
-        assert tasks.tickets() == [batch.ticket for batch in tasks.values() if batch.worker is None]
-    for key in list(tasks):
-        tasks.settle(*key)
-    check_tasks(tasks)
-    assert not tasks
 
 
 def turns(table: WorkerTable, count: int, share_of: int | None = None) -> list[int | None]:
@@ -124,59 +64,6 @@ def test_no_worker_has_more_than_its_share_of_a_window(workers: int, window: int
         table.deliver_one(worker)
         assert table._undelivered[worker] == share - 1
         assert turns(table, 2, window) == [worker, None]
-
-
-def test_a_dead_worker_keeps_its_turns_and_an_ended_one_does_not() -> None:
-    table = WorkerTable(2)
-    assert not table.is_dead(0)
-    assert not table.is_dead(None)
-    table.move(0, "die")
-    assert (table.is_dead(0), table.is_dead(1), table.is_dead(None)) == (True, False, False)
-    assert turns(table, 2) == [0, 1]
-    table.move(0, "end")
-    assert turns(table, 2) == [1, 1]
-    assert table.is_dead(0)
-    assert table.exhausted(0)
-    table.begin_epoch()
-    assert table.is_dead(0)
-    assert not table.exhausted(0)
-    table.move(1, "die")
-    assert table.is_dead(None)
-    table.move(0, "replace")
-    assert not table.is_dead(0)
-    with pytest.raises(InvalidTransition, match="a worker is active: event 'replace' is not allowed"):
-        table.move(0, "replace")
-
-
-@examples(100)
-@given(st.permutations(range(12)), st.integers(0, 12))
-def test_every_position_counts_once_in_whatever_order_they_come(order: list[int], come: int) -> None:
-    progress = START
-    for position in order[:come]:
-        progress = progress.after(position)
-    handed_out = set(order[:come])
-    head = next(position for position in range(13) if position not in handed_out)
-    assert progress.delivered == come
-    assert progress.head == head
-    assert progress.beyond == {position for position in handed_out if position > head}
-
-
-@examples(100)
-@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from((b"", b"a", b"b"))), max_size=10))
-def test_each_worker_is_counted_and_its_last_word_kept(batches: list[tuple[int, bytes]]) -> None:
-    progress = Progress(workers=(WorkerProgress(),) * 3)
-    for worker, state in batches:
-        progress = progress.after_worker(worker, state, None)
-    assert progress.delivered == len(batches)
-    for number, worker in enumerate(progress.workers):
-        said = [state for at, state in batches if at == number]
-        assert worker.delivered == len(said)
-        assert worker.state == next((state for state in reversed(said) if state), b"")
-
-
-def test_a_worker_of_a_dataset_with_indices_moves_both_counts() -> None:
-    progress = Progress(workers=(WorkerProgress(),) * 2).after_worker(1, b"x", 1)
-    assert progress == Progress(1, frozenset({1}), (WorkerProgress(), WorkerProgress(1, b"x")))
 
 
 class Pool:
@@ -247,48 +134,6 @@ def test_a_busy_workers_queue_is_bounded_and_it_is_sent_what_is_left() -> None:
     assert pool.read(0) == pool.read(1) == [1000]
 
 
-def test_what_was_missed_is_kept_as_long_as_it_is_on_offer_and_no_longer() -> None:
-    pool = Pool(workers=1, limit=2)
-    for ticket in range(1, 500):
-        pool.offer(ticket)
-        pool.offered.discard(ticket - 3)
-        assert len(pool.backlog._missed) <= 2 * 2 + 3
-    pool.read(0)
-    pool.catch_up()
-    assert pool.read(0) == [497, 498, 499]
-    assert not pool.backlog._missed
-
-
-def test_a_worker_that_was_passed_over_is_told_the_epoch_first_and_only_the_last_one() -> None:
-    pool = Pool(workers=1, limit=2)
-    for ticket in range(1, 6):
-        pool.offer(ticket)
-    for epoch in range(2, 100):
-        pool.offered.clear()  # they were taken back
-        pool.announce(epoch)
-        pool.offer(10 * epoch)
-    assert len(pool.queues[0]) <= 2 + 2 + 1
-    pool.read(0)
-    pool.catch_up()
-    assert pool.read(0) == [-99, 990]
-    pool.offer(1000)
-    assert pool.read(0) == [1000]
-
-
-@pytest.mark.parametrize("window", [1, 5, 300])
-def test_in_order_no_worker_is_passed_over_in_an_epoch(window: int) -> None:
-    """The worker in the middle of batch `seq` has read what came before that, and gets a window at most."""
-    for busy_from in range(window + 2):
-        pool = Pool(workers=1, limit=window)
-        pool.announce(1)
-        for seq in range(busy_from):
-            pool.offer(seq)
-            pool.read(0)
-        for seq in range(busy_from, busy_from + window):
-            pool.offer(seq)
-        assert not pool.backlog.behind
-
-
 EVENTS = st.sampled_from(["offer", "claim", "read", "epoch", "look", "restart"])
 
 
@@ -333,13 +178,6 @@ HEADS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1), st.integers(0, 
 
 
 @examples(100)
-@given(HEADS, st.sampled_from([(0, False), (0, True), (5, False)]))
-def test_torchs_timeout_is_of_a_message(heads: list[tuple[int, int, int]], options: tuple[int, bool]) -> None:
-    patience = Timeout(*options)
-    assert {patience.seconds(*head) for head in heads} <= {options[0] or None}
-
-
-@examples(100)
 @given(HEADS, st.integers(1, 60))
 def test_of_a_head_it_ends_at_a_fixed_moment(heads: list[tuple[int, int, int]], timeout: int) -> None:
     patience = Timeout(timeout, of_head=True)
@@ -365,8 +203,3 @@ def test_a_consumer_that_was_stopped_gives_each_head_one_grace() -> None:
     assert not any(patience.is_over(message=True) for _ in range(2)), "no batch is waited for"
     each = Timeout(1, of_head=False)
     assert not any(each.is_over(message=True) for _ in range(3))
-
-
-def test_numbers_that_were_handed_out_before_the_epoch_was_resumed_are_passed_over() -> None:
-    in_flight = InFlight(1, frozenset({2, 3}))
-    assert [in_flight.new(0, None).seq for _ in range(2)] == [1, 4]

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck
 
 from fastq_loader.errors import PoisonBatch
-from fastq_loader.ipc.messages import BATCH, ENDED, ERROR, Answer
+from fastq_loader.ipc.messages import BATCH, ERROR, Answer
 from fastq_loader.memory.blocks import size_class
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.scheduling.events import Died, Draw, Finish, IterationFailed, Send, Wait
-from fastq_loader.scheduling.scheduler import STALE, Scheduler
+from fastq_loader.scheduling.events import Died, IterationFailed, Send, Wait
+from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import DEAD, GONE, READY, Batch
 from tests.support import invariants
@@ -89,35 +89,6 @@ def of(sends: Sequence[Send] | None) -> list[tuple[int | None, int, int]]:
     return [(send.worker, send.task.seq, send.task.attempt) for send in sends]
 
 
-def test_an_epoch_comes_after_the_one_before() -> None:
-    scheduler, _ = started()
-    with pytest.raises(AssertionError, match="epoch 1 follows epoch 1"):
-        scheduler.begin_epoch(1)
-
-
-def test_the_end_of_a_workers_part_may_be_processed_after_its_death() -> None:
-    """And in the next epoch it is dead, and no longer excused."""
-    scheduler, sends = started(prefetch=1, length=2)
-    arrive(scheduler, *answer(sends[0], ENDED))
-    scheduler.died(Died(0))
-    invariants.check(scheduler)
-    assert scheduler.wanted() == Draw()
-    arrive(scheduler, *answer(sends[1]))
-    assert delivered(scheduler) == 1
-    assert scheduler.wanted() == Finish()
-    begin(scheduler)
-    assert scheduler.wanted() == IterationFailed(0, 0, 0)
-
-
-def test_an_answer_that_is_not_due_is_a_defect() -> None:
-    scheduler, sends = started()
-    arrive(scheduler, *answer(sends[0]))
-    with pytest.raises(AssertionError, match="does not owe"):
-        arrive(scheduler, *answer(sends[0]))
-    with pytest.raises(AssertionError, match="does not owe"):
-        arrive(scheduler, *answer(sends[1]._replace(worker=0)))
-
-
 def test_a_window_grows_while_the_next_batch_is_late_and_shrinks_when_none_is_any_more() -> None:
     scheduler, sends = started(shared_tasks=True, window=Window(2, 8, 1 << 30))
     scheduler.wanted()
@@ -169,32 +140,6 @@ def granted(**keywords: Any) -> tuple[Scheduler, Send]:
     arrive(scheduler, *answer(sends[1], worker=0))
     delivered(scheduler)
     return scheduler, send
-
-
-def used_grant(send: Send, worker: int) -> Arrived:
-    return worker, answer(send, worker=worker)[1]._replace(used=((0, 1),))
-
-
-def test_what_a_dead_worker_had_claimed_of_an_old_epoch_is_let_go() -> None:
-    """It was stopped in the middle of the claim, so it was not known that it would have it."""
-    scheduler, send = granted(restarts=1)
-    begin(scheduler, length=0)
-    assert scheduler.pending_tasks.tickets() == [send.task.ticket]
-    died = Died(1, None, "died", frozenset([send.task.ticket]))
-    assert scheduler.died(died) == []
-    assert scheduler.pending_tasks.tickets() == []
-    assert states(scheduler) == {0: "free"}
-
-
-def test_a_task_of_an_older_epoch_is_its_claimants_and_its_blocks_too() -> None:
-    scheduler, send = granted()
-    begin(scheduler, length=0, claimed={send.task.ticket: 1})
-    with pytest.raises(AssertionError, match="does not owe"):
-        arrive(scheduler, *used_grant(send, 0))
-    assert scheduler.died(Died(0)) is None
-    assert states(scheduler) == {0: "granted"}
-    assert arrive(scheduler, *used_grant(send, 1)) == STALE
-    assert states(scheduler) == {0: "free"}
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -140,41 +140,6 @@ def test_it_shrinks_back_when_no_batch_is_late_any_more(least: int, widest: int)
     assert handed_out >= 4 * widest, "one calm moment is not the end of late batches"
 
 
-def test_a_window_that_just_grew_is_given_time() -> None:
-    in_flight, sizes = InFlight(window := Window(2, 100, 1 << 40)), []
-    in_flight.ask(10)
-    for grown, handed_out in ((1, 39), (0, 43), (0, 1)):  # four windows, less one; and four of the wider one
-        for _ in range(handed_out):
-            in_flight.hand_out()
-        in_flight.ask(grown)
-        sizes.append(window.size)
-    assert sizes == [11, 11, 8]
-
-
-@examples(50)
-@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 40))
-def test_a_group_is_asked_for_together(least: int, group: int, batches: int) -> None:
-    group = min(group, least)
-    window = Window(least, group=group)
-    in_flight = InFlight(window)
-    in_flight.ask(least)
-    for number in range(1, batches):
-        in_flight.hand_out()
-        assert in_flight.under_way == least - number % group
-
-
-@pytest.mark.parametrize(
-    ("window", "asked", "room"),
-    [
-        (Window(4, 16, 4), (4, 0, 0.5), 4),  # a budget below a byte for each batch counts too
-        (Window(4, 16, 3), (4, 0, 0.5), 2),
-        (Window(4, 16, 0), (4, 1, 0.0), 3),  # batches of small leaves take no shared memory at all
-    ],
-)
-def test_the_room_in_a_window(window: Window, asked: tuple[int, int, float], room: int) -> None:
-    assert window.room(*asked) == room
-
-
 @pytest.mark.parametrize(
     ("schedule", "iterable", "limits"),
     [

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import pickle
-import threading
-from dataclasses import FrozenInstanceError, asdict, fields, replace
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -16,14 +14,10 @@ from fastq_loader.ipc.messages import Answer
 from fastq_loader.statistics.counters import Counters, StagingCounters
 from fastq_loader.statistics.records import COPY, DEVICE, DREW, DROP, END, ITER, PART, Record
 from fastq_loader.statistics.snapshots import (
-    CAUSES,
     PER_OCTAVE,
-    EpochStatistics,
     Histogram,
-    LateBatch,
     LoaderStatistics,
     StagingStatistics,
-    WorkerStatistics,
 )
 from fastq_loader.statistics.workers import WorkerCounters
 from tests.support import records
@@ -99,38 +93,6 @@ class Pool:
         return (812, "10.0.0.2") if pid == 70 else None
 
 
-def test_pools_that_count_elsewhere_are_asked_until_they_end() -> None:
-    counters = counted()
-    assert [worker.node for worker in counters.snapshot().workers] == [None, None]
-    first, second = Pool(counters, 100), Pool(counters, 30)
-    first.said = 105
-    found = counters.snapshot()
-    assert found.wire_bytes == 135
-    assert [(worker.pid, worker.node) for worker in found.workers] == [(812, "10.0.0.2"), (71, None)]
-    assert [worker.pid for worker in counters.workers] == [70, 71], "that of the process here is kept"
-    first.said = 110
-    for _ in range(2):
-        counters.ended(first)
-    first.said = 0
-    second.said = 40
-    found = counters.snapshot()
-    assert (found.wire_bytes, found.workers[0].wire_bytes) == (150, 40)
-
-
-def test_epochs_are_kept_one_by_one_and_in_sum() -> None:
-    counters = Counters()
-    for number in range(250):
-        log = counters.begin_epoch(number * SECOND + 1, 5)
-        log.leave(ITER, half := number * SECOND + SECOND // 2 + 1)
-        log.enter(half)
-        log.leave(END, half, 8)
-    found = counters.snapshot()
-    assert found.epochs == 250
-    assert [epoch.epoch for epoch in found.per_epoch] == list(range(150, 250))
-    assert (found.total.seconds, found.total.start_up_seconds) == (125, 125)
-    assert round(found.total.cpu_seconds * 1e9) == 750
-
-
 # ---- records --------------------------------------------------------------------------------------
 
 
@@ -204,26 +166,6 @@ def test_an_interrupt_loses_no_record() -> None:
     assert seen == [0, 1, 2, 3]
 
 
-def test_only_one_folds_at_a_time() -> None:
-    counters, order = Counters(), list[int]()
-
-    def asked(record: Record) -> None:
-        order.append(record[3])
-        counters.fold()  # in the handler of a signal
-        thread = threading.Thread(target=counters.fold)
-        thread.start()
-        thread.join()
-        if record[3] == 1:
-            counters.records.append(records.call(PART, 0, 3, epoch=0))
-
-    counters.follow(asked)
-    counters.records += [records.call(PART, 0, number, epoch=0) for number in (1, 2)]
-    counters.fold()
-    assert order == [1, 2], "one came after"
-    counters.fold()
-    assert order == [1, 2, 3]
-
-
 # ---- snapshots ------------------------------------------------------------------------------------
 
 
@@ -231,31 +173,6 @@ def snapshot() -> LoaderStatistics:
     counters = counted()
     counters.begin_epoch(5, 0).leave(ITER, 9)
     return counters.snapshot()
-
-
-def test_a_snapshot_cannot_be_altered() -> None:
-    found = snapshot()
-    for part in (found, found.total, found.workers[0], LateBatch(1, 2, 3.0), StagingStatistics("cuda")):
-        for field in fields(part):
-            with pytest.raises(FrozenInstanceError):
-                setattr(part, field.name, 1)
-            with pytest.raises(FrozenInstanceError):
-                delattr(part, field.name)
-
-
-def test_a_snapshot_is_of_the_public_classes_and_travels() -> None:
-    found = snapshot()
-    assert type(found) is LoaderStatistics
-    assert [type(worker) for worker in found.workers] == [WorkerStatistics] * 2
-    assert [type(epoch) for epoch in found.per_epoch] == [EpochStatistics]
-    assert pickle.loads(pickle.dumps(found)) == found == replace(found)
-    assert "batches=3" in repr(found)
-
-
-def test_every_cause_has_its_seconds() -> None:
-    epoch = EpochStatistics(**{f"{cause}_seconds": at for at, cause in enumerate(CAUSES)})
-    assert [epoch.spent_on(cause) for cause in CAUSES] == list(range(8))
-    assert LoaderStatistics(total=epoch).head_of_line_seconds == epoch.head_of_line_seconds
 
 
 DURATIONS = st.lists(st.integers(10, 10**13), min_size=1, max_size=50)
@@ -273,17 +190,3 @@ def histogram_of(durations: list[int]) -> Histogram:
 def test_a_percentile_is_within_three_percent(durations: list[int], percent: float) -> None:
     exact = sorted(durations)[math.ceil(percent / 100 * len(durations) - 1e-9) - 1] / 1e9
     assert abs(histogram_of(durations).percentile(percent) / exact - 1) < 0.03
-
-
-@examples(100)
-@given(DURATIONS, DURATIONS)
-def test_two_histograms_make_one(first: list[int], second: list[int]) -> None:
-    both = histogram_of(first)
-    both.include(histogram_of(second))
-    for percent in (1, 50, 99):
-        assert both.percentile(percent) == histogram_of(first + second).percentile(percent)
-
-
-def test_nothing_and_no_time_at_all() -> None:
-    assert Histogram().percentile(50) == 0.0
-    assert histogram_of([1, 1]).percentile(50) < 2e-9

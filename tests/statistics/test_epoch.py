@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastq_loader.ipc.messages import SKIPPED, Indices
+from fastq_loader.ipc.messages import Indices
 from fastq_loader.statistics import records
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.epoch import EpochCounters, summed
@@ -187,31 +187,6 @@ def test_a_call_that_was_cut_short_counts_as_far_as_it_is_known() -> None:
     assert (by_cause(cut)["transport"], cut.nanoseconds, cut.batches) == (20 + 5, 74, 1)
 
 
-def test_a_snapshot_may_be_taken_while_another_thread_counts() -> None:
-    class Counted(EpochCounters):
-        @property
-        def nanoseconds(self) -> int:  # asked for in the middle of a snapshot
-            self.fold(gives(answer(finished=1), 5, 10**9))
-            return super().nanoseconds
-
-    epoch = Counted(1, 1)
-    assert len(epoch.snapshot().ready) == 1
-    assert len(epoch.snapshot().ready) == 60
-
-
-def test_an_answer_may_have_finished_after_it_was_handed_out_by_another_clock() -> None:
-    late = answer(started=10**9, collated=10**9, finished=10**9)
-    assert folded(gives(late, 20, 10**8)).snapshot().ready == (0.0,) * 6
-
-
-def test_what_a_batch_took_to_load_is_known_of_all_though_the_last_thousand_are_kept() -> None:
-    loads = [(LOADED, 1, 4 if seq < 1024 else 2, seq, 1) for seq in range(2048)]
-    epoch = folded(gives(None, 1, 5, *loads))
-    assert len(epoch.costs.last) == 1024
-    assert {cost.load for cost in epoch.costs.last} == {1}
-    assert epoch.costs.load == 2
-
-
 @examples(100)
 @given(st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=30))
 def test_ready_batches_are_averaged_over_parts_of_the_epoch(batches: list[tuple[int, int]]) -> None:
@@ -230,27 +205,6 @@ def test_ready_batches_are_averaged_over_parts_of_the_epoch(batches: list[tuple[
     widths = [width] * (parts - 1) + [max(1, now - width * (parts - 1))]
     total = sum(each * size for each, size in zip(found.ready, widths, strict=True))
     assert abs(total - ready) <= 0.006 * sum(widths) + 1
-
-
-def test_what_was_counted_in_several_epochs_is_one_sum() -> None:
-    epochs = []
-    for number in (1, 2):
-        epoch = EpochCounters(number, 1, cpu=10)
-        waits = (WAITED, 152, 155, "workers", 0, None), (LOADED, 155, 159, 0, 155)
-        for record in (call(ITER, 1, 101), gives(None, 151, 171, *waits)):
-            epoch.fold(record)
-        epoch.used_cpu(30)
-        assert epoch.cpu == 20
-        epoch.fold(call(END, 181, 201, more=(40,)))
-        epoch.used_cpu(70)  # after its end
-        epochs.append(epoch)
-    assert summed(epochs).waited == 2 * 7
-    total = summed(epochs).snapshot()
-    assert total.batches == 2
-    assert round(total.seconds * 1e9) == 400
-    assert round(total.consumer_seconds * 1e9) == 120
-    assert round(total.cpu_seconds * 1e9) == 60
-    assert abs(total.wait_p50 / 20e-9 - 1) < 0.03
 
 
 # ---- batches that held up others ------------------------------------------------------------------
@@ -291,19 +245,3 @@ def waited(worker: WorkerCounters) -> tuple[int, int]:
     """Nanoseconds that a worker waited for tasks that were sent, and that were not."""
     found = worker.snapshot()
     return round(found.idle_seconds * 1e9), round(found.blocked_seconds * 1e9)
-
-
-def test_a_task_that_was_sent_again_counts_from_then_on() -> None:
-    worker, epoch = WorkerCounters(1, 4711), EpochCounters(1, 1)
-    first, second = answer(0, 30, 40, 40), answer(1, 60, 70, 70)
-    sent = (DREW, 5, 10, (0, 1)), (DREW, 20, 20, (0,)), (DREW, 50, 50, (1,)), (DREW, 55, 55, (1,))
-    epoch.fold(gives(None, 1, 58, *sent[:2], came(first, worker), *sent[2:]))
-    epoch.fold(gives(None, 59, 80, came(second, worker)))
-    assert waited(worker) == (5, 15)
-    epoch.fold(gives(None, 90, 99, came(answer(2, 90, 95, 95, kind=SKIPPED), worker)))
-    assert waited(worker) == (5, 35), "one that nobody knows to be sent was sent when it began"
-    assert len(epoch.costs.last) == 2, "it was no batch"
-    epoch.fold(gives(None, 100, 101, (records.STALE, worker, 1, answer(9, 99, 100, 100))))
-    assert (worker.batches, len(epoch.costs.last)) == (4, 2), (
-        "one of an epoch before is its work, and not ours"
-    )

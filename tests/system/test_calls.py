@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import signal
-import socket
-import time
 from collections.abc import Iterator
-from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -82,19 +77,6 @@ def test_parts_of_a_region_are_unmapped_with_or_without_their_pages(memfd: int) 
     last[0] = 1
 
 
-def test_a_part_that_cannot_be_unmapped_yet_stays_until_the_region_goes(memfd: int) -> None:
-    region = calls.MmapRegion(memfd, mmap.PAGESIZE)
-    library, region._library = region._library, Mock()  # whose munmap does not return 0
-    region.unmap(0)
-    assert region.parts.keys() == {0}
-    region._library = library
-
-
-def test_on_larger_pages_no_neighbour_is_unmapped() -> None:
-    assert calls._whole_pages(8, 16, page=8) == (8, 24)
-    assert calls._whole_pages(9, 22, page=8) == (16, 24)
-
-
 @pytest.mark.processes
 @sandbox.NEEDED
 def test_a_call_that_a_sandbox_refuses_is_named_or_done_without(memfd: int) -> None:
@@ -117,17 +99,6 @@ def test_a_call_that_a_sandbox_refuses_is_named_or_done_without(memfd: int) -> N
     assert end_of(fork(confined)) == 0
 
 
-def test_a_wait_is_over_in_time_or_when_something_is_readable() -> None:
-    wake = calls.wake_up()
-    began = time.monotonic()
-    assert calls.readable([wake, -1], 0.02) == []
-    assert 0.01 < time.monotonic() - began < 1
-    calls.wake(wake)
-    calls.wake(wake)
-    assert calls.readable([-1, wake], None) == calls.readable([wake], float("inf")) == [wake]
-    os.close(wake)
-
-
 @pytest.mark.processes
 def test_a_process_is_watched_and_signalled_by_its_descriptor() -> None:
     pid = fork(signal.pause)
@@ -141,32 +112,3 @@ def test_a_process_is_watched_and_signalled_by_its_descriptor() -> None:
     with pytest.raises(ProcessLookupError):
         calls.pidfd_open(pid)
     os.close(descriptor)
-
-
-def test_what_the_c_library_lacks_is_an_error() -> None:
-    with pytest.raises(OSError, match="no_such_call") as caught:
-        calls._call("no_such_call", 1)
-    assert caught.value.errno == errno.ENOSYS
-
-
-def test_a_thread_says_how_long_it_waited_for_a_cpu(tmp_path: Path) -> None:
-    file = tmp_path / "schedstat"
-    assert calls.waited_for_cpu(str(file)) == 0, "not every kernel has it"
-    file.write_text("260552102 72123 91\n")
-    assert calls.waited_for_cpu(str(file)) == 72123
-    file.write_text("off")
-    assert calls.waited_for_cpu(str(file)) == 0
-
-
-def test_a_descriptor_is_sent_without_waiting_for_an_answer(memfd: int) -> None:
-    end, other = socket.socketpair()
-    with other:
-        with end:
-            other.send(b"answer to something else")
-            calls.send_descriptor(end.fileno(), memfd)
-            received = calls.receive_descriptor(other.fileno())
-            assert end.recv(24) == b"answer to something else"
-        with open(received, "rb") as file:
-            assert os.path.sameopenfile(file.fileno(), memfd)
-        with pytest.raises(EOFError):
-            calls.receive_descriptor(other.fileno())

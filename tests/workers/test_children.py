@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from fastq_loader.system import calls
-from fastq_loader.workers import children
-from fastq_loader.workers.children import UNKNOWN_EXIT, Child, Stacks
+from fastq_loader.workers.children import UNKNOWN_EXIT, Child
 from tests.conftest import wait_until
-from tests.support.forking import end_of, fork
 
 FORK = multiprocessing.get_context("fork")
 
@@ -62,29 +60,6 @@ def kill_itself(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize(
-    ("end", "number", "ours", "torchs"),
-    [
-        (os._exit, 7, "exited with code 7", "exited unexpectedly with exit code 7. Details"),
-        (
-            kill_itself,
-            signal.SIGKILL,
-            "was killed by SIGKILL (by the kernel's out-of-memory killer?)",
-            "is killed by signal: Killed. ",
-        ),
-        (kill_itself, signal.SIGTERM, "was killed by SIGTERM", "is killed by signal: Terminated. "),
-        (kill_itself, 40, "was killed by signal 40", "is killed by signal: "),  # it has no name
-    ],
-)
-def test_its_death_is_told(end: Any, number: int, ours: str, torchs: str) -> None:
-    child = started(end, number)
-    assert ended(child)
-    text, cause = child.death()
-    assert (text, child.killed) == (ours, end is kill_itself)
-    assert cause.startswith(f"DataLoader worker (pid {child.pid}) {torchs}")
-    child.release()
-
-
 @pytest.mark.parametrize("reaps", [False, True], ids=["ignored", "reaped"])
 def test_where_somebody_else_reaps_it_nobody_knows_how_it_ended(
     reaps: bool, means: str, request: pytest.FixtureRequest
@@ -111,28 +86,3 @@ def test_where_somebody_else_reaps_it_nobody_knows_how_it_ended(
 
 def dawdle() -> None:
     time.sleep(60)
-
-
-def test_a_process_that_hangs_shows_where_and_one_that_is_stopped_or_gone_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    written = Stacks()
-    ready, say = os.pipe()
-
-    def hang() -> None:
-        children.write_stacks(written.write_end)
-        os.write(say, b".")
-        dawdle()
-
-    pid = fork(hang)
-    os.read(ready, 1)
-    assert wait_until(lambda: "in dawdle" in written.of(pid), 5)  # it may still be on its way there
-    monkeypatch.setattr(children, "_FIRST_LINE", 0.02)
-    os.kill(pid, signal.SIGSTOP)
-    assert written.of(pid) == "  (it did not write them)"
-    os.kill(pid, signal.SIGKILL)
-    assert end_of(pid) == -signal.SIGKILL
-    assert written.of(pid) == "  (it did not write them)"
-    written.close()
-    os.close(ready)
-    os.close(say)

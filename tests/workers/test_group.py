@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 
-from fastq_loader.consumer.deaths import Deaths
-from fastq_loader.errors import InvalidTransition
-from fastq_loader.ipc.messages import Epoch, Hello, Ping
-from fastq_loader.scheduling.progress import START
+from fastq_loader.ipc.messages import Epoch, Hello
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.workers import WorkerCounters
 from fastq_loader.workers import group as module
@@ -111,70 +108,6 @@ def test_a_worker_whose_folder_was_removed_before_it_was_up_is_reported_with_it(
     )
 
 
-def test_a_ping_that_a_worker_was_not_sent_ends_it() -> None:
-    workers, socket, _ = group()
-    workers.offer({1: b"a task"})
-    pings = [worker for worker, message in socket.sent if message == Ping()]
-    assert pings == [0, 1]
-    for worker in (0, 1, 0):
-        workers.receive_other(worker, Ping())
-    assert killed(workers) == [0], "its second one"
-    assert workers._counters.rejected_frames == 1
-
-
-def test_the_texts_name_the_worker_its_batch_and_its_stacks() -> None:
-    workers, _, plan = group()
-    indices: Any = SimpleNamespace(index_of={7: 3, 8: [4, 5]}.get)
-    delivery: Any = SimpleNamespace(progress=START)
-    deaths = Deaths(plan, workers, indices, delivery)
-    late = "DataLoader timed out after 5 seconds: worker 0 (pid 700) has not answered batch 7 (indices 3). "
-    for doing, stacks in (
-        ("between batches", "  stacks of 0"),
-        ("before it was up", "  (it is still starting)"),
-    ):
-        assert str(deaths.timed_out(0, 7).error) == f"{late}Its Python stacks:\n{stacks}"
-        dead = workers.mark_dead(0)
-        assert deaths.sentence(dead, None).endswith(f"worker 0 was killed {doing}")
-        workers._pool.launch(dead, "/")
-    assert str(deaths.timed_out(None, 7).error).endswith("no worker has started batch 7 (indices 3) yet")
-    assert deaths.sentence(workers.mark_dead(1), 8) == (
-        "DataLoader worker (pid(s) 701) exited unexpectedly: "
-        "worker 1 was killed before it answered batch 8 (indices [4, 5])"
-    )
-
-
-def test_tasks_are_taken_back_as_far_as_they_are_unclaimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    workers, _, _ = group()
-    monkeypatch.setattr(module, "_CLAIMING", 0.01)
-    claims: Any = workers.claims
-    for ticket in (1, 2, 3):
-        claims.offer(ticket)
-    claims.claim(2, 1)
-    claims.busy = {3: 1}
-    assert workers.take_back([1, 2, 3]) == ({1}, {2: 1})
-    assert not claims.claim(1, 0)
-
-
-def test_the_worker_to_end_has_the_ticket_or_claims_it_or_has_nothing_to_do() -> None:
-    workers, _, _ = group()
-    claims: Any = workers.claims
-    claims.offer(7)
-    assert workers.late_for(7) == 0
-    claims.begin(0, 3)
-    assert workers.late_for(7) == 1, "it has nothing to do"
-    claims.begin(1, 4)
-    assert workers.late_for(7) == 0
-    claims.busy = {7: 1}
-    assert workers.late_for(7) == 1
-    claims.busy = {}
-    claims.claim(7, 1)
-    assert workers.late_for(7) == 1
-    workers.mark_dead(1)
-    assert workers.late_for(7) == 0
-    workers.mark_dead(0)
-    assert workers.late_for(7) is None
-
-
 @pytest.mark.parametrize("hangs", [True, False])
 def test_a_worker_that_does_not_get_up_three_times_in_a_row_is_given_up(hangs: bool) -> None:
     workers, _, _ = group()
@@ -190,19 +123,3 @@ def test_a_worker_that_does_not_get_up_three_times_in_a_row_is_given_up(hangs: b
             workers._pool.launch(worker, "")
     with pytest.raises(OSError, match="3 processes in a row ended before they were up"):
         workers.replace(1, Epoch(1, None))
-
-
-@pytest.mark.parametrize("up", [True, False])
-def test_a_worker_moves_by_the_table_only(up: bool) -> None:
-    worker = Worker(3)
-    with pytest.raises(InvalidTransition, match="a worker is new: event 'die' is not allowed"):
-        worker.move("die")
-    worker.begin("")
-    if up:
-        worker.move("hello")
-    with pytest.raises(InvalidTransition, match=r"a worker is (ready|starting): event 'start'"):
-        worker.move("start")
-    worker.die("", "")
-    worker.specs[0] = "a spec of the one that died"
-    worker.begin("")
-    assert (worker.generation, worker.is_up, len(worker.specs)) == (1, False, 0)

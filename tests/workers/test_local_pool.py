@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-import threading
-from multiprocessing import forkserver, reduction
+from multiprocessing import reduction
 from multiprocessing.context import get_spawning_popen, set_spawning_popen
 from pathlib import Path
 from pickle import loads
@@ -76,13 +75,6 @@ def send(thing: Any) -> Any:
         set_spawning_popen(None)  # type: ignore[arg-type]
 
 
-def test_inherited_objects_are_the_users_own() -> None:
-    dataset = CountsPickling()
-    parts = {"dataset": dataset, "collate_fn": max, "worker_init_fn": None, "errors": None}
-    assert Payload(*parts.values()).open() == parts
-    assert dataset.pickled == 0
-
-
 def test_they_are_pickled_once_until_all_workers_were_started() -> None:
     dataset = CountsPickling(4)
     sent = Payload(dataset, max, None)
@@ -112,28 +104,6 @@ def test_a_tensor_goes_to_every_worker_as_a_descriptor_though_its_owner_is_gone(
     sent.unseal()
     del late, arrived, sent
     assert len(open_descriptors()) == before
-
-
-def test_what_is_counted_elsewhere_is_pickled_for_each_worker() -> None:
-    """Storages on devices. Then nobody may start late."""
-    dataset = CountsPickling(4)
-    sent = Payload([dataset, torch.zeros(3, device="meta")], None, None)
-    before = len(open_descriptors())
-    for length in (4, 5):
-        dataset.length = length
-        assert len(send(sent).open()["dataset"][0]) == length
-    assert len(open_descriptors()) <= before + 1  # torch's own, of the tensor
-
-
-def test_what_cannot_be_pickled_leaves_nothing_open() -> None:
-    sent = Payload([torch.zeros(3), threading.Lock()], None, None)
-    plain = Payload([torch.zeros(3)], None, None)
-    send(plain).open()
-    plain.unseal()
-    before = len(open_descriptors())
-    with pytest.raises(TypeError, match="lock"):
-        send(sent)
-    assert len(open_descriptors()) <= before + 1  # torch's own, of the tensor
 
 
 def odd_arrays() -> list[np.ndarray]:
@@ -261,9 +231,3 @@ def test_workers_are_forked_from_an_interpreter_that_has_none_of_the_users_modul
     result = run_script(f"from tests.support.programs import at_once; exec(at_once(*{runs}))", warm=True)
     assert (result.returncode, result.stderr, result.left) == (0, "", ()), result
     assert not os.listdir(long)
-
-
-def test_the_code_of_multiprocessing_is_as_it_is_known() -> None:
-    """Python's server imports `__main__` since 3.12.8, 3.13.1 and 3.14, and its code tells which."""
-    code: Any = forkserver.ForkServer.ensure_running.__code__
-    assert {"main_path", "init_main_from_path"} & set(code.co_consts)

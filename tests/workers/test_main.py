@@ -28,11 +28,7 @@ from fastq_loader.memory.allocator import Allocator, install
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.reading import generators
-from fastq_loader.reading.fetch import EndOfStream
-from fastq_loader.system import calls
-from fastq_loader.workers import task_queue
 from fastq_loader.workers.main import WorkerLoop
-from fastq_loader.workers.reader import WorkerReader
 from fastq_loader.workers.task_queue import TaskQueue
 from tests.support.simulation import Table
 from tests.support.worker_setup import STREAM, make_setup
@@ -136,13 +132,6 @@ def claims(arena: Arena) -> Iterator[ClaimTable]:
     claims.close()
 
 
-def test_an_answer_says_how_long_cpus_were_waited_for(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "waited_for_cpu", lambda: 77)
-    first, second = replies(arena, range(2), epoch(), task(0), task(1))
-    assert (first.cpu_wait, first.cpu > 0) == (77, True)
-    assert (second.cpu_wait > 0) == (second.cpu > 0), "they are asked for together"
-
-
 def test_a_worker_that_could_not_start_leaves_tasks_to_others(arena: Arena, claims: ClaimTable) -> None:
     found = replies(arena, Broken(), epoch(1, 7), *SHARED, dynamic=True, init_fn=Broken.start)
     assert kinds(found) == [(0, BROKEN)]
@@ -178,41 +167,10 @@ class Draws:
             yield torch.rand(()).item()
 
 
-@pytest.mark.parametrize("stream", [Draws(1), iter(range(1))], ids=["draws", "its own iterator"])
-def test_a_stream_that_draws_or_goes_on_where_it_stopped_is_missed_until_it_ends(
-    arena: Arena, stream: Any
-) -> None:
-    loading = WorkerReader(make_setup(arena, stream, rules=STREAM))
-    loading.begin_epoch(Epoch(1, None))
-    loading.load(0, None)
-    assert loading.must_load_dropped_task()
-    with pytest.raises(EndOfStream):
-        loading.load(1, None)
-    assert not loading.must_load_dropped_task()
-
-
-def test_the_seeds_of_a_stream_do_not_depend_on_when_others_ended(arena: Arena) -> None:
-    loading = WorkerReader(make_setup(arena, Draws(9), workers=3, worker=1, rules=STREAM))
-    found = []
-    for seqs in ((1, 4, 6, 8), (1, 4, 7, 10)):
-        loading.begin_epoch(Epoch(1, None, 7))
-        found.append([loading.load(seq, None) for seq in seqs])
-    assert found[0] == found[1]
-    generators.seed_batch(7, 10)
-    assert found[0][-1] == torch.rand(()).item()
-
-
 def test_who_was_told_to_stop_loads_nothing_for_nobody(arena: Arena) -> None:
     dataset = Asked(draws=True)
     assert replies(arena, dataset, epoch(), task(0), epoch(2), Stop()) == []
     assert dataset.asked == []
-
-
-@pytest.mark.parametrize("numel", [1, SMALLEST])
-def test_what_is_too_long_for_a_message_is_an_error_and_frees_its_blocks(arena: Arena, numel: int) -> None:
-    found = replies(arena, Asked(numel=numel), epoch(), task(0), task(1), refuse=1)
-    assert kinds(found) == [(0, ERROR), (1, BATCH)]
-    assert set(found[0].returned) == {offset for offset, _ in found[0].fresh}
 
 
 def attempt_at(seq: int, attempt: int = 0, epoch: int = 1) -> Task:
@@ -251,38 +209,3 @@ def test_what_others_have_is_passed_over_and_forgotten_until_it_is_sent_again() 
     other.add(attempt_at(0, attempt=1))
     assert (other.take(), taken(other), taken(one)) == (attempt_at(0, attempt=1), [2], [])
     assert len(one) == len(other) == 0
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_what_a_worker_works_on_is_known_until_it_has_answered(shared: bool) -> None:
-    claims = Table(1 << 12)
-    tasks = queue(claims, 0, 1, worker=5, shared=shared)
-    for seq in (0, 1):
-        assert tasks.take() is not None
-        assert claims.begun(5) == 100 + seq
-    tasks.answered()
-    assert claims.begun(5) is None
-    assert tasks.take() is None
-    assert claims.begun(5) is None
-
-
-def test_a_busy_task_is_kept_for_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr(task_queue.time, "sleep", waits.append)
-    claims = Table(1 << 12)
-    tasks = queue(claims, 0, 1)
-    claims.busy = {100: 1}
-    assert taken(tasks) == [1]
-    assert len(tasks) == len(waits) == 1
-    claims.busy = {}
-    assert taken(tasks) == [0]
-
-
-def test_shared_tasks_that_others_have_or_of_an_old_epoch_are_forgotten() -> None:
-    claims = Table(1 << 12)
-    tasks, assigned = queue(claims, 0, 1, 2), queue(Table(1 << 12), 0, shared=False)
-    claims.claim(101, 3)
-    tasks.prune()
-    assert [task.seq for task in tasks._tasks] == [0, 2]
-    assert (tasks.drop(), assigned.drop()) == ([], [attempt_at(0)]), "assigned ones wait for an answer"
-    assert taken(tasks) == taken(assigned) == []

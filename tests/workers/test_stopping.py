@@ -103,50 +103,12 @@ def test_those_that_take_too_long_are_ended(ignores_sigterm: bool, monkeypatch: 
     assert worker.process.exitcode == -(signal.SIGKILL if ignores_sigterm else signal.SIGTERM)
 
 
-def test_a_hurry_ends_their_time_and_those_of_others_go_on() -> None:
-    mine, other = stopped(child()), Stopping(object(), {child(): 30}, [])
-    other.finish()
-    stopping.hurry(OWNER)
-    assert mine.over.wait(LIMIT)
-    assert not other.over.is_set()
-
-
 def test_an_interrupt_while_somebody_waits_ends_their_time_too() -> None:
     group = stopped(child())
     interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
     with once(lambda: is_inside(stopping.wait), interrupt), pytest.raises(KeyboardInterrupt):
         stopping.wait(OWNER)
     assert group.over.wait(LIMIT)
-
-
-def test_where_no_thread_can_be_started_they_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    worker = child(0.1)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
-        group = stopped(worker)
-    assert group.over.is_set()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_what_fails_afterwards_is_told_and_the_rest_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told()
-
-    def fail() -> None:
-        raise ValueError("mine")
-
-    group = Stopping(OWNER, {child(0.1): 30}, [fail, told.tell("then")])
-    group.finish()
-    assert group.over.wait(LIMIT)
-    assert told == ["then"]
-    monkeypatch.setattr(stopping, "_INSTANT", math.inf)
-    group = Stopping(OWNER, {child(0): 30}, [fail, told.tell("then")])
-    with pytest.raises(ValueError, match="mine"):
-        group.finish()
-    assert group.over.wait(LIMIT)
-    assert told == ["then", "then"]
 
 
 def test_a_forked_copy_forgets_them() -> None:
