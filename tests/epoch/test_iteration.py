@@ -25,6 +25,7 @@ from fastq_loader.epoch import base
 from tests.conftest import acquired, belongings, descendants, of_kind, wait_until
 from tests.support.datasets import FaultyDataset, Made, SizedStream
 from tests.support.loaders import collector_off, torch_has
+from tests.support.thorough import thorough
 
 pytestmark = pytest.mark.processes
 
@@ -50,6 +51,7 @@ def texts(found: list[tuple[str, str, int]]) -> list[str]:
     return [text for text, _, _ in found]
 
 
+@thorough(but={"workers": 2})
 @pytest.mark.parametrize("workers", [0, 2])
 def test_i9b_the_length_of_a_stream_warns_in_torchs_words_at_the_users_line(workers: int) -> None:
     """The line that calls `next()`; older versions of torch name a line of their own."""
@@ -62,6 +64,7 @@ def test_i9b_the_length_of_a_stream_warns_in_torchs_words_at_the_users_line(work
     assert {(file, line) for _, file, line in found[1]} == {(__file__, iterate.__code__.co_firstlineno + 1)}
 
 
+@thorough(but={"workers": 0})
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the warning is about having no accelerator")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("device", ["", "cuda"])
@@ -93,19 +96,6 @@ def test_a_warning_that_was_made_an_error_loses_its_batch_as_with_torch() -> Non
                 next(iterator)
         with pytest.raises(StopIteration):
             next(iterator)
-
-
-def test_a_batch_whose_warning_was_interrupted_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(text: str, category: type[Warning]) -> None:
-        raise KeyboardInterrupt
-
-    iterator = iter(DataLoader(SizedStream("tensors", [4], told=2), batch_size=None))
-    iterator._IterableDataset_len_called = 0
-    monkeypatch.setattr(base, "warn_user", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        next(iterator)
-    monkeypatch.setattr(base, "warn_user", lambda text, category: None)
-    assert [label for _, label in iterator] == [0, 1, 2, 3]
 
 
 class DrawsAtOnce(Sampler[int]):
@@ -145,6 +135,7 @@ def test_an_end_comes_as_often_as_with_torch(kind: Any) -> None:
             next(iterator)
 
 
+@thorough(but={"workers": 1})
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_iterator_is_not_kept_alive_by_an_error_that_it_raised(workers: int) -> None:
     iterator = iter(DataLoader(FaultyDataset("tensors", 1, frozenset({0}), LookupError), num_workers=workers))
@@ -154,20 +145,6 @@ def test_an_iterator_is_not_kept_alive_by_an_error_that_it_raised(workers: int) 
         watched = weakref.ref(iterator)
         del iterator
         assert watched() is None
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_outcome_that_another_thread_has_not_taken_yet_is_not_overwritten(workers: int) -> None:
-    iterator = iter(DataLoader(range(3), num_workers=workers))
-    for expected in range(3):
-        iterator._advance()  # of a thread that the system has stopped right after it
-        assert next(iterator).item() == expected
-        iterator._advance()
-        iterator._advance()
-        if expected < 2:
-            assert iterator.outcome.batch.item() == expected + 1
-    with pytest.raises(StopIteration):
-        next(iterator)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -275,15 +252,6 @@ def test_an_exhausted_iterator_that_is_kept_holds_no_process_descriptor_or_memor
     assert iterate(iterator) == 4
     assert wait_until(lambda: not acquired(before), 6)
     assert next(iterator, None) is None
-
-
-def test_a_pool_that_has_ended_is_replaced_in_the_next_epoch() -> None:
-    with persistent() as loader:
-        assert numbers(loader) == [[0, 1], [2, 3]]
-        loader._iterator._shutdown_workers()
-        assert loader._iterator._shutdown
-        assert numbers(loader) == [[0, 1], [2, 3]]
-        assert not loader._iterator._shutdown
 
 
 @pytest.mark.parametrize("workers", [0, 1])

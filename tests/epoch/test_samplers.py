@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+from torch.utils.data import DistributedSampler
 
 from fastq_loader import DataLoader, PermutationSampler
-from fastq_loader.epoch.samplers import SamplerInfo, chain, compared, own_generators
-from tests.support.samplers import ReadsAhead, Says, Users
+from fastq_loader.epoch.samplers import compared
+from tests.support.samplers import Users
 
 N = 11
 NUMBERS: Any = range(N)
@@ -38,55 +37,6 @@ def test_a_seed_that_counts_is_compared_as_it_was_when_the_epoch_began() -> None
     with pytest.raises(ValueError, match="field 'seed': 1 was saved, and the loader has 0"):
         DataLoader(NUMBERS, sampler=CountsEpochs(N)).load_state_dict(first.state_dict())
     assert compared(first._index_sampler)["seed"] == 1
-
-
-def test_samplers_of_unknown_length_are_not_asked_for_it() -> None:
-    class Endless(Says):
-        def __len__(self) -> int:
-            raise NotImplementedError("endless")
-
-    inner = Endless(N)
-    outer = ReadsAhead(inner)
-    outer.batch_sampler = inner  # type: ignore[attr-defined]
-    assert chain(outer) == [outer, inner]
-
-
-def test_the_datasets_generators_are_the_users() -> None:
-    generator = torch.Generator()
-
-    class Holds:
-        rng = None
-
-        def __init__(self) -> None:
-            self.rng = random.Random(1)
-
-        def __len__(self) -> int:
-            return 3
-
-    dataset = Holds()
-    sampler = BatchSampler(RandomSampler(dataset, generator=generator), 2, False)
-    assert own_generators(sampler, generator, dataset) == {"generator": generator}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda loader: setattr(loader.sampler, "generator", torch.Generator()),
-        lambda loader: vars(loader).update(generator=torch.Generator()),
-        lambda loader: setattr(loader.batch_sampler, "sampler", RandomSampler(range(9))),
-        lambda loader: setattr(loader.batch_sampler, "sampler", Says(N)),
-        lambda loader: setattr(loader.sampler, "replacement", True),
-    ],
-)
-def test_traits_hold_until_a_sampler_or_a_generator_is_another_one(change: Callable[[Any], None]) -> None:
-    loader = DataLoader(NUMBERS, 3, shuffle=True)
-    parts = lambda: (loader._index_sampler, loader.generator, loader.dataset)  # noqa: E731
-    traits = SamplerInfo(*parts())
-    assert traits.hold(*parts())
-    change(loader)
-    assert not traits.hold(*parts())
-    mine = DataLoader(NUMBERS, 3, sampler=Says(N))
-    assert not SamplerInfo(mine._index_sampler, None, mine.dataset).hold(mine._index_sampler, None, mine)
 
 
 class Epochs(Users):

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler
-from torch.utils.data.datapipes.iter import IterableWrapper
 
 from fastq_loader import DataLoader, PermutationSampler, WeightedSampler
 from fastq_loader.reading import generators
@@ -155,33 +150,6 @@ def test_an_iterable_dataset_goes_on_with_as_many_workers_or_says_how_with_other
     assert resharded.position == (1, 0, 4)
 
 
-def test_a_stream_that_says_where_it_stands_is_not_begun_anew() -> None:
-    told = state(DataLoader(Says("tensors", (5,)), 2))
-    told["workers"] = [None]
-    with pytest.raises(
-        ValueError, match=r"field 'workers\.0' is None: the state has no position of the dataset"
-    ):
-        DataLoader(Says("tensors", (5,)), 2).load_state_dict(told)
-
-
-class Twists(Sampler[int]):
-    """Draws from a generator of its own."""
-
-    def __init__(self, kind: Any) -> None:
-        self.rng = np.random.Generator(kind(1))
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.rng.permutation(20).tolist())
-
-
-@pytest.mark.parametrize("between", [True, False])
-def test_states_of_generators_of_another_kind_are_refused(between: bool) -> None:
-    one = loader(shuffle=None, sampler=Twists(np.random.PCG64))
-    told = one.state_dict() if between else state(one)
-    with pytest.raises(ValueError, match=r"'generator': the state of 'sampler\.sampler\.rng' does not fit"):
-        loader(shuffle=None, sampler=Twists(np.random.MT19937)).load_state_dict(told)
-
-
 class Counts(Sampler[int]):
     """Says what it was told."""
 
@@ -211,49 +179,12 @@ def test_what_a_sampler_refuses_is_named_and_nothing_is_taken(sampler_state: Any
     assert sampler.told == 0
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_a_copy_goes_on_from_what_was_loaded_too(copied: Callable[[Any], Any]) -> None:
-    one = loader()
-    told = state(one)
-    one.load_state_dict(told)
-    twin = copied(one)
-    assert twin.position == (0, 1, 1)
-    rest = [batch[0].tolist() for batch in one]
-    assert copied(one).position == (0, 0, 0)
-    one.load_state_dict(told)
-    again = copied(one)
-    assert [batch[0].tolist() for batch in again] == rest
-    assert one.position == (0, 1, 1)
-
-
-def test_a_shuffling_pipe_goes_on_in_its_order() -> None:
-    def pipe() -> DataLoader[Any]:
-        return DataLoader(IterableWrapper(range(20)).shuffle(), 4, shuffle=True)  # type: ignore[no-untyped-call]
-
-    first = pipe()
-    iterator = iter(first)
-    next(iterator)
-    second = pipe()
-    second.load_state_dict(first.state_dict())
-    with pytest.warns(UserWarning, match="1 batches that were handed out before are read again"):
-        rest = [batch.tolist() for batch in second]
-    assert rest == [batch.tolist() for batch in iterator]
-
-
 def test_an_empty_state_is_a_loader_that_was_not_iterated() -> None:
     one = loader()
     one.load_state_dict(state())
     one.load_state_dict({})
     assert one.position == (0, 0, 0)
     assert len(list(one)) == 5
-
-
-def test_what_was_loaded_is_what_would_be_saved() -> None:
-    told = json.loads(json.dumps(state()))
-    one = loader(seed=8)
-    one.load_state_dict(told)
-    assert one.state_dict() == told
-    assert one.state_dict() is not told
 
 
 def test_accelerate_may_count_back_and_say_that_the_epoch_is_over() -> None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 from fastq_loader import DataLoader, PermutationSampler
 from fastq_loader.epoch.fields import EpochStart, Saved
 from fastq_loader.epoch.record import EpochRecord, begin
-from fastq_loader.epoch.state import VERSION, describe
-from fastq_loader.scheduling.progress import Progress, WorkerProgress
+from fastq_loader.scheduling.progress import WorkerProgress
 from tests.support.datasets import MapDataset, Stream
 from tests.support.samplers import Says
 
@@ -69,28 +66,6 @@ def test_each_state_is_a_dict_of_its_own() -> None:
     loader.close()
 
 
-def test_accelerates_keys_say_what_it_takes_them_for() -> None:
-    loader = DataLoader(MapDataset("tensors", 10), 4)
-    for delivered in range(3):
-        state = stopped(loader, delivered)
-        assert state["_num_yielded"] == state["_sampler_iter_yielded"] == delivered
-        assert state["_iterator_finished"] is False
-    assert len(list(loader)) == 3
-    assert loader.state_dict()["_iterator_finished"] is True
-    assert state["version"] == VERSION
-
-
-def test_a_dataset_without_a_length_is_not_asked_for_it() -> None:
-    class Unsized(IterableDataset):  # type: ignore[type-arg]
-        def __len__(self) -> int:
-            raise AssertionError("it cannot know")
-
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(3))
-
-    assert describe(DataLoader(Unsized()))["dataset_length"] is None
-
-
 @pytest.mark.parametrize("said", [lambda: 1 / 0, lambda: {"at": lambda: 0}], ids=["raises", "no pickle"])
 @pytest.mark.parametrize("kind", [MapDataset, Stream])
 def test_a_dataset_that_cannot_say_where_it_stands_is_read_all_the_same(kind: Any, said: Any) -> None:
@@ -116,27 +91,3 @@ def resumed(of: DataLoader[Any], **fields: Any) -> EpochRecord:
 
 def worker(delivered: int, **state: Any) -> WorkerProgress:
     return WorkerProgress(delivered, pickle.dumps(state) if state else b"")
-
-
-@pytest.mark.parametrize(
-    ("iterable", "workers", "replayed", "same_seed"),
-    [
-        (False, (), 0, False),
-        (False, (worker(2, generators={}),), 0, True),
-        (True, (worker(3),), 3, True),
-        (True, (worker(2), worker(1)), 3, True),
-        (True, (worker(3, position={"dataset": 1}),), 0, True),
-        (True, (worker(2, position={"dataset": 1}), worker(0)), 0, True),
-    ],
-)
-def test_workers_draw_the_same_again_only_where_they_go_through_the_same(
-    iterable: bool, workers: tuple[WorkerProgress, ...], replayed: int, same_seed: bool
-) -> None:
-    of = DataLoader(Stream("tensors", (9,)) if iterable else MapDataset("tensors", 20), 2)
-    record = resumed(of, iterable=iterable, progress=Progress(3, frozenset(), workers))
-    assert record.replayed == replayed
-    assert (record.pool_seed == 7) is same_seed
-    assert [count for count, _ in record.resume] == [one.delivered for one in workers]
-    own = ["seed" in (state or {}) for _, state in record.resume]
-    assert own == [bool(one.state) and b"position" in one.state for one in workers]
-    assert resumed(of, iterable=iterable, progress=Progress(0)).pool_seed == 7

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import random
 import secrets
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, RandomSampler
+from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader
 from fastq_loader.reading import generators
 from tests.end_to_end.test_resume import Stop, go_on, stop_at
-from tests.support.loaders import collector_off, seed_all
+from tests.support.loaders import seed_all
 from tests.support.samplers import (
     ASKED,
     ZOO,
@@ -101,7 +100,8 @@ ALIKE = [
     *("shuffle with a generator", "subset", "computed by weights", "computed, each once"),
     *("the user's, dealt out", "batches, dealt out", "random, later", "torch, at once", "reads ahead"),
     *("says, in batches", "says, no short batch", "says, in a shuffle", "says, in the user's shuffle"),
-    *("says numpy's", "sets its generator"),
+    *("says numpy's", "sets its generator", "reads ahead in a shuffle", "says, in the loader's shuffle"),
+    *("numpy, later", "weighted", "several permutations"),
 ]
 
 
@@ -145,7 +145,7 @@ class SaysAndRaises(Users):
 
 
 @pytest.mark.processes
-@thorough(after=1)
+@thorough()
 @pytest.mark.parametrize("at", [5, 4, 6])
 def test_an_error_of_a_sampler_that_was_drawn_and_not_handed_out_keeps_its_place(at: int) -> None:
     def make(seed: int) -> DataLoader[Any]:
@@ -156,22 +156,12 @@ def test_an_error_of_a_sampler_that_was_drawn_and_not_handed_out_keeps_its_place
     assert_goes_on(make, whole, stops[at])
 
 
-@pytest.mark.processes
-def test_an_error_that_was_raised_in_its_place_keeps_no_iterator() -> None:
-    """Without the collector, which would end the workers at any time, also in the child of a fork."""
-    with collector_off():
-        iterator = iter(DataLoader(Numbers(), None, sampler=SaysAndRaises(N), num_workers=1))
-        assert list(batches(iterator))[5] == "error"
-        engine = weakref.ref(iterator.engine)
-        del iterator
-        assert engine() is None
-
-
 class SaysTuples(Says):
     def order(self) -> list[Any]:
         return [("item", index) for index in range(self.length)]
 
 
+@thorough(after=1)
 @pytest.mark.parametrize(
     "given",
     [
@@ -264,34 +254,6 @@ def test_a_sampler_that_has_become_shorter_is_an_error() -> None:
         iter(second)
 
 
-@pytest.mark.parametrize(
-    ("replacement", "draws", "error"),
-    [(True, 3, None), (True, 20, "something else drew"), (False, 8, "field 'order'")],
-)
-def test_a_generator_that_two_loaders_share_gives_the_same_order_or_an_error(
-    replacement: bool, draws: int, error: str | None
-) -> None:
-    """The other loader is read in mid-epoch. RandomSampler draws 32 indices at a time, or a permutation."""
-
-    def make() -> DataLoader[Any]:
-        g = torch.Generator().manual_seed(1)
-        return DataLoader(Numbers(), 2, sampler=RandomSampler(range(N), replacement, 40, g), generator=g)  # type: ignore[arg-type]
-
-    first, again = make(), make()
-    iterator = iter(first)
-    torch.rand(1, generator=first.generator)  # as many as you like, before the first index
-    for batch in range(draws):
-        next(iterator)
-        if batch == 1:
-            list(DataLoader(Numbers(), shuffle=True, generator=first.generator))
-    again.load_state_dict(json.loads(state(first)))
-    if error is None:
-        assert list(map(repr, again)) == list(map(repr, iterator))
-    else:
-        with pytest.raises(ValueError, match=error):
-            iter(again)
-
-
 class CannotSay(Says):
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError("not yet")
@@ -307,53 +269,3 @@ def test_a_sampler_that_cannot_say_where_it_stands_is_iterated_all_the_same() ->
     around = DataLoader(Numbers(), batch_sampler=ReadsAhead(CannotSay(N)))
     next(iter(around))
     around.state_dict()  # of one that others read ahead of nobody asks
-
-
-def test_a_sampler_is_asked_when_a_state_is_wanted_and_not_in_the_middle_of_a_draw() -> None:
-    class CountsAsks(Says):
-        asked = 0
-        draws: Any = None
-
-        def order(self) -> list[Any]:
-            if self.draws is not None:
-                self.draws()
-            return super().order()
-
-        def state_dict(self) -> dict[str, Any]:
-            self.asked += 1
-            return super().state_dict()
-
-    sampler = CountsAsks(N)
-    one = DataLoader(Numbers(), sampler=sampler)
-    iterator = iter(one)
-    before = sampler.asked
-    assert len(list(iterator)) == N
-    assert sampler.asked == before, "nobody wanted a state"
-    errors = list[str]()
-
-    def ask() -> None:
-        with pytest.raises(RuntimeError, match="in the middle of a draw of the sampler") as raised:
-            one.state_dict()
-        errors.append(str(raised.value))
-
-    sampler.draws = ask
-    next(iter(one))
-    assert len(errors) == 1
-
-
-def test_a_loader_whose_sampler_says_nothing_refuses_what_another_has_said() -> None:
-    first = DataLoader(Numbers(), sampler=Says(N))
-    next(iter(first))
-    SaysNothing = type("Says", (Users,), {"__iter__": lambda self: iter(range(N))})
-    SaysNothing.__qualname__ = Says.__qualname__
-    second = DataLoader(Numbers(), sampler=SaysNothing(N))
-    with pytest.raises(ValueError, match="field '_index_sampler_state': the sampler's state was saved, and"):
-        second.load_state_dict(first.state_dict())
-
-
-def test_every_kind_that_says_where_it_stands_is_asked() -> None:
-    for kind in ASKED:
-        one = loader(kind, 1, 3)
-        next(iter(one))
-        said = one.state_dict()
-        assert said["_index_sampler_state"] or said["_sampler_iter_state"], kind

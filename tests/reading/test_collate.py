@@ -19,7 +19,6 @@ from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from fastq_loader.memory.arena import AVAILABLE
-from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.reading import collate
 from tests.support.datasets import Level, assert_same
 from tests.support.pair import LARGE, Pair, paired
@@ -114,19 +113,6 @@ def test_what_torch_refuses_is_refused_with_its_words(pair: Pair, make: Callable
     kind, text = outcome(torch_collate.collate_tensor_fn, batch)
     assert issubclass(kind, RuntimeError)
     assert outcome(collate.stack_tensors, batch) == (kind, text)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.int64])
-@pytest.mark.parametrize("kind", [torch.zeros, np.zeros])
-def test_large_results_lie_in_a_block_and_small_ones_do_not(
-    kind: Any, dtype: torch.dtype, table: dict[Any, Any], pair: Pair
-) -> None:
-    collate.install()
-    count = SMALLEST // dtype.itemsize // 4
-    for length, block in ((count, True), (count - 1, False)):
-        sample = kind(length, dtype=dtype if kind is torch.zeros else str(dtype).removeprefix("torch."))
-        stacked = default_collate([{"x": sample}] * 4)["x"]
-        assert (pair.allocator.block_at(stacked.data_ptr()) is not None) is block
 
 
 def test_graphs_and_subclasses_go_the_way_torch_has_for_them(pair: Pair) -> None:
@@ -313,23 +299,3 @@ def test_samples_become_what_torch_makes_of_them(seed: int, table: dict[Any, Any
     table.clear()
     table.update(before)
     assert_same(expected, seen(collate.default, batch, entries), f"seed {seed}, {entries}: {samples}")
-
-
-def test_a_batch_of_ones_own_kind_is_read_as_often_as_torch_reads_it() -> None:
-    class Lazy(UserList[Any]):
-        reads = 0
-
-        def __iter__(self) -> Iterator[Any]:
-            self.reads += 1
-            return iter(self.data)
-
-    batches = Lazy([(1, 2), (3, 4)]), Lazy([(1, 2), (3, 4)])
-    assert_same(default_collate(batches[0]), collate.default(batches[1]))
-    assert batches[0].reads == batches[1].reads
-
-
-@pytest.mark.parametrize("replaced", [None, OrderedDict()])
-def test_a_table_that_is_no_dict_is_torchs_business(replaced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_collate, "default_collate_fn_map", replaced)
-    for batch in ([(1, 2), (3, 4)], [((), []), ((), [])], []):
-        assert_same(outcome(default_collate, batch), outcome(collate.default, batch))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler
 
 from fastq_loader import Distributed, PermutationSampler, WeightedSampler
 from fastq_loader.reading import generators, sampling
@@ -48,42 +48,6 @@ def test_no_two_positions_have_one_number_for_large_n(n: int, seed: int, data: A
     numbers = Permutation(n, seed, 0)(positions)
     assert len(np.unique(numbers)) == len(positions)
     assert (numbers < n).all()
-
-
-@thorough.thorough(after=2)
-@pytest.mark.parametrize("n", [17, 32, 8, 16, 31, 256])
-def test_orders_are_even_as_often_as_odd(n: int) -> None:
-    odd = 0
-    for seed in range(1000):
-        order = np.array(list(PermutationSampler(n, seed)))
-        odd += int((order[:, None] > order)[np.triu_indices(n)].sum()) % 2
-    assert abs(odd - 500) < 5 * math.sqrt(250)
-
-
-def test_no_item_of_very_many_is_left_out_and_numpys_integers_are_integers() -> None:
-    n = 10**17 + 3
-    assert len(PermutationSampler(n, num_replicas=2)) == n // 2 + 1
-    assert PermutationSampler(np.int64(n), np.uint8(3), num_replicas=np.int32(2), rank=np.int16(1)).n == n  # type: ignore[arg-type]
-    sampler, other = PermutationSampler(np.int64(9)), PermutationSampler(9)  # type: ignore[arg-type]
-    for each, epoch in (sampler, np.int64(3)), (other, 3):
-        each.set_epoch(epoch)  # type: ignore[arg-type]
-    assert list(sampler) == list(other)
-    with pytest.raises(TypeError, match="n=True"):
-        PermutationSampler(True)
-
-
-@thorough.thorough(after=2)
-@pytest.mark.parametrize("n", [16, 17, 1000, 1024, 1025])
-def test_neighbours_and_places_of_many_numbers_are_those_of_a_shuffle(n: int) -> None:
-    orders = np.array([list(PermutationSampler(n, seed)) for seed in range(1000)])
-    # Each of these counts is 1 on average over all shuffles, with a variance of 1.
-    for count in (
-        (np.diff(orders) == 1).sum(1),
-        (np.diff(orders) == -1).sum(1),
-        (orders == np.arange(n)).sum(1),
-    ):
-        assert abs(count.mean() - 1) < 5 / math.sqrt(1000)
-    assert abs(np.corrcoef(orders[:, 0], orders[:, -1])[0, 1]) < 5 / math.sqrt(1000) + 1 / n
 
 
 @pytest.mark.parametrize("kind", COMPUTED)
@@ -197,28 +161,6 @@ def test_draws_without_replacement_are_among_those_that_are_left(by: str) -> Non
     parts = {0: 0.3, 2: 0.1, 3: 0.2, 4: 0.4}
     expected = {(a, b): runs * parts[a] * parts[b] / (1 - parts[a]) for a in parts for b in parts if a != b}
     assert_fits(seen, expected)
-
-
-@pytest.mark.parametrize(
-    "weights", [[1e-200, 1e200], [5e-324, 0.0], [1e308] * 20, [1, 0], np.float32([0, 2])]
-)
-@pytest.mark.parametrize("replacement", [True, False])
-def test_weights_of_any_size_and_kind(weights: Any, replacement: bool) -> None:
-    largest = max(weights)
-    for seed in range(50):
-        for item in WeightedSampler(weights, 1, replacement, seed):
-            assert weights[item] == largest
-
-
-def test_more_items_than_torch_can_draw_from() -> None:
-    n = (1 << 24) + 1
-    weights = torch.zeros(n)
-    weights[:: 1 << 20] = 1.0
-    with pytest.raises(RuntimeError, match="2\\^24"):
-        list(WeightedRandomSampler(weights, 1))  # type: ignore[arg-type]
-    sampler = WeightedSampler(weights, 300)
-    assert set(sampler) == set(range(0, n, 1 << 20))
-    assert len(list(sampler.iterate_from(290))) == 10
 
 
 def test_weights_are_copied_and_known_by_their_checksum() -> None:

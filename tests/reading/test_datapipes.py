@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -34,18 +33,6 @@ def test_one_seed_is_drawn_from_the_generator_for_a_graph_and_none_for_others() 
     assert datapipes.draw_shared_seed(graph(), generator) == expected.item()
     data = range(8)
     assert datapipes.apply_seed(data, None) is data
-
-
-def test_with_a_process_group_rank_0_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broadcast(seed: torch.Tensor, src: int) -> None:
-        seed.fill_(40 + src)
-
-    assert datapipes.world_size_and_rank() == (1, 0)
-    for name, value in (("is_initialized", True), ("get_world_size", 4), ("get_rank", 2)):
-        monkeypatch.setattr(dist, name, lambda value=value: value)
-    monkeypatch.setattr(dist, "broadcast", broadcast)
-    assert datapipes.draw_shared_seed(graph(), None) == 40
-    assert datapipes.world_size_and_rank() == (4, 2)
 
 
 def test_a_graph_is_cut_over_ranks_and_workers_before_the_users_own_init_function(

@@ -156,23 +156,3 @@ def test_a_stream_is_cut_as_torch_cuts_it(
         else:
             assert ours.fetch(index) == expected
     assert streams[0].iterated == 1
-
-
-def test_the_end_is_final_and_an_error_is_not_the_end() -> None:
-    ending = fetcher(Stream(1, StopIteration(), 2, 3))
-    assert ending.fetch([0, 0, 0]) == (1,)
-    for _ in range(3):
-        with pytest.raises(EndOfStream):
-            ending.fetch([0])
-    stumbling = fetcher(Stream(1, KeyError("second"), 3, 4))
-    with pytest.raises(KeyError, match="second"):
-        stumbling.fetch([0, 0])
-    assert stumbling.fetch([0, 0]) == (3, 4)
-
-
-@pytest.mark.parametrize("auto_collation", [True, False])
-def test_a_stop_iteration_of_collate_is_an_error_and_not_the_end(auto_collation: bool) -> None:
-    fetching = fetcher(Stream(*range(5)), stop, auto_collation=auto_collation)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="collate_fn raised StopIteration"):
-            fetching.fetch([0])

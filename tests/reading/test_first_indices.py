@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from itertools import chain, pairwise
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastq_loader.ipc.messages import Indices
 from fastq_loader.reading.first_indices import KEPT, FirstIndices
 from tests.support.thorough import examples
 
@@ -49,26 +47,7 @@ def test_an_order_repeats_what_begins_like_it_and_goes_down_twice(
         assert first(*mine).repeats(first(*its)) == (len(common) if same else 0)
 
 
-def test_no_more_than_the_first_batches_count() -> None:
-    order = random.Random(0).sample(range(1000), 100)
-    one = first(*order)
-    assert one.complete
-    assert one.repeats(first(*order[:KEPT], *order[KEPT:][::-1])) == KEPT
-    assert one.repeats(first(*order[: KEPT - 1], -1)) == 0
-    assert not first(*order[: KEPT - 1]).complete
-
-
 SHUFFLE = [[3, 1], [2, 0]]
-FORMS: dict[str, Any] = {
-    "bytes": [Indices(np.array(batch).tobytes()) for batch in SHUFFLE],
-    "arrays": [np.array(batch) for batch in SHUFFLE],
-    "tensors": [torch.tensor(batch) for batch in SHUFFLE],
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_forms_of_the_same_indices_are_alike(form: str) -> None:
-    assert first(*FORMS[form]).repeats(first(*SHUFFLE)) == 4
 
 
 KEYS: dict[str, Any] = {
@@ -77,13 +56,6 @@ KEYS: dict[str, Any] = {
     "text": [[f"key {value}" for value in batch] for batch in SHUFFLE],
     "large": [[value << 70 for value in batch] for batch in SHUFFLE],
 }
-
-
-@pytest.mark.parametrize("kind", KEYS)
-def test_other_plain_keys_are_compared(kind: str) -> None:
-    batches = KEYS[kind]
-    assert first(*batches).repeats(first(*batches)) == 4
-    assert first(*batches).repeats(first(*batches[::-1])) == 0
 
 
 @pytest.mark.parametrize(

@@ -62,17 +62,6 @@ def test_a_shuffle_is_cut_from_the_permutation() -> None:
     assert type(next(iterate(BatchSampler(RandomSampler(range(10)), 3, False), packed=True))) is Indices
 
 
-@pytest.mark.parametrize("iterate", [iter, iterate])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_a_batch_sampler_that_is_changed_while_it_runs(iterate: Any, drop_last: bool) -> None:
-    sampler = BatchSampler(RandomSampler(range(13)), 2, drop_last)
-    batches = iterate(sampler)
-    sizes = [len(next(batches))]
-    sampler.batch_size, sampler.drop_last = 4, not drop_last
-    sizes += [len(batch) for batch in batches]
-    assert sizes == ([2] * 6 if drop_last else [2, 4, 4, 3])
-
-
 class Backwards(RandomSampler):
     def __iter__(self) -> Iterator[int]:
         return iter(range(len(self.data_source) - 1, -1, -1))

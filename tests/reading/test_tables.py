@@ -159,13 +159,6 @@ def test_concatenations_and_stacks_of_tables_are_gathered() -> None:
     assert (batch["x"][0].tolist(), batch["y"][0].tolist()) == ([8, 0], [3, 5])
 
 
-def test_one_that_holds_itself_or_nothing_is_no_table() -> None:
-    subset, parts = Subset(rows_of(PLAIN), [0]), ConcatDataset([rows_of(PLAIN)])
-    subset.dataset, parts.datasets = subset, [parts, parts]  # type: ignore[assignment]
-    for dataset in (subset, parts, object.__new__(Subset), object.__new__(StackDataset)):
-        assert not is_table(dataset)
-
-
 @pytest.mark.parametrize(
     "dataset",
     [
@@ -236,15 +229,6 @@ def test_an_index_that_is_refused_is_refused_where_torch_refuses_it() -> None:
     for index in ([], [True], [1, 6], [-1, 0], [-7], [2**70], [torch.tensor(1)], (0, 1), [np.int64(1)]):
         assert Gatherer().gather(table, index) is None
         check(table, index)
-
-
-def test_what_was_replaced_since_the_last_batch_is_looked_at() -> None:
-    table, gatherer = rows_of(PLAIN), Gatherer()
-    assert gatherer.gather(table, [0]) is not None
-    table.tensors = (PLAIN.T,)
-    assert gatherer.gather(table, [0]) is None
-    table.tensors = (PLAIN + 1,)
-    assert gatherer.gather(table, [0])[0].tolist() == [[1, 2, 3, 4]]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("kind", [TensorDataset, StackDataset, ConcatDataset])

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
-import signal
-import sys
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,12 +12,9 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
-from fastq_loader.errors import shorten
 from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.reading.tolerance import LeftOut, Replace, Skip, Tolerance, make_fetcher, read_errors
 from tests.reading.test_fetch import Stream
-from tests.support.alarms import Alarm, ring
-from tests.support.loaders import collector_off
 
 SIZE = 50
 
@@ -150,32 +143,6 @@ def test_a_replacement_is_one_of_the_same_batch_or_one_below_the_population() ->
             fetcher(Reads(0, 1), Replace(), population).fetch([0, 1])
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
-def test_an_error_says_why_nothing_takes_the_place_of_a_batch_of_one() -> None:
-    for population, said in ((None, ["errors=Replace"]), (1, [])):
-        with pytest.raises(KeyError) as raised:
-            fetcher(Reads(0), Replace(), population).fetch([0])
-        notes = getattr(raised.value, "__notes__", [])
-        assert [note[: len("errors=Replace")] for note in notes] == said
-
-
-@pytest.mark.parametrize(
-    "index",
-    [
-        *("name", ("a", 3), slice(1, 3), b"bytes", np.int64(4), np.arange(3), None, 2**80),
-        *(torch.tensor(4), torch.arange(3), {"a": 1}),
-    ],
-    ids=repr,
-)
-def test_an_index_may_be_anything(index: Any) -> None:
-    for errors in (Skip(), Replace()):
-        fetching = fetcher(Reads(index), errors)
-        assert fetching.fetch(["other", index]) == ["other"] * (1 + isinstance(errors, Replace))
-        ((shown, _, text),) = fetching.bad
-        assert type(shown) in (int, str, type(None))
-        assert text == shorten(KeyError(index), 200)
-
-
 def test_an_error_may_be_anything_that_only_names() -> None:
     fetching = fetcher(Reads(1, error=Broken), Skip())
     assert fetching.fetch([1, 2]) == [2]
@@ -269,27 +236,6 @@ def test_a_generator_does_not_go_on_and_the_error_says_so(outside: Any, at: int)
         fetching.fetch([None])
 
 
-def test_an_error_that_was_dealt_with_keeps_nothing_alive() -> None:
-    class Sample:
-        pass
-
-    class Samples(Reads):
-        def __getitem__(self, index: Any) -> Any:
-            super().__getitem__(index)
-            return Sample()
-
-    gc.collect()
-    with collector_off():
-        for errors in (Skip(), Replace()):
-            fetching = fetcher(Samples(1, 3), errors)
-            alive = [weakref.ref(sample) for sample in fetching.fetch([0, 1, 2, 3, 4])]
-            fetching.error = None  # as who counts them does
-            assert not any(sample() for sample in alive)
-        with pytest.raises(KeyError):
-            fetching.fetch([1])
-        assert fetching.error is None
-
-
 def test_the_limit_is_a_number_or_a_share_of_at_least_a_thousand() -> None:
     assert Skip(limit=None).allows(10**9, 10**9)
     assert [Skip(limit=3).allows(bad, 10**6) for bad in (3, 4)] == [True, False]
@@ -372,69 +318,5 @@ def _form(index: Any) -> Any:
     return type(index), index if isinstance(index, str) else None
 
 
-@pytest.mark.parametrize("index", [[1.5], torch.tensor([True, False]), [{1}]])
-def test_rows_that_no_others_can_replace_are_named(index: Any) -> None:
-    fetching = fetcher(Table(KeyError("why")), Replace(), SIZE, _same, auto_collation=False)
-    with pytest.raises(TypeError, match=r"errors=Replace.*in place of") as caught:
-        fetching.fetch(index)
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
 def _same(samples: Any) -> Any:
     return samples
-
-
-class EndsBadly(IterableDataset[int]):
-    """An iterator class that goes on, whose samples are computed by generators."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> int:
-        self.at += 1
-        if self.at > 3:
-            raise StopIteration
-        parts = (1 // (3 - self.at) for _ in range(2))
-        return sum(parts) * 0 + self.at
-
-
-def test_a_generator_within_the_last_sample_is_not_the_stream() -> None:
-    assert fetcher(EndsBadly(), Skip()).fetch([None] * 9) == [1, 2]
-
-
-class Timed:
-    """Each sample has an alarm of its own, which comes in the one at `slow`."""
-
-    def __init__(self, slow: int) -> None:
-        self.slow = slow
-
-    def __getitem__(self, index: int) -> int:
-        signal.setitimer(signal.ITIMER_REAL, 60)
-        try:
-            if index == self.slow:
-                signal.raise_signal(signal.SIGALRM)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        return index
-
-    def __len__(self) -> int:
-        return 4
-
-
-@pytest.mark.parametrize("armed", [False, True])
-def test_an_alarm_that_a_sample_sets_for_itself_is_its_error(armed: bool) -> None:
-    fetching = fetcher(Timed(1), Skip())
-    before = signal.signal(signal.SIGALRM, ring)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 60 if armed else 0)
-        if armed:  # a watchdog around `next`
-            with pytest.raises(Alarm):
-                fetching.fetch([0, 1, 2])
-        else:
-            assert fetching.fetch([0, 1, 2]) == [0, 2]
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
