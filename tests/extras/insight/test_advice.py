@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastq_loader.extras.insight.advice import advice, duration
+from fastq_loader.extras.insight.advice import advice
 from fastq_loader.extras.insight.hints import duplicate_data, idle_workers, memory_pressure, tiny_batches
 from fastq_loader.extras.insight.model import Costs, LoaderFacts, RunProfile, Setting
 from fastq_loader.statistics.epoch import EpochCounters
@@ -107,21 +107,6 @@ def test_dynamic_removes_what_slow_batches_cost() -> None:
     assert found.startswith("schedule='dynamic' removes the 23% lost at the head of the line: about ")
 
 
-@pytest.mark.parametrize(
-    ("setting", "fields", "not_advised"),
-    [
-        (Setting(2, dynamic=True), {}, ["dynamic", "prefetch"]),
-        (Setting(2), {"iterable": True}, ["dynamic"]),  # it may give up the order
-        (Setting(2, fixed_window=4), {}, ["prefetch"]),
-        (Setting(0), {}, ["dynamic", "prefetch", "in_order"]),
-    ],
-)
-def test_no_effect_is_no_advice(setting: Setting, fields: dict[str, Any], not_advised: list[str]) -> None:
-    for limit in ("head_of_line", "workers", "memory"):
-        found = lines(limit, UNEVEN, setting, **fields)
-        assert not any(word in found for word in not_advised)
-
-
 def test_where_dynamic_waits_already_the_slow_batches_are_named() -> None:
     slowest = Costs((0.01,) * 99 + (9.0,))
     assert "no batch that takes longer than 20 ms to load" in lines(
@@ -150,14 +135,6 @@ def test_workers_that_stay_are_advised_where_they_do_not() -> None:
     assert line in lines("start_up", Costs((0.04,)), epoch=slow)
     assert "num_workers=0 is about 2.5 × as fast" in lines("start_up", Costs((0.04,)), epoch=slow)
     assert lines("start_up", Costs((0.04,)), epoch=slow, persistent=True) == "", "they start once"
-
-
-def test_what_an_iterable_dataset_takes_to_begin_is_not_taken_for_its_workers() -> None:
-    slow = EpochStatistics(1, 10, 1.0, start_up_seconds=0.6, workers_seconds=0.4)
-    assert lines("start_up", Costs((0.04,)), epoch=slow, iterable=True) == (
-        "persistent_workers=True: up to about 2.5 × from the second epoch on, unless iter(dataset) takes "
-        "the time"
-    )
 
 
 def test_a_window_that_is_too_narrow_is_widened() -> None:
@@ -241,12 +218,6 @@ def test_little_gains_are_not_mentioned_and_the_best_comes_first(
     assert gains == sorted(gains, reverse=True)
 
 
-def test_durations_are_short() -> None:
-    seconds = (0.0, 4.2e-5, 0.000_99, 0.031, 0.00234, 0.9999, 7.4, 123.4)
-    texts = ["0 µs", "42 µs", "990 µs", "31 ms", "2.34 ms", "1 s", "7.4 s", "123 s"]
-    assert list(map(duration, seconds)) == texts
-
-
 Batch = tuple[bytes, int]
 
 
@@ -323,12 +294,6 @@ def epoch_of(
         device_copy=copy * 1000 * batches,
     )
     return counters
-
-
-def test_batches_that_are_worth_no_worker() -> None:
-    text = tiny_batches(epoch_of(60_000, load=20, way=180, step=30), 2)
-    assert "takes 20 µs to load, and 210 µs with its way from 2 workers" in text
-    assert "this epoch of 60000 batches would have taken about 3.0 s in place of 12.6 s" in text
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +18,6 @@ from fastq_loader.extras.insight.auto import decide as decide_within
 from fastq_loader.extras.insight.auto import given as number_given
 from fastq_loader.extras.insight.chooser import Limits, most_workers, numbers
 from fastq_loader.extras.insight.model import Costs, Setting, seconds_per_batch
-from fastq_loader.system import calls
 from fastq_loader.workers.kinds import Auto
 from tests.support.datasets import Made, Stream
 from tests.support.thorough import examples, is_thorough
@@ -109,19 +106,6 @@ def test_what_was_measured_counts_and_not_what_was_expected(slower: dict[int, fl
     assert len(set(chosen[10:])) == 1, "nothing is tried again"
 
 
-def test_a_gain_within_the_noise_is_no_reason_for_more_workers() -> None:
-    two = Measurement(2, 0.0100, replace(DECODING, step=0.0))
-    four = Measurement(4, 0.0097, replace(DECODING, step=0.0))
-    assert decide([four, two], 4.0, 4) == 2
-    assert decide([four, replace(two, seconds=0.011)], 4.0, 4) == 4
-
-
-def test_a_step_that_has_become_longer_needs_fewer_workers() -> None:
-    fast = [Measurement(4, 0.0126, DECODING)] * 3
-    slow = replace(DECODING, step=0.1)
-    assert decide([*fast, Measurement(4, 0.1002, slow)], 4.0, 64) == 1
-
-
 def test_an_epoch_without_workers_does_not_tell_what_they_add() -> None:
     with_workers = Costs((0.001,), pack=0.01, overhead=0.01)
     alone = Costs((0.001,))
@@ -156,15 +140,6 @@ def test_the_first_epoch_goes_by_the_cpus(monkeypatch: pytest.MonkeyPatch, cpus:
     assert isinstance(first, Auto)
 
 
-def test_a_system_without_workers_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "AVAILABLE", False)
-    loader = loader_of()
-    assert loader.num_workers == 0
-    assert len(list(loader)) == 8
-    list(loader)
-    assert loader.num_workers == 0
-
-
 def test_numbers_are_taken_as_they_are_and_other_words_are_refused() -> None:
     assert number_given(3) == 3
     assert not isinstance(number_given(3), Auto)
@@ -172,16 +147,6 @@ def test_numbers_are_taken_as_they_are_and_other_words_are_refused() -> None:
         ValueError, match="num_workers='automatic' is unknown: use a number of workers, or 'auto'"
     ):
         DataLoader(EIGHT, num_workers="automatic")  # type: ignore[arg-type]
-
-
-def test_the_number_is_an_int_that_stays_auto_on_every_way() -> None:
-    number = Auto(2)
-    assert number == 2 < 3
-    assert repr(number) == f"{number}" == "auto (2)"
-    assert json.dumps(number) == "2"
-    for copied in (copy.copy(number), copy.deepcopy(number), pickle.loads(pickle.dumps(number))):
-        assert copied == 2
-        assert type(copied) is Auto
 
 
 def loader_of(**arguments: Any) -> DataLoader[Any]:

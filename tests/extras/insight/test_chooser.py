@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import pairwise
-from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastq_loader.extras.insight.chooser import NOISE, Limits, most_workers, numbers, price, rank
+from fastq_loader.extras.insight.chooser import NOISE, Limits, most_workers, price, rank
 from fastq_loader.extras.insight.model import Costs, Setting
 from tests.support.thorough import examples
 
@@ -42,26 +40,6 @@ def test_the_best_is_the_cheapest_of_those_within_the_noise(measured: dict[Setti
     assert measured[best] <= least * (1 + NOISE) * MORE
     equals = [each for each, seconds in measured.items() if seconds * MORE < least * (1 + NOISE)]
     assert price(best, OWN) <= min(price(each, OWN) for each in equals)
-
-
-@examples(100)
-@given(MEASURED)
-def test_what_comes_first_is_never_slower_than_by_the_noise(measured: dict[Setting, float]) -> None:
-    ordered = list(rank(None, measured, LIMITS))
-    for first, then in pairwise(ordered):
-        assert measured[first] <= measured[then] * (1 + NOISE) * MORE
-        if price(then, OWN) < price(first, OWN):
-            assert measured[first] < measured[then], "the cheaper one only stands behind if it is slower"
-
-
-@examples(100)
-@given(MEASURED, st.randoms(use_true_random=False))
-def test_the_order_does_not_depend_on_the_order_in_which_they_were_found(
-    measured: dict[Setting, float], random: Random
-) -> None:
-    shuffled = list(measured.items())
-    random.shuffle(shuffled)
-    assert list(rank(None, dict(shuffled), LIMITS)) == list(rank(None, measured, LIMITS))
 
 
 def test_nothing_and_what_takes_no_time_can_be_ranked() -> None:
@@ -150,22 +128,3 @@ def test_as_many_workers_may_be_tried_as_keep_the_cpus_busy(load_cpu: float, cpu
     assert most >= min(64, cpus), "as many as there are CPUs are never too many"
     if load_cpu == 1:
         assert most == math.ceil(cpus), "more would wait for a CPU"
-
-
-def test_work_that_waits_gets_more_workers_than_cpus() -> None:
-    assert most_workers(decoding(load_cpu=0.5), 2) == 4
-    assert most_workers(decoding(load_cpu=0.07), 2) == 32, "29, rounded up"
-    assert most_workers(decoding(load_cpu=0.01), 2) == 32
-    assert most_workers(decoding(load_cpu=0.01), 64) == 64
-
-
-@examples(100)
-@given(st.integers(1, 300), st.floats(0.3, 300))
-def test_numbers_grow_in_steps_of_which_none_is_wide(most: int, cpus: float) -> None:
-    tried = numbers(most, cpus)
-    assert tried[0] == 1
-    assert tried == sorted(set(tried))
-    assert tried[-1] <= most <= tried[-1] * 1.5
-    assert all(after <= before * 1.5 or before < 2 for before, after in pairwise(tried))
-    if math.ceil(cpus) <= most:
-        assert math.ceil(cpus) in tried

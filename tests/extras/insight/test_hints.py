@@ -16,7 +16,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     Sampler,
-    get_worker_info,
 )
 
 from fastq_loader import (
@@ -31,7 +30,6 @@ from fastq_loader import (
     SameOrder,
     TinyBatches,
 )
-from fastq_loader.epoch import resources
 from fastq_loader.extras.insight import hints
 from tests.support.datasets import Stream
 from tests.support.loaders import WORKERS
@@ -148,7 +146,7 @@ def only(kind: type[LoaderHint]) -> None:
     warnings.simplefilter("error", kind)
 
 
-@thorough(but={"kind": [SameOrder, DuplicateData]})
+@thorough(but={"kind": DuplicateData})
 @pytest.mark.usefixtures("easily_told")
 @KINDS
 def test_as_an_error_it_costs_no_batch_and_the_epoch_ends_with_the_next_call(kind: type[LoaderHint]) -> None:
@@ -174,44 +172,6 @@ def test_as_an_error_it_costs_no_batch_and_the_epoch_ends_with_the_next_call(kin
         iterate(loader)  # it does not come again
         warnings.simplefilter("ignore")
         assert (len(raised), batches) == (1, iterate(make()))
-
-
-def test_of_two_hints_that_are_errors_the_first_ends_the_epoch() -> None:
-    class Sampled(Whole):
-        def __iter__(self) -> Iterator[Any]:
-            info = get_worker_info()
-            return iter(()) if info is not None and info.id == 2 else super().__iter__()
-
-    def make() -> DataLoader[Any]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # more workers than cores
-            return DataLoader(Sampled(8), num_workers=3)
-
-    assert [warning.category for warning in told(iterate, make())] == [DuplicateData, IdleWorker]
-    with warnings.catch_warnings():
-        only(LoaderHint)
-        iterator = iter(make())
-        assert len(list(islice(iterator, 16))) == 16
-        with pytest.raises(DuplicateData):
-            next(iterator)
-        with pytest.raises(StopIteration):
-            next(iterator)
-
-
-def test_an_interrupt_in_the_middle_of_a_hint_does_not_lose_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(text: str, category: type[Warning]) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(hints, "warn_user", interrupted)
-    loader = distributed(0)
-    assert iterate(loader) == 8
-    iterator = iter(loader)
-    assert len(list(islice(iterator, 8))) == 8
-    with pytest.raises(KeyboardInterrupt):
-        next(iterator)
-    for _ in range(2):
-        with pytest.raises(StopIteration):
-            next(iterator)
 
 
 def twice(loader: DataLoader[Any]) -> None:
@@ -295,15 +255,6 @@ def test_samplers_that_nobody_told_the_epoch(name: str, workers: int) -> None:
     assert [warning.category for warning in told(twice, loader)] == [SameOrder]
 
 
-@thorough(but={"workers": 0})
-@WORKERS
-def test_an_epoch_that_was_broken_off_late_enough_is_compared(workers: int) -> None:
-    loader = given(workers, Wraps(DOWN), 1)
-    list(islice(loader, 32))
-    with pytest.warns(SameOrder, match="first 32 samples"):
-        iterate(loader)
-
-
 def test_a_long_epoch_tells_early() -> None:
     loader = given(0, Wraps(DOWN), 1)
     iterate(loader)
@@ -337,6 +288,7 @@ def test_orders_that_nobody_is_told_of(name: str, workers: int) -> None:
     use(make(workers))
 
 
+@thorough(after=2)
 @pytest.mark.parametrize(
     "arguments",
     [(False,), (True, Dynamic(reseed=True)), (True, "round_robin"), (True, "dynamic", 0)],
@@ -344,17 +296,6 @@ def test_orders_that_nobody_is_told_of(name: str, workers: int) -> None:
 )
 def test_own_generators_that_nobody_is_told_of(arguments: tuple[Any, ...]) -> None:
     assert not told(twice, noise(*arguments))
-
-
-def test_a_generator_that_a_dataset_makes_for_its_first_sample_is_told_of() -> None:
-    class Late(Draws):
-        def __getitem__(self, index: int) -> float:
-            self.late = vars(self).get("late") or np.random.default_rng(index)
-            return self.late.random()
-
-    dataset: Any = Late()
-    with pytest.warns(PrivateGenerators, match=r"drew from dataset\.late, and each"):
-        iterate(DataLoader(dataset, 4, num_workers=2, schedule="dynamic"))
 
 
 def next_only(loader: DataLoader[Any]) -> None:
@@ -384,27 +325,13 @@ STREAMS: dict[str, tuple[Callable[[], DataLoader[Any]], Callable[[DataLoader[Any
 }
 
 
-@thorough(after=4)
+@thorough(after=3)
 @pytest.mark.parametrize("name", STREAMS)
 def test_streams_that_nobody_is_told_of(name: str) -> None:
     make, use = STREAMS[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error", LoaderHint)
         use(make())
-
-
-@pytest.mark.usefixtures("easily_told")
-def test_an_epoch_that_goes_on_is_not_judged_by_its_rest() -> None:
-    loader = DataLoader(Stream("tensors", [1, 20]), num_workers=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert len(list(islice(loader, 4))) == 4
-        state = loader.state_dict()
-        iterate(other := DataLoader(Stream("tensors", [1, 20]), num_workers=2))
-    assert resources.of(other).hinted
-    rest = DataLoader(Stream("tensors", [1, 20]), num_workers=2)
-    rest.load_state_dict(state)
-    assert not told(iterate, rest)
 
 
 def test_memory_that_the_loader_has_already_counts_as_left(monkeypatch: pytest.MonkeyPatch) -> None:

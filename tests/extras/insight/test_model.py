@@ -14,16 +14,14 @@ from fastq_loader.epoch import resources
 from fastq_loader.extras.insight.facts import profile_of
 from fastq_loader.extras.insight.model import (
     Costs,
-    RunProfile,
     Setting,
     costs_of,
-    is_enough,
     seconds_per_batch,
 )
 from fastq_loader.ipc.messages import Answer
 from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.statistics.records import DEVICE, DREW, LOADED, PART, WAITED, Step
-from fastq_loader.statistics.snapshots import EpochStatistics, WorkerStatistics
+from fastq_loader.statistics.snapshots import EpochStatistics
 from fastq_loader.statistics.workers import WorkerCounters
 from fastq_loader.system import pages
 from tests.support import records
@@ -139,34 +137,6 @@ def test_sleeping_needs_no_cpu() -> None:
 EPOCH = EpochStatistics(1, batches=100, seconds=10.0, consumer_seconds=4.0, workers_seconds=6.0)
 
 
-def test_shares_add_up() -> None:
-    shares = RunProfile(EPOCH).shares
-    assert (shares["consumer"], shares["workers"], sum(shares.values())) == (0.4, 0.6, 1.0)
-    assert set(RunProfile(EpochStatistics()).shares.values()) == {0.0}
-
-
-@pytest.mark.parametrize(("workers", "busy"), [(0, 0.0), (1, 1.0), (2, 0.75), (4, 0.375)])
-def test_how_busy_the_workers_were_follows_from_what_batches_cost(workers: int, busy: float) -> None:
-    evidence = RunProfile(EPOCH, Costs((0.1, 0.16), pack=0.02), Setting(workers))
-    assert evidence.busy == pytest.approx(busy)
-
-
-def test_new_memory_is_a_part_of_all_workers_work() -> None:
-    workers = (
-        WorkerStatistics(0, 70, work_seconds=3.0, new_memory_seconds=1.0),
-        WorkerStatistics(1, 71, work_seconds=1.0, new_memory_seconds=0.0),
-    )
-    assert RunProfile(EPOCH, workers=workers).new_memory == 0.25
-    assert RunProfile(EPOCH).new_memory == 0.0
-
-
-@pytest.mark.parametrize(
-    ("batches", "seconds", "enough"), [(8, 0.05, True), (7, 9.0, False), (9000, 0.049, False)]
-)
-def test_a_few_batches_say_nothing(batches: int, seconds: float, enough: bool) -> None:
-    assert is_enough(EpochStatistics(1, batches, seconds)) is enough
-
-
 MS = 1_000_000
 
 
@@ -199,14 +169,6 @@ def test_of_workers_everything_is_measured() -> None:
     assert found.step_cpu == pytest.approx(0.010 - 0.004), "of 10 ms without what the loader did"
 
 
-def test_batches_whose_costs_are_not_kept_count_in_the_mean() -> None:
-    took = [10 if seq < 1000 else 2 for seq in range(3000)]
-    epoch = epoch_of_two_batches(*(came(answer(seq, 0, load, load)) for seq, load in enumerate(took)))
-    found: Any = costs_of(epoch, (WorkerCounters(0, 70), WorkerCounters(1, 71)))
-    assert len(found.loads) == 1024
-    assert found.load == pytest.approx((2 * 6 + 1000 * 10 + 2000 * 2) * 0.001 / 3002, rel=0.01)
-
-
 def test_a_wait_is_no_overhead_though_it_counts_as_transport() -> None:
     epoch, second = EpochCounters(1, 0), answer(1, 1, 3, 9)
     epoch.fold(call(PART, 0, 0, came(answer(0, 0, 1, 1))))
@@ -223,15 +185,6 @@ def test_the_cpu_of_workers_counts_from_their_first_batch_on() -> None:
         worker.answered(answer(0, 1000 * at, 1000 * at + 500, 1000 * at + 500, cpu))
     found: Any = costs_of(epoch_of_two_batches(), (started, worker))
     assert found.load_cpu == pytest.approx(0.25), "of a second of work after the first batch"
-
-
-@pytest.mark.parametrize("marks", [0, 1])
-def test_where_the_cpu_of_workers_is_not_known_they_use_one(marks: int) -> None:
-    worker = WorkerCounters(0, 70)
-    for at in range(marks):
-        worker.answered(answer(0, at, at + 1, at + 1, 1))
-    found: Any = costs_of(epoch_of_two_batches(), (worker,))
-    assert found.load_cpu == 1.0
 
 
 def test_a_worker_that_waits_for_a_cpu_does_not_wait_for_a_disk() -> None:

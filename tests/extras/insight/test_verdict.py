@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import html
-import io
-import pickle
-import sys
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,7 +28,7 @@ from fastq_loader.system import pages
 from tests.support.datasets import Stream, identity
 from tests.support.limited import Naps
 from tests.support.records import gives
-from tests.support.thorough import examples
+from tests.support.thorough import examples, thorough
 
 LIMITS = {*CAUSES, "balanced", "unknown"}
 
@@ -65,22 +62,6 @@ def test_of_any_epoch_there_is_one_limit_and_its_share(parts: list[int], busy: f
         assert all(share < 0.2 for share in lost.values())
         expected = {"consumer": shares["consumer"], "balanced": sum(lost.values())}
         assert found.share == pytest.approx(expected[found.limit])
-
-
-@pytest.mark.parametrize(
-    ("shares", "busy", "limit", "share"),
-    [
-        ({}, 0.5, "consumer", 1.0),
-        ({"workers": 0.19, "transport": 0.09}, 0.5, "consumer", 0.72),
-        ({"workers": 0.19, "transport": 0.09}, 0.8, "balanced", 0.28),
-        ({"workers": 0.21, "transport": 0.09}, 0.8, "workers", 0.21),
-        ({"workers": 0.19, "transport": 0.11}, 0.8, "transport", 0.11),
-        ({"workers": 0.3, "head_of_line": 0.4}, 1.0, "head_of_line", 0.4),
-    ],
-)
-def test_little_waiting_is_no_limit(shares: dict[str, float], busy: float, limit: str, share: float) -> None:
-    found = diagnose(profile_of(busy, **shares))
-    assert (found.limit, found.share) == (limit, pytest.approx(share))
 
 
 @pytest.mark.parametrize(
@@ -137,33 +118,6 @@ def test_sampler_and_transform_are_named() -> None:
     assert diagnose(on_host).culprit == "normalize: 5 s of 5 s"
     assert diagnose(replace(on_host, staging=StagingStatistics("cuda"))).culprit is None
     assert diagnose(profile_of(device_copy=0.5)).culprit is None
-
-
-def test_it_is_immutable_and_travels_and_every_field_is_explained() -> None:
-    found = diagnose(profile_of(workers=0.5))
-    assert pickle.loads(pickle.dumps(found)) == found
-    assert repr(found).startswith("Diagnosis(limit='workers', share=0.5")
-    for field in fields(Diagnosis):
-        assert field.name in str(Diagnosis.__doc__)
-        with pytest.raises(FrozenInstanceError):
-            setattr(found, field.name, 1)
-    assert all(f'"{limit}":' in str(Diagnosis.__doc__) for limit in LIMITS)
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "no such encoding", None])
-def test_a_terminal_without_blocks_gets_ascii(encoding: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        pass
-
-    Terminal.encoding = encoding  # type: ignore[assignment]
-    run = replace(profile_of(workers=0.5), cpus=8.0, loader=LoaderFacts(sampler="Größe"))
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    assert str(diagnose(run)).isascii()
-    monkeypatch.setattr(sys, "stdout", None)  # a program without a console
-    assert str(diagnose(run)).isascii()
-    Terminal.encoding = "utf-8"  # type: ignore[assignment]
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    assert "█" in str(diagnose(run))
 
 
 EPOCH = EpochStatistics(
@@ -223,47 +177,6 @@ SECONDS = st.floats(0, 1e5)
 NAMES = st.text(max_size=300)
 
 
-@examples(100)
-@given(
-    st.sampled_from([*CAUSES, "balanced", "unknown"]),
-    st.lists(SECONDS, min_size=8, max_size=8),
-    st.lists(SECONDS, max_size=64),
-    st.integers(0, 40),
-    NAMES,
-    st.lists(NAMES, max_size=4),
-)
-def test_any_page_has_80_columns_and_fits_a_screen(
-    limit: str, by_cause: list[float], ready: list[float], workers: int, culprit: str, advice: list[str]
-) -> None:
-    epoch = EpochStatistics(
-        0,
-        10**6,
-        sum(by_cause),
-        **{f"{cause}_seconds": seconds for cause, seconds in zip(CAUSES, by_cause, strict=True)},
-        ready=tuple(ready),
-    )
-    found = Diagnosis(limit, 0.5, culprit, tuple(advice), epoch, (WORKER,) * workers, "num_workers=40")
-    page = verdict.text(found)
-    assert all(len(line) <= 80 for line in page.split("\n"))
-    assert page.count("\n") < 60
-    assert verdict.in_ascii(page).isascii()
-
-
-def test_workers_on_other_machines_say_where_they_run() -> None:
-    names = ("10.0.0.12", None, "a-name.that.is.long.example")
-    found = replace(PAGE, workers=tuple(replace(WORKER, id=at, node=node) for at, node in enumerate(names)))
-    table = [line for line in verdict.text(found).splitlines() if "90%" in line]
-    assert [line[62:] for line in table] == ["  10.0.0.12", "", "  a-name.that.is.l"]
-
-
-def test_all_epochs_together_have_no_number_and_workers_in_excess_no_line() -> None:
-    assert "\nEpoch 0: 1,563 batches" in verdict.text(replace(PAGE, epoch=replace(EPOCH, epoch=0)))
-    page = verdict.text(replace(PAGE, epoch=replace(EPOCH, epoch=None), workers=(WORKER,) * 10))
-    assert "All epochs: 1,563 batches" in page
-    assert page.count("90%") == 8
-    assert "and 2 more" in page
-
-
 def test_what_is_the_users_is_escaped_in_html() -> None:
     found = replace(PAGE, culprit="<script>alert('&')</script>")
     assert found._repr_html_() == f"<pre>{html.escape(verdict.text(found))}</pre>"
@@ -317,6 +230,7 @@ def test_arguments_that_matter(evidence: Any, arguments: dict[str, Any], expecte
     assert found.workers == ()
 
 
+@thorough(after=3)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "setting"),

@@ -72,6 +72,7 @@ def same(one: Any, other: Any) -> bool:
     return all(map(torch.equal, one, other))
 
 
+@thorough(but={"kind": ["shuffle", "distributed"]})
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=thorough(but={"kind": "shuffle"}))])
 @pytest.mark.parametrize("kind", ["sequential", "shuffle", "generator", "distributed", "permutation"])
 def test_any_batch_comes_again_to_the_bit(kind: str, workers: int) -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastq_loader.extras.share.columns import Fields, Numbers, Pickled, Plain, Ragged, column_of
+from fastq_loader.extras.share.columns import column_of
 from fastq_loader.extras.share.containers import SharedMapping, SharedSequence
 from tests.support.thorough import examples
 
@@ -84,28 +84,6 @@ def test_every_value_comes_back_as_it_was(values: list[Any]) -> None:
     assert all(same(column[at], value) for at, value in enumerate(values))
 
 
-@pytest.mark.parametrize(
-    ("values", "kind"),
-    [
-        ([np.int64(1), np.int64(2)], Pickled),
-        ([1, 2.0], Pickled),
-        ([2**63], Pickled),
-        ([1, 2], Numbers),
-        ([1.0, 2.0], Numbers),
-        ([1, None], Plain),
-        (["a", "b"], Plain),
-        ([("a", 1), ("b", 2)], Fields),
-        ([{"a": 1}, {"a": 2}], Fields),
-        ([[1.0] * 65] * 2, Ragged),
-        ([[1], []], Ragged),
-    ],
-)
-def test_each_kind_of_values_has_its_column(values: list[Any], kind: type) -> None:
-    column = column_of(values)
-    assert type(column) is kind
-    assert same([column[at] for at in range(len(values))], values)
-
-
 @examples(100)
 @given(VALUES, st.booleans(), st.integers(-12, 12), st.slices(9))
 def test_a_sequence_is_read_like_what_it_replaces(
@@ -147,15 +125,6 @@ def test_sequences_compare_like_lists(one: list[int], other: list[int]) -> None:
                 assert compare(left, right) is compare(one, other)
 
 
-def test_tuples_hash_and_nothing_is_changed() -> None:
-    assert hash(SharedSequence((1, "a"), 0)) == hash((1, "a"))
-    for shared in (SharedSequence([1], 0), SharedMapping({1: 2}, 0)):
-        with pytest.raises(TypeError, match="unhashable"):
-            hash(shared)
-        with pytest.raises(TypeError, match="does not support item assignment"):
-            shared[0] = 2  # type: ignore[index]
-
-
 KEYS = st.one_of(
     st.text(max_size=3),
     st.integers(-3, 3),
@@ -192,11 +161,3 @@ def test_keys_that_share_a_digest_are_told_apart(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("fastq_loader.extras.share.containers._digest", lambda key: 7)
     shared = SharedMapping({"a": 1, "b": 2}, 0)
     assert (shared["a"], shared["b"], shared.get("c")) == (1, 2, None)
-
-
-def test_a_key_that_is_not_a_number_is_given_with_its_value() -> None:
-    mapping = SharedMapping({float("nan"): 1, 2.0: 3}, 0)
-    assert [str(key) for key in mapping] == ["nan", "2.0"]
-    assert list(mapping.values()) == [1, 3]
-    assert [value for _, value in mapping.items()] == [1, 3]
-    assert (len(mapping.items()), mapping[2.0], mapping == {2.0: 3}) == (2, 3, False)

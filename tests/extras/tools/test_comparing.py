@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
 import random
@@ -10,9 +9,7 @@ import re
 import signal
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from fractions import Fraction
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -86,8 +83,8 @@ def missing(index: int) -> Any:
 
 
 @pytest.mark.processes
-@thorough(after=2)
-@pytest.mark.parametrize(("kind", "workers"), [(DataLoader, 2), (TORCHS, 0), (DataLoader, 0), (TORCHS, 2)])
+@thorough(after=1)
+@pytest.mark.parametrize(("kind", "workers"), [(TORCHS, 0), (DataLoader, 2), (DataLoader, 0), (TORCHS, 2)])
 def test_equal_loaders_are_equal_and_stay_as_they_are(kind: Any, workers: int) -> None:
     dataset, generator = Drawn(), torch.Generator().manual_seed(3)
     loader = kind(dataset, 4, shuffle=True, num_workers=workers, generator=generator)
@@ -112,6 +109,7 @@ def test_equal_loaders_are_equal_and_stay_as_they_are(kind: Any, workers: int) -
     assert (torchs.split()[0], ours.split()[0]) == ("torch", "fastq_loader")
 
 
+@thorough(after=3)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("loader", "text"),
@@ -159,6 +157,7 @@ def test_the_first_difference_has_its_likely_cause(loader: Any, text: str) -> No
     assert str(found).startswith("Not equal: ")
 
 
+@thorough(but={"number": 5})
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("loader", "batches", "number", "text"),
@@ -211,17 +210,6 @@ def test_a_difference_of_batches_has_its_path(one: Any, other: Any, text: str) -
     assert bool(text) == bool(found)
 
 
-class Noted(str):
-    """A text with an attribute."""
-
-    def __init__(self, _: str) -> None:
-        self.note: Any = None
-
-
-class NotedTensor(torch.Tensor):
-    note: Any
-
-
 class Slotted:
     __slots__ = ("note",)
 
@@ -229,27 +217,6 @@ class Slotted:
 def noted(value: Any, note: int) -> Any:
     value.note = note
     return value
-
-
-MADE: list[Callable[[int], Any]] = [
-    lambda number: io.BytesIO(bytes([number])),
-    lambda number: noted(Noted("a"), number),
-    lambda number: noted(torch.ones(2).as_subclass(NotedTensor), number),
-    lambda number: noted(Slotted(), number),
-    lambda number: Fraction(1, number),
-    lambda number: [deque([number], maxlen=5)],
-]
-
-
-@pytest.mark.parametrize("make", MADE)
-def test_attributes_of_objects_are_compared(make: Callable[[int], Any]) -> None:
-    assert digest(leaves(make(2))) == digest(leaves(make(2)))
-    assert digest(leaves(make(2))) != digest(leaves(make(3)))
-
-
-def test_an_object_that_cannot_be_taken_apart_is_named() -> None:
-    parts = list(leaves({"lock": threading.Lock(), "text": "a", "empty": []}))
-    assert [(leaf.path, leaf.kind) for leaf in parts if leaf.opaque] == [("batch['lock']", "_thread.lock")]
 
 
 class Raises:
@@ -275,6 +242,7 @@ def local(samples: Any) -> Any:
     return samples
 
 
+@thorough()
 @pytest.mark.processes
 def test_errors_that_come_later_on_purpose_are_no_fault_and_opaque_parts_have_a_note() -> None:
     found = compare(TORCHS(range(24), 2, sampler=Raises(ValueError), num_workers=1))  # type: ignore[arg-type]
@@ -313,12 +281,6 @@ def test_a_comparison_that_is_killed_takes_torchs_workers_along(number: signal.S
         assert running.finish(60).left == ()
 
 
-def test_an_object_that_contains_itself_has_an_end() -> None:
-    batch: list[Any] = [1]
-    batch.append(batch)
-    assert [part.path for part in leaves(batch)] == ["batch", "batch[0]", "batch[1]"]
-
-
 LOADER, ODD = DataLoader(Drawn(), 4), Odd(Drawn(), 4)
 
 
@@ -336,6 +298,7 @@ def test_wrong_use_has_a_text_and_an_exit_code(capsys: Any) -> None:
         compare(DataLoader)
 
 
+@thorough(but={"name": "ODD"})
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "status", "head"), [("LOADER", 0, "Equal: 6 b"), ("ODD", 1, "Not equal: b")]

@@ -159,8 +159,3 @@ def test_a_check_that_fails_is_a_line_and_no_traceback(
 def test_the_oldest_versions_are_those_of_the_package() -> None:
     declared = (ROOT / "pyproject.toml").read_text().partition("dependencies = [")[2].partition("]")[0]
     assert dict(re.findall(r'"(\w+)>=([\d.]+)"', declared)) == doctor.OLDEST
-
-
-def test_an_empty_tmpdir_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", "")
-    assert not found(doctor._sockets)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -20,9 +18,7 @@ from fastq_loader.extras.insight.chooser import NOISE, Limits, most_workers, num
 from fastq_loader.extras.insight.model import Costs, Setting, seconds_per_batch
 from fastq_loader.extras.tools import trials, tuning
 from fastq_loader.extras.tools.trials import Measured
-from fastq_loader.extras.tools.tuning import Search, promising
-from fastq_loader.system import calls
-from fastq_loader.workers.kinds import Auto
+from fastq_loader.extras.tools.tuning import Search
 from tests.support.datasets import Made, Stream
 from tests.support.thorough import examples
 
@@ -140,13 +136,6 @@ def test_rounds_go_there_and_back() -> None:
     assert max(counts.values()) > min(counts.values()), "the better half goes on"
 
 
-def test_no_measurement_may_take_longer_than_the_time_that_is_left() -> None:
-    played = Machine(decoding())
-    played.found(seconds=20)
-    for before, (_, seconds, patience) in enumerate(played.calls):
-        assert seconds + 2 <= patience <= max(20 - 0.1 * before, seconds + 2.3)
-
-
 def tried(search: Search) -> set[Setting]:
     return {row.setting for row in search.rows.values()}
 
@@ -175,51 +164,6 @@ def test_a_setting_that_fails_has_a_row_and_is_not_tried_again() -> None:
     assert [call[0] for call in played.calls].count(eight) == 1
     assert search.ranked()[0] is search.best is not search.rows[eight]
     assert search.ranked()[-1] is search.rows[eight]
-
-
-def test_a_setting_that_fails_later_is_not_recommended() -> None:
-    played, eight = Machine(decoding()), Setting(8, 2)
-    search = played.search(eight)
-
-    def measure(*given: Any) -> Measured:
-        found = played.measure(*given)
-        if len(played.calls) > 1:
-            played.fails[eight] = RuntimeError("no more")
-        return found
-
-    search.measure = measure
-    search.run()
-    assert search.rows[eight].rate > 0
-    assert search.best is not None
-    assert search.best.setting != eight
-
-
-def test_where_the_own_setting_fails_another_one_may_win_and_where_all_fail_its_error_is_raised() -> None:
-    assert Machine(decoding(), fails={OWN: OSError("too many")}).best() != OWN
-    fails: dict[Setting, Exception] = {OWN: KeyError("own"), Setting(1, 2): KeyError("one")}
-    with pytest.raises(KeyError, match="own"):
-        Machine(decoding(), fails=fails).found()
-
-
-@examples(100)
-@given(
-    st.lists(
-        st.builds(Setting, st.integers(0, 9), st.sampled_from([1, 2, 4]), st.booleans()),
-        min_size=1,
-        unique=True,
-    ),
-    st.data(),
-)
-def test_what_is_measured_is_the_best_and_what_was_probed_and_then_other_numbers(
-    ranked: list[Setting], data: st.DataObject
-) -> None:
-    probed = data.draw(st.lists(st.sampled_from(ranked), unique=True, max_size=2))
-    chosen = promising(ranked, probed)
-    assert len(chosen) == len(set(chosen))
-    assert set(chosen) <= set(ranked)
-    assert chosen[0] == ranked[0]
-    assert set(chosen[: 1 + len(probed)]) >= set(probed), "to be compared at the same time"
-    assert {each.num_workers for each in chosen} == {each.num_workers for each in ranked}
 
 
 @pytest.fixture
@@ -265,14 +209,6 @@ def test_it_recommends_a_setting_with_a_table_and_a_loader_with_it(played: Machi
     assert found._repr_html_() == f"<pre>{str(found).replace(chr(39), '&#x27;')}</pre>"
 
 
-def test_a_setting_that_is_the_best_stays_as_it_is(played: Machine) -> None:
-    loader = loader_of(num_workers=4, prefetch_factor=1)
-    found = tune(loader, 0.001, schedules=["round_robin"], progress=False)
-    assert "(as it is), with a step of 1 ms." in str(found)
-    assert "→ now" in str(found)
-    assert not found.notes
-
-
 def test_what_failed_is_told(played: Machine) -> None:
     for prefetch in (2, 4, 8):
         for dynamic in (False, True):
@@ -283,25 +219,6 @@ def test_what_failed_is_told(played: Machine) -> None:
     assert found.settings["num_workers"] != 4
     assert "num_workers=4 failed: OSError('no room')" in str(found)
     assert "failed" in str(found).splitlines()[-len(found.notes) - 2]
-
-
-def test_the_step_is_that_of_the_loaders_own_epochs(played: Machine) -> None:
-    loader = loader_of()
-    assert tune(loader, progress=False).step_seconds == 0.0
-    for _ in loader:
-        """A step."""
-    found = tune(loader, progress=False)
-    assert played.costs.step == found.step_seconds == loader.statistics().total.consumer_seconds / 4
-    tune(loader, 0.5, progress=False)
-    assert played.costs.step == 0.5
-
-
-def test_a_chosen_number_is_a_number_from_here_on(played: Machine) -> None:
-    loader = loader_of(num_workers="auto", schedule="dynamic")
-    loader.num_workers = Auto(4)
-    found = tune(loader, progress=False)
-    assert type(found.loader.num_workers) is int
-    assert all(type(row.settings["num_workers"]) is int for row in found.rows)
 
 
 def test_what_may_be_tried(played: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,26 +271,3 @@ def test_bad_arguments_are_named(played: Machine, arguments: dict[str, Any], tex
     with pytest.raises((TypeError, ValueError), match=text):
         tune(**{"loader": loader_of()} | arguments)
     assert not played.calls
-
-
-def test_a_system_without_workers_has_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "AVAILABLE", False)
-    with pytest.raises(RuntimeError, match="lacks memfd_create, which workers of this package need"):
-        tune(loader_of())
-
-
-def test_it_prints_its_progress_where_it_can(
-    played: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tune(loader_of(num_workers=1))
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert 3 <= len(err.splitlines()) <= 11
-    assert err.startswith("tune: 0 of 30 s: num_workers=1, prefetch_factor=2, schedule='round_robin'\n")
-    tune(loader_of(num_workers=1), progress=False)
-    assert capsys.readouterr() == ("", "")
-    closed = io.StringIO()
-    closed.close()
-    for nowhere in (None, closed):
-        monkeypatch.setattr(sys, "stderr", nowhere)
-        tune(loader_of())
