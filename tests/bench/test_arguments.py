@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bench.__main__ import NO_GPU, main
+from bench.__main__ import NO_GPU
 from bench.arguments import parse
 from bench.output.rows import Results
-from bench.peers import PEERS, LoaderSettings
+from bench.peers import LoaderSettings
 from bench.programs import command
 from bench.timing import against, steady
-from bench.timing.against import AGAINST, NEW, NEW_WORKERS, OLD, RevisionLane, answers
-from bench.timing.device import ARMS
+from bench.timing.against import AGAINST, NEW, NEW_WORKERS, OLD, RevisionLane
 from bench.timing.rounds import Case, Plan, measure
-from bench.workloads import all_workloads
-from bench.workloads.ready_made import SHAPES
 from tests.conftest import ROOT
-from tests.support.thorough import thorough
 
 
 def test_what_is_named_is_what_runs(tmp_path: Path) -> None:
@@ -69,12 +63,6 @@ def test_without_a_gpu_it_says_so_and_exits_with_0(tmp_path: Path, monkeypatch: 
     assert not written.exists()
 
 
-def test_the_list_has_all_that_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list"]) == 0
-    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
-    assert listed == {*all_workloads(), *PEERS, *SHAPES, *ARMS}
-
-
 def git(folder: Path, *arguments: str) -> str:
     command = ("git", "-c", "user.name=a", "-c", "user.email=b", *arguments)
     return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
@@ -114,25 +102,6 @@ def test_both_revisions_are_packed(repository: Path, tmp_path: Path, monkeypatch
         list(against.cases(parse(["--against", "nosuch"]), tmp_path))
 
 
-@thorough(after=1)
-@pytest.mark.processes
-@pytest.mark.parametrize("lost", [False, True])
-def test_an_interrupt_leaves_no_worktree(lost: bool, repository: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "worktree"
-
-    def interrupted() -> None:
-        with against.worktree("HEAD", folder) as tree:
-            assert (tree / "README.md").read_text() == "committed"
-            if lost:
-                tree.rename(tmp_path / "elsewhere")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert not folder.exists()
-    assert len(git(repository, "worktree", "list").splitlines()) == 1
-
-
 @pytest.mark.processes
 def test_each_revision_is_timed_in_a_process_of_its_own(tmp_path: Path) -> None:
     def lane(name: str, workload: str = "rows", **keywords: str) -> RevisionLane:
@@ -147,15 +116,3 @@ def test_each_revision_is_timed_in_a_process_of_its_own(tmp_path: Path) -> None:
     for row in found[OLD].rows + found[NEW].rows:
         assert row["batches"] > 0
         assert min(row["seconds"], row["consumer_cpu"], row["worker_cpu"]) > 0
-
-
-@pytest.mark.parametrize(
-    ("folder", "keywords", "said"),
-    [
-        (ROOT, {"nosuch": 1}, "TypeError: .*unexpected keyword argument 'nosuch'"),
-        (ROOT / "nosuch", {}, f"RuntimeError: the package came from {ROOT}"),
-    ],
-)
-def test_a_failure_has_a_reason(folder: Path, keywords: dict[str, Any], said: str, tmp_path: Path) -> None:
-    (answer,) = answers((str(folder), str(tmp_path), "rows", LoaderSettings(1, "fork"), keywords, 0.01))
-    assert re.match(said, answer["failure"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from bench.__main__ import main
 from bench.output.rows import CaseRows, Results
 from bench.peers import LoaderSettings
 from bench.peers.torch_loader import loader_arguments
-from bench.programs import PROGRAMS, case, command, report, run
+from bench.programs import PROGRAMS, case, report, run
 from bench.programs.track import Track
 from bench.timing.ceiling import as_worker
 from bench.workloads import Load, all_workloads, files, find_workload, jpeg, ready_made, tables
@@ -137,13 +136,6 @@ def test_the_command_runs_a_program_under_its_limit(folder: Path, capfd: pytest.
     printed = capfd.readouterr().out
     assert report.SAME in printed
     assert "each process may have 2,000 MB of data (RLIMIT_DATA)" in printed
-
-
-@pytest.mark.processes
-def test_a_run_that_is_out_of_memory_says_so(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    line = f"csv_table --few --data {folder} --workers 0 --limit 20"
-    assert command.main(line.split()) == 1
-    assert re.search(r"ended with .* 20 MB of data", capfd.readouterr().out)
 
 
 def told(end: str) -> CaseRows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from argparse import Namespace
@@ -11,20 +10,15 @@ from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import default_collate
-from torch.utils.data._utils import collate
 
 from bench.output.rows import CaseRows, Results
 from bench.peers import PEERS, Entry
 from bench.peers.torch_loader import TorchInline
 from bench.timing import rounds, steady
-from bench.timing.batches import compare
-from bench.timing.ceiling import SMALLEST_BUFFER, WarmBuffers
 from bench.timing.rounds import Case, Lane, Plan, measure
 
 
@@ -89,48 +83,7 @@ def test_a_broken_lane_has_a_reason(breaks: str, failure: str | None, notes: lis
     assert story.count("bad close") == story.count("good close") == 1
 
 
-def test_an_interrupt_closes_every_lane() -> None:
-    story: list[str] = []
-    lanes: list[Lane] = [Noting("a", story), Noting("b", story)]
-    lanes[1].block = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        noted(lanes)
-    assert story[-2:] == ["a close", "b close"]
-
-
 BATCH: dict[str, Any] = {"x": torch.arange(6).reshape(2, 3), "rest": [np.ones(2), "text", None]}
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"x": torch.zeros(2, 3, dtype=torch.int64)}, r"\['x'\] has other values"),
-        ({"x": torch.arange(6.0).reshape(2, 3)}, r"dtype torch.float32, not torch.int64"),
-        ({"rest": [np.ones(2), "text"]}, r"other leaves: \['rest'\]\[2\]"),
-        ({}, None),
-    ],
-)
-def test_other_batches_are_told(change: dict[str, Any], said: str | None) -> None:
-    wrong, _ = compare(BATCH | change, BATCH)
-    assert not wrong if said is None else re.search(said, *wrong)
-
-
-@pytest.mark.parametrize("length", [3, SMALLEST_BUFFER])
-@pytest.mark.parametrize("kind", ["tensor", "array"])
-def test_the_ceiling_makes_torchs_batches(length: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = torch.arange(length, dtype=torch.float32)
-    samples = [{"x": sample if kind == "tensor" else sample.numpy(), "y": number} for number in range(4)]
-    expected = default_collate(samples)
-    buffers = WarmBuffers()
-    monkeypatch.setattr(collate, "default_collate_fn_map", dict(collate.default_collate_fn_map))
-    buffers.install()
-    kept = []  # so that malloc cannot hand out the same memory again
-    for _ in range(2):
-        buffers.begin_batch()
-        kept.append(default_collate(samples))
-        assert compare(kept[-1], expected) == ([], [])
-    if length == SMALLEST_BUFFER:
-        assert kept[0]["x"].data_ptr() == kept[1]["x"].data_ptr()
 
 
 def steady_case(peers: list[str], folder: Path, name: str = "rows") -> Case:
