@@ -68,7 +68,7 @@ def test_what_is_finished_comes_while_its_worker_loads_the_next(kind: Any, tmp_p
     assert [number(batch) for batch in batches] == list(range(LAST, BATCHES))
 
 
-@thorough(but={"method": "fork", "schedule": "dynamic"})
+@thorough(but={"method": "fork", "schedule": "dynamic", "in_order": True})
 @pytest.mark.usefixtures("warm_interpreter" if is_thorough else "tmp_path")
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 @pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])

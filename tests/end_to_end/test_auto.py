@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from fastq_loader.epoch import resources
 from fastq_loader.extras.insight import auto
 from fastq_loader.workers.kinds import Auto
 from tests.support.datasets import MapDataset
-from tests.support.loaders import PERSISTENT, Wrapped, seed_all
+from tests.support.loaders import PERSISTENT, seed_all
 from tests.support.thorough import is_thorough, thorough
 
 pytestmark = pytest.mark.processes
@@ -61,6 +59,7 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return numbers
 
 
+@thorough(after=1)
 @PERSISTENT
 def test_the_batches_are_those_of_any_fixed_number(decisions: list[int], persistent: bool) -> None:
     seed_all(1)
@@ -98,30 +97,6 @@ def test_another_number_ends_the_workers_that_stayed(decisions: list[int]) -> No
         assert loader.num_workers == 2
 
 
-def test_an_iterator_that_was_left_says_that_its_workers_have_ended(decisions: list[int]) -> None:
-    decisions[:] = [1]
-    with loader_of(dataset=drawn(400), persistent_workers=True) as loader:
-        loader.num_workers = Auto(2)
-        first = iter(loader)
-        for _ in range(20):
-            next(first)
-        assert len(list(loader)) == 100
-        assert loader.num_workers == 1
-        with pytest.raises(RuntimeError, match="cannot go on"):
-            list(first)
-
-
-def test_a_subclass_that_wraps_its_iterator_is_reset_with_another_number(decisions: list[int]) -> None:
-    class Wrapping(DataLoader[Any]):
-        def _get_iterator(self) -> Iterator[Any]:
-            return Wrapped(super()._get_iterator(), lambda batch: batch[0].tolist())
-
-    decisions[:] = [3, 0, 2]
-    with Wrapping(drawn(), 4, num_workers="auto", schedule="dynamic", persistent_workers=True) as loader:
-        for _ in range(4):
-            assert list(itertools.chain(*loader)) == list(range(40))
-
-
 def test_the_real_decision_is_made_from_what_was_counted() -> None:
     with loader_of(dataset=drawn(200)) as loader:
         list(loader)
@@ -138,7 +113,7 @@ def test_the_real_decision_is_made_from_what_was_counted() -> None:
         assert len(seen) == 4, "one batch is too little to tell"
 
 
-@thorough(after=2)
+@thorough(after=1)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (3, 0), (0, 2)])
 @pytest.mark.parametrize("kind", [MapDataset, Stateful])
 def test_an_epoch_goes_on_with_whatever_number(kind: Any, before: int, after: int) -> None:

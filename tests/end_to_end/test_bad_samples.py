@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import json
 import os
-import pickle
 import random
 import re
 import signal
@@ -36,7 +34,6 @@ from fastq_loader.epoch.prefetcher import Prefetcher
 from tests.conftest import of_kind
 from tests.support import traces
 from tests.support.datasets import FaultyStream, UnevenBatches
-from tests.support.far_workers import far
 from tests.support.late_device import late_device
 from tests.support.loaders import MANY_WORKERS, WORKERS
 from tests.support.thorough import seeds, thorough
@@ -198,6 +195,7 @@ def test_beyond_the_limit_the_last_error_is_raised_with_a_list_at_the_same_batch
         assert 7 < bad <= 10
 
 
+@thorough(but={"workers": 2})
 @WORKERS
 def test_the_first_one_is_warned_of_once_and_as_an_error_costs_no_batch(workers: int, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
@@ -249,6 +247,7 @@ def test_a_stream_is_left_out_of_and_goes_on_where_it_stood(options: Any) -> Non
             assert len(noted(again)) == 20
 
 
+@thorough(but={"workers": 2})
 @WORKERS
 def test_batches_without_any_sample_are_left_out_also_around_a_resume(workers: int) -> None:
     def make() -> Any:
@@ -272,6 +271,7 @@ def test_batches_without_any_sample_are_left_out_also_around_a_resume(workers: i
         assert list(empty) == []
 
 
+@thorough(but={"workers": 2})
 @WORKERS
 def test_errors_of_others_are_raised_as_ever(workers: int) -> None:
     def sampler() -> Iterator[int]:
@@ -296,7 +296,7 @@ def fail(data: Any) -> Any:
     return 1 / 0
 
 
-@thorough(but={"workers": 2})
+@thorough()
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
 @WORKERS
 def test_a_batch_that_is_left_out_passes_pinning_prefetching_and_a_device(
@@ -323,51 +323,7 @@ def test_a_batch_that_is_left_out_passes_pinning_prefetching_and_a_device(
         gc.collect()
 
 
-@thorough(after=1)
-@pytest.mark.parametrize("errors", [Replace, Skip])
-def test_workers_on_other_machines_give_the_same(errors: Any) -> None:
-    class Local(Exception):
-        """Only what pickles classes by value gets it there."""
-
-    def run(**own: Any) -> Any:
-        dataset = Files(24, frozenset({1, *range(8, 12)}), error=Local)
-        with DataLoader(dataset, 4, errors=errors(only=Local), **own) as loader:
-            return [values(batch) for batch in loader], noted(loader)
-
-    assert run(num_workers=2, workers=far(nodes=2)) == run()
-
-
-def test_two_iterators_of_a_loader_count_for_themselves() -> None:
-    with DataLoader(Files(40, frozenset(range(0, 40, 4))), 4, errors=Skip(limit=10), num_workers=2) as loader:
-        assert len(list(zip(loader, loader, strict=True))) == 10
-        assert {each.epoch for each in noted(loader)} == {0, 1}
-
-
-def test_copies_and_loaders_made_from_attributes_have_the_errors() -> None:
-    loader = DataLoader(Files(8, frozenset({1})), 2, errors=Skip(limit=5), num_workers=1)
-    next(iter(loader))
-    loader.load_state_dict(loader.state_dict())
-    for other in (copy.copy(loader), pickle.loads(pickle.dumps(loader))):
-        assert other.errors == Skip(limit=5)
-        assert [values(batch) for batch in other] == [[2, 3], [4, 5], [6, 7]]
-        assert len(noted(other)) == 1
-        other.close()
-
-    class Bare(DataLoader[Any]):
-        def __init__(self, of: DataLoader[Any]) -> None:
-            left_out = ("errors", "_options")
-            vars(self).update({name: value for name, value in vars(of).items() if name not in left_out})
-
-    bare = Bare(loader)
-    assert bare.errors == "raise"
-    assert len(list(bare)) == 3  # of the state that was loaded
-    with pytest.raises(OSError, match="file 1"), bare:
-        list(bare)
-    with pytest.raises(ValueError, match="use Skip"):
-        DataLoader(FaultyStream("tensors", (3,)), errors=Replace())
-    loader.close()
-
-
+@thorough()
 def test_errors_that_are_set_later_hold_for_the_next_workers() -> None:
     with DataLoader(
         Files(8, frozenset({1, 4, 5})), 2, errors=Skip(), num_workers=2, persistent_workers=True

@@ -152,6 +152,7 @@ def everything(index: int) -> dict[str, Any]:
     return {"large": image(index), "small": torch.arange(5) + index, "label": index, "array": array}
 
 
+@thorough(but={"workers": 2})
 @WORKERS
 def test_b4_batches_are_writable_and_edits_reach_nothing_else(workers: int) -> None:
     loader = DataLoader(Made(everything, 24), 4, num_workers=workers, persistent_workers=workers > 0)

@@ -251,6 +251,7 @@ def collate_tensors_as_list(batch: list[torch.Tensor], *, collate_fn_map: Any = 
     return {"mine": list(batch)}
 
 
+@thorough(but={"workers": 2})
 @WORKERS
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("given", [None, default_collate], ids=["default", "given as collate_fn"])

@@ -65,7 +65,7 @@ COLLATES: dict[Callable[[Any], Any], Callable[[int], Any]] = {
 }
 
 
-@thorough(but={"workers": 2})
+@thorough(but={"workers": 2, "collate": [stack_twice, stack_and_slice]})
 @WORKERS
 @pytest.mark.parametrize("collate", COLLATES, ids=lambda collate: collate.__name__)
 def test_empty_in_a_collate_gives_equal_batches_that_share_nothing(
@@ -119,6 +119,7 @@ def keep_a_buffer(batch: Samples) -> list[torch.Tensor]:
     return [torch.stack([one for one, _ in batch], out=KEPT_BY_WORKER[0])]
 
 
+@thorough(but={"collate": [keep_the_first, keep_a_buffer]})
 @pytest.mark.parametrize("collate", [keep_the_first, keep_the_last_three, keep_a_buffer])
 def test_what_a_collate_keeps_and_writes_to_changes_no_delivered_batch(collate: Callable[[Any], Any]) -> None:
     held: collections.deque[tuple[int, Any]] = collections.deque(maxlen=5)

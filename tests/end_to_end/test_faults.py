@@ -179,6 +179,7 @@ def test_i8_a_batch_that_cannot_be_pickled_raises_at_once_and_names_the_reason()
     assert "lambda" in text_of(found[2])
 
 
+@thorough(but={"crime": [crimes.kill_itself, crimes.exit_with_7]})
 @pytest.mark.parametrize(
     ("crime", "torchs_text", "how"),
     [

@@ -96,53 +96,6 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(stop: int, tmp_path: Path) 
     assert fit(Model(), loader(7, 1), path=tmp_path / "checkpoint") == whole[stop:]
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("stop", "workers"), [(3, 2), (10, 0), (13, "auto")])
-def test_accelerate_saves_a_loader_that_it_prepared(stop: int, workers: Any, tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")
-    pytest.importorskip("torchdata.stateful_dataloader")
-    importlib.import_module("fastq_loader.extras.frameworks.accelerate")
-
-    def prepared(seed: int) -> tuple[Any, Any]:
-        told = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=True)
-        accelerator = accelerate.Accelerator(cpu=True, dataloader_config=told)
-        return accelerator, accelerator.prepare(loader(seed, workers))
-
-    accelerator, one = prepared(1)
-    whole: list[Any] = []
-    for _ in range(EPOCHS):
-        for batch in one:
-            whole.append(plain(batch))
-            if len(whole) == stop:
-                accelerator.save_state(tmp_path)
-    accelerator, other = prepared(2)
-    accelerator.load_state(tmp_path)
-    position = other.position
-    assert position == (stop // BATCHES, stop % BATCHES, stop)
-    rest = [plain(batch) for _ in range(position.epoch, EPOCHS) for batch in other]
-    assert rest == whole[stop:]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_accelerate_saves_a_loader_that_is_registered(tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")
-
-    def registered(seed: int) -> tuple[Any, Any]:
-        accelerator, of = accelerate.Accelerator(cpu=True), loader(seed, 2)
-        accelerator.register_for_checkpointing(of)
-        return accelerator, of
-
-    accelerator, one = registered(1)
-    whole: list[Any] = []
-    for batch in one:
-        whole.append(plain(batch))
-        if len(whole) == 5:
-            accelerator.save_state(tmp_path)
-    accelerator, other = registered(2)
-    accelerator.load_state(tmp_path)
-    assert [plain(batch) for batch in other] == whole[5:]
-
-
 class OwnArguments(DataLoader[Any]):
     """A class of the user's, with a constructor that Accelerate does not know."""
 
@@ -323,21 +276,6 @@ class CannotSay(Augmented):
 
     def load_state_dict(self, state: Any) -> None:
         raise AssertionError("nothing was saved")
-
-
-@pytest.mark.parametrize("stateful", [False, True])
-def test_with_accelerate_a_dataset_that_cannot_say_where_it_stands_is_an_error_for_who_asks(
-    stateful: bool,
-) -> None:
-    accelerate = pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")
-    importlib.import_module("fastq_loader.extras.frameworks.accelerate")
-    told = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=stateful)
-    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=told)
-    prepared = accelerator.prepare(DataLoader(CannotSay(), 4))
-    if not stateful:
-        assert len(list(prepared)) == BATCHES
-    with pytest.raises(RuntimeError, match=r"state_dict\(\), or its iterator's, cannot be used"):
-        list(prepared) if stateful else prepared.state_dict()
 
 
 def test_accelerate_says_what_it_cannot_keep() -> None:

@@ -8,9 +8,6 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -117,43 +114,6 @@ def test_a_fork_without_free_descriptors_closes_none_of_the_users() -> None:
     assert is_number(rows, 0)
 
 
-@thorough()
-@in_child
-def test_forks_on_several_threads_while_batches_come_and_go() -> None:
-    sys.setswitchinterval(1e-5)
-    current: list[torch.Tensor] = []
-    stop, failures = threading.Event(), list[int]()
-
-    def watch(batch: torch.Tensor, number: int) -> None:
-        for _ in range(5):
-            time.sleep(0.002)
-            if not is_number(batch, number):
-                os._exit(3)
-
-    def look() -> None:
-        while not stop.is_set():
-            if mine := current[-1:]:
-                number = int(mine[0][0]) - 1
-                pid = fork(partial(watch, mine[0], number))
-                mine.clear()
-                if end_of(pid):
-                    failures.append(number)
-
-    threads = [threading.Thread(target=look) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    numbers = []
-    for batch in OURS(Numbered(300, 160_000)):
-        current[:] = [batch]
-        numbers.append(int(batch[0]) - 1)
-        time.sleep(0.002)
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert numbers == list(range(300))
-    assert not failures, failures
-
-
 # ---- system calls that are not there ----------------------------------------------------------------
 
 
@@ -258,40 +218,6 @@ assert fastq_loader.__main__.main([]) == 0
 # ---- memory that goes back --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        "{f'{seq}_{number}': number for number in range(count)}",
-        "[(number, 'word') for number in range(count)]",
-        "[(torch.zeros(4).numpy(), number) for number in range(count)]",
-    ],
-)
-@thorough(after=1)
-def test_structures_that_change_with_every_batch_take_no_more_memory_than_torchs(make: str) -> None:
-    """In a script, whose memory is its own from the start."""
-    result = run_script(
-        f"""
-        import random
-        from tests.conftest import held_memory
-        from tests.end_to_end.test_hard_knocks_memory import *
-        from tests.support.datasets import identity
-
-        class Batches(Numbered):
-            def __getitem__(self, seq):
-                count = random.Random(seq).randint(2000, 5000)
-                return {make}
-
-        used = []
-        for kind in BOTH:
-            loader = kind(Batches(60, 0), collate_fn=identity, multiprocessing_context="fork")
-            used += [held_memory() for seq, batch in enumerate(loader) if seq == 58]
-        assert used[1] <= 1.5 * used[0], used
-        """,
-        warm=True,
-    )
-    assert (result.stderr, result.returncode, result.left) == ("", 0, ())
-
-
 @pytest.mark.parametrize("nbytes", [8_000, 70_000, 1_000_000])
 @thorough(after=1)
 @in_child
@@ -313,6 +239,7 @@ class Texts(Numbered):
         return bytes(200 << 20) if index == 2 else index
 
 
+@thorough()
 @in_child
 def test_an_answer_that_finds_no_memory_is_an_error() -> None:
     batches = iter(OURS(Texts(9, 0), num_workers=1))
@@ -326,7 +253,7 @@ def test_an_answer_that_finds_no_memory_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("mega", [2, 40])
-@thorough(after=1)
+@thorough()
 @in_child
 def test_where_files_are_limited_small_batches_come_as_ever_and_large_ones_say_why_not(mega: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (mega << 20, mega << 20))
@@ -337,6 +264,7 @@ def test_where_files_are_limited_small_batches_come_as_ever_and_large_ones_say_w
         list(OURS(Numbered(4, mega << 20)))
 
 
+@thorough()
 @in_child
 def test_little_memory_for_data_need_not_hold_the_stacks_of_all_workers() -> None:
     used = int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]) << 10

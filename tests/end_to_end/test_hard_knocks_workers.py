@@ -313,7 +313,7 @@ class ForksWhenPickled:
     ],
     ids=str,
 )
-@thorough(after=4)
+@thorough(after=2)
 def test_7_a_child_that_comes_back_from_user_code_is_gone(
     how: str, options: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -463,6 +463,7 @@ def scribble(index: int) -> int:
     return index
 
 
+@thorough(but={"schedule": "dynamic"})
 @pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_p2_a_worker_whose_connection_breaks_is_dead(

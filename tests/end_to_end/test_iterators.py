@@ -69,7 +69,7 @@ def test_i3_hundreds_of_breaks_keep_nothing() -> None:
         break_at_once(50)
         before = len(open_descriptors()), len(descendants())
         memory = held_memory()
-        break_at_once(950 if is_thorough else 150)
+        break_at_once(950 if is_thorough else 60)
         assert (len(open_descriptors()), len(descendants())) == before
         assert held_memory() - memory < 64_000_000
         assert [batch[:, 0].tolist() for batch in loader] == [[2 * i, 2 * i + 1] for i in range(8)]
@@ -166,6 +166,7 @@ def test_i5_iteration_goes_on_after_a_timeout(tmp_path: Path) -> None:
     assert next(iterator, None) is None
 
 
+@thorough(but={"persistent": True})
 @POOLS
 def test_a_closed_loader_works_again_and_an_iterator_that_it_cut_off_says_so(
     workers: int, persistent: bool

@@ -69,6 +69,7 @@ def draw_in_init(worker: int) -> None:
     info.dataset.before = draw()
 
 
+@thorough(after=1)
 @pytest.mark.parametrize("given", [False, True])
 def test_r4_worker_seeds_are_base_plus_id_and_numpys_a_hash_of_both(given: bool) -> None:
     drawn = torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(11))
@@ -176,7 +177,7 @@ SCRIPTS = [
 
 
 @pytest.mark.skipif(not torch_has("_workers_num_tasks"), reason="this torch hands out tasks in turn")
-@thorough(after=2)
+@thorough(after=1)
 @pytest.mark.parametrize(("workers", "prefetch", "script"), SCRIPTS)
 def test_r10_the_choice_of_the_next_worker_is_torchs_for_any_order_of_completion(
     workers: int, prefetch: int, script: list[int]
@@ -198,6 +199,7 @@ ODD_BATCHES: list[Any] = [
 ]
 
 
+@thorough(but={"workers": 2})
 @WORKERS
 def test_r11_odd_keys_reach_the_dataset_with_value_type_and_container(workers: int) -> None:
     arguments: dict[str, Any] = {"num_workers": workers, "collate_fn": identity}

@@ -116,6 +116,7 @@ def test_a_warning_and_the_statistics_say_who_was_replaced(tmp_path: Path) -> No
     assert all(drawn.sum().item() == total for _, drawn, total in kept), "batches outlive who wrote them"
 
 
+@thorough()
 def test_a_warning_that_is_an_error_does_not_cost_a_batch(tmp_path: Path) -> None:
     found: list[Any] = []
     iterator = iter(replacing(Doomed(tmp_path, 7)))

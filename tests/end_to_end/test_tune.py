@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from typing import Any
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 
 from fastq_loader import DataLoader, tune
-from tests.conftest import running_script, wait_until
 from tests.support.datasets import Made, Stream
 from tests.support.thorough import thorough
 
@@ -57,26 +54,3 @@ def test_an_iterable_dataset_is_tuned_too() -> None:
     found = tune(DataLoader(Stream("tensors", [4] * 8), 2), seconds=2, max_workers=2, progress=False)
     assert {row.settings.get("schedule", "round_robin") for row in found.rows} == {"round_robin"}
     assert found.rows[0].batches_per_second > 0
-
-
-@thorough()  # of one trial by default: `extras/tools/test_trials.py`
-def test_ctrl_c_prints_what_was_measured_and_leaves_nothing() -> None:
-    with running_script(
-        """
-        from fastq_loader import tune
-        from tests.conftest import acquired, belongings
-        from tests.end_to_end.test_tune import make_loader
-        before = belongings()
-        found = tune(make_loader(), seconds=20)
-        print(found.notes[-1], found.rows[0].batches_per_second > 0, acquired(before))
-        """,
-        warm=True,
-    ) as script:
-        # When something is told for the second time, something was measured.
-        assert wait_until(lambda: script._stderr.read_text().count("\n") >= 2, 40)
-        os.killpg(script.pid, signal.SIGINT)
-        result = script.finish()
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "It was interrupted: this is what was measured so far. True {}\n"
-    assert "Traceback" not in result.stderr
-    assert not result.left

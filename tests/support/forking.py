@@ -1,29 +1,18 @@
-"""Short epochs in which the user forks at random moments, in the consumer and in workers: what this process
-holds stays as it is. More than the tests run:
-
-    python -c "from tests.support.forking import main; main(2000)"
-"""
+"""Children that a test forks, and tests that run in one."""
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import sys
 import tempfile
 import traceback
-from collections import deque
 from collections.abc import Callable
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 
-from fastq_loader import DataLoader
-from tests.conftest import descendants, live_threads, open_descriptors, process_table, wait_until
-from tests.support.datasets import Sized
+from tests.conftest import process_table, wait_until
 
 
 def fork(work: Callable[[], Any]) -> int:
@@ -75,60 +64,3 @@ def in_child(test: Callable[..., None]) -> Callable[..., None]:
         assert wait_until(lambda: not left(), 5), left()
 
     return run
-
-
-class Forks(Sized, Dataset[torch.Tensor]):
-    """Large enough for a block; forks for some of its samples, and waits for the child."""
-
-    length = 12
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        sample = torch.full((40_000,), float(index))
-        if index % 11 == 5:
-            end_of(fork(sample.sum))
-        return sample
-
-
-def held() -> dict[str, int]:
-    return {
-        "descriptors": len(open_descriptors()),
-        "threads": len(live_threads()),
-        "children": len(descendants()),
-        "resident": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
-    }
-
-
-def run_epochs(epochs: int, seed: int) -> None:
-    rng = random.Random(seed)
-    children: deque[int] = deque()
-    loader: Any = None
-    for _ in range(epochs):
-        if loader is None or rng.random() < 0.2:
-            if loader is not None:
-                loader.close()
-            loader = DataLoader(
-                Forks(),
-                2,
-                num_workers=2,
-                persistent_workers=rng.random() < 0.7,
-                schedule=rng.choice(["round_robin", "dynamic"]),
-            )
-        stop = rng.choice([2, 6, 6, 6])
-        for number, batch in enumerate(loader):
-            assert batch[:, 0].tolist() == [2.0 * number, 2.0 * number + 1]
-            if rng.random() < 0.2:
-                children.append(fork(batch.sum))
-            if number == stop:
-                break
-        while len(children) > 3:
-            end_of(children.popleft())
-    for child in children:
-        end_of(child)
-    loader.close()
-
-
-def main(epochs: int, seed: int = 0) -> None:
-    run_epochs(epochs // 5, seed)  # what is made once is there after these
-    before = held()
-    run_epochs(epochs - epochs // 5, seed + 1)
-    print(json.dumps({"before": before, "after": held()}))
