@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from fastq_loader import DataLoader
 from fastq_loader import __main__ as command
 from fastq_loader.__main__ import WrongUse, find, main
-from tests.conftest import run_script
 from tests.support.datasets import Made
 
 LOADER = object()
@@ -55,15 +53,6 @@ def test_a_name_that_leads_nowhere_is_an_error_that_says_it(
     assert name.partition(":")[0] in capsys.readouterr().err
 
 
-def test_a_module_that_imports_what_is_not_there_says_what(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Path(tmp_path, "module_with_a_mistake.py").write_text("import no_such_module\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'no_such_module'$"):
-        find("module_with_a_mistake:loader")
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
@@ -103,11 +92,6 @@ def broken() -> Any:
     raise TypeError("of the user's")
 
 
-def test_an_error_of_the_users_function_keeps_its_traceback() -> None:
-    with pytest.raises(TypeError, match="of the user's"):
-        main(["tune", f"{__name__}:broken"])
-
-
 def test_bad_options_are_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, text in (
         ([f"{__name__}:LOADER"], "tune needs a fastq_loader.DataLoader"),
@@ -120,14 +104,6 @@ def test_bad_options_are_told_without_a_traceback(capsys: pytest.CaptureFixture[
 
 def made_of_eight() -> Any:
     return DataLoader(Made(float, 8))
-
-
-def test_an_interrupt_has_the_shells_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "tune", interrupted)
-    assert main(["tune", f"{__name__}:made_of_eight"]) == 130
 
 
 def test_without_a_command_it_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,21 +119,3 @@ def test_it_says_its_version_and_those_that_matter(capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert re.fullmatch(r"fastq_loader .+, torch \S+, Python 3\.\d+\.\S+\n", out)
     assert torch.__version__ in out
-
-
-@pytest.mark.processes
-def test_a_reader_that_leaves_is_no_traceback() -> None:
-    result = run_script(
-        """
-        import os, runpy, sys
-
-        reader, writer = os.pipe()
-        os.dup2(writer, 1)
-        os.close(reader)
-        sys.argv = ["fastq_loader", "doctor"]
-        runpy.run_module("fastq_loader", run_name="__main__")
-        """,
-        warm=True,
-    )
-    assert "Traceback" not in result.stderr
-    assert "BrokenPipe" not in result.stderr

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ from tests.conftest import (
     process_table,
     run_script,
     running_script,
-    torchs_segments_removed,
     wait_until,
 )
 from tests.support import thorough
@@ -72,6 +71,7 @@ def state(script: Script) -> tuple[list[float], dict[str, Any]]:
     return seeds, found
 
 
+@thorough.thorough()
 def test_a_warm_script_finds_what_a_fresh_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_script("print()", warm=True)  # what follows is new to the server
     monkeypatch.chdir(tmp_path)
@@ -124,23 +124,6 @@ def test_a_script_that_hangs_is_a_failure_and_the_next_one_runs() -> None:
     with running_script("print('ready', flush=True)", warm=True) as script:
         script.wait_for("ready")
         assert script.finish().returncode == 0
-
-
-def test_of_torchs_segments_those_of_ended_workers_are_removed() -> None:
-    with subprocess.Popen(["true"]) as ended:
-        ended.wait()
-    names = [f"torch_{number}_test{os.getpid()}_0" for number in (os.getpid(), ended.pid)]
-    kept = [names[0], f"own_{ended.pid}_test{os.getpid()}_0", f"torch_{ended.pid}_test{os.getpid()}_before"]
-    segments = [Path("/dev/shm", name) for name in (*kept, names[1])]
-    try:
-        segments[2].touch()
-        with torchs_segments_removed():
-            for segment in segments:
-                segment.touch()
-        assert [segment.exists() for segment in segments] == [True, True, True, False]
-    finally:
-        for segment in segments:
-            segment.unlink(missing_ok=True)
 
 
 class Collected:
@@ -204,6 +187,7 @@ BY_DEFAULT = "promise first[5] first[6] but[fork-1] but[fork-2] case[1] seed[0] 
 VARIED = "variation first[7] but[fork-3] but[spawn-1] case[2] seed[1] seed[2]"
 
 
+@thorough.thorough(after=3)
 @pytest.mark.parametrize(
     ("options", "selected"),
     [
@@ -221,6 +205,27 @@ def test_the_default_run_has_each_promise_and_a_thorough_one_its_variations(
     code, found = pytest_run(file, "--collect-only", *options)
     assert (code, sorted(found.names)) == (0, sorted(selected.split()))
     assert found.is_thorough == any("thorough" in option for option in options)
+
+
+@pytest.mark.parametrize(
+    ("paths", "options", "processes"),
+    [
+        (False, {"numprocesses": None}, 2),
+        (True, {"numprocesses": None}, None),
+        (False, {"numprocesses": 0}, 0),
+        (False, {"numprocesses": None, "maxfail": 1}, None),
+        (False, {}, "no pytest-xdist"),
+    ],
+)
+def test_a_whole_run_uses_two_processes_where_nothing_else_is_said(
+    paths: bool, options: dict[str, Any], processes: Any
+) -> None:
+    source = pytest.Config.ArgsSource.ARGS if paths else pytest.Config.ArgsSource.TESTPATHS
+    config: Any = SimpleNamespace(
+        args_source=source, option=SimpleNamespace(**options), getoption=options.get
+    )
+    conftest.pytest_cmdline_main(config)
+    assert getattr(config.option, "numprocesses", "no pytest-xdist") == processes
 
 
 @pytest.mark.parametrize(("number", "quick"), [(5, 5), (30, 10), (200, 20)])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,18 +47,6 @@ def test_a_warning_names_the_line_from_which_the_package_was_called(module: str)
         called_in(module)
     here = (__file__, called_in.__code__.co_firstlineno + 7)
     assert [(one.filename, one.lineno) for one in caught] == [("<string>", 1) if "extras" in module else here]
-
-
-def test_a_warning_is_dropped_where_stderr_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise ValueError("I/O operation on closed file")
-
-    monkeypatch.setattr(warnings, "warn", fail)
-    monkeypatch.setattr(sys, "stderr", SimpleNamespace(closed=True))
-    warn_user("nobody reads this", UserWarning)
-    monkeypatch.setattr(sys, "stderr", SimpleNamespace(closed=False))
-    with pytest.raises(ValueError, match="closed file"):
-        warn_user("this fails for another reason", UserWarning)
 
 
 def test_an_error_gets_its_place_and_keeps_its_own_attributes() -> None:

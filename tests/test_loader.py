@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import pickle
 from collections.abc import Callable
@@ -14,11 +13,10 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import SequentialSampler
 
 from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin, ToDevice
-from fastq_loader.epoch import resources
 from tests.conftest import descendants, wait_until
 from tests.support.crimes import Rows
 from tests.support.datasets import SizedStream, Stream, identity
-from tests.support.loaders import EIGHT, WORKERS, numbers
+from tests.support.loaders import EIGHT, numbers
 
 MAP = Rows(4)
 SAMPLER = SequentialSampler(MAP)
@@ -60,21 +58,6 @@ def refusal(loader: Callable[..., Any], arguments: dict[str, Any]) -> tuple[type
 def test_i9_bad_arguments_are_refused_in_torchs_words(mistake: str) -> None:
     arguments = BAD_ARGUMENTS[mistake]
     assert refusal(DataLoader, arguments) == refusal(TorchDataLoader, arguments)
-
-
-@pytest.mark.parametrize(
-    ("positional", "given", "kind", "text"),
-    [
-        ((), {"no_such_argument": 1}, TypeError, "no_such_argument"),
-        ([None] * 13, {}, TypeError, "positional"),
-        ((), {"num_workers": 1, "prefetch_factor": 0}, ValueError, "prefetch_factor=0"),
-    ],
-)
-def test_i9_what_torch_does_not_refuse_in_its_own_words(
-    positional: Any, given: Any, kind: type[Exception], text: str
-) -> None:
-    with pytest.raises(kind, match=text):
-        DataLoader(MAP, *positional, **given)
 
 
 def test_i9b_len_follows_a_dataset_that_grows() -> None:
@@ -162,16 +145,6 @@ def test_instances_that_the_constructor_did_not_make_have_the_defaults() -> None
 
 def eight(workers: int = 2) -> DataLoader[int]:
     return DataLoader(range(8), batch_size=2, num_workers=workers, persistent_workers=workers > 0)
-
-
-@WORKERS
-def test_i10_a_copy_of_a_loader_starts_idle(workers: int) -> None:
-    loader = eight(workers)
-    resources.of(loader).counters.batches += 1
-    for copied in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
-        assert (type(copied), copied.statistics().batches) == (DataLoader, 0)
-        with pytest.raises(ValueError, match="batch_size"):
-            copied.batch_size = 3
 
 
 @pytest.mark.processes

@@ -10,7 +10,6 @@ from multiprocessing.context import SpawnContext
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 from fastq_loader import (
@@ -19,15 +18,12 @@ from fastq_loader import (
     Processes,
     RayWorkers,
     Replace,
-    RoundRobin,
     Skip,
     ToDevice,
     TorchWorkers,
     options,
 )
-from fastq_loader.epoch import resources
 from fastq_loader.ipc.claim_table import WORKERS
-from fastq_loader.scheduling.schedules import Window
 from fastq_loader.system import calls
 from tests.support.datasets import Stream
 from tests.support.subclasses import SUBCLASSES
@@ -171,52 +167,6 @@ def test_names_of_options_are_a_subclasss_own_as_with_torchs_loader(make: Callab
     for copied in (ours, copy.copy(ours)):
         assert [str(batch) for batch in copied] == [str(batch) for batch in torchs]
         assert options.of(copied) == options.of(DataLoader(range(6))), "as its constructor was told"
-
-
-def test_an_option_that_is_assigned_to_a_plain_loader_or_subclass_is_changed() -> None:
-    for kind in (DataLoader, type("Mine", (DataLoader,), {"to": lambda self: self})):
-        made = kind(range(4), 2)
-        made.schedule = "dynamic"
-        assert options.of(made).is_dynamic
-        assert made.schedule == "dynamic"
-
-
-def test_what_arguments_come_to() -> None:
-    made = loader(num_workers=2, workers=Processes(max_restarts=3), schedule=Dynamic(window=9))
-    assert options.of(made).workers == Processes(max_restarts=3)
-    assert options.of(made).is_dynamic
-    assert not options.is_iterable(made)
-    assert not options.is_iterable(object.__new__(DataLoader))
-    assert options.is_iterable(loader(dataset=STREAM))
-    assert options.window(made) == Window(9, group=2)
-    for schedule in ("round_robin", RoundRobin()):
-        assert options.window(loader(num_workers=2, prefetch_factor=3, schedule=schedule)) == Window(6)
-
-
-@pytest.mark.parametrize(
-    ("accelerator", "expected", "texts"),
-    [
-        (None, (False, None), ["pin_memory_device is deprecated", "no accelerator is found"]),
-        ("cuda", (True, "cuda"), ["pin_memory_device is deprecated"]),
-        ("mps", (False, "mps"), ["pin_memory_device is deprecated", "not supported on MPS now"]),
-    ],
-)
-def test_what_pin_memory_comes_to(
-    accelerator: str | None, expected: Any, texts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator is not None)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(accelerator or "cpu"))
-    assert options.pinning(loader()) == (False, None)
-    with pytest.warns(UserWarning, match="pin_memory") as caught:
-        assert options.pinning(loader(pin_memory=True, pin_memory_device="cuda")) == expected
-    for text, warning in zip(texts, caught, strict=True):
-        assert text in str(warning.message)
-
-
-def test_a_device_on_the_host_needs_no_session() -> None:
-    made = loader(device=ToDevice("cpu", transform=abs))
-    assert resources.device_session(made) is None
-    assert [batch.item() for batch in made] == [0, 1, 2, 3]
 
 
 def test_a_stream_goes_with_the_default_of_ray_and_not_with_another_number(
