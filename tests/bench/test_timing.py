@@ -1,4 +1,4 @@
-"""What is timed: rounds with lanes that break, batches, the ceiling; and a short run of the steady state."""
+"""What is timed: rounds with lanes that break; and a short run of the steady state."""
 
 from __future__ import annotations
 

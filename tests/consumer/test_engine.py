@@ -1,4 +1,4 @@
-"""The engine with real processes, where signals and odd sizes meet, and the resources of its loader."""
+"""The engine with real processes, where signals, odd sizes, the collector and forks meet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows P1, P3 to P6c and P8 to P11: starts, exits, signals, forks, and tight surroundings."""
+"""Rows P1, P3 to P6c, P8, P10 and P11: starts, exits, signals, forks, and tight surroundings."""
 
 from __future__ import annotations
 

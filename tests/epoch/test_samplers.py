@@ -1,4 +1,4 @@
-"""A loader's samplers: which there are, what they are compared by, and their generators."""
+"""A loader's samplers: what they are compared by, and which of them are told the epoch."""
 
 from __future__ import annotations
 

@@ -338,7 +338,7 @@ def test_the_folder_is_private_wherever_it_lies(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("parent", ["/tmp/" + "x" * 150, "/tmp/\udcff", "/nonexistent"])
-def test_a_folder_that_cannot_be_used_is_passed_over(parent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p9_a_folder_that_cannot_be_used_is_passed_over(parent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", parent)
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     folder = endpoint_folder()

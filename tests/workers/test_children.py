@@ -1,4 +1,4 @@
-"""A child process: its descriptor, its end in words, its stacks."""
+"""A child process: its descriptor, and its end where somebody else reaps it."""
 
 from __future__ import annotations
 

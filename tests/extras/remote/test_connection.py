@@ -1,4 +1,4 @@
-"""The handshake, frames and encryption, over loopback: only what has the token and its place gets in."""
+"""The handshake and frames, over loopback: only what has the token and its place gets in."""
 
 from __future__ import annotations
 

@@ -184,6 +184,3 @@ def test_a_forked_copy_does_not_wait_for_a_thread_that_it_lacks(pool: Pool) -> N
     copy = fork(lambda: signal.alarm(SECONDS) or pool.shown())
     assert end_of(copy) == 0
     let_go.set()
-
-
-# ---- real proxies ---------------------------------------------------------------------------------------
