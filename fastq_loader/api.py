@@ -75,7 +75,7 @@ from fastq_loader.statistics.snapshots import (
     WorkerStatistics,
 )
 from fastq_loader.statistics.workers import WorkerCounters
-from fastq_loader.system import attributes, calls, locks, pages, process_id
+from fastq_loader.system import attributes, calls, locks, pages, process_id, torch_patches
 from fastq_loader.system.calls import readable
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers import children

@@ -231,10 +231,13 @@ class MemoryPressure(LoaderHint):
 
 
 class TorchWorkers(LoaderHint):
-    """torch's own workers run with `num_workers > 0`: this system or sandbox lacks a call that ours need.
+    """torch's own iterators run: this system or sandbox lacks a call that our workers need, or a library has
+    patched torch's loader. Or ours run, and the patch has no effect on them: torch's iterators lack an
+    argument of the loader, or its loaded state.
 
-    Batches, order, random numbers, errors and speed are torch's. Issued once in a process, and whenever
-    `state_dict`, `diagnose` or `trace` of such a loader is called: these have no record of torch's workers.
+    With torch's iterators, batches, order, random numbers, errors and speed are torch's. Issued once in a
+    process, and whenever `state_dict`, `diagnose` or `trace` of such a loader is called: these have no record
+    of them.
 
     >>> warnings.simplefilter("ignore", TorchWorkers)  # it is known
     """
@@ -273,7 +276,8 @@ def warn_user(text: str, category: type[Warning]) -> None:
     `warnings.warn` fails if stderr is closed (but not if it is None, or its pipe is broken); this does not.
     """
     depth, frame = 1, sys._getframe()
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(f"{__package__}."):
+    libraries = f"{__package__}.", "torch.utils.data.dataloader"  # whose `__iter__` may call ours
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(libraries):
         depth, frame = depth + 1, frame.f_back
     try:
         warnings.warn(text, category, stacklevel=depth)

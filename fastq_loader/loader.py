@@ -160,6 +160,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         return state.begun(self, self._begin)
 
     def _begin(self) -> Any:
+        keeps_ours = isinstance(self._iterator, MultiprocessIterator)  # persistent workers
+        if not keeps_ours and options.patched(self, resumes=resources_of(self).saved is not None):
+            return super().__iter__()  # which may be patched, too
         if isinstance(self.num_workers, Auto):
             self._choose_workers()
         if not self.persistent_workers or self.num_workers == 0:
@@ -193,11 +196,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         """Create an iterator; subclasses wrap its return value (torch_geometric, litdata)."""
         resources, mine = resources_of(self), options.of(self)
         options.check_workers(self, mine, resumes=resources.saved is not None)
+        if options.torchs_own(self, resumes=resources.saved is not None):
+            return resources.add_torchs(super()._get_iterator())
         if self.num_workers == 0:
             return SerialIterator(self)
-        if lacking := options.torchs_own(self):
-            options.tell_of_torchs(lacking)
-            return resources.add_torchs(super()._get_iterator())
         if not (mine.workers.is_remote or isinstance(self.num_workers, Auto)):  # a number that the user chose
             self.check_worker_number_rationality()
         return MultiprocessIterator(self)
@@ -265,7 +267,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         >>> sorted(torch.cat(batches + list(loader)).tolist())
         [0, 1, 2, 3, 4, 5, 6, 7]
         """
-        unknown = resources_of(self).record is None and options.torchs_own(self, "state_dict() is empty")
+        unknown = resources_of(self).record is None and options.torchs_own(
+            self, asked="state_dict() is empty"
+        )
         return {} if unknown else state.now(self)
 
     def load_state_dict(self, state_dict: dict[str, Any], *, ignore: Iterable[str] = ()) -> None:
@@ -391,7 +395,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         """
         from fastq_loader.extras.insight import facts, verdict
 
-        options.torchs_own(self, "diagnose()")
+        options.torchs_own(self, asked="diagnose()")
         run = facts.profile_of(self, self.statistics(), resources_of(self).counters, epoch)
         return verdict.diagnose(run)
 
@@ -416,7 +420,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         """
         from fastq_loader.extras.tracing.trace import traced
 
-        options.torchs_own(self, "trace()")
+        options.torchs_own(self, asked="trace()")
         return traced(path, resources_of(self).counters)
 
     def __repr__(self) -> str:

@@ -24,7 +24,7 @@ from fastq_loader.reading import datapipes
 from fastq_loader.reading.computed import PermutationSampler
 from fastq_loader.reading.tolerance import Tolerance, read_errors
 from fastq_loader.scheduling.schedules import Dynamic, RoundRobin, Schedule, Window, read_schedule
-from fastq_loader.system import calls, pages
+from fastq_loader.system import calls, pages, torch_patches
 from fastq_loader.workers.config import Plan, Rules
 from fastq_loader.workers.kinds import Auto, Processes, WorkerKind, read_workers
 from fastq_loader.workers.payload import Payload
@@ -283,30 +283,50 @@ def check_auto(loader: Loader, schedule: Schedule) -> None:
         )
 
 
-_told: set[str] = set()  # not empty once this process has warned that torch's own workers run
+_told: set[str] = set()  # hints that were issued in this process
 
 
-def torchs_own(loader: Loader, asked: str = "") -> str:
-    """Name of the thing that this system lacks, so that torch's own workers run in place of ours; "" if ours
-    run, or no workers at all.
+def torchs_own(loader: Loader, resumes: bool = False, asked: str = "") -> str:
+    """The reason for which torch's own iterators run in place of ours, as the clause of a text; "" if ours
+    run. A hint says so, once in a process, and if a patch has no effect on ours.
 
     Args:
         loader: the loader.
-        asked: a method whose result does not include torch's workers; if set, a hint says so.
+        resumes: whether the next epoch goes on from a loaded state.
+        asked: a method whose result does not include what torch's iterators do; the hint names it.
     """
-    lacking = calls.missing() if getattr(loader, "num_workers", 0) else ""
-    if lacking and asked:
-        text = f"{asked}: torch's own workers run here, for lack of {lacking}, and their work is not recorded"
-        warn_user(f"{text}. With num_workers=0 it is", TorchWorkers)
-    return lacking
+    patch, reason, remedy = torch_patches.found(), "", ""
+    if lacking := _lacking(loader):
+        reason, remedy = f"this system or sandbox lacks {lacking}", ". With num_workers=0 it is"
+    elif of(loader) == _NONE and not resumes:  # torch's iterators have all that is needed
+        reason = patch
+    if asked and reason:
+        text = f"{asked}: torch's own iterators run, and their work is not recorded: {reason}{remedy}"
+        warn_user(text, TorchWorkers)
+    elif reason:
+        _tell(f"torch's own iterators run: {reason}. Batches and errors are torch's, and so is the speed")
+    elif patch:
+        _tell(
+            f"{patch}, which has no effect here: torch's own iterators lack this loader's arguments "
+            "(schedule, workers, device or errors) or its loaded state"
+        )
+    return reason
 
 
-def tell_of_torchs(lacking: str) -> None:
-    """Warn, once in a process, that torch's own workers run."""
-    if not _told:
-        _told.add(lacking)
-        text = f"With num_workers > 0 torch's own workers run: this system or sandbox lacks {lacking}"
-        warn_user(f"{text}. Batches and errors are torch's, and so is the speed", TorchWorkers)
+def patched(loader: Loader, resumes: bool) -> bool:
+    """Whether torch's own iterators run because torch's loader is patched."""
+    return of(loader) == _NONE and not resumes and bool(torch_patches.found())
+
+
+def _tell(text: str) -> None:
+    if text not in _told:
+        _told.add(text)
+        warn_user(text, TorchWorkers)
+
+
+def _lacking(loader: Loader) -> str:
+    """Name of the thing that workers need and this system lacks; "" without workers."""
+    return calls.missing() if getattr(loader, "num_workers", 0) else ""
 
 
 def check_ours(loader: Loader, what: str) -> None:
@@ -315,7 +335,7 @@ def check_ours(loader: Loader, what: str) -> None:
     Raises:
         RuntimeError: they run.
     """
-    if lacking := torchs_own(loader):
+    if lacking := _lacking(loader):
         raise _cannot(loader, what, lacking)
 
 

@@ -38,7 +38,7 @@ class Resources:
     Attributes:
         counters: the loader's counters.
         engines: the pools of workers that its iterators use.
-        torchs: torch's own iterators, on systems where our workers cannot run.
+        torchs: torch's own iterators with workers, which run where ours cannot.
         session: the device session, once an iteration has begun, or None.
         idle: stagings of finished iterations without workers, for reuse.
         place: `record` and `saved`, each or None, as one immutable tuple, so that other threads can read both
@@ -84,7 +84,8 @@ class Resources:
     def add_torchs(self, iterator: Any) -> Any:
         """Register an iterator of torch's own, whose epochs are not recorded."""
         self.place = None, None
-        self.torchs.add(iterator)
+        if hasattr(iterator, "_shutdown_workers"):
+            self.torchs.add(iterator)
         return iterator
 
     def pools(self) -> int:

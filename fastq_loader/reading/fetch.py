@@ -15,9 +15,8 @@ from time import monotonic_ns
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
 
-from fastq_loader.reading.collate import default
+from fastq_loader.reading.collate import DEFAULT, default
 from fastq_loader.reading.tables import Gatherer, is_table
 
 
@@ -65,7 +64,7 @@ class Fetcher:
         self.collate_fn = collate
         self.drop_last = drop_last
         self._getitems = auto_collation and not iterable and _has_getitems(dataset)
-        gathers = auto_collation and collate is default_collate and is_table(dataset)
+        gathers = auto_collation and collate is DEFAULT and is_table(dataset)
         self._gatherer = Gatherer() if gathers else None
         self._times_samples = False
         if iterable:
@@ -87,7 +86,7 @@ class Fetcher:
             self.fetched = monotonic_ns()
             samples = 0 if self._getitems or not self.auto_collation else len(data)
             self._times_samples = 0 < samples * _WORTH_TIMING < self.fetched - self.began
-            return (default if self.collate_fn is default_collate else self.collate_fn)(data)
+            return (default if self.collate_fn is DEFAULT else self.collate_fn)(data)
         except StopIteration as stop:
             raise RuntimeError("dataset or collate_fn raised StopIteration") from stop
 

@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 
 from fastq_loader.ipc.messages import Indices
 from fastq_loader.reading.computed import CHUNK, ComputedSampler, PermutationSampler, WeightedSampler
+from fastq_loader.system.torch_patches import own_code
 
 T = TypeVar("T")
 _Array = np.ndarray[Any, np.dtype[np.int64]]
@@ -63,8 +64,13 @@ def _cuts(index_sampler: Any, *kinds: type) -> bool:
     return (
         type(index_sampler) is BatchSampler
         and type(index_sampler.sampler) in kinds
-        and BatchSampler.__iter__.__module__ == BatchSampler.__module__
+        and _is_torchs(BatchSampler)
     )
+
+
+def _is_torchs(kind: type[Any]) -> bool:
+    """Whether a class iterates by torch's own code, which nothing replaces or wraps."""
+    return getattr(kind.__iter__, "__code__", None) is own_code(kind.__iter__, "sampler")
 
 
 def is_shuffle(index_sampler: Any) -> bool:
@@ -72,7 +78,7 @@ def is_shuffle(index_sampler: Any) -> bool:
     return (
         _cuts(index_sampler, RandomSampler)
         and not index_sampler.sampler.replacement
-        and RandomSampler.__iter__.__module__ == RandomSampler.__module__
+        and _is_torchs(RandomSampler)
     )
 
 

@@ -534,7 +534,6 @@ def torchs_constructor_is_wrapped(kind: Any) -> Any:
 
 @row
 def torchs_own_methods_are_patched(kind: Any) -> Any:
-    """Patch the class that is used: ours has an engine of its own behind these."""
     with patch.object(TorchDataLoader, "_get_iterator", lambda self: iter(["mine"])):
         return [plain(list(kind(range(4), 2, num_workers=workers))) for workers in (0, 1)]
 
@@ -568,7 +567,6 @@ QUEUES_AND_TASK_TABLES = [
 #: What torch's class says, and what ours does.
 ON_PURPOSE = {
     "copies_while_workers_stay": ("NotImplementedError", [[[0, 1], [2, 3]]] * 3),
-    "torchs_own_methods_are_patched": ([["mine"]] * 2, [[[0, 1], [2, 3]]] * 2),
     "names_that_iterators_lack": ([[], []], [[], QUEUES_AND_TASK_TABLES]),
     "the_iterator_of_the_next_epoch_is_the_same_object": (True, False),
 }
@@ -576,6 +574,7 @@ ON_PURPOSE = {
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("forked_workers")
+@pytest.mark.filterwarnings("ignore::fastq_loader.TorchWorkers")
 @MANY_WORKERS
 @pytest.mark.parametrize("name", ROWS)
 def test_a_hook_is_torchs_or_differs_on_purpose(name: str) -> None:

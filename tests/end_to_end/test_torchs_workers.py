@@ -22,8 +22,8 @@ from tests.support.sandbox import mounted, refuse
 ANOTHER_SYSTEM = "calls.AVAILABLE = False"
 
 
-def run(source: str) -> None:
-    result = run_script(f"{HEAD}\n{source}", warm=True)
+def run(source: str, head: str = HEAD) -> None:
+    result = run_script(f"{head}\n{source}", warm=head is HEAD)
     assert (result.returncode, result.stderr, result.left) == (0, "", ())
 
 
@@ -110,5 +110,101 @@ loader = DataLoader(range(8), 4)
 assert len(list(loader)) == 2 and loader.state_dict() != {{}}
 loader.num_workers, loader.prefetch_factor = 2, 2
 assert len(list(loader)) == 2 and loader.state_dict() == {{}}
+"""
+    )
+
+
+#: As SpeechBrain has it: an epoch begins where a checkpoint was saved.
+RECOVERY = """
+import functools
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+def new_init(self, loader, *args, **kwargs):
+    self.__old_init__(loader, *args, **kwargs)
+    for i in range(getattr(loader, "skip_to", 0)):
+        next(self._sampler_iter)
+        self._num_yielded = i + 1
+def new_reset(self, loader, first_iter=False, *args, **kwargs):
+    if not first_iter:
+        self._sampler_iter = iter(self._index_sampler)
+        self._num_yielded = 0
+        self._IterableDataset_len_called = loader._IterableDataset_len_called
+functools.update_wrapper(new_init, _BaseDataLoaderIter.__init__)
+_BaseDataLoaderIter.__old_init__ = _BaseDataLoaderIter.__init__
+_BaseDataLoaderIter.__init__ = new_init
+_BaseDataLoaderIter._reset = new_reset
+"""
+#: As axolotl has it: a batch of lists of indices, each of which is packed into one sample.
+PACKING = """
+import torch.utils.data.dataloader as torchs
+from torch.utils.data._utils.fetch import _BaseDatasetFetcher
+class _MapDatasetFetcher(_BaseDatasetFetcher):
+    def fetch(self, batches):
+        return self.collate_fn([[self.dataset[i] for i in batch] for batch in batches])
+torchs._utils.fetch._MapDatasetFetcher = _MapDatasetFetcher
+"""
+
+
+@pytest.mark.parametrize(
+    ("patch", "named", "before_our_import"),
+    [(RECOVERY, "_reset", False), (PACKING, "_MapDatasetFetcher", True)],
+)
+def test_a_patch_of_torchs_loader_is_honoured_with_one_hint(
+    patch: str, named: str, before_our_import: bool
+) -> None:
+    run(
+        f"""
+{"" if before_our_import else "import fastq_loader"}
+{patch}
+import fastq_loader
+from fastq_loader import DataLoader, TorchWorkers
+class Packs(list):
+    def __iter__(self):
+        return iter([[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [1, 0]]])
+def epochs(kind, workers, persistent):
+    loader = kind(range(10), batch_sampler=Packs(), num_workers=workers, persistent_workers=persistent)
+    if {named!r} == "_reset":
+        loader = kind(range(10), 2, num_workers=workers, persistent_workers=persistent)
+        loader.skip_to = 2
+    seen = [[(iterator := iter(loader)), *(str(batch) for batch in iterator)][1:], iterator._num_yielded]
+    loader.skip_to = 0
+    return seen, list(map(str, loader))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for workers, persistent in ((0, False), (2, False), (2, True)):
+        torchs = epochs(torch.utils.data.DataLoader, workers, persistent)
+        assert epochs(DataLoader, workers, persistent) == torchs, torchs
+        with fastq_loader.installed():
+            assert epochs(torch.utils.data.DataLoader, workers, persistent) == torchs
+[hint] = [warning for warning in caught if warning.category is TorchWorkers]
+assert {named!r} + " was replaced by __main__" in str(hint.message), hint
+assert hint.filename == __file__, hint.filename
+""",
+        head="import warnings, torch, torch.utils.data\n" if before_our_import else HEAD,
+    )
+
+
+def test_an_epoch_of_persistent_workers_keeps_its_kind() -> None:
+    run(
+        """
+from unittest.mock import patch
+warnings.simplefilter("ignore", TorchWorkers)
+patched = patch("torch.utils.data.dataloader.DataLoader._get_iterator", lambda self: iter(["patched"]))
+other = patch.object(TorchsIterator, "_get_data", lambda self: 1 / 0)
+loader = DataLoader(range(8), 4, num_workers=2, persistent_workers=True)
+first = iter(loader)
+with other:
+    assert len(list(first)) == len(list(loader)) == 2  # ours
+    assert [worker.pid for worker in first._workers] == [worker.pid for worker in loader._iterator._workers]
+loader.close()
+with patched:
+    assert [list(DataLoader(range(4), num_workers=workers)) for workers in (0, 1)] == [["patched"]] * 2
+quiet = patch.object(TorchsIterator, "_register_persistent_workers_atexit", lambda self: None)
+with quiet:
+    iterator = iter(loader)
+    assert type(iterator) is TorchsIterator and len(list(iterator)) == 2
+assert iter(loader) is iterator and len(list(iterator)) == 2
+loader.close()
+assert not multiprocessing.active_children() and type(iter(loader)) is not TorchsIterator
+loader.close()
 """
     )

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from fastq_loader.api import DataLoader, check_seconds, checked_names, is_int, options
+from fastq_loader.api import DataLoader, check_seconds, checked_names, is_int, options, torch_patches
 from fastq_loader.extras.insight import machine
 from fastq_loader.extras.insight.chooser import Limits, rank
 from fastq_loader.extras.insight.model import Costs, Setting
@@ -158,7 +158,7 @@ def tune(
 
     Raises:
         ValueError, TypeError: an argument is invalid.
-        RuntimeError: this system has no worker processes, so there is nothing to choose.
+        RuntimeError: there are no worker processes here, or torch's loader is patched: nothing to choose.
         Exception: the error of the loader's own setting, if no setting gave a batch.
         KeyboardInterrupt: it came before anything was measured.
 
@@ -167,6 +167,8 @@ def tune(
     0
     """
     limits = checked(loader, step_seconds, seconds, start_methods, schedules, max_workers)
+    if patch := torch_patches.found():
+        raise RuntimeError(f"{patch}, so torch's own iterators run and there is nothing to try")
     so_far = loader.statistics().total
     step = so_far.consumer_seconds / max(1, so_far.batches) if step_seconds is None else float(step_seconds)
     interrupted, measure = False, _trying(loader, step, seconds, progress)

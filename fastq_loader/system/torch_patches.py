@@ -1,0 +1,96 @@
+"""Patches of torch's loader: parts of `torch.utils.data` that are not torch's own any more.
+
+Runs in the consumer, whenever an iteration begins. Libraries replace functions and classes of torch's loader,
+before or after this package is imported, and rely on their code being run. Ours stands in for these names, so
+that torch's own iterators have to run then. Instrumentation that keeps the original in `__wrapped__` is no
+patch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import repeat
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch.utils.data
+
+#: The names that ours stands in for, below `torch.utils.data`, by what has them. Some are of newer releases.
+NAMES = {
+    "dataloader": "_DatasetKind _InfiniteConstantSampler _get_distributed_settings _sharding_worker_init_fn "
+    "_share_dist_seed _BaseDataLoaderIter _SingleProcessDataLoaderIter _MultiProcessingDataLoaderIter",
+    "dataloader._DatasetKind": "create_fetcher",
+    "dataloader._InfiniteConstantSampler": "__iter__",
+    "dataloader.DataLoader": "__iter__ _get_iterator",
+    "dataloader._BaseDataLoaderIter": "__init__ __iter__ _reset _next_index _next_data __next__ __len__ "
+    "__getstate__",
+    "dataloader._SingleProcessDataLoaderIter": "__init__ _next_data",
+    "dataloader._MultiProcessingDataLoaderIter": "__init__ _reset _try_get_data _get_data _next_data "
+    "_try_put_index _process_data _mark_worker_as_unavailable _shutdown_workers "
+    "_clean_up_persistent_workers_atexit _register_persistent_workers_atexit __del__",
+    "_utils.fetch": "_BaseDatasetFetcher _IterableDatasetFetcher _MapDatasetFetcher",
+    "_utils.fetch._BaseDatasetFetcher": "__init__ fetch",
+    "_utils.fetch._IterableDatasetFetcher": "__init__ fetch",
+    "_utils.fetch._MapDatasetFetcher": "fetch",
+    "_utils.collate": "collate",
+    "_utils.pin_memory": "_pin_memory_loop pin_memory",
+    "_utils.worker": "_worker_loop _generate_state ManagerWatchdog",
+    "_utils.worker.ManagerWatchdog": "__init__ is_alive",
+}
+_MOST_WRAPPERS = 20
+
+
+class Place(NamedTuple):
+    """A name that may be patched: its owner, and the code that torch has there, None if unknown."""
+
+    path: str
+    owner: Any
+    name: str
+    code: Any
+
+
+def found() -> str:
+    """The first patch, as the clause of a text; "" if everything is torch's own."""
+    values = list(map(getattr, _OWNERS, _NAMES, repeat(None)))
+    if all(map(is_, [getattr(value, "__code__", value) for value in values], _CODES)):
+        return ""  # after some 10 us
+    for (path, _, name, _), value in zip(_PLACES, values, strict=True):
+        if own_code(value, path) is None:
+            by: Any = value if hasattr(value, "__qualname__") else type(value)
+            return f"torch.utils.data.{path}.{name} was replaced by {by.__module__}.{by.__qualname__}"
+    return ""
+
+
+def own_code(value: Any, path: str) -> Any:
+    """The code of a function, or a class, that is defined in a module of torch's; None if it comes from
+    elsewhere. `functools.wraps` copies names and modules, so that these tell nothing about a function.
+
+    Args:
+        value: a function or class, or a wrapper of one.
+        path: the module below `torch.utils.data`, or a name in it.
+    """
+    module = "torch.utils.data." + ".".join(path.split(".")[: 1 + path.startswith("_utils")])
+    source = module.replace(".", os.sep) + ".py"
+    for _ in range(_MOST_WRAPPERS):
+        code = getattr(value, "__code__", None)
+        if code is not None and code.co_filename.endswith(source):
+            return code
+        if isinstance(value, type) and value.__module__ == module:
+            return value
+        value = getattr(value, "__wrapped__", None)
+    return None
+
+
+def _places() -> Iterator[Place]:
+    for path, names in NAMES.items():
+        owner: Any = torch.utils.data
+        for name in path.split("."):
+            owner = getattr(owner, name, None)
+        for name in names.split() if owner is not None else ():
+            if (value := getattr(owner, name, None)) is not None:
+                yield Place(path, owner, name, own_code(value, path))
+
+
+_PLACES = list(_places())
+_, _OWNERS, _NAMES, _CODES = zip(*_PLACES, strict=True)
