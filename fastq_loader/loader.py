@@ -258,7 +258,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
 
         Raises:
             Exception: whatever `state_dict` of a sampler raises.
-            RuntimeError: `state_dict` of the dataset or its iterator raised, or its result cannot be pickled.
+            RuntimeError: `state_dict` of the dataset or its iterator raised, or its result cannot be copied.
 
         >>> loader = DataLoader(range(8), 2, shuffle=True)
         >>> batches = [next(iter(loader))]

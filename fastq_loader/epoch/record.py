@@ -22,7 +22,6 @@ from fastq_loader.epoch.fields import EpochStart, Position, Saved
 from fastq_loader.epoch.order import Order
 from fastq_loader.options import Loader
 from fastq_loader.reading import generators
-from fastq_loader.reading.position import is_stateful
 from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
 
 #: Stands in for a reader's state that is unknown.
@@ -220,6 +219,6 @@ def _new(
 def _readers(loader: Loader) -> int:
     """Number of dataset readers, if each has a state or a part of the data of its own; else 0."""
     saves = loader.num_workers > 0 and options.of(loader).saves_generators
-    if options.is_iterable(loader) or is_stateful(loader.dataset) or saves:
+    if options.is_iterable(loader) or saves:
         return max(1, int(loader.num_workers))
     return 0

@@ -28,6 +28,8 @@ Workers = tuple[WorkerProgress, ...]
 
 #: Keys that a state must have, besides the fields of `describe`.
 _BESIDES = ("_num_yielded", "_sampler_iter_yielded", "_iterator_finished", "workers", "rest", "checksum")
+#: Key of the state of a map-style dataset; only there if it has one.
+_DATASET = "dataset_state"
 #: Keys listed, at most, in the error for a dict that is not a state.
 _KEYS = 10
 
@@ -60,6 +62,7 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
     _fit(now.generators, own)
     progress = Progress(workers=() if finished else _workers(fields, start, now, loader, ignored))
     place = _place(fields, loader)
+    _check_dataset(fields, loader)
     # No digest if it is of another rank's part, or the caller allows another order.
     mine = "order" not in ignored and now.part == samplers.part_of_data(loader._index_sampler)
     exhausted = now.exhausted or fields["_iterator_finished"]
@@ -97,6 +100,20 @@ def _place(fields: Fields, loader: Loader) -> Fields:
     return place
 
 
+def _is_stateful(loader: Loader, iterable: bool) -> bool:
+    return options.is_iterable(loader) == iterable and is_stateful(loader.dataset)
+
+
+def _check_dataset(fields: Fields, loader: Loader) -> None:
+    """Check that a map-style dataset can take the state that was saved of it."""
+    stateful = _is_stateful(loader, iterable=False)
+    if stateful != (_DATASET in fields):
+        only = "the loader's dataset has" if stateful else "the dataset that was saved had"
+        raise ValueError(
+            f"field {_DATASET!r}: only {only} state_dict and load_state_dict: use the dataset that was saved"
+        )
+
+
 def _workers(
     fields: Fields, start: EpochStart, now: EpochSnapshot, loader: Loader, ignored: Container[str]
 ) -> Workers:
@@ -111,7 +128,7 @@ def _workers(
                 f"field 'workers.{number}': the epoch before was broken off, and the position of worker "
                 f"{number} after that was unknown. Use a state from before that, or from after its next batch"
             )
-        if place is None and delivered and is_stateful(loader.dataset):
+        if place is None and delivered and _is_stateful(loader, iterable=True):
             raise ValueError(
                 f"field 'workers.{number}' is None: the state has no position of the dataset, which has "
                 "state_dict. Use a state that was saved with this dataset"
@@ -194,10 +211,11 @@ def _resharded(reshard: Callable[..., Any], workers: Workers, wanted: int) -> Wo
 
 
 def take(loaded: Saved, loader: Loader) -> None:
-    """Set a loader's own generators and its samplers to their saved states.
+    """Set a loader's own generators, its samplers and a map-style dataset to their saved states.
 
     Raises:
         ValueError: a sampler refuses its own state; nothing has changed.
+        Exception: whatever `load_state_dict` of the dataset raises.
     """
     sampler = loader._index_sampler
     own = samplers.own_generators(sampler, loader.generator, loader.dataset)
@@ -205,6 +223,8 @@ def take(loaded: Saved, loader: Loader) -> None:
     if not resumes and "dataset" in loaded.place:
         with generators.restored({**generators.GLOBAL, **own}, states):
             _put(samplers.stateful_sampler(sampler), sampler, loaded)
+    if _DATASET in loaded.state:
+        loader.dataset.load_state_dict(copy.deepcopy(loaded.state[_DATASET]))
     generators.set_states(own, states)
     if not resumes:  # an epoch begins, whose number the user may have set already
         now = samplers.epochs(sampler)

@@ -26,6 +26,7 @@ from fastq_loader.epoch.record import EpochRecord
 from fastq_loader.options import Loader
 from fastq_loader.reading import generators, position
 from fastq_loader.scheduling.progress import START, Progress
+from fastq_loader.system.interrupts import refuse_interrupt
 
 T = TypeVar("T")
 
@@ -71,6 +72,24 @@ def _length(loader: Loader) -> dict[str, Any]:
         return {"dataset_length": None}
 
 
+def _state_of_dataset(loader: Loader) -> dict[str, Any]:
+    """The state of a map-style dataset that has one. It may be large, and is read only when a state is
+    requested.
+
+    Raises:
+        RuntimeError: its `state_dict` raised, or the result cannot be copied.
+    """
+    dataset = loader.dataset
+    if options.is_iterable(loader) or not position.is_stateful(dataset):
+        return {}
+    try:
+        return {"dataset_state": copy.deepcopy(dataset.state_dict())}
+    except Exception as error:
+        refuse_interrupt(error)
+        why = f"{type(error).__name__}: {error}"
+        raise RuntimeError(f"the dataset's state_dict() cannot be used: {why}") from error
+
+
 def now(loader: Loader) -> dict[str, Any]:
     """Return the state of a loader. May be called on any thread, and in a signal handler."""
     mine = resources.of(loader)
@@ -80,7 +99,8 @@ def now(loader: Loader) -> dict[str, Any]:
             mine.shared = mine.shared or _shared(loader)
         state = _of_place(loader) if held is None else held()
         if mine.held is held and mine.place is place:
-            return state if "dataset_length" in state else {**state, **_length(loader)}
+            asked = {} if "dataset_length" in state else {**_length(loader), **_state_of_dataset(loader)}
+            return {**state, **asked}
 
 
 def begun(loader: Loader, begin: Callable[[], T]) -> T:
@@ -222,9 +242,11 @@ def _said(place: dict[str, Any]) -> dict[str, Any]:
 
 
 def _before_first(loader: Loader) -> list[Any]:
-    """Without workers, the dataset's state before the first epoch, if it has one without an iterator."""
+    """Without workers, an iterable dataset's state before the first epoch, if it has one without an
+    iterator."""
     with contextlib.suppress(Exception):  # raised by user code, which may succeed later
-        if loader.num_workers == 0 and (place := position.place_of(loader.dataset, None)):
+        reads_here = loader.num_workers == 0 and options.is_iterable(loader)
+        if reads_here and (place := position.place_of(loader.dataset, None)):
             return [(0, {}, copy.deepcopy({"ended": False, **place}))]
     return []
 

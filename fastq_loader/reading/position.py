@@ -2,7 +2,8 @@
 with torchdata's meaning.
 
 Runs in workers, and in the consumer: for samplers, and without workers. Of an iterable dataset and of a
-sampler both the object and its iterator are saved; of a map-style dataset only the dataset.
+sampler both the object and its iterator are saved, after each batch. A map-style dataset has no position: its
+state is saved by `epoch.state`, if a state is requested.
 (torchdata/stateful_dataloader/worker.py: `_make_state_dict`)
 """
 
@@ -36,9 +37,10 @@ def is_stateful(part: Any) -> TypeGuard[Stateful]:
 
 
 def is_known(fetcher: Fetcher) -> bool:
-    """Whether the dataset or its iterator can save its position."""
+    """Whether an iterable dataset or its iterator can save its position."""
     if fetcher.stateful is None:
-        fetcher.stateful = is_stateful(fetcher.dataset) or is_stateful(fetcher.dataset_iter)
+        parts = fetcher.dataset, fetcher.dataset_iter
+        fetcher.stateful = fetcher.dataset_iter is not None and any(map(is_stateful, parts))
     return fetcher.stateful
 
 

@@ -327,3 +327,29 @@ def test_a_state_asks_the_dataset_for_its_length_and_an_epoch_does_not() -> None
     iterator = iter(loader)
     next(iterator)
     assert loader.state_dict()["dataset_length"] == N
+
+
+class Table(Numbers):
+    """A dataset with a state, such as a module with a table."""
+
+    def state_dict(self) -> Any:
+        note(f"state_dict in {os.getpid()}")
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        note("load_state_dict")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_state_of_a_dataset_with_indices_is_read_when_the_loaders_is_and_never_for_a_batch(
+    workers: int,
+) -> None:
+    loader = DataLoader(Table(), 2, num_workers=workers)  # type: ignore[var-annotated, arg-type]
+    looks = seen(lambda: iterated(loader))[1]
+    assert not [name for name in looks if "state_dict" in name]
+    state, looks = seen(loader.state_dict)
+    assert {name: count for name, count in looks.items() if "state_dict in" in name} == {
+        f"state_dict in {os.getpid()}": 1
+    }
+    assert seen(lambda: loader.load_state_dict(state))[1]["load_state_dict"] == 1
+    assert seen(lambda: iterated(loader))[1]["load_state_dict"] == 0

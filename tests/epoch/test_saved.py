@@ -150,6 +150,19 @@ def test_an_iterable_dataset_goes_on_with_as_many_workers_or_says_how_with_other
     assert resharded.position == (1, 0, 4)
 
 
+class Table(MapDataset):
+    """Says how it stands, with indices."""
+
+    state_dict, load_state_dict = Says.state_dict, Says.load_state_dict
+
+
+def test_a_dataset_with_indices_has_a_state_in_both_loaders_or_in_none() -> None:
+    plain, stateful = (DataLoader(kind("tensors", 4), 2) for kind in (MapDataset, Table))
+    for saved, other, has in ((plain, stateful, "the loader's"), (stateful, plain, "that was saved")):
+        with pytest.raises(ValueError, match=rf"field 'dataset_state': only .*{has}.* state_dict"):
+            other.load_state_dict(saved.state_dict())
+
+
 class Counts(Sampler[int]):
     """Says what it was told."""
 
