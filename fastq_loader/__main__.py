@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fastq_loader.api import DataLoader, shorten
+from fastq_loader.api import DataLoader, printable, shorten
 from fastq_loader.extras.tools import comparing, doctor
 from fastq_loader.extras.tools.tuning import checked, tune
 
@@ -119,7 +119,7 @@ def _replay(loader: Any, state: str, batch: int, pdb: bool, save: str | None) ->
     if save:
         torch.save(found, save)
     for path, leaf in pytree.tree_flatten_with_path(found)[0]:
-        print(f"batch{pytree.keystr(path)}: {_described(leaf)}")
+        print(printable(f"batch{pytree.keystr(path)}: {_described(leaf)}"))
     return 0
 
 
@@ -179,8 +179,8 @@ def find(name: str) -> Any:
         Exception: whatever the import of the module raises.
     """
     module, _, path = name.partition(":")
-    if not module or not path:
-        raise WrongUse(f"{name!r} must be MODULE:NAME, as in my_training.data:make_loader")
+    if not path or not all(map(str.isidentifier, module.split("."))):
+        raise WrongUse(f"{name!r} must be MODULE:NAME, as in my_training.data:make_loader, and not a path")
     try:
         return attrgetter(path)(importlib.import_module(module))
     except ModuleNotFoundError as error:
@@ -196,8 +196,12 @@ def find(name: str) -> Any:
 def run() -> int:
     """Run `main`; its output may go to a pipe whose reader leaves early, such as `head`."""
     try:
-        status = main()
-        sys.stdout.flush()
+        try:
+            status = main()
+        except SystemExit:  # of argparse, which may have printed, too
+            print(end="", flush=True)
+            raise
+        print(end="", flush=True)
     except BrokenPipeError:
         try:
             print(flush=True)

@@ -342,5 +342,5 @@ def describe_index(index: Any) -> str:
     if type(index) is list and len(index) > 4 and all(type(i) is int for i in index):
         if index[-1] - index[0] + 1 == len(index) and index == list(range(index[0], index[-1] + 1)):
             return f"{index[0]}..{index[-1]}"
-        return f"{index[0]}, {index[1]}, … {index[-1]}, {len(index)} in all"
+        return f"{index[0]}, {index[1]}, ... {index[-1]}, {len(index)} in all"
     return shorten(index, 120)

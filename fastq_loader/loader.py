@@ -28,6 +28,7 @@ from fastq_loader.epoch.serial import SerialIterator
 from fastq_loader.reading.tolerance import Tolerance
 from fastq_loader.scheduling.schedules import Schedule
 from fastq_loader.statistics.snapshots import LoaderStatistics
+from fastq_loader.system.terminal import printable
 from fastq_loader.workers.kinds import Auto, WorkerKind, read_workers
 
 if TYPE_CHECKING:
@@ -426,7 +427,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
     def __repr__(self) -> str:
         name = f"{type(self).__module__}.{type(self).__qualname__}"
         try:
-            return f"<{name} {self._describe()}>"
+            return printable(f"<{name} {self._describe()}>")
         except Exception as error:  # an attribute does not exist yet, or a subclass's property raises
             return f"<{name} object at {id(self):#x}, not initialised ({type(error).__name__}: {error})>"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,11 @@ import torch
 from fastq_loader import DataLoader
 from fastq_loader import __main__ as command
 from fastq_loader.__main__ import WrongUse, find, main
+from fastq_loader.extras.insight.verdict import Diagnosis
+from fastq_loader.extras.tools import doctor
+from fastq_loader.extras.tools.comparing import Comparison, ComparisonRow
+from fastq_loader.extras.tools.tuning import Tuning, TuningRow
+from tests.conftest import run_script
 from tests.support.datasets import Made
 
 LOADER = object()
@@ -36,6 +43,7 @@ def test_a_name_leads_to_a_loader_or_to_what_makes_one(name: str, found: Any) ->
     [
         ("my_training", "'my_training' must be MODULE:NAME, as in my_training.data:make_loader"),
         (":loader", "must be MODULE:NAME"),
+        ("./my_training.py:loader", "must be MODULE:NAME, .*, and not a path"),
         ("tests:", "must be MODULE:NAME"),
         ("no_such_module:loader", "'no_such_module:loader': No module named 'no_such_module'"),
         ("tests.no_such_module:loader", "No module named 'tests.no_such_module'"),
@@ -119,3 +127,80 @@ def test_it_says_its_version_and_those_that_matter(capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert re.fullmatch(r"fastq_loader .+, torch \S+, Python 3\.\d+\.\S+\n", out)
     assert torch.__version__ in out
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("argument", ["doctor", "--help"])
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [("reader, writer = os.pipe(); os.dup2(writer, 1); os.close(reader)", 141), ("sys.stdout = None", 0)],
+    ids=["head -0", ">&-"],
+)
+def test_a_reader_that_leaves_is_no_traceback(argument: str, ending: str, code: int) -> None:
+    result = run_script(
+        f"""
+        import os, runpy, sys
+
+        {ending}
+        sys.argv = ["fastq_loader", {argument!r}]
+        runpy.run_module("fastq_loader", run_name="__main__")
+        """,
+        warm=True,
+    )
+    assert (argument, result.returncode) in (("doctor", code), ("--help", 0))  # argparse lets it pass
+    assert "Traceback" not in result.stderr
+    assert "BrokenPipe" not in result.stderr
+
+
+@pytest.mark.parametrize("command_line", [[], ["tune"], ["compare"], ["replay"], ["doctor"]])
+def test_a_narrow_terminal_gets_help(
+    command_line: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    with pytest.raises(SystemExit, match="0"):
+        main([*command_line, "--help"])
+    assert "--help" in capsys.readouterr().out
+
+
+class Größe(Made):
+    """Its name, keys and errors are not ASCII."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"größe→": torch.ones(2), "漢": "字…"}
+
+
+def large() -> Any:
+    return DataLoader(Größe(float, 8), 4)
+
+
+def refused() -> Any:
+    yield doctor.Finding(doctor.NOTE, "memory", "漢 → ± \udcff")
+
+
+ROW = TuningRow({"num_workers": 0}, 310.5, 0.02, None, current=True)
+COSTS = ComparisonRow("torch", 100, 2.0), ComparisonRow("fastq_loader", 100, 0.5)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_all_that_is_printed_can_be_written_on_any_terminal(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setattr(doctor, "CHECKS", (refused,))
+    monkeypatch.setattr(doctor, "ANYWHERE", (refused,))
+    loader = large()
+    next(iter(loader))
+    torch.save(loader.state_dict(), tmp_path / "größe.pt")
+    with pytest.warns(UserWarning, match="other random numbers"):
+        main(["replay", f"{__name__}:large", str(tmp_path / "größe.pt"), "--batch", "1"])
+    main(["doctor"])
+    print(loader)
+    print(loader.diagnose())
+    print(Tuning(ROW.settings, (ROW,), 0.0, ("漢 failed",), loader))
+    print(Comparison(False, "batch['漢→'] differs: \udcff", 1, COSTS))
+    print(Diagnosis("sampler", 0.5, "Größe.漢", ("num_workers 1 → 2: about 2 ×",)))
+    terminal.flush()
+    written = terminal.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    assert ("漢" in written) == (encoding == "utf-8")
+    assert "-> now" in written or encoding == "utf-8"

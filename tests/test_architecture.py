@@ -45,7 +45,7 @@ ROOMS = {
     "api": Room(
         "loader epoch options workers scheduling packing reading memory statistics ipc system errors"
     ),
-    "loader": Room("epoch options consumer workers device scheduling reading statistics"),
+    "loader": Room("epoch options consumer workers device scheduling reading statistics system"),
     "epoch": Room("options consumer workers device scheduling reading statistics ipc system errors"),
     "options": Room("reading workers device scheduling ipc system errors"),
     "consumer": Room(

@@ -69,7 +69,7 @@ class Unprintable:
         (shorten, Unprintable(), "<repr f..."),
         (describe_index, [0, 1, 2, 3], "[0, 1, 2, 3]"),
         (describe_index, [8, 9, 10, 11, 12], "8..12"),
-        (describe_index, [9, 1, 2, 3, 1 << 60], "9, 1, … 1152921504606846976, 5 in all"),
+        (describe_index, [9, 1, 2, 3, 1 << 60], "9, 1, ... 1152921504606846976, 5 in all"),
         (describe_index, ["a"] * 3, "['a', 'a', 'a']"),
         (describe_index, Unprintable(), "<repr failed: RuntimeError>"),
     ],

@@ -10,14 +10,13 @@ and long ones are cut.
 from __future__ import annotations
 
 import html
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from reprlib import repr as short
 from statistics import fmean
 from textwrap import wrap
 
-from fastq_loader.api import CAUSES, EpochStatistics, WorkerStatistics
+from fastq_loader.api import CAUSES, EpochStatistics, WorkerStatistics, printable
 from fastq_loader.extras.insight.advice import advice, duration
 from fastq_loader.extras.insight.model import BATCHES, RunProfile, is_enough
 
@@ -56,7 +55,6 @@ _TEXTS = {
 
 #: The last cell of a bar, from empty to full, and the points of a line, from the lowest to the highest.
 _EIGHTHS, _LEVELS = " ▏▎▍▌▋▊▉█", "▁▂▃▄▅▆▇█"
-_IN_ASCII = str.maketrans("×µ▁▂▃▄▅▆▇█▌▋▊▉", "xu_..--==#####", "▏▎▍")
 
 
 @dataclass(frozen=True)
@@ -99,11 +97,7 @@ class Diagnosis:
     settings: str = field(default="", repr=False)
 
     def __str__(self) -> str:
-        try:
-            "×→█▁…".encode(getattr(sys.stdout, "encoding", None) or "ascii")
-        except (UnicodeEncodeError, LookupError):
-            return in_ascii(text(self))
-        return text(self)
+        return printable(text(self))
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(text(self))}</pre>"
@@ -172,12 +166,6 @@ def _settings(run: RunProfile) -> str:
 
 
 # ---- the page -------------------------------------------------------------------------------------
-
-
-def in_ascii(page: str) -> str:
-    """Translate a page to ASCII, for encodings with few other characters."""
-    page = page.translate(_IN_ASCII).replace("→", "->").replace("…", "...")
-    return page.encode("ascii", "backslashreplace").decode()
 
 
 def text(diagnosis: Diagnosis) -> str:

@@ -29,6 +29,7 @@ from fastq_loader.api import (
     is_int,
     options,
     pages,
+    printable,
     resources,
     tensors_of,
 )
@@ -119,7 +120,7 @@ class Comparison:
         table = ["  ".join(map(str.rjust, cells, widths)) for cells in lines]
         said, notes = [*head.splitlines(), self._speed()], [""] * bool(self.notes) + [*self.notes]
         said, notes = ([textwrap.fill(text, _WIDTH) for text in texts] for texts in (said, notes))
-        return "\n".join([*said, "", *table, *notes])
+        return printable("\n".join([*said, "", *table, *notes]))
 
     def _speed(self) -> str:
         torchs, ours = self.rows

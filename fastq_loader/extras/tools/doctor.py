@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import Dataset
 
-from fastq_loader.api import WORKERS, Busy, ClaimTable, DataLoader, calls, endpoints, pages
+from fastq_loader.api import WORKERS, Busy, ClaimTable, DataLoader, calls, endpoints, pages, printable
 from fastq_loader.extras.insight import machine
 from fastq_loader.extras.tools.leaves import digest, leaves
 
@@ -52,7 +52,7 @@ def report() -> int:
     changes = 0
     for check in CHECKS if calls.AVAILABLE else ANYWHERE:
         for level, what, text in _tried(check):
-            print(f"{level:<6}  {what}: {text}", flush=True)
+            print(printable(f"{level:<6}  {what}: {text}"), flush=True)
             changes += level == CHANGE
     print(f"\n{changes} to change." if changes else "\nAll is fine.")
     return 1 if changes else 0

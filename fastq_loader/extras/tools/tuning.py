@@ -21,7 +21,15 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from fastq_loader.api import DataLoader, check_seconds, checked_names, is_int, options, torch_patches
+from fastq_loader.api import (
+    DataLoader,
+    check_seconds,
+    checked_names,
+    is_int,
+    options,
+    printable,
+    torch_patches,
+)
 from fastq_loader.extras.insight import machine
 from fastq_loader.extras.insight.chooser import Limits, rank
 from fastq_loader.extras.insight.model import Costs, Setting
@@ -91,12 +99,13 @@ class Tuning:
     loader: DataLoader[Any] = field(repr=False, compare=False)
 
     def __str__(self) -> str:
-        lines = [_HEADER, *(_cells(row, number == 0) for number, row in enumerate(self.rows))]
+        rows = [_HEADER, *(_cells(row, number == 0) for number, row in enumerate(self.rows))]
+        lines = [tuple(map(printable, row)) for row in rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = ["  ".join(map(str.rjust, cells, widths)).rstrip() for cells in lines]
         step = f"with a step of {self.step_seconds * 1000:.3g} ms" if self.step_seconds else "without a step"
         head = f"Recommended: {_words(self.settings)}{self._gain()}, {step}."
-        return "\n".join([head, "", *table, *([""] if self.notes else []), *self.notes])
+        return printable("\n".join([head, "", *table, *([""] if self.notes else []), *self.notes]))
 
     def _gain(self) -> str:
         own = next((row.batches_per_second for row in self.rows if row.current), 0.0)

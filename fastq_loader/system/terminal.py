@@ -1,0 +1,33 @@
+"""Text for standard output, which may not have every character.
+
+Runs in the consumer. All pages that this package shows come through here: what `print` gets from them can be
+written, whatever names and errors of the user's they contain.
+"""
+
+from __future__ import annotations
+
+import sys
+
+_IN_ASCII = str.maketrans(
+    {
+        **dict(zip("×µ▁▂▃▄▅▆▇█▌▋▊▉", "xu_..--==#####", strict=True)),
+        **dict.fromkeys("▏▎▍", ""),
+        "→": "->",
+        "…": "...",
+        "±": "+-",
+    }
+)
+
+
+def printable(text: str) -> str:
+    """The text, in ASCII if standard output cannot encode it."""
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "ascii")
+    except (UnicodeError, LookupError):
+        return in_ascii(text)
+    return text
+
+
+def in_ascii(text: str) -> str:
+    """Translate a text to ASCII; characters without a likeness there become escapes."""
+    return text.translate(_IN_ASCII).encode("ascii", "backslashreplace").decode()
