@@ -133,7 +133,10 @@ def test_it_says_its_version_and_those_that_matter(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("argument", ["doctor", "--help"])
 @pytest.mark.parametrize(
     ("ending", "code"),
-    [("reader, writer = os.pipe(); os.dup2(writer, 1); os.close(reader)", 141), ("sys.stdout = None", 0)],
+    [
+        ("r, w = os.pipe(); os.dup2(w, 1); os.close(r); sys.stdout = open(1, 'w')", 141),
+        ("sys.stdout = None", 0),
+    ],
     ids=["head -0", ">&-"],
 )
 def test_a_reader_that_leaves_is_no_traceback(argument: str, ending: str, code: int) -> None:
@@ -147,7 +150,7 @@ def test_a_reader_that_leaves_is_no_traceback(argument: str, ending: str, code: 
         """,
         warm=True,
     )
-    assert (argument, result.returncode) in (("doctor", code), ("--help", 0))  # argparse lets it pass
+    assert result.returncode == code
     assert "Traceback" not in result.stderr
     assert "BrokenPipe" not in result.stderr
 
