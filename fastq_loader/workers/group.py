@@ -12,6 +12,7 @@ import pickle
 import secrets
 import time
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -28,6 +29,7 @@ from fastq_loader.ipc.messages import (
     seal,
 )
 from fastq_loader.ipc.sockets import ConsumerSocket
+from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.backlog import BroadcastFlowControl
 from fastq_loader.scheduling.in_flight import PendingTasks
@@ -52,6 +54,13 @@ _UNREAD = 256
 #: finds all of them in one cycle would close them before the last workers have ended.
 _in_use: set[object] = set()
 process_id.in_forked_children(_in_use.clear)
+
+
+def _frame_at(mapping: Mapping, workers: int, offset: int, nbytes: int) -> bytes | memoryview:
+    _, end = mapping.region(workers - 1)
+    if offset + nbytes > end:
+        raise ProtocolError(f"a frame of {nbytes} bytes at {offset}, where no block can be")
+    return mapping.read(offset, nbytes)
 
 
 class WorkerGroup:
@@ -97,20 +106,14 @@ class WorkerGroup:
         self.holder, self.offer_claim = claims.holder, claims.offer  # called for every batch
         self._pool.start(arena, folder, self.token, base_seed, shared_seed)
         # The zmq context has threads, so it is made after the forks.
-        self._socket = ConsumerSocket(folder, len(self.workers), self.token, self._frame_at)
+        frame_at = partial(_frame_at, arena.mapping, len(self.workers))  # refers to none of the user's objects
+        self._socket = ConsumerSocket(folder, len(self.workers), self.token, frame_at)
         self.send_frame, self.receive = self._socket.send_frame, self._socket.receive
         _in_use.add(self._socket)
         for worker in self.workers:
             self._socket.watch(worker.descriptor)
             self._backlog.begin(worker.number)
         self._pool.count_in(self._counters)
-
-    def _frame_at(self, offset: int, nbytes: int) -> bytes | memoryview:
-        mapping = self._blocks.arena.mapping
-        _, end = mapping.region(len(self.workers) - 1)
-        if offset + nbytes > end:
-            raise ProtocolError(f"a frame of {nbytes} bytes at {offset}, where no block can be")
-        return mapping.read(offset, nbytes)
 
     def _new_folder(self) -> str:
         folder = endpoint_folder()
