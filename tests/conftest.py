@@ -260,12 +260,12 @@ def warm_far_workers() -> Iterator[None]:
 def _interpreter(_own_temporary_folder: None) -> Iterator[Any]:
     from fastq_loader.workers import zygote
 
-    kept = zygote.interpreter("forkserver")
-    [key] = [key for key, each in zygote._interpreters.items() if each is kept]
-    _forks_far_workers.append(kept._child.pid)
-    del zygote._interpreters[key]
-    yield key, kept
-    kept.close()
+    use, running = zygote.Use("forkserver"), zygote._interpreters.running
+    [key] = [key for key, each in running.items() if each is use.zygote]
+    _forks_far_workers.append(use.zygote._child.pid)
+    del running[key]
+    yield key, use.zygote
+    use.close()
 
 
 @pytest.fixture(scope="module")
@@ -275,9 +275,9 @@ def warm_interpreter(_interpreter: Any) -> Iterator[None]:
     from fastq_loader.workers import zygote
 
     key, kept = _interpreter
-    zygote._interpreters[key] = kept
+    zygote._interpreters.running[key] = kept
     yield
-    zygote._interpreters.pop(key, None)
+    zygote._interpreters.running.pop(key, None)
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,11 @@ SIGTERM to its daemons and joins them, which takes for ever if one outlives SIGT
 from __future__ import annotations
 
 import atexit
+import logging
+import weakref
 from collections.abc import Callable
 from multiprocessing import parent_process, util
+from typing import Any
 
 from fastq_loader.system import process_id
 
@@ -35,3 +38,14 @@ def register(function: Callable[[], None]) -> None:
 def is_program() -> bool:
     """Whether this process is a program of its own, not started by multiprocessing."""
     return parent_process() is None
+
+
+def forget() -> None:
+    """In an interpreter that will only fork: drop the functions that run at its end. They are for what it has
+    made (a folder, a measurement), and its children, which call what they register themselves, share that."""
+    finalize: Any = weakref.finalize
+    for finalizer in finalize._registry:
+        finalizer.atexit = False
+    finalize._registered_with_atexit = False  # the next one registers again
+    atexit._clear()
+    atexit.register(logging.shutdown)  # flushes handlers that a child adds

@@ -54,6 +54,7 @@ class LocalPool(WorkerPool):
         self._zygote: zygote.Zygote | None = None
         self._stacks: Stacks | None = None
         self._moment: zygote.LaunchEnvironment | None = None  # of the start, for an interpreter's forks
+        self._held: list[Any] = []  # to be closed when all workers have ended
 
     def _prepare(self) -> None:
         """Start the zygote, and pickle the payload once: all workers get the dataset as it is now."""
@@ -61,16 +62,20 @@ class LocalPool(WorkerPool):
         self._context = multiprocessing.get_context() if plan.context is None else plan.context
         self.forks = self._context.get_start_method() == "fork"
         self._stacks = Stacks()
+        self._held.append(self._stacks)
         self._setup = self._setup_for(descriptors=Descriptors(stacks=self._stacks.write_end))
         method = _INTERPRETERS.get(starter(self._context.Process))
         if method is not None:
-            self._zygote = plan.kept[method] = zygote.interpreter(method)
-            self._moment = zygote.LaunchEnvironment()
+            # Two uses: this pool's, and the loader's, for its next pools.
+            mine, plan.kept[method] = zygote.Use(method), zygote.Use(method)
+            self._zygote, self._moment = mine.zygote, zygote.LaunchEnvironment()
+            self._held += [mine, self._moment]
             with self._explaining():  # while the interpreter imports torch
                 plan.payload.seal()
             self._zygote.wait()
         elif self.forks and plan.restarts:
             self._zygote = zygote.copy_of_consumer(self._context, self._inherited, self._setup.folder)
+            self._held.append(self._zygote)
 
     def _process(self, setup: Setup) -> BaseProcess:
         process: BaseProcess = self._context.Process(target=main, args=(setup,), daemon=True)
@@ -109,12 +114,9 @@ class LocalPool(WorkerPool):
         return self._stacks.of(worker.pid)
 
     def _give_back(self) -> None:
-        """Close the zygote and the pipe for stacks. All workers have ended."""
-        held = self._moment or self._zygote, self._stacks  # an interpreter may serve other pools
-        self._zygote = self._moment = self._stacks = None
-        for one in held:
-            if one is not None:
-                one.close()
+        self._zygote = self._stacks = self._moment = None
+        while self._held:
+            self._held.pop().close()
 
 
 def _named(error: Exception, parts: dict[str, Any]) -> Exception:

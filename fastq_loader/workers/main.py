@@ -70,6 +70,7 @@ def main(setup: Setup) -> None:
     # Inherited and imported objects are not garbage. If the collector of a forked worker scanned them, it
     # would copy all their pages (120 ms, 37 MB with nothing but torch imported).
     gc.freeze()
+    calls.name_process(f"fastq_worker{setup.worker}")
     prepare_signals(setup.plan.grace)
     children.write_stacks(setup.descriptors["stacks"])
     children.leave_with(setup.consumer, setup.folder)

@@ -12,23 +12,26 @@ zygote, on its only thread, and in the children that it has just forked. There a
   forks from it in milliseconds, and goes on as multiprocessing's own child would: it imports the user's
   `__main__` and unpickles its process object.
 
-A zygote ends with its consumer, however the consumer ends. It outlives SIGTERM, which all processes of a job
-may get. An interpreter serves all loaders of a process that are in the same surroundings, and lives as long
-as one of these loaders or their pools refers to it.
+A zygote ends with its consumer, however the consumer ends, and when its connection is shut down; an
+interpreter that is still importing then is killed by the kernel, and writes nothing. It outlives SIGTERM,
+which all processes of a job may get. An interpreter serves all loaders of a process whose workers would
+inherit the same from it (`inherited`), and lives as long as one of them or of their pools uses it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from multiprocessing import context as contexts
 from multiprocessing import popen_fork, resource_tracker, spawn, util
@@ -37,7 +40,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fastq_loader.ipc.endpoints import remove_folder
-from fastq_loader.system import calls, multiprocessing_names, process_id
+from fastq_loader.system import calls, exits, inherited, multiprocessing_names, process_id
 from fastq_loader.system.calls import readable
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers import payload
@@ -48,7 +51,7 @@ from fastq_loader.workers.config import Setup
 #: becomes readable when the consumer dies; returns the exit code.
 Run = Callable[[Any, list[int], int], int]
 
-_FORK, _REAP, _QUIT = "fork", "reap", "quit"
+_FORK, _REAP = "fork", "reap"
 
 #: Seconds for the zygote to end; and for each of two waits for its answer. If both processes were stopped
 #: meanwhile (SIGSTOP), the first wait is over at once.
@@ -60,22 +63,30 @@ class Zygote:
 
     Args:
         start: starts the process; its arguments are the connection to serve, and the consumer's end of it.
+
+    Attributes:
+        users: number of users of an interpreter, see `Interpreters`.
     """
 
     def __init__(self, start: Callable[[Connection, Connection], Child]) -> None:
         self._owner = process_id.current()
         self._lock = threading.RLock()  # active_children() on another thread calls `ask`, too
         self._requests = 0
-        self._ready = self._over = False
+        self._ready = self._closed = self._over = False
+        self.users = 0
         self._connection, other = multiprocessing.Pipe()
         with other:
             self._child = start(other, self._connection)
         self._child.disown()
 
-    @property
-    def usable(self) -> bool:
-        """Whether the zygote is running, as a child of this process."""
-        return self._owner == process_id.current() and not readable([self._child.descriptor], 0)
+    def join(self) -> bool:
+        """Count one more user, unless the zygote has ended. The count comes first: from then on, a collector
+        or a handler that comes in between does not end it."""
+        self.users += 1
+        if self._closed or readable([self._child.descriptor], 0):
+            self.users -= 1
+            return False
+        return True
 
     def wait(self) -> None:
         """Wait until an interpreter is up, or has ended (`ask` raises then). Signals may cut it short."""
@@ -122,18 +133,21 @@ class Zygote:
         """End the zygote, whose workers have ended. May be called again after an interrupt."""
         if self._over or self._owner != process_id.current():
             return
+        self._closed = True
         with contextlib.suppress(OSError), self._lock:
-            self._connection.send((0, _QUIT))  # no EOF, if a fork by user code holds this end
-        self._connection.close()
+            # Shut down, because forks by user code may hold this end.
+            with socket.fromfd(self._connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
+                end.shutdown(socket.SHUT_RDWR)
+            self._connection.close()
         if not readable([self._child.descriptor], _PATIENCE):
-            self._child.process.kill()
+            with contextlib.suppress(PermissionError):  # it has the ids that this process had then
+                self._child.process.kill()
         self._child.release()
         self._over = True
 
-    def __del__(self) -> None:
-        # In a child the collector may run before `process_id` is set anew.
-        if "_child" in vars(self) and self._owner == os.getpid():
-            self.close()
+    def forget(self) -> None:
+        """In a forked child of the process that started the zygote: close the inherited connection."""
+        self._connection.close()
 
 
 class Forked(popen_fork.Popen):
@@ -154,14 +168,13 @@ class Forked(popen_fork.Popen):
     sentinel_is_pidfd = True
 
     def __init__(self, zygote: Zygote, request: Any, folder: str, passed: Sequence[int] = ()) -> None:
-        self._zygote: Zygote | None = zygote
+        self._zygote = zygote
         self._folder = folder
         self._reaping = threading.RLock()  # a signal handler may come in between
         super().__init__((request, passed))  # type: ignore[arg-type]
 
     def _launch(self, launched: Any) -> None:
         request, passed = launched
-        assert self._zygote is not None, "it is not closed"
         self.pid = self._zygote.ask(_FORK, request, len(passed), self._folder, passed=passed)
         self.sentinel = calls.pidfd_open(self.pid)  # not reaped yet, so the pid was not reused
         self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
@@ -175,16 +188,12 @@ class Forked(popen_fork.Popen):
 
     def _reap(self) -> None:
         try:
-            code = None if self._zygote is None else self._zygote.ask(_REAP, self.pid)
+            code = self._zygote.ask(_REAP, self.pid)
         except OSError:
             code = None
         if self.returncode is None:
             self.is_unknown = code is None  # the zygote has ended, so the exit code is lost
             self.returncode = UNKNOWN_EXIT if code is None else code
-
-    def close(self) -> None:
-        super().close()
-        self._zygote = None  # it ends when nobody refers to it
 
 
 # ---- a copy of the consumer ---------------------------------------------------------------------------
@@ -236,59 +245,99 @@ def fork_copy(
 
 # ---- a fresh interpreter --------------------------------------------------------------------------------
 
-#: Interpreters in use, by start method, preloaded modules, and the surroundings in which they were started.
-_interpreters: weakref.WeakValueDictionary[Any, Zygote] = weakref.WeakValueDictionary()
-_starting = threading.RLock()
+
+class Interpreters:
+    """The interpreters of this process, each with the number of its users: loaders, and pools.
+
+    One lock is held while an interpreter starts and while one ends, so an end is over before the next start.
+    The collector and signal handlers give interpreters back in the middle of anything, also of these methods:
+    `give_back` only appends to a queue, and whoever has the lock, or can have it at once, empties the queue.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.running: dict[Hashable, Zygote] = {}
+        self._given_back: deque[Zygote] = deque()
+
+    def take(self, key: Hashable, start: Callable[[], Zygote]) -> Zygote:
+        """Return the interpreter with this key, started now if none is running, for one more user."""
+        with self._lock:
+            zygote = self.running.get(key)
+            if zygote is None or not zygote.join():
+                zygote = self.running[key] = start()
+                zygote.users = 1
+        self._end_unused()
+        return zygote
+
+    def give_back(self, zygote: Zygote) -> None:
+        """Take one user less into account; an interpreter without users ends."""
+        self._given_back.append(zygote)
+        self._end_unused()
+
+    def _end_unused(self) -> None:
+        while self._given_back and self._lock.acquire(blocking=False):
+            try:
+                with contextlib.suppress(IndexError):  # the collector came in between, and took it
+                    self._leave(self._given_back.popleft())
+            finally:
+                self._lock.release()
+
+    def _leave(self, zygote: Zygote) -> None:
+        zygote.users -= 1
+        if not zygote.users:
+            zygote.close()
+            for key in [key for key, each in self.running.items() if each is zygote]:
+                del self.running[key]
+
+
+_interpreters = Interpreters()
 
 
 def _forget() -> None:
-    global _interpreters, _starting
-    _interpreters, _starting = weakref.WeakValueDictionary(), threading.RLock()
+    """In a forked child: they are the parent's, and notice its end if no child holds it."""
+    global _interpreters
+    parents, _interpreters = _interpreters, Interpreters()
+    for zygote in parents.running.values():
+        zygote.forget()
 
 
 process_id.in_forked_children(_forget)
 
 
-def interpreter(method: str) -> Zygote:
-    """Return a zygote that is a fresh interpreter, started now or by another loader in the same surroundings.
+class Use:
+    """A loader's or a pool's use of an interpreter.
 
     Args:
-        method: "spawn"; or "forkserver", whose zygote is used in any surroundings, because torch's workers
-            always have the fork server's.
+        method: "spawn" or "forkserver".
+
+    Attributes:
+        zygote: the interpreter, started now or by another user whose workers would inherit the same.
 
     Raises:
         OSError: processes or descriptors are used up.
     """
-    preload = multiprocessing_names.preloaded() if method == "forkserver" else []
-    key = method, *preload, *(_surroundings() if method == "spawn" else ())
-    with _starting:
-        found = _interpreters.get(key)
-        if found is None or not found.usable:
-            found = _interpreters[key] = Zygote(lambda its, _: _start_interpreter(its, method, preload))
-        return found
 
+    def __init__(self, method: str) -> None:
+        self._owner = 0
+        preload = multiprocessing_names.preloaded() if method == "forkserver" else []
+        # torch's workers always have the fork server's surroundings; but rights that were given up are gone.
+        rest = (inherited.rest(), spawn.get_executable()) if method == "spawn" else None
+        key = method, *preload, inherited.rights(), rest
+        self.zygote = _interpreters.take(
+            key, lambda: Zygote(lambda its, _: _start_interpreter(its, method, preload))
+        )
+        self._owner = os.getpid()
 
-def _surroundings() -> tuple[Any, ...]:
-    """Return the surroundings that a new program inherits, except for the current folder."""
-    import resource  # not every system that imports this module has it
+    def close(self) -> None:
+        """End the use. A second call has no effect, nor has one in a forked child."""
+        owner, self._owner = self._owner, 0
+        if owner == os.getpid():
+            _interpreters.give_back(self.zygote)
 
-    limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
-    streams = [os.fstat(descriptor) for descriptor in (0, 1, 2)]
-    return (
-        frozenset(os.environ.items()),
-        _umask(),
-        frozenset(os.sched_getaffinity(0)),
-        tuple(resource.getrlimit(limit) for limit in limits),
-        tuple((stream.st_dev, stream.st_ino) for stream in streams),
-        os.getpriority(os.PRIO_PROCESS, 0),
-        spawn.get_executable(),
-    )
-
-
-def _umask() -> int:
-    """Return the umask as the kernel shows it, because os.umask() would change it."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # A loader does not close its use: it ends with the loader, or with the program.
+        if not is_finalizing():
+            self.close()
 
 
 def _start_interpreter(its: Connection, method: str, preload: list[str]) -> Child:
@@ -301,6 +350,10 @@ def _start_interpreter(its: Connection, method: str, preload: list[str]) -> Chil
     resource_tracker.ensure_running()  # before the block, whose signals it would unblock
     with without_signals(*KEPT_OUT):  # until it has handlers
         child.start()
+    # Until it serves, the kernel kills it when the other end is shut down or closed: it may be importing.
+    fcntl.fcntl(its, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(its, fcntl.F_SETOWN, child.pid)
+    fcntl.fcntl(its, fcntl.F_SETFL, fcntl.fcntl(its, fcntl.F_GETFL) | os.O_ASYNC)
     return child
 
 
@@ -400,35 +453,36 @@ def _serve_afresh(connection: int, consumer: int, method: str, preload: list[str
         with contextlib.suppress(ImportError):
             __import__(module)
     gc.collect()
+    exits.forget()
     served = Connection(connection)
+    fcntl.fcntl(served, fcntl.F_SETFL, fcntl.fcntl(served, fcntl.F_GETFL) & ~os.O_ASYNC)
     served.send((0, None))  # for `wait`; number 0 is no request's, so `ask` skips it
     _serve(served, None, consumer, partial(_become_pickled, method), "")
 
 
 def _serve(connection: Connection, others: Connection | None, consumer: int, run: Run, folder: str) -> None:
-    """Fork workers until the consumer, whose end of the connection is `others`, quits or dies."""
+    """Fork workers until the consumer, whose end of the connection is `others`, closes it or dies."""
     if others is not None:
         others.close()
     # A garbage collector that scanned inherited and imported objects would copy all their pages.
     gc.freeze()
+    calls.name_process("fastq_zygote")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers set handlers of their own
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, KEPT_OUT)
     # The consumer's SIGCHLD handler must not run here; and if SIGCHLD is ignored, exit codes are lost.
-    inherited = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     children: dict[int, str] = {}  # process id → the folder of its socket
     with contextlib.suppress(EOFError, ConnectionError, ProcessLookupError):  # the consumer is gone
         death = calls.pidfd_open(consumer)
         while death not in readable([connection.fileno(), death], None):
             number, kind, *arguments = connection.recv()
-            if kind == _QUIT:
-                os._exit(0)
             answer: Any = None
             try:
                 if kind == _FORK:
                     request, passed, socket_folder = arguments
                     descriptors = [calls.receive_descriptor(connection.fileno()) for _ in range(passed)]
-                    answer = _fork(partial(run, request, descriptors, death), inherited)
+                    answer = _fork(partial(run, request, descriptors, death), handler)
                     children[answer] = socket_folder
                     for descriptor in descriptors:
                         os.close(descriptor)
@@ -440,9 +494,9 @@ def _serve(connection: Connection, others: Connection | None, consumer: int, run
             except OSError as error:
                 answer = error
             connection.send((number, answer))
-        # A worker that is still importing would not notice the consumer's death for some time.
-        for pid in children:
-            os.kill(pid, signal.SIGKILL)
+    # A worker that is still importing would not notice the consumer's death for some time.
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
     for each in {folder, *children.values()} - {""}:
         remove_folder(each)
     os._exit(0)

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from tests.support import crimes
 from tests.support.crimes import CrimeAt, ManyFields, Rows, WorkerReport, dawdle, load_inside
 from tests.support.datasets import Made
 from tests.support.forking import in_child
+from tests.support.inheritance import AS_ROOT, SURROUNDINGS
 from tests.support.loaders import MANY_WORKERS, PERSISTENT, numbers
 from tests.support.sandbox import mounted
 from tests.support.thorough import thorough
@@ -465,3 +467,108 @@ def test_p10_a_loader_inside_a_worker_loads_and_may_have_no_workers_as_in_torch(
     assert numbers(DataLoader(Made(partial(load_inside, 0), 4), num_workers=2)) == [[0], [1], [3], [6]]
     with pytest.raises(AssertionError, match="daemonic processes are not allowed to have children"):
         list(DataLoader(Made(partial(load_inside, 1), 4), num_workers=1))
+
+
+class Trainer:
+    """Is part of a cycle with its loader, as the loader's collate function is one of its methods."""
+
+    def __init__(self, kind: Any, method: str, **options: Any) -> None:
+        self.loader = kind(
+            range(40), num_workers=2, collate_fn=self.collate, multiprocessing_context=method, **options
+        )
+        self.batches = iter(self.loader)
+        next(self.batches)
+
+    def collate(self, samples: list[int]) -> torch.Tensor:
+        return torch.tensor(samples)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "options"),
+    [
+        (DataLoader, "fork", {"persistent_workers": True}),
+        (torch.utils.data.DataLoader, "fork", {"persistent_workers": True}),
+        (DataLoader, "spawn", {"persistent_workers": True}),
+        (torch.utils.data.DataLoader, "spawn", {"persistent_workers": True}),
+        (DataLoader, "fork", {}),
+        (DataLoader, "fork", {"workers": Processes(max_restarts=1), "schedule": "dynamic"}),
+    ],
+)
+@thorough(after=3)
+def test_p6c_workers_of_a_loader_in_a_cycle_end_when_the_collector_runs(
+    kind: Any, method: str, options: dict[str, Any]
+) -> None:
+    resource_tracker.ensure_running()  # which stays
+    before = running()
+    trainer = Trainer(kind, method, **options)
+    watched = weakref.ref(trainer)
+    assert len(running() - before) >= 2
+    del trainer
+    gc.collect()
+    assert watched() is None
+    assert wait_until(lambda: running() == before, 5), running() - before
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "others"),
+    [
+        ("fork", {}, set()),
+        ("fork", {"workers": Processes(max_restarts=1)}, {"fastq_zygote"}),
+        ("spawn", {}, {"fastq_zygote"}),
+    ],
+)
+@thorough(after=2)
+def test_p10_processes_are_known_by_their_names_in_ps(method: str, options: Any, others: set[str]) -> None:
+    """As torch's are: pt_data_worker."""
+    resource_tracker.ensure_running()
+    before = running()
+    with DataLoader(range(4), num_workers=2, multiprocessing_context=method, **options) as loader:
+        next(batches := iter(loader))
+        assert next(batches) == 1  # the other one is up, too
+        names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in running() - before}
+    assert names == {"fastq_worker0", "fastq_worker1", *others}
+
+
+#: Its workers do not import it: another user may not read it.
+LOWERS_ITS_RIGHTS = """
+    import os, sys, __main__
+    from torch.utils.data import DataLoader as Torchs
+    from fastq_loader import DataLoader
+    from tests.support.forking import end_of
+    from tests.support.inheritance import RIGHTS, SURROUNDINGS, Inherited
+    del __main__.__file__
+    if child := os.fork():  # which leads no session yet
+        sys.exit(end_of(child))
+    method, *changes = {changes!r}
+    options = dict(num_workers=1, collate_fn=list, multiprocessing_context=method)
+    loader = DataLoader(Inherited(), **options)
+    [[before]] = list(loader)
+    for name in changes:
+        (SURROUNDINGS | RIGHTS)[name]()
+    [[after]] = list(loader)
+    [[torchs]] = list(Torchs(Inherited(), **options))
+    assert after["ids"] == (os.getresuid(), os.getresgid(), os.getgroups()), after
+    assert after != before
+    assert method == "forkserver" or after == torchs, (after, torchs)
+"""
+ANOTHER = "user, groups and capabilities"
+BUT_FOR_GROUP = [name for name in SURROUNDINGS if name != "process group"]
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        pytest.param("spawn", [*BUT_FOR_GROUP, ANOTHER], id="all", marks=AS_ROOT),
+        pytest.param("forkserver", [ANOTHER], id="under forkserver", marks=AS_ROOT),
+        *(pytest.param("spawn", [one], id=one, marks=AS_ROOT) for one in ("group id", "groups", "namespace")),
+        pytest.param("spawn", ["process group"], id="process group"),
+    ],
+)
+@thorough(after=1)
+def test_p1_workers_inherit_what_the_program_has_then_also_as_root(method: str, changes: list[str]) -> None:
+    source = LOWERS_ITS_RIGHTS.format(changes=[method, *changes])
+    result = run_script(source, env={"TMPDIR": "/tmp"}, warm=True)
+    assert (result.stdout, result.stderr, result.returncode, result.left) == ("", "", 0, ())

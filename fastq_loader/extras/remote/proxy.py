@@ -95,6 +95,7 @@ class Status(NamedTuple):
 
 def main(setup: Setup, tls: Tls | None, pipe: Pipe[Any, Any], traffic: memoryview) -> None:
     """Entry point of a proxy; for the arguments see `Proxy`."""
+    calls.name_process(f"fastq_proxy{setup.worker}")
     prepare_signals()
     children.leave_with(setup.consumer, setup.folder)
     assert setup.mapping is not None, "it is inherited"

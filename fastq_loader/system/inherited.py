@@ -1,0 +1,56 @@
+"""State of this process that a new program inherits, besides folder and descriptors; to be compared.
+
+Runs in the consumer. Much of it belongs to the thread that starts the program. What a system does not show
+counts as equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Hashable
+
+#: Lines of /proc/<pid>/status, by their beginnings.
+_RIGHTS = "Cap", "NoNewPrivs", "Seccomp"
+_REST = "Umask", "NSpgid", "NSsid", "SigBlk", "SigIgn", "Cpus_allowed", "Mems_allowed", "THP_enabled"
+_FILES = "limits", "oom_score_adj", "cgroup", "../../timerslack_ns", "../../coredump_filter"
+_NAMESPACES = "cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "time_for_children", "user", "uts"
+
+
+def rights() -> Hashable:
+    """What the program may do: its ids, capabilities and filters, its namespaces and its root folder."""
+    root = os.stat("/")
+    return (
+        (os.getresuid(), os.getresgid(), frozenset(os.getgroups()), root.st_dev, root.st_ino),
+        _status(_RIGHTS),
+        tuple(_namespace(name) for name in _NAMESPACES),
+    )
+
+
+def rest() -> Hashable:
+    """Environment, standard streams, group and session, masks, limits, scheduling and memory policy."""
+    streams = [os.fstat(descriptor) for descriptor in (0, 1, 2)]
+    return (
+        frozenset(os.environ.items()),
+        tuple((stream.st_dev, stream.st_ino) for stream in streams),
+        os.getpriority(os.PRIO_PROCESS, 0),
+        (os.sched_getscheduler(0), os.sched_getparam(0).sched_priority),
+        _status(_REST),
+        *map(_read, _FILES),
+    )
+
+
+def _status(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(line for line in _read("status").splitlines() if line.startswith(names))
+
+
+def _read(name: str) -> str:
+    with contextlib.suppress(OSError), open(f"/proc/thread-self/{name}") as file:
+        return file.read()
+    return ""
+
+
+def _namespace(name: str) -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/thread-self/ns/{name}")
+    return ""
