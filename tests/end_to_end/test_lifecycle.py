@@ -8,12 +8,14 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ import torch
 from fastq_loader import DataLoader, Processes
 from fastq_loader.workers import stopping
 from tests.conftest import (
+    ROOT,
     descendants,
     new_shared_memory,
     open_descriptors,
@@ -572,3 +575,122 @@ def test_p1_workers_inherit_what_the_program_has_then_also_as_root(method: str, 
     source = LOWERS_ITS_RIGHTS.format(changes=[method, *changes])
     result = run_script(source, env={"TMPDIR": "/tmp"}, warm=True)
     assert (result.stdout, result.stderr, result.returncode, result.left) == ("", "", 0, ())
+
+
+#: A program that iterates while the interpreters that it starts take a minute to import.
+KILLED_MEANWHILE = """
+import multiprocessing, os, sys
+from fastq_loader import DataLoader
+if __name__ == "__main__":
+    os.set_inheritable(1, True)
+    print("begins", flush=True)
+    list(DataLoader(range(4), num_workers=1, multiprocessing_context="spawn"))
+"""
+SLOW_TO_IMPORT = """
+import os, sys, time
+if "multiprocessing.spawn" in " ".join(sys.orig_argv):
+    open(os.environ["IMPORTING"], "w").close()
+    time.sleep(60)
+    print("written afterwards")
+"""
+
+
+def test_p3_a_program_that_is_killed_while_its_workers_interpreter_imports_lets_go_of_its_output(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW_TO_IMPORT)
+    (tmp_path / "program.py").write_text(KILLED_MEANWHILE)
+    path = os.pathsep.join([str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "IMPORTING": str(tmp_path / "importing"),
+        "TMPDIR": str(tmp_path),
+    }
+    command = [sys.executable, str(tmp_path / "program.py")]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as program:
+        assert wait_until((tmp_path / "importing").exists, 60)
+        program.kill()
+        killed = time.monotonic()
+        assert program.stdout is not None
+        assert program.stdout.read() == b"begins\n", "it ends when all who hold it are gone"
+        assert time.monotonic() - killed < 1
+
+
+#: A `sitecustomize`: each process registers handlers when it starts, and each worker does so later.
+HANDLERS = """
+import atexit, os, pathlib, weakref
+class Registers:
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        register("in a worker")
+        return index
+kept = Registers()
+def register(when):
+    atexit.register(note, f"handler {when}", os.getpid())
+    weakref.finalize(kept, note, f"finalizer {when}", os.getpid())
+def note(text, by):
+    with pathlib.Path(os.environ["NOTES"]).open("a") as notes:
+        print(text if by == os.getpid() else f"{text}, of another process", file=notes)
+register("at the start")
+"""
+REGISTERS = """
+    import sitecustomize
+    from {package} import DataLoader
+    list(DataLoader(sitecustomize.Registers(), num_workers=2, multiprocessing_context="spawn"))
+"""
+
+
+@pytest.mark.parametrize("package", ["fastq_loader", "torch.utils.data"])
+@thorough(after=1)
+def test_p7_exit_handlers_run_in_the_process_that_registered_them(package: str, tmp_path: Path) -> None:
+    """Not in the children of an interpreter that had registered them when it began to fork."""
+    (tmp_path / "sitecustomize.py").write_text(HANDLERS)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    notes = tmp_path / "notes"
+    result = run_script(REGISTERS.format(package=package), env={"PYTHONPATH": path, "NOTES": str(notes)})
+    assert (result.stdout, result.stderr, result.returncode, result.left) == ("", "", 0, ())
+    found = notes.read_text().splitlines()
+    assert "of another process" not in notes.read_text()
+    assert [found.count(f"{kind} in a worker") for kind in ("handler", "finalizer")] == [2, 2]
+
+
+class EndsSlowly:
+    """Two samples; the worker that has read them takes some time to end."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.consumer = seconds, os.getpid()
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __del__(self) -> None:
+        if self.consumer != os.getpid():
+            time.sleep(self.seconds)
+
+
+@pytest.mark.parametrize(
+    ("method", "loaders"),
+    [("spawn", 3), *(pytest.param(method, 75, marks=thorough()) for method in ("spawn", "forkserver"))],
+)
+@pytest.mark.timeout(600)
+def test_p1_loaders_begin_on_any_thread_while_the_last_ones_workers_end(method: str, loaders: int) -> None:
+    """The last loader's interpreter ends then, on the thread that waits for its workers."""
+
+    def work(seed: int) -> None:
+        random = Random(seed)
+        for _ in range(loaders):
+            seconds = random.random() * 0.3
+            loader: Any = DataLoader(EndsSlowly(seconds), num_workers=1, multiprocessing_context=method)
+            assert numbers(loader) == [[0], [1]]
+            del loader
+            time.sleep(max(seconds - 0.15 + random.random() * 0.1, 0))
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(work, (1, 2)))
