@@ -118,7 +118,7 @@ class Delivery:
         answer = batch.answer
         if answer is None or answer.kind not in (BATCH, LEFT_OUT):  # an error is raised in its place
             return None
-        found, last, _ = pickle.loads(answer.remarks) if answer.remarks else ((), None, ())
+        found, last, *_ = pickle.loads(answer.remarks) if answer.remarks else ((), None)
         error = None if last is None else pickling.load_exception(last)
         return counter.judge(batch.seq, batch.index, found, error)
 

@@ -138,7 +138,9 @@ class Receiver:
         state = unseal(answer.state, self._group.token) if answer.state else b""
         remarks = unseal(answer.remarks, self._group.token) if answer.remarks else b""
         if remarks:
-            self.log.drawn_from.update(pickle.loads(remarks)[2])
+            *_, drawn, unseen = pickle.loads(remarks)
+            self.log.drawn_from.update(drawn)
+            self.log.unseen.update(unseen)
         # Same as `_replace`, and several times as fast.
         return tuple.__new__(Answer, (*answer[:8], learned, used, state, *answer[11:-1], remarks))
 

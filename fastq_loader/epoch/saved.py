@@ -149,8 +149,8 @@ def _ours(state: Any) -> Fields:
         )
     if state.get("version") != VERSION or not is_int(state["version"]):
         raise ValueError(
-            f"field 'version' is {state.get('version')!r}, and this release reads {VERSION}: finish the "
-            "epoch with the release of fastq_loader that saved it"
+            f"field 'version' is {state.get('version')!r}, and this release reads {VERSION}: it computes "
+            "some orders by another rule. Finish the epoch with the release of fastq_loader that saved it"
         )
     return dict(state)
 

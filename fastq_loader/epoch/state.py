@@ -30,7 +30,10 @@ from fastq_loader.system.interrupts import refuse_interrupt
 
 T = TypeVar("T")
 
-VERSION = 3
+#: The rules that a state was made by. Since 4 these are `reading.computed.mixed` and the paths of
+#: `system.walk`: an earlier state would continue with another order of a large seed, or without the states of
+#: some generators.
+VERSION = 4
 LIBRARY = "fastq_loader"
 
 

@@ -9,6 +9,7 @@ a draw without replacement is sorted when an epoch begins. All bits are the same
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -27,12 +28,25 @@ _Array = np.ndarray[Any, np.dtype[Any]]
 
 #: Indices computed at a time; larger chunks are not faster.
 CHUNK = 8192
+#: Indices that `Distributed` draws again to compare orders, if one draw has fewer.
+_DRAWN_AGAIN = 1000
 
 _ROUNDS = 24
 #: Sorting up to this many numbers takes less time than setting up the network.
 _FEW = 1024
 _MULTIPLIER = np.uint64(0xD2B74407B1CE6E93)
 _LOW = np.uint64(0xFFFFFFFF)
+
+
+def mixed(*key: int) -> np.random.SeedSequence:
+    """Mix two non-negative integers, a seed and an epoch.
+
+    Their 32-bit words alternate, so that no two pairs have the same words. numpy mixes up to four words by
+    steps that can be undone: no two pairs of numbers below 2^64 have the same mix. More words are hashed to
+    128 bits. (A `SeedSequence` of both numbers joins their words: 1 + 5·2^32 and 0 would be 1 and 5.)
+    """
+    length = max(2, *(-(-number.bit_length() // 32) for number in key))
+    return np.random.SeedSequence([number >> 32 * at & 0xFFFFFFFF for at in range(length) for number in key])
 
 
 class Permutation:
@@ -47,12 +61,12 @@ class Permutation:
 
     Args:
         n: how many numbers, from 0 to 2^62.
-        key: non-negative integers.
+        key: see `mixed`.
     """
 
     def __init__(self, n: int, *key: int) -> None:
         self.n = n
-        words = np.random.SeedSequence(key)
+        words = mixed(*key)
         self._few = np.argsort(words.generate_state(n, np.uint64)).astype(np.uint64) if n <= _FEW else None
         bits = max(2, (n - 1).bit_length())
         left = bits // 2
@@ -258,7 +272,7 @@ class WeightedSampler(ComputedSampler):
         return items
 
     def _draw_once(self) -> _Array:
-        shares, words = self._weights, np.random.Philox(np.random.SeedSequence((self.seed, self.epoch)))
+        shares, words = self._weights, np.random.Philox(mixed(self.seed, self.epoch))
         keys = np.empty(len(shares))
         for start in range(0, len(keys), CHUNK):
             part = shares[start : start + CHUNK]
@@ -309,11 +323,15 @@ class Distributed(Sampler[Any]):
     """Divides the order of any sampler among the processes that share an epoch.
 
     Each replica draws the whole order and takes every `num_replicas`-th index (or batch, of a batch sampler).
-    All draw the same order, because the generators of the process (torch's, `random`, numpy's) and in the
-    sampler's attributes are seeded from `seed` and the epoch for the draw, and restored afterwards, so
-    nothing is drawn from them. The sampler must ensure that anything else it depends on (a module's own
-    generator, `secrets`, the time, its own counters) is the same on all replicas. The order is drawn at the
-    first index, and must be finite.
+    All draw the same order, because the generators of the process (torch's, `random`, numpy's) and those that
+    the sampler holds are seeded from `seed` and the epoch for the draw, and restored afterwards, so nothing
+    is drawn from them. The sampler must ensure that anything else it depends on (a module's own generator,
+    `secrets`, the time, its own counters) is the same on all replicas. The order is drawn at the first index,
+    and must be finite.
+
+    A thousand objects are searched for generators: the sampler's attributes, closures, containers, and the
+    objects in them. If there are more, or a generator that cannot be seeded, the order is drawn again with
+    the same seeds, and must be the same.
 
     Args:
         sampler: any finite sampler. `set_epoch` calls its `set_epoch`, or that of a sampler inside it.
@@ -328,7 +346,8 @@ class Distributed(Sampler[Any]):
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range.
-        RuntimeError: `num_replicas` or `rank` is None, and there is no process group.
+        RuntimeError: `num_replicas` or `rank` is None, and there is no process group. When it is iterated:
+            the order was drawn again, and is another one.
 
     >>> weighted = torch.utils.data.WeightedRandomSampler([1.0, 0.0, 3.0], num_samples=6)
     >>> ranks = [list(Distributed(weighted, num_replicas=2, rank=rank)) for rank in range(2)]
@@ -365,9 +384,9 @@ class Distributed(Sampler[Any]):
         """Set the number of the next epoch, here and in the sampler, if that has a `set_epoch`.
 
         Raises:
-            TypeError, ValueError: the number is not an integer of at least 0.
+            TypeError, ValueError: the number is not an integer from 0 to 2^63 - 1.
         """
-        self.epoch = _whole("epoch", epoch)
+        self.epoch = _whole("epoch", epoch, most=(1 << 63) - 1)
         part = self.sampler
         while part is not None and not callable(getattr(part, "set_epoch", None)):
             part = getattr(part, "sampler", None)
@@ -381,14 +400,39 @@ class Distributed(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         own = generators.find({"sampler": self.sampler})
         with generators.restored({**generators.GLOBAL, **own}):
-            generators.seed_batch(self.seed, self.epoch, own)
-            order = list(self.sampler)
+            order = self._draw(own)
+            # By chance even an order of two is the same 20 times in only one of a million epochs.
+            again = 0 if own.certain else min(20, 1 + _DRAWN_AGAIN // max(1, len(order)))
+            if not all(_same(order, self._draw(own)) for _ in range(again)):
+                raise RuntimeError(self._not_repeated(own))
         for position in range(_part(len(order), self.num_replicas, self.drop_last)):
             yield order[(position * self.num_replicas + self.rank) % len(order)]
+
+    def _draw(self, own: dict[str, Any]) -> list[Any]:
+        generators.seed_batch(self.seed, self.epoch, own)
+        return list(self.sampler)
+
+    def _not_repeated(self, own: generators.Found) -> str:
+        names = [*own.unseen, *own.large, *own] or ["sampler"]
+        return (
+            f"Distributed: {type(self.sampler).__name__} does not repeat its order with the same seeds, so "
+            "ranks would miss items. It draws from a generator that was not found or cannot be seeded (the "
+            f"search did not cover {', '.join(names[:3])}), or it counts its epochs by itself. Make each "
+            "generator an attribute of the sampler, or draw from a global one, and use set_epoch()"
+        )
 
     def __repr__(self) -> str:
         names = "seed", "num_replicas", "rank", "drop_last"
         return f"Distributed({self.sampler}, {', '.join(f'{name}={getattr(self, name)}' for name in names)})"
+
+
+def _same(order: list[Any], other: list[Any]) -> bool:
+    orders = (
+        [part.numpy() if isinstance(part, torch.Tensor) else part for part in each] for each in (order, other)
+    )
+    with contextlib.suppress(Exception):  # of a user's indices, which cannot be compared
+        return generators.same(*orders)
+    return False
 
 
 def _part(count: int, num_replicas: int, drop_last: bool) -> int:

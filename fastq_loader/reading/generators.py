@@ -16,11 +16,10 @@ import contextlib
 import ctypes
 import hashlib
 import json
-import pickle
 import random
 import struct
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType, ModuleType
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,10 +28,8 @@ import torch
 # numpy imports this module on first use: otherwise in every forked worker, for 11 ms each.
 from numpy import random as numpy_random
 
-from fastq_loader.system.attributes import held, inherits
-
-#: Limits of `find`: objects visited, and members of a container. An object's own generators are few and near.
-_MOST_OBJECTS, _MOST_MEMBERS = 1000, 100
+from fastq_loader.system.attributes import inherits
+from fastq_loader.system.walk import Walk
 
 #: Classes of generators, and the attributes that get and set the state of each.
 _KINDS: dict[type, tuple[str, ...]] = {
@@ -40,14 +37,14 @@ _KINDS: dict[type, tuple[str, ...]] = {
     random.Random: ("getstate", "setstate"),
     numpy_random.Generator: ("bit_generator",),
     numpy_random.RandomState: ("get_state", "set_state"),
+    **dict.fromkeys(
+        (getattr(numpy_random, name) for name in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")),
+        ("state",),
+    ),
 }
-_CONTAINERS: dict[Any, Callable[[Any], Iterable[Any]]] = {
-    dict: dict.items,
-    list: list.__iter__,
-    tuple: tuple.__iter__,
-    set: set.__iter__,
-}
-_PLAIN = {str, bytes, int, float, bool, type(None)}
+
+#: Packages whose generators have no other state than the one that they return.
+_PACKAGES = {"numpy", "random", "torch"}
 
 #: Size of numpy's `mt19937_state`: 624 words and the position among them.
 _MT19937_BYTES = 625 * 4
@@ -56,8 +53,31 @@ _MT19937_BYTES = 625 * 4
 GLOBAL: dict[str, Any] = {"torch": torch.default_generator, "random": random, "numpy": numpy_random}
 
 
-def find(roots: dict[str, Any], but: Iterable[Any] = ()) -> dict[str, Any]:
-    """Find the generators in `roots` and in their attributes.
+class Found(dict[str, Any]):
+    """Generators by name, as `find` returns them.
+
+    Attributes:
+        unseen: names of parts that may hold further generators: the search ended before them, or only user
+            code can save their state.
+        large: names of large containers that were taken for data after a look at their first members.
+    """
+
+    unseen: list[str]
+    large: list[str]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the states of these are the states of all. A user's subclass may have another state."""
+        return not self.unseen and all(_package(each) in _PACKAGES for each in self.values())
+
+    @property
+    def certain(self) -> bool:
+        """Whether that is so in any case, and `seed_batch` seeds all of them."""
+        return self.complete and not self.large and all(map(_can_seed, self.values()))
+
+
+def find(roots: dict[str, Any], but: Iterable[Any] = ()) -> Found:
+    """Find the generators in `roots`, and in all that these hold; see `system.walk`.
 
     Args:
         roots: name → object.
@@ -67,33 +87,19 @@ def find(roots: dict[str, Any], but: Iterable[Any] = ()) -> dict[str, Any]:
         Name → generator, where a name is a path like "sampler.generator"; each generator once, in an order
         that only depends on the attributes.
     """
-    found: dict[str, Any] = {}
-    seen = {id(part) for part in but}
-    todo = list(reversed(roots.items()))
-    most = len(seen) + _MOST_OBJECTS
-    while todo and len(seen) < most:
-        name, part = todo.pop()
-        kind = type(part)
-        if kind in _PLAIN or id(part) in seen or issubclass(kind, (type, ModuleType)):
-            continue
-        seen.add(id(part))
-        base = next((base for base in _KINDS if issubclass(kind, base)), None)
-        if base is None:
-            todo += [(f"{name}.{key}", member) for key, member in _members(part)]
-        elif inherits(part, base, _KINDS[base]):
-            found[name] = part  # else only user code can save its state
+    walk, found = Walk(roots, (*_KINDS, numpy_random.BitGenerator), but), Found()
+    found.unseen, found.large = walk.unseen, walk.large
+    for name, part in walk.found.items():
+        base = next((base for base in _KINDS if issubclass(type(part), base)), None)
+        if base is not None and inherits(part, base, _KINDS[base]):
+            found[name] = part
+        else:  # only user code can save its state
+            found.unseen.append(name)
     return found
 
 
-def _members(part: Any) -> list[tuple[Any, Any]]:
-    """Members of an object, read without running code of its class."""
-    for base, items in _CONTAINERS.items():
-        if issubclass(type(part), base):
-            members = list(enumerate(items(part) if base.__len__(part) <= _MOST_MEMBERS else ()))
-            if base is dict:  # keys of other types have no name without their `repr`
-                return [(key if type(key) in _PLAIN else at, member) for at, (key, member) in members]
-            return members
-    return list(held(part).items())
+def _package(generator: Any) -> str:
+    return type(generator).__module__.partition(".")[0]
 
 
 # ---- states ---------------------------------------------------------------------------------------
@@ -103,11 +109,13 @@ def state_of(generator: Any) -> Any:
     """Copy the state of a generator. Raises whatever a user's class raises."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy()
-    if generator is numpy_random or isinstance(generator, numpy_random.RandomState):
+    if generator is numpy_random:
+        return _state_of_numpy()
+    if isinstance(generator, numpy_random.RandomState):
         return generator.get_state(legacy=False)
     if isinstance(generator, numpy_random.Generator):
         return generator.bit_generator.state
-    return generator.getstate()
+    return generator.state if isinstance(generator, numpy_random.BitGenerator) else generator.getstate()
 
 
 def set_state(generator: Any, state: Any) -> None:
@@ -118,8 +126,33 @@ def set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
     elif isinstance(generator, numpy_random.Generator):
         generator.bit_generator.state = state
+    elif isinstance(generator, numpy_random.BitGenerator):
+        generator.state = state
     else:
         generator.setstate(state)
+
+
+_none_waits = b""
+
+
+def _state_of_numpy() -> dict[str, Any]:
+    """The state of numpy's shared generator, read from its memory: numpy itself needs 50 us for it.
+
+    Every draw changes the memory, except one of a cached normal number: these are drawn in pairs. While one
+    is cached, numpy is asked; that none is cached is determined once for each content of the memory.
+    """
+    global _none_waits
+    bits, memory = GLOBAL["numpy"].get_bit_generator(), b""
+    if type(bits) is numpy_random.MT19937:
+        memory = ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES)
+        if memory == _none_waits:
+            words = np.frombuffer(memory, np.uint32)
+            of_bits = {"key": words[:-1], "pos": int(words[-1])}
+            return {"bit_generator": "MT19937", "state": of_bits, "has_gauss": 0, "gauss": 0.0}
+    state: dict[str, Any] = numpy_random.get_state(legacy=False)
+    if not state["has_gauss"]:
+        _none_waits = memory
+    return state
 
 
 def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,6 +184,23 @@ def same(state: Any, other: Any) -> bool:
     if isinstance(state, np.ndarray) and isinstance(other, np.ndarray):  # `array_equal` is ten times slower
         return state.dtype == other.dtype and state.tobytes() == other.tobytes()
     return bool(state == other)
+
+
+class GeneratorSnapshot:
+    """States of generators at one moment, to find which of them have moved since.
+
+    Args:
+        generators: by name; the three shared ones unless others are given.
+    """
+
+    def __init__(self, generators: Mapping[str, Any] = GLOBAL) -> None:
+        self._generators = generators
+        self.states = states_of(generators)
+
+    def moved_since(self, now: Mapping[str, Any] | None = None) -> list[str]:
+        """Names of the generators that were drawn from, seeded or set since; of those in `now`, if given,
+        also the ones that were made since."""
+        return moved(self.states, states_of(self._generators if now is None else now))
 
 
 class restored:
@@ -242,7 +292,7 @@ def seed_batch(base_seed: int, batch: int, own: Mapping[str, Any] = MappingProxy
 
     Args:
         base_seed, batch: from -2^63 to 2^63 - 1.
-        own: name → generator, as `find` returns them.
+        own: name → generator, as `find` returns them. The members of a set get the same seed.
 
     Returns:
         torch's seed, which is `worker_info.seed` while the batch is loaded.
@@ -253,78 +303,39 @@ def seed_batch(base_seed: int, batch: int, own: Mapping[str, Any] = MappingProxy
     random.seed(for_random)
     numpy_random.seed(for_numpy)
     for name, generator in own.items():
-        named = _BATCH.pack(base_seed, batch) + name.encode("utf-8", "surrogatepass")
+        named = _BATCH.pack(base_seed, batch) + name.rstrip("'").encode("utf-8", "surrogatepass")
         _seed(generator, int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "little"))
     return int(for_torch)
 
 
+def _can_seed(generator: Any) -> bool:
+    """Whether `_seed` seeds a generator: not those of devices, nor bit generators of others than numpy."""
+    if isinstance(generator, torch.Generator):
+        return generator.device.type == "cpu"
+    return isinstance(generator, random.Random) or _package(_bits(generator)) == "numpy"
+
+
+def _bits(generator: Any) -> Any:
+    """The bit generator of a generator of numpy's."""
+    if isinstance(generator, numpy_random.RandomState):
+        return generator._bit_generator
+    return getattr(generator, "bit_generator", generator)
+
+
 def _seed(generator: Any, seed: int) -> None:
     """Seed a generator that `find` returned, without running user code. numpy's get a state derived from the
-    seed. Generators of devices, and bit generators not from numpy, are left alone."""
+    seed."""
+    if not _can_seed(generator):
+        return
     if isinstance(generator, torch.Generator):
-        if generator.device.type == "cpu":
-            torch.Generator.manual_seed(generator, seed)
+        torch.Generator.manual_seed(generator, seed)
     elif isinstance(generator, random.Random):
         random.Random.seed(generator, seed)
+    elif isinstance(generator, numpy_random.RandomState):
+        bits = type(_bits(generator))(seed)
+        generator.set_state(numpy_random.RandomState(bits).get_state(legacy=False))
     else:
-        is_new = isinstance(generator, numpy_random.Generator)
-        kind = type(generator.bit_generator if is_new else generator._bit_generator)
-        if kind.__module__.partition(".")[0] == "numpy":
-            bits = kind(seed)
-            if is_new:
-                generator.bit_generator.state = bits.state
-            else:
-                generator.set_state(numpy_random.RandomState(bits).get_state(legacy=False))
-
-
-def states(*roots: Any) -> tuple[Any, ...]:
-    """Comparable states of the generators that user code draws from: the three shared ones, and the ones in
-    `roots` (a dataset, a collate function)."""
-    own = find({str(number): root for number, root in enumerate(roots)})
-    return tuple(map(_comparable, [*GLOBAL.values(), *own.values()]))
-
-
-class GeneratorSnapshot:
-    """Snapshot of the three shared generators, to find which of them a call has drawn from. It takes a tenth
-    of the time of `states`, because numpy needs 80 us to return its state.
-
-    Of numpy's it compares the memory. Every draw changes that, except one of a cached normal number: these
-    are drawn in pairs. While one is cached, full states are compared; that none is cached is determined once
-    for each content of the memory.
-    """
-
-    _none_waits = b""
-
-    def __init__(self) -> None:
-        self._states = self._now()
-
-    def moved_since(self) -> list[str]:
-        """Names of the generators that were drawn from, seeded or set since."""
-        return moved(self._states, self._now())
-
-    @classmethod
-    def _now(cls) -> dict[str, Any]:
-        memory = cls._of_numpy()
-        state: Any = memory
-        if not memory or memory != cls._none_waits:
-            state = state_of(numpy_random)
-            if memory and not state["has_gauss"]:
-                cls._none_waits = state = memory
-        return {"torch": state_of(torch.default_generator), "random": random.getstate(), "numpy": state}
-
-    @staticmethod
-    def _of_numpy() -> bytes:
-        """The memory of numpy's generator; empty if that is not an MT19937."""
-        bits = GLOBAL["numpy"].get_bit_generator()
-        if type(bits) is not numpy_random.MT19937:
-            return b""
-        return ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES)
-
-
-def _comparable(generator: Any) -> Any:
-    # A user's subclass may have state that its base class does not return: draws cannot be detected.
-    known = isinstance(generator, ModuleType) or type(generator) in _KINDS
-    return pickle.dumps(state_of(generator)) if known else object()
+        _bits(generator).state = type(_bits(generator))(seed).state
 
 
 # ---- states as text -------------------------------------------------------------------------------

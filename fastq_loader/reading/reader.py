@@ -107,7 +107,7 @@ class Reader:
     def _generators(self) -> dict[str, Any]:
         return {**generators.GLOBAL, **self._own_generators()}
 
-    def _own_generators(self) -> dict[str, Any]:
+    def _own_generators(self) -> generators.Found:
         return generators.find({"dataset": self.dataset, "collate_fn": self._collate})
 
     def put_back(self) -> generators.restored:

@@ -75,13 +75,14 @@ class EpochLog:
             dataset.
         drawn_from: names of the user's generators that batches drew from in workers, if it matters which
             worker loads a batch.
+        unseen: names of the parts of dataset and collate function that may have further ones.
     """
 
     def __init__(self, counters: Counters, epoch: EpochCounters, now: int) -> None:
         self.epoch = epoch.epoch
         self.steps: list[Step] = []
         self.first_batches: dict[int, list[tuple[bytes, int]]] = {}
-        self.drawn_from: set[str] = set()
+        self.drawn_from, self.unseen = set[str](), set[str]()
         self._counters, self._found = counters, epoch
         self._record = counters.records.append
         self._entered, self._thread = now, counters.identify()  # the call in progress, or 0

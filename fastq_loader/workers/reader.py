@@ -36,8 +36,8 @@ class WorkerReader(Reader):
         state: state of the worker after the last loaded batch, as a sealed pickle; b"" if it has no state.
         remarks: remarks on that batch, as a sealed pickle; b"" without remarks. They are the samples that
             could not be read (`TolerantFetcher.bad`), the exception of the last one (from `dump_exception`,
-            or None), and the names of the user's own generators that the batch drew from, although any
-            worker may load any batch.
+            or None), the names of the user's own generators that the first batch drew from, although any
+            worker may load any batch, and the names of parts that may hold further ones.
         timing: times of that batch, as in `Answer`: fetched, collated, slowest, slowest_at.
     """
 
@@ -52,13 +52,12 @@ class WorkerReader(Reader):
         self.timing = (0, 0, 0, 0)
         self._setup = setup
         self._fetched = False  # any batch since the worker was started
-        self._loads_any = plan.shared_tasks and not plan.reseed
         try:
             self._start()
         except Exception as error:
             self.failure = error
-        # States of every generator that user code may draw from, before any draw.
-        self._untouched = self._random_states() if plan.persistent else ()
+        # Of every generator that user code may draw from, before any draw.
+        self._untouched = generators.GeneratorSnapshot(self._generators() if plan.persistent else {})
 
     def _start(self) -> None:
         setup = self._setup
@@ -93,7 +92,7 @@ class WorkerReader(Reader):
 
     def load(self, seq: int, index: Any) -> Any:
         """Load a batch as any reader does, and record the values that its answer reports."""
-        before = None if self._fetched or not self._loads_any else self._own_states()
+        before = None if self._fetched or not self._setup.plan.shared_tasks else self._own_snapshot()
         self._fetched = True
         try:
             return super().load(seq, index)
@@ -103,17 +102,25 @@ class WorkerReader(Reader):
             state = self.state_bytes()
             self.state = seal(state, self._setup.token) if state else b""
             self.remarks = b""
-            drawn = [] if before is None else generators.moved(before, self._own_states())
-            if drawn or fetcher.error is not None:
+            drawn, unseen = ([], []) if before is None else self._drawn_since(before)
+            if drawn or unseen or fetcher.error is not None:
                 error, fetcher.error = fetcher.error, None
                 last = None if error is None else dump_exception(error, self._setup.worker)
-                self.remarks = seal(pickle.dumps((fetcher.bad, last, drawn)), self._setup.token)
+                self.remarks = seal(pickle.dumps((fetcher.bad, last, drawn, unseen)), self._setup.token)
 
-    def _own_states(self) -> dict[str, Any]:
-        """States of the generators that the dataset and the collate function own, by name."""
+    def _own_snapshot(self) -> generators.GeneratorSnapshot | None:
+        """Snapshot of the generators that the dataset and the collate function own, if `reseed` is off."""
         with contextlib.suppress(Exception):  # a generator of a device that this process cannot use
-            return generators.states_of(self._own_generators())
-        return {}
+            return generators.GeneratorSnapshot({} if self._setup.plan.reseed else self._own_generators())
+        return None
+
+    def _drawn_since(self, before: generators.GeneratorSnapshot) -> tuple[list[str], list[str]]:
+        """Names of the user's own generators that moved, and of parts that may hold further ones. The latter
+        only if any moved, or all should be seeded."""
+        own, drawn, reseeds = self._own_generators(), list[str](), self._setup.plan.reseed
+        with contextlib.suppress(Exception):  # as above
+            drawn = [] if reseeds else before.moved_since(own)
+        return drawn, own.unseen if drawn or reseeds else []
 
     def _seed(self, base_seed: int, seq: int) -> int:
         seed = super()._seed(base_seed, seq)
@@ -131,12 +138,10 @@ class WorkerReader(Reader):
             return False
         if not self._fetched or self.fetcher.dataset_iter is self.dataset:
             return True  # a dataset that is its own iterator goes on where it stopped
-        return self._random_states() != self._untouched
+        own = self._own_generators()
+        return not own.complete or bool(self._untouched.moved_since({**generators.GLOBAL, **own}))
 
     def close(self) -> None:
         """Clear the worker info at the worker's end. The dataset is freed with the reader, so that its
         `__del__` still finds its modules; it runs without worker info (as in torch from 2.14 on)."""
         torch_worker._worker_info = None
-
-    def _random_states(self) -> tuple[Any, ...]:
-        return generators.states(self.dataset, self._collate)

@@ -6,6 +6,7 @@ import functools
 import itertools
 import random
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,11 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin, WorkerReplaced
-from fastq_loader.reading import generators
 from fastq_loader.scheduling.schedules import Schedule
 from tests.support.crimes import kill_itself
 from tests.support.datasets import SAMPLES, CountingSampler, Drawing, Made, MapDataset, Sized, Stream
 from tests.support.gates import Gates, once
-from tests.support.loaders import MANY_WORKERS, WORKERS, seed_all
+from tests.support.loaders import MANY_WORKERS, WORKERS, generator_states, seed_all
 from tests.support.samplers import FailsAt3
 from tests.support.thorough import thorough
 
@@ -102,6 +102,61 @@ class OwnGenerators(Sized, Dataset):
 RESEED = Dynamic(reseed=True)
 
 
+class Behind(Sized, Dataset):
+    """Draws by a method that a chain of other things calls."""
+
+    length = SIZE
+
+    def __init__(self, draw: Any) -> None:
+        self.draw = draw
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.tensor(self.draw(), dtype=torch.float64)
+
+
+class Noise:
+    of_class = random.Random(5)
+
+    def __init__(self) -> None:
+        self.queue = deque([random.Random(6)])
+
+    def of_queue(self) -> float:
+        return self.queue[0].random()
+
+    def default(self, rng: Any = np.random.default_rng(7)) -> float:  # noqa: B008
+        return float(rng.random())
+
+    @classmethod
+    def by_class(cls) -> float:
+        return cls.of_class.random()
+
+
+def closed() -> Any:
+    rng = random.Random(8)
+    return lambda: rng.random()
+
+
+def drawn_from(rng: random.Random, *, more: random.Random) -> float:
+    return rng.random() + more.random()
+
+
+BEHIND: dict[str, Any] = {
+    "closure": closed,
+    "bound method": lambda: Noise().of_queue,
+    "default": lambda: Noise().default,
+    "class": lambda: Noise.by_class,
+    "partial": lambda: functools.partial(drawn_from, random.Random(9), more=random.Random(10)),
+    "builtin": lambda: random.Random(11).random,
+}
+
+
+@thorough(but={"way": ["closure", "bound method", "class"]})
+@pytest.mark.parametrize("way", BEHIND)
+def test_generators_are_seeded_wherever_the_dataset_holds_them(way: str) -> None:
+    found = [epochs(1, Behind(BEHIND[way]()), workers, schedule=RESEED) for workers in (0, 2)]
+    assert found[0] == found[1]
+
+
 @thorough(after=2)
 @pytest.mark.parametrize(
     ("workers", "options"),
@@ -118,11 +173,11 @@ def test_own_generators_are_seeded_for_each_batch_where_that_is_asked_for(
     workers: int, options: dict[str, Any]
 ) -> None:
     dataset = OwnGenerators()
-    before = generators.states(dataset)[3:]  # the first are the process's own
+    before = generator_states(dataset)[3:]  # the first are the process's own
     asked = {"schedule": RESEED, "stop": options.get("stop")}
     found = epochs(2, dataset, workers, **{**options, **asked})
     assert found == epochs(2, OwnGenerators(), 0, **asked)
-    assert generators.states(dataset)[3:] == before, "the consumer's are left alone"
+    assert generator_states(dataset)[3:] == before, "the consumer's are left alone"
     rows = [tuple(row) for batch in found[-1] for row in batch[1]]
     for column in zip(*rows, strict=True):
         assert len(set(column)) == SIZE, "each batch has other numbers, and each sample"

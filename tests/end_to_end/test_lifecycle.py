@@ -12,6 +12,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path

@@ -43,8 +43,11 @@ def cut(of: dict[str, Any]) -> dict[str, Any]:
 DAMAGED: dict[str, tuple[Callable[[], Any], str]] = {
     "no dict": (lambda: [state()], "the state is a list"),
     "foreign": (lambda: {"model": 1}, "'library'.*its keys are 'model'"),
-    "of a later version": (changed("version", to=4), "field 'version' is 4, and this release reads 3"),
-    "of an older version": (changed("version", to=2), "field 'version' is 2, and this release reads 3"),
+    "of a later version": (changed("version", to=5), "field 'version' is 5, and this release reads 4"),
+    "by the earlier rule": (
+        changed("version", to=3),
+        "field 'version' is 3, .*reads 4: .*by another rule. Finish",
+    ),
     "a version that is none": (changed("version", to=True), "field 'version' is True"),
     "without a field": (changed("seed", drop=True), "field 'seed' is missing"),
     "without the rest": (changed("rest", drop=True), "field 'rest' is missing"),

@@ -194,10 +194,10 @@ class Many(Users):
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
-        self.rngs = [random.Random(seed) for seed in range(150)]
+        self.rngs = [random.Random(seed) for seed in range(1500)]
 
     def __iter__(self) -> Iterator[int]:
-        return iter([self.rngs[index].randrange(N) for index in range(N)])
+        return iter([self.rngs[-index].randrange(N) for index in range(N)])
 
 
 class Hidden(Users):

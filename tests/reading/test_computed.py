@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
@@ -12,14 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler
 
 from fastq_loader import Distributed, PermutationSampler, WeightedSampler
-from fastq_loader.reading import generators, sampling
-from fastq_loader.reading.computed import Permutation
-from tests.support import thorough
+from fastq_loader.reading import sampling
+from fastq_loader.reading.computed import Permutation, mixed
+from tests.support import graphs, thorough
+from tests.support.loaders import generator_states
 
 
 def weighted(n: int, replacement: bool, **options: Any) -> WeightedSampler:
@@ -62,6 +64,29 @@ def test_epochs_and_seeds_have_orders_of_their_own(kind: str) -> None:
         tuple(COMPUTED[kind](1000, seed=1)),
     ]
     assert len(set(orders)) == 4
+
+
+NUMBERS = st.integers(0, 1 << 66) | st.builds(
+    lambda high, low: high << 32 | low, st.integers(0, 6), st.integers(0, 6)
+)
+
+
+@thorough.examples(1000)
+@given(st.tuples(NUMBERS, NUMBERS), st.tuples(NUMBERS, NUMBERS))
+@example((1 + (5 << 32), 0), (1, 5))
+@example((1, 5 << 32), (1, 0))
+@example((0, 1 << 32), (1 << 32, 0))
+@example((1 << 64, 0), (0, 1))
+def test_no_two_pairs_of_a_seed_and_an_epoch_have_one_order(one: Any, other: Any) -> None:
+    words = [mixed(*key).generate_state(4).tolist() for key in (one, other)]
+    assert (words[0] == words[1]) == (one == other)
+
+
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_a_large_seed_is_not_a_small_one_in_another_epoch(kind: str) -> None:
+    large, small = COMPUTED[kind](1000, seed=1 + (5 << 32)), COMPUTED[kind](1000, seed=1)
+    small.set_epoch(5)
+    assert list(large) != list(small)
 
 
 def distributed(n: int, seed: int = 0, **options: Any) -> Distributed:
@@ -227,11 +252,11 @@ def test_ranks_in_any_state_draw_one_order_and_change_no_generator() -> None:
         dealt = []
         for rank in ranks:
             torch.rand(1 + rank.rank), random.random(), np.random.rand()
-            before = generators.states(rank)
+            before = generator_states(rank)
             rank.set_epoch(epoch)
             assert rank.sampler.epoch == epoch
             dealt.append(list(rank))
-            assert generators.states(rank) == before
+            assert generator_states(rank) == before
         orders.add(tuple(index for turn in zip(*dealt, strict=True) for index in turn))
     assert len(orders) == 2
     assert all(sorted(order[:50]) == list(range(50)) and order[50:] == order[:1] for order in orders)
@@ -266,3 +291,92 @@ def test_the_process_group_says_which_rank_it_is(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
     assert list(Distributed(range(8))) == [3, 7]
     assert list(Distributed(range(8), num_replicas=8)) == [3]
+
+
+class Foreign(np.random.PCG64):
+    """A bit generator that is not numpy's own: it is not seeded."""
+
+
+#: Makes a generator in a state of its own.
+GENERATORS: dict[str, Callable[[int], Any]] = {
+    "random": random.Random,
+    "torch": torch.Generator().manual_seed,
+    "numpy": np.random.default_rng,
+    "legacy": np.random.RandomState,
+    "bits": np.random.PCG64,
+    "foreign bits": lambda seed: np.random.Generator(Foreign(seed)),
+    "the system's": random.SystemRandom,
+}
+_keys: dict[int, Any] = {}
+
+
+class Anywhere(Sampler[int]):
+    """A shuffle by a generator that is anywhere among its attributes. It gets it where nobody looks."""
+
+    def __init__(self, n: int, generator: Any, graph: tuple[list[str], str, bool]) -> None:
+        vars(self).update(graphs.attributes(graph, generator))
+        self.n, self.key = n, len(_keys)
+        _keys[self.key] = generator
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        generator, order = _keys[self.key], list(range(self.n))
+        if isinstance(generator, torch.Generator):
+            return iter(torch.randperm(self.n, generator=generator).tolist())
+        if isinstance(generator, np.random.BitGenerator):
+            generator = np.random.Generator(generator)
+        generator.shuffle(order)
+        return iter(order)
+
+
+@thorough.examples(200)
+@given(graphs.graphs(), st.sampled_from(sorted(GENERATORS)), st.sampled_from([60, 4]))
+@example((["attribute"], "more objects than are looked at", True), "random", 60)
+@example(([], "data", False), "numpy", 60)
+def test_ranks_see_all_items_wherever_the_generator_is_or_refuse(graph: Any, kind: str, n: int) -> None:
+    samplers = [Anywhere(n, GENERATORS[kind](seed), graph) for seed in (1, 2)]
+    ranks = [Distributed(sampler, num_replicas=2, rank=rank) for rank, sampler in enumerate(samplers)]
+    ways, beside, _ = graph
+
+    def seen() -> list[int]:
+        return [index for rank in ranks for index in rank]
+
+    hides = "more" in beside or beside == "nested" or "many" in ways
+    if kind in ("foreign bits", "the system's") or hides:
+        with contextlib.suppress(RuntimeError):
+            assert sorted(seen()) == list(range(n))
+    else:
+        assert sorted(seen()) == list(range(n))
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_a_sampler_behind_many_objects_is_drawn_again(is_hidden: bool) -> None:
+    """One that repeats its order passes, as if its generator is an attribute, which is not drawn from."""
+    generator = random.Random(7)
+    before = generator.getstate()
+    many = graphs.many_objects(1500)
+    sampler = Anywhere(60, generator, ([], "nothing", True))
+    vars(sampler).update(data=many, chain=None if is_hidden else generator)
+    if is_hidden:
+        many.append(graphs.Plain(rng=generator))
+        with pytest.raises(RuntimeError, match=r"the search did not cover sampler\.data"):
+            list(Distributed(sampler, num_replicas=2, rank=0))
+    else:
+        assert len(list(Distributed(sampler, num_replicas=2, rank=0))) == 30
+        assert generator.getstate() == before
+
+
+def test_batches_of_tensors_are_compared_too() -> None:
+    batches = [torch.arange(4), torch.arange(4, 8)]
+    vars(sampler := OfBatches(batches)).update(data=graphs.many_objects(1500))
+    assert len(list(Distributed(sampler, num_replicas=2, rank=0))) == 1
+
+
+class OfBatches(Sampler[Any]):
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data._utils.worker import _generate_state
 
 from fastq_loader.reading import generators
+from tests.support.graphs import many_objects, much_data
 from tests.support.thorough import examples
 
 MAKE: dict[str, Callable[[], Any]] = {
@@ -224,61 +225,58 @@ def test_a_generator_of_other_bits_than_numpys_is_left_alone(make: Any) -> None:
     assert Bits.made == 2, "no code of the user's ran"
 
 
-class Unpicklable(random.Random):
-    def __reduce__(self) -> Any:
-        raise TypeError("not today")
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_draw_is_seen_and_a_generator_made_since(kind: str) -> None:
+    mine: dict[str, Any] = {"one": MAKE[kind](), "other": MAKE[kind]()}
+    if mine["one"] is mine["other"]:
+        del mine["other"]
+    with generators.restored(mine):
+        before = generators.GeneratorSnapshot(mine)
+        assert before.moved_since() == []
+        draw(mine["one"])
+        assert before.moved_since() == ["one"]
+        assert before.moved_since({**mine, "new": random.Random(1)}) == ["one", "new"]
+
+
+class OwnState(random.Random):
+    """May have a state that `getstate` does not return."""
+
+
+class OwnGetstate(random.Random):
+    def getstate(self) -> Any:
+        raise RuntimeError("user code")
+
+
+class Bits(np.random.BitGenerator):
+    """Of another library than numpy."""
 
 
 @pytest.mark.parametrize(
-    ("generator", "advance"),
+    ("root", "found", "complete", "certain"),
     [
-        (torch.Generator().manual_seed(1), lambda g: torch.rand(1, generator=g)),
-        (random.Random(1), lambda g: g.random()),
-        (np.random.default_rng(1), lambda g: g.random()),
-        (np.random.RandomState(1), lambda g: g.rand()),
-        (None, lambda _: random.random()),
-        (None, lambda _: torch.rand(1)),
-        (None, lambda _: np.random.rand()),
+        ([random.Random(1), np.random.PCG64(1)], 2, True, True),
+        ([random.Random(1), much_data(2000)], 1, True, False),
+        ([random.Random(1), many_objects(2000)], 1, False, False),
+        ([random.SystemRandom()], 0, False, False),
+        ([OwnGetstate()], 0, False, False),
+        ([Bits(1)], 0, False, False),
+        ([OwnState(1)], 1, False, False),
+        ([torch.Generator(), np, random, dict, "x" * 10**6], 1, True, True),
     ],
+    ids=["few", "data", "objects", "no state", "user code", "other bits", "a subclass", "modules"],
 )
-@pytest.mark.parametrize(
-    "put",
-    [
-        lambda g: BlockOwner(generator=g),
-        lambda g: BlockOwner(dataset=BlockOwner(transforms=[BlockOwner(), {"crop": (BlockOwner(rng=g),)}])),
-        lambda g: [g],
-    ],
-    ids=["attribute", "deep inside", "in a list"],
-)
-def test_a_draw_from_a_global_generator_or_one_of_the_datasets_own_is_seen(
-    generator: Any, advance: Any, put: Any
-) -> None:
-    dataset = put(generator)
-    before = generators.states(dataset, None)
-    assert generators.states(dataset, None) == before
-    advance(generator)
-    assert generators.states(dataset, None) != before
+def test_what_is_found_says_whether_it_is_all(root: Any, found: int, complete: bool, certain: bool) -> None:
+    own = generators.find({"root": root})
+    assert (len(own), own.complete, own.certain) == (found, complete, certain)
+    assert complete or own.unseen or found
 
 
-def test_a_generator_made_later_is_seen_and_one_of_unknown_state_counts_as_drawn_from() -> None:
-    dataset = BlockOwner(rng=None)
-    before = generators.states(dataset)
-    dataset.rng = random.Random(1)
-    assert generators.states(dataset) != before
-    dataset.rng = Unpicklable(1)
-    assert generators.states(dataset) != generators.states(dataset)
-
-
-def test_looking_for_generators_ends_and_passes_over_data() -> None:
-    ring: list[Any] = []
-    ring.append(ring)
-    deep: Any = random.Random(1)
-    for _ in range(5000):
-        deep = BlockOwner(inner=deep)
-    large = [random.Random(1)] * 1000
-    quick = generators.states(None)
-    for dataset in (ring, deep, large, BlockOwner(module=np, kind=dict, text="x" * 10**6, ring=ring)):
-        assert generators.states(dataset) == quick
+def test_members_of_a_set_have_one_seed_as_their_order_is_not_known_elsewhere() -> None:
+    pair = {random.Random(1), random.Random(2)}
+    own = generators.find({"dataset": pair})
+    assert [*own] == ["dataset.*", "dataset.*'"]
+    generators.seed_batch(1, 2, own)
+    assert len({each.random() for each in pair}) == 1
 
 
 def seed_all() -> None:
@@ -301,24 +299,25 @@ DRAWS: dict[str, tuple[Callable[[], Any], list[str]]] = {
 
 @pytest.mark.parametrize("first", DRAWS)
 @pytest.mark.parametrize("then", DRAWS)
-def test_a_glance_finds_what_was_drawn(first: str, then: str) -> None:
+def test_a_snapshot_finds_what_was_drawn(first: str, then: str) -> None:
     """A second normal number of numpy's, or of random's, waits since the first and moves nothing else."""
     with generators.restored():
         seed_all()
         for name in (first, then, then):
             draw, drawn = DRAWS[name]
-            glance = generators.GeneratorSnapshot()
+            snapshot = generators.GeneratorSnapshot()
             draw()
-            assert glance.moved_since() == drawn
+            assert snapshot.moved_since() == drawn
+            assert generators.same(generators.state_of(np.random), np.random.get_state(legacy=False))
 
 
-def test_a_glance_at_another_kind_of_numpys_generator() -> None:
+def test_a_snapshot_of_another_kind_of_numpys_generator() -> None:
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(0))
     try:
-        glance = generators.GeneratorSnapshot()
-        assert glance.moved_since() == []
+        snapshot = generators.GeneratorSnapshot()
+        assert snapshot.moved_since() == []
         np.random.rand()
-        assert glance.moved_since() == ["numpy"]
+        assert snapshot.moved_since() == ["numpy"]
     finally:
         np.random.set_bit_generator(before)

@@ -15,6 +15,8 @@ import torch
 from torch.utils.data import dataloader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from fastq_loader.reading import generators
+
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 PERSISTENT = pytest.mark.parametrize("persistent", [False, True])
 #: Some tests have more workers than a machine of two cores has room for, and the loader rightly warns.
@@ -54,6 +56,14 @@ def collector_off() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def generator_states(*roots: Any) -> list[str]:
+    """States of the three shared generators, and of those that the objects hold, to be compared."""
+    own = generators.find({str(number): root for number, root in enumerate(roots)})
+    return [
+        generators.dump(generators.state_of(each)) for each in (*generators.GLOBAL.values(), *own.values())
+    ]
 
 
 class Wrapped:

@@ -29,7 +29,9 @@ from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.reading import generators
 from fastq_loader.workers.main import WorkerLoop
+from fastq_loader.workers.reader import WorkerReader
 from fastq_loader.workers.task_queue import TaskQueue
+from tests.support.graphs import many_objects
 from tests.support.simulation import Table
 from tests.support.worker_setup import STREAM, make_setup
 
@@ -165,6 +167,17 @@ class Draws:
     def __iter__(self) -> Iterator[float]:
         for _ in range(self.length):
             yield torch.rand(()).item()
+
+
+@pytest.mark.parametrize(("objects", "must"), [(10, False), (2000, True)], ids=["few", "many"])
+def test_a_batch_is_missed_if_a_generator_may_be_where_nobody_looked(
+    arena: Arena, objects: int, must: bool
+) -> None:
+    loading = WorkerReader(make_setup(arena, many_objects(objects)))
+    loading.begin_epoch(Epoch(1, None))
+    with pytest.raises(TypeError):  # it loads no batch, but has seen one
+        loading.load(0, [0])
+    assert loading.must_load_dropped_task() == must
 
 
 def test_who_was_told_to_stop_loads_nothing_for_nobody(arena: Arena) -> None:

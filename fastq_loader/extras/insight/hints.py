@@ -126,13 +126,22 @@ class Hints:
         )
 
     def _private_generators(self) -> str | None:
-        if not (names := self._log.drawn_from):
+        names, unseen = (", ".join(sorted(each)) for each in (self._log.drawn_from, self._log.unseen))
+        if not (names or unseen):
             return None
+        more = unseen and f"The search for generators left out {unseen}: there may be others"
+        if not names:
+            return (
+                f"{more}, which Dynamic(reseed=True) does not seed: their numbers would depend on the "
+                "worker. It searches a thousand objects, and does not use a generator that saves its state "
+                "by code of yours: make generators attributes of the dataset, or draw from a global one"
+            )
         return (
-            f"Batches drew from {', '.join(sorted(names))}, and each worker has its own copy: with "
+            f"Batches drew from {names}, and each worker has its own copy: with "
             "schedule='dynamic' the numbers of a batch depend on the worker that loads it. "
             "schedule=fastq_loader.Dynamic(reseed=True) seeds these for each batch; or draw from the global "
             "generator of torch, Python or numpy, which is seeded for each batch anyway"
+            + (more and f". {more}")
         )
 
     def _tiny_batches(self) -> str | None:

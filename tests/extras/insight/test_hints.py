@@ -32,6 +32,7 @@ from fastq_loader import (
 )
 from fastq_loader.extras.insight import hints
 from tests.support.datasets import Stream
+from tests.support.graphs import many_objects, much_data
 from tests.support.loaders import WORKERS
 from tests.support.thorough import thorough
 
@@ -296,6 +297,21 @@ def test_orders_that_nobody_is_told_of(name: str, workers: int) -> None:
 )
 def test_own_generators_that_nobody_is_told_of(arguments: tuple[Any, ...]) -> None:
     assert not told(twice, noise(*arguments))
+
+
+@pytest.mark.parametrize("schedule", ["dynamic", Dynamic(reseed=True)], ids=["not seeded", "seeded"])
+def test_a_search_for_generators_that_ended_early_is_told_of(schedule: Any) -> None:
+    dataset: Any = Draws()
+    dataset.parts = many_objects(1500)
+    text = {
+        "dynamic": r"drew from dataset\.rng, .* left out dataset\.parts.*: there may be others",
+    }.get(schedule, r"^The search for generators left out dataset\.parts.*reseed=True\) does not seed")
+    with pytest.warns(PrivateGenerators, match=text):
+        iterate(DataLoader(dataset, 4, num_workers=2, schedule=schedule))
+    dataset.parts = much_data(5000)
+    assert schedule == "dynamic" or not told(
+        iterate, DataLoader(dataset, 4, num_workers=2, schedule=schedule)
+    )
 
 
 def next_only(loader: DataLoader[Any]) -> None:

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from fastq_loader import DataLoader, PermutationSampler, Replace, Skip
 from fastq_loader.__main__ import main
-from fastq_loader.reading import generators
 from tests.support.datasets import Stream
+from tests.support.loaders import generator_states
 from tests.support.samplers import Says
 from tests.support.thorough import thorough
 
@@ -78,13 +78,13 @@ def same(one: Any, other: Any) -> bool:
 def test_any_batch_comes_again_to_the_bit(kind: str, workers: int) -> None:
     loader = make(kind, workers)
     batches, states = run(loader)
-    before = generators.states(), loader.state_dict(), loader.position
+    before = generator_states(), loader.state_dict(), loader.position
     fresh = make(kind, 0)
     for epoch, number in random.Random(kind).sample(sorted(batches), 12):
         expected = batches[epoch, number]
         assert same(loader.replay(epoch=epoch, batch=number), expected), (epoch, number)
         assert same(fresh.replay(number, state=states[epoch]), expected), (epoch, number)
-    assert (generators.states(), loader.state_dict(), loader.position) == before
+    assert (generator_states(), loader.state_dict(), loader.position) == before
     assert same(loader.replay(1), batches[EPOCHS - 1, 1]), "of the newest epoch"
 
 

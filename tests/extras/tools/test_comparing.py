@@ -20,9 +20,9 @@ from torch.utils.data import Dataset, IterableDataset
 from fastq_loader import DataLoader, Skip, compare
 from fastq_loader.__main__ import main
 from fastq_loader.extras.tools.leaves import difference, digest, leaves
-from fastq_loader.reading import generators
 from tests.conftest import running_script
 from tests.support.datasets import Opaque, Point
+from tests.support.loaders import generator_states
 from tests.support.thorough import thorough
 
 TORCHS = torch.utils.data.DataLoader
@@ -88,10 +88,10 @@ def missing(index: int) -> Any:
 def test_equal_loaders_are_equal_and_stay_as_they_are(kind: Any, workers: int) -> None:
     dataset, generator = Drawn(), torch.Generator().manual_seed(3)
     loader = kind(dataset, 4, shuffle=True, num_workers=workers, generator=generator)
-    before = generators.states(dataset, generator)
+    before = generator_states(dataset, generator)
     found = compare(loader, epochs=2, step_seconds=0.001)
     assert (found.equal, found.difference, found.batches) == (True, None, 12)
-    assert generators.states(dataset, generator) == before
+    assert generator_states(dataset, generator) == before
     assert dataset.read == 0
     assert [row.loader for row in found.rows] == ["torch", "fastq_loader"]
     for row in found.rows:
