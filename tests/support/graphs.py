@@ -142,12 +142,20 @@ def much_data(count: int) -> list[Any]:
     return [(str(number), number) for number in range(count)]
 
 
+def deep(count: int) -> Any:
+    found = None
+    for _ in range(count):
+        found = Plain(inner=found)
+    return found
+
+
 #: Attributes that are in the way, by name.
 BESIDE: dict[str, Callable[[], Any]] = {
     "nothing": lambda: None,
     "data": lambda: much_data(5000),
     "some objects": lambda: many_objects(300),
     "more objects than are looked at": lambda: many_objects(1500),
+    "deep": lambda: deep(1500),
     "nested": lambda: {number: [Plain(inner=[Plain()]) for _ in range(30)] for number in range(40)},
 }
 

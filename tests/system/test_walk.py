@@ -44,11 +44,11 @@ def test_it_finds_all_or_says_that_it_has_not_seen_all(graph: tuple[list[str], s
 
 @pytest.mark.parametrize("beside", BESIDE)
 def test_own_attributes_come_before_what_they_hold(beside: str) -> None:
-    """Also before the parts of a dataset that is another attribute."""
+    """Also before the parts of datasets that are other attributes."""
     wanted = random.Random(1)
-    dataset = Plain(samples=BESIDE[beside](), inner=Plain(samples=many_objects(90)))
-    root = Plain(dataset=dataset, datasets=[dataset], shuffled=Plain(rng=wanted))
-    assert walked(root).found == {"root.shuffled.rng": wanted}
+    one, other = (Plain(samples=BESIDE[beside](), inner=Plain(samples=many_objects(90))) for _ in range(2))
+    root = Plain(dataset=one, inner=Plain(rng=wanted), other=other)
+    assert walked(root).found == {"root.inner.rng": wanted}
 
 
 def test_it_visits_a_thousand_objects_and_names_the_first_one_that_is_left() -> None:
