@@ -81,9 +81,10 @@ class Dynamic(Schedule):
         window: as for `RoundRobin`. None is `prefetch_factor + 1` batches for each worker and, while the next
             batch is late and workers would idle, up to 16 times `prefetch_factor` for each, or 1 GiB (or a
             sixteenth of the machine's memory, if that is less); 14,335 at most.
-        reseed: before every batch also seed the generators of torch (of the CPU), `random` and numpy that are
-            attributes of dataset and collate function, or of objects in these, at that moment. At most a
-            thousand objects are searched.
+        reseed: before every batch also seed the generators of torch (of the CPU), `random` and numpy that
+            dataset and collate function hold at that moment: in attributes, containers, closures, defaults of
+            functions and classes. Global variables of modules are not searched. At most a thousand objects
+            are; the hint `PrivateGenerators` names parts that were left out.
 
     Raises:
         TypeError, ValueError: an argument has a wrong type, or is out of range.
