@@ -194,8 +194,8 @@ class TinyBatches(LoaderHint):
 class PrivateGenerators(LoaderHint):
     """A dataset or collate function draws from generators that it holds, and `schedule="dynamic"` lets any
     worker load any batch: the random numbers of a batch then depend on which worker loads it, and on what
-    that worker loaded before. With `Dynamic(reseed=True)`: it may hold generators that were not found, because
-    it holds too many objects, or that cannot be seeded.
+    that worker loaded before. With `Dynamic(reseed=True)`: it may hold generators that were not found, as it
+    holds too many objects, or that cannot be seeded.
 
     The first batch of each worker is checked, and the hint is issued after 32 batches or at the end of the
     epoch. There is no hint for an iterable dataset, because each worker reads a part of its own.

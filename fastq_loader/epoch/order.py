@@ -105,7 +105,11 @@ class Order(Iterator[Any]):
 
     def shared_now(self) -> dict[str, Any]:
         """The states of the shared generators that the sampler may draw from."""
-        return {name: generators.state_of(generators.GLOBAL[name]) for name in self.traits.shared}
+        return generators.states_of(self._shared)
+
+    @property
+    def _shared(self) -> dict[str, Any]:
+        return {name: generators.GLOBAL[name] for name in self.traits.shared}
 
     def drawn_now(self) -> Drawn:
         """The draws so far, with the present states of the loader's own generators, from which others may
@@ -149,11 +153,11 @@ class Order(Iterator[Any]):
 
     def _watch(self, draw: Callable[[], T], states: dict[str, Any]) -> T:
         """Call `draw`, and record in `states` the prior states of the shared generators that it used."""
-        before = self.shared_now()
+        before = generators.GeneratorSnapshot(self._shared)
         try:
             return draw()
         finally:
-            states.update({name: before[name] for name in generators.moved(before, self.shared_now())})
+            states.update({name: before.states[name] for name in before.moved_since()})
 
     # ---- begin, resume and break off an epoch -------------------------------------------------
 
@@ -213,15 +217,15 @@ class Order(Iterator[Any]):
         traits, set_by_it = self.traits, dict[str, Any]()
 
         def begin() -> Iterator[Any]:
-            if not generators.same(at_start, now := generators.states_of(traits.own)):
-                set_by_it.update(now)
+            if at_start.moved_since():
+                set_by_it.update(generators.states_of(traits.own))
             return iter(traits.sampler)
 
         self._strategy = strategy = StatefulOrder(traits, saved)
         strategy.due.extend(map(from_json, saved.ahead))
         ended = saved.now.exhausted or not saved.now.drawn  # its state is where its next iteration begins
         with self.as_at_start():
-            at_start = generators.states_of(traits.own)
+            at_start = generators.GeneratorSnapshot(traits.own)
             place = {**saved.place, "ended": ended}
             self.source = position.begun_at(place, traits.asked, begin, lambda begun: begun)
             if not (ended or set_by_it):
@@ -259,8 +263,8 @@ class Order(Iterator[Any]):
             deque(islice(indices, skip + min(delivered, 1)), 0)
             wanted = generators.states_of(known)
             deque(islice(indices, ahead), 0)
-            left = generators.states_of(known)
-        used = generators.moved(left, generators.states_of(known))
+            left = generators.GeneratorSnapshot(known)
+        used = left.moved_since()
         generators.set_states({name: each for name, each in known.items() if name not in used}, wanted)
 
     def as_at_start(self) -> generators.restored:

@@ -44,6 +44,7 @@ _size, _dtype = vars(np.ndarray)["size"].__get__, vars(np.ndarray)["dtype"].__ge
 _flat, _factory = vars(np.ndarray)["flat"].__get__, vars(defaultdict)["default_factory"].__get__
 #: Size and members of a container, by its class.
 _CONTAINERS: dict[type, tuple[Callable[[Any], int], Callable[[Any], Iterable[Any]]]] = {
+    OrderedDict: (dict.__len__, OrderedDict.items),
     dict: (dict.__len__, dict.items),
     list: (list.__len__, list.__iter__),
     tuple: (tuple.__len__, tuple.__iter__),
@@ -145,7 +146,7 @@ class Walk:
         size = _CONTAINERS[base][0](part)
         if size > _FEW_MEMBERS:
             self._last.append((path, self._look_into, (part, base, size)))
-        elif _has_more(part, base) or (size and not _PLAIN.issuperset(map(type, _contents(part, base)))):
+        elif type(part) is not base or (size and not _PLAIN.issuperset(map(type, _contents(part, base)))):
             self._objects.append((path, self._look_into, (part, base, size)))
 
     def _look_into(self, path: str, found: tuple[Any, type | None, int]) -> None:
@@ -212,16 +213,10 @@ def _of_function(function: FunctionType) -> list[tuple[str, Any]]:
     return [*found, *vars(function).items()]
 
 
-def _has_more(part: Any, base: type) -> bool:
-    """Whether a container may hold more than its members."""
-    kind = type(part)
-    return kind is not base and (kind is not OrderedDict or bool(own_dict(part)))
-
-
 def _contents(part: Any, base: type) -> Iterable[Any]:
     """The members of a container; of a dict also its keys."""
     members = _CONTAINERS[base][1](part)
-    return chain.from_iterable(members) if base is dict else members
+    return chain.from_iterable(members) if issubclass(base, dict) else members
 
 
 def _named(part: Any, base: type) -> list[tuple[Any, Any]]:
@@ -229,7 +224,7 @@ def _named(part: Any, base: type) -> list[tuple[Any, Any]]:
     members = list(islice(_CONTAINERS[base][1](part), MOST))
     if base in (set, frozenset):
         return [("*", each) for each in members]
-    if base is not dict:
+    if not issubclass(base, dict):
         return list(enumerate(members))
     found, keys = [], []
     for at, (key, each) in enumerate(members):
