@@ -23,6 +23,8 @@ from fastq_loader.system.attributes import C_FIELDS, MOST, namespace, own_dict, 
 
 #: Objects that a walk visits, at most. A container of more members than this is visited after all else.
 _MOST_OBJECTS, _FEW_MEMBERS = 1000, 100
+#: An object counts as much as so many that turn out to have no members: functions, and tuples of numbers.
+_COST = 10
 #: A large container is taken for data if its first members are, and their first members, to this depth.
 _FIRST, _DEPTH = 5, 4
 
@@ -35,8 +37,8 @@ _DATA_MODULES = {
 #: Packages whose classes have no generators as attributes.
 _LIBRARIES = {*sys.stdlib_module_names, "fastq_loader", "numpy", "torch"}
 _OUTSIDE = (ModuleType, CodeType)
-#: A step of a walk: a path, and a method with its argument.
-_Step = tuple[str, Callable[[str, Any], None], Any]
+#: Returns the members of an object, each with its name.
+_Look = Callable[[str, Any], list[tuple[Any, Any]]]
 _COLLECTED = 1 << 14  # Py_TPFLAGS_HAVE_GC: instances have references that the garbage collector follows
 # A user's subclass or metaclass may define these attributes anew.
 _flags, _bases = type.__dict__["__flags__"].__get__, type.__dict__["__bases__"].__get__
@@ -82,90 +84,80 @@ class Walk:
         self.unseen: list[str] = []
         self.large: list[str] = []
         self._kinds = kinds
-        self._ways: dict[int, tuple[type, Any]] = {}  # by the id of a class: its hash may be user code
+        self._ways: dict[int, tuple[type, type | None, _Look | None]] = {}
         self._seen = {id(part): part for part in but}  # kept, so that no other object gets the id
-        self._objects, self._classes, self._last = deque[_Step](), deque[_Step](), deque[_Step]()
-        self._add_all("", roots.items())
-        for _ in range(_MOST_OBJECTS):
-            if not (queue := self._objects or self._classes or self._last):
-                break
+        self._objects, self._classes, self._last = (deque[tuple[str, _Look, Any]]() for _ in range(3))
+        self._add("", roots.items())
+        left = _MOST_OBJECTS * _COST
+        while queue := self._objects or self._classes or self._last:
             path, look, part = queue.popleft()
-            look(path, part)
-        self.unseen += [path for path, *_ in islice(chain(self._objects, self._classes, self._last), 1)]
+            members = look(path, part)
+            left -= _COST if members else 1
+            if left < 0:
+                self.unseen.append(path)
+                break
+            self._add(path, members)
         self._seen.clear()
 
-    def _add_all(self, path: str, members: Iterable[tuple[Any, Any]]) -> None:
-        """Queue the members of an object, each with its name; those without a name have the object's path."""
+    def _add(self, path: str, members: Iterable[tuple[Any, Any]]) -> None:
+        """Queue the members of an object. Those without a name have the object's path."""
         for name, part in members:
             kind = type(part)
             if kind in _PLAIN or id(part) in self._seen:
                 continue
-            if id(kind) not in self._ways:
-                self._ways[id(kind)] = kind, self._way(kind)
-            if (add := self._ways[id(kind)][1]) is not None:
+            if id(kind) not in self._ways:  # by its id, because its hash may be user code
+                self._ways[id(kind)] = self._way(kind)
+            _, base, look = self._ways[id(kind)]
+            if look is not None:
                 self._seen[id(part)] = part
-                add(f"{path}.{name}" if path and name != "" else path or str(name), part)
+                inner = _joined(path, name)
+                is_large = base is not None and _CONTAINERS[base][0](part) > _FEW_MEMBERS
+                queue = self._last if is_large else self._classes if look is _of_class else self._objects
+                queue.append((inner, look, part))
+                if issubclass(kind, self._kinds):
+                    self._find(inner, part)
 
-    def _way(self, kind: type) -> Callable[[str, Any], None] | None:
-        """The method that adds instances of a class; None if they hold nothing to look for."""
-        base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
-        if issubclass(kind, self._kinds):
-            return self._add_found
-        if issubclass(kind, _OUTSIDE) or (base is not np.ndarray and _is_plain(kind)):
-            return None
-        if base is not None:
-            return partial(self._add_container, base)
-        if issubclass(kind, type):
-            return self._add_class
-        if kind is FunctionType:
-            return self._add_function
-        return self._add_frame if kind is FrameType else self._add_object
-
-    def _add_found(self, path: str, part: Any) -> None:
+    def _find(self, path: str, part: Any) -> None:
         while path in self.found:
             path += "'"
         self.found[path] = part
-        if type(part) not in self._kinds:
-            self._add_object(path, part)
 
-    def _add_object(self, path: str, part: Any) -> None:
-        self._objects.append((path, self._look_into, (part, None, 0)))
+    def _way(self, kind: type) -> tuple[type, type | None, _Look | None]:
+        """A class, the container that its instances are, and how to look into them: None for plain values."""
+        base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
+        if not issubclass(kind, self._kinds):
+            if issubclass(kind, _OUTSIDE) or (base is not np.ndarray and _is_plain(kind)):
+                return kind, base, None
+            if kind is FunctionType or issubclass(kind, type):
+                return kind, base, _of_function if kind is FunctionType else _of_class
+        return kind, base, partial(self._of_object, base)
 
-    def _add_function(self, path: str, part: FunctionType) -> None:
-        if members := _of_function(part):
-            self._objects.append((path, self._add_all, members))
-
-    def _add_frame(self, path: str, _: FrameType) -> None:
-        self.unseen.append(path)  # it refers to all frames of its stack
-
-    def _add_class(self, path: str, part: type) -> None:
-        if _module(part).partition(".")[0] not in _LIBRARIES:
-            self._classes.append((path, self._look_into_class, part))
-
-    def _add_container(self, base: type, path: str, part: Any) -> None:
-        size = _CONTAINERS[base][0](part)
-        if size > _FEW_MEMBERS:
-            self._last.append((path, self._look_into, (part, base, size)))
-        elif type(part) is not base or (size and not _PLAIN.issuperset(map(type, _contents(part, base)))):
-            self._objects.append((path, self._look_into, (part, base, size)))
-
-    def _look_into(self, path: str, found: tuple[Any, type | None, int]) -> None:
-        """Queue the attributes of an object, its class, its members, and its references in C."""
-        part, base, size = found
+    def _of_object(self, base: type | None, path: str, part: Any) -> list[tuple[Any, Any]]:
+        """The attributes of an object, its class, its members, and its references in C."""
         kind, own = type(part), own_dict(part)
+        if kind in self._kinds or _is_namespace(part):
+            return []
+        members = self._of_container(base, path, part) if base is not None else []
+        if kind is base:
+            return members
+        if kind is FrameType:  # refers to all frames of its stack
+            self.unseen.append(path)
+            return []
         self.unseen += [path] * (dict.__len__(own) > MOST)
-        members: list[tuple[Any, Any]] = [*islice(dict.items(own), MOST), *slots(part), ("", kind)]
-        if base is not None:
-            members += self._members(path, part, base, size)
-        elif kind is MethodType:
+        members = [*islice(dict.items(own), MOST), *slots(part), ("", kind), *members]
+        if kind is MethodType:
             members += ("", part.__self__), ("", part.__func__)
-        else:
+        elif issubclass(kind, defaultdict):
+            members += [("default_factory", _factory(part))]
+        elif base is None:
             members += enumerate(each for each in gc.get_referents(part) if each is not own)
-        if not _is_namespace(part):
-            self._add_all(path, members)
+        return members
 
-    def _members(self, path: str, part: Any, base: type, size: int) -> list[tuple[Any, Any]]:
-        """The first members of a container, named; of data only those that are no containers."""
+    def _of_container(self, base: type, path: str, part: Any) -> list[tuple[Any, Any]]:
+        """The first members of a container, named; of large data only those that are no containers."""
+        size = _CONTAINERS[base][0](part)
+        if not size or (size <= _FEW_MEMBERS and _PLAIN.issuperset(map(type, _contents(part, base)))):
+            return []
         members = _named(part, base)
         if size > _FEW_MEMBERS and all(map(_is_data, islice(_contents(part, base), _FIRST))):
             found = [each for each in members if type(each[1]) not in _CONTAINERS]
@@ -174,11 +166,9 @@ class Walk:
         self.unseen += [path] * (size > MOST)
         return members
 
-    def _look_into_class(self, path: str, kind: type) -> None:
-        """Queue the attributes of a class, its methods, and its base classes."""
-        fields = list(namespace(kind).items())
-        self._add_all(path, [(name, field) for name, field in fields if _is_users(name, field)])
-        self._add_all(path, [("", base) for base in _bases(kind)])
+
+def _joined(path: str, name: Any) -> str:
+    return f"{path}.{name}" if path and name != "" else path or str(name)
 
 
 def _module(kind: type) -> str:
@@ -191,10 +181,16 @@ def _is_plain(kind: type) -> bool:
     return kind in _PLAIN or not _flags(kind) & _COLLECTED or _module(kind) in _DATA_MODULES
 
 
-def _is_users(name: Any, field: Any) -> bool:
-    """Whether a field of a class comes from its body, and may hold something."""
-    kind = type(field)
-    return kind is FunctionType or not (kind in C_FIELDS or (type(name) is str and name.startswith("__")))
+def _of_class(_: str, kind: type) -> list[tuple[Any, Any]]:
+    """The attributes of a class, its methods, and its base classes."""
+    if _module(kind).partition(".")[0] in _LIBRARIES:
+        return []
+    fields = [
+        (name, field)
+        for name, field in list(namespace(kind).items())
+        if type(field) is FunctionType or not (type(field) in C_FIELDS or str(name).startswith("__"))
+    ]
+    return [*fields, *(("", base) for base in _bases(kind))]
 
 
 def _is_namespace(part: Any) -> bool:
@@ -202,7 +198,7 @@ def _is_namespace(part: Any) -> bool:
     return type(part) is dict and part.keys() >= {"__name__", "__loader__", "__spec__"}
 
 
-def _of_function(function: FunctionType) -> list[tuple[str, Any]]:
+def _of_function(_: str, function: FunctionType) -> list[tuple[str, Any]]:
     """The closure of a function, its defaults and its attributes, by name."""
     code, defaults = function.__code__, function.__defaults__ or ()
     arguments = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
@@ -220,21 +216,15 @@ def _contents(part: Any, base: type) -> Iterable[Any]:
 
 
 def _named(part: Any, base: type) -> list[tuple[Any, Any]]:
-    """The first members of a container, by key or position; of a dict its keys and a default factory, too."""
+    """The first members of a container, by key or position; of a dict its keys, too."""
     members = list(islice(_CONTAINERS[base][1](part), MOST))
     if base in (set, frozenset):
         return [("*", each) for each in members]
     if not issubclass(base, dict):
         return list(enumerate(members))
-    found, keys = [], []
-    for at, (key, each) in enumerate(members):
-        if type(key) in _PLAIN:
-            found.append((key, each))
-        else:  # it has no name without its `repr`
-            found.append((at, each))
-            keys.append((at, key))
-    factory = [("default_factory", _factory(part))] if issubclass(type(part), defaultdict) else []
-    return found + keys + factory
+    # Keys of other types have no name without their `repr`.
+    values = [(key if type(key) in _PLAIN else at, each) for at, (key, each) in enumerate(members)]
+    return values + [(at, key) for at, (key, _) in enumerate(members) if type(key) not in _PLAIN]
 
 
 def _is_data(part: Any, depth: int = _DEPTH) -> bool:

@@ -51,13 +51,19 @@ def test_own_attributes_come_before_what_they_hold(beside: str) -> None:
     assert walked(root).found == {"root.inner.rng": wanted}
 
 
+def test_plain_containers_count_less_and_yet_they_count() -> None:
+    few, many = ([[Plain(), *much_data(90)] for _ in range(count)] for count in (80, 200))
+    assert not walked(few).unseen
+    assert walked(many).unseen
+
+
 def test_it_visits_a_thousand_objects_and_names_the_first_one_that_is_left() -> None:
     chain: Any = random.Random(1)
-    for _ in range(walk._MOST_OBJECTS - 1):  # and their class
+    for _ in range(walk._MOST_OBJECTS - 2):  # and their class with its methods
         chain = Plain(inner=chain)
     assert not walked(chain).unseen
-    found = walked([[Plain(outer=chain)]])
-    assert (found.found, found.unseen) == ({}, ["root.0.0.outer" + ".inner" * 997])
+    found = walked([[[Plain(outer=chain)]]])
+    assert (found.found, found.unseen) == ({}, ["root.0.0.0.outer" + ".inner" * 996])
 
 
 @pytest.mark.parametrize(
