@@ -36,9 +36,10 @@ def test_it_finds_all_or_says_that_it_has_not_seen_all(graph: tuple[list[str], s
     wanted = random.Random(1)
     found = walked(Plain(**attributes(graph, wanted)))
     assert any(each is wanted for each in found.found.values()) or found.unseen or found.large
-    if graph[1] in ("nothing", "data"):
+    if graph[1] in ("nothing", "data") and not {"many", "large dict"} & {*graph[0]}:
         assert any(each is wanted for each in found.found.values())
-        assert not found.unseen
+        # Of a generator that a debugger looks at, the frame is another object, which leads out of the graph.
+        assert "generator" in graph[0] or not found.unseen
         assert found.large == (["root.beside"] if graph[1] == "data" else [])
 
 
