@@ -5,6 +5,7 @@ core that keeps these names and their meaning breaks no extra. Has no code; runs
 """
 
 from fastq_loader import options
+from fastq_loader.device.transforms import normalize
 from fastq_loader.epoch import resources, samplers, saved
 from fastq_loader.epoch.fields import EpochSnapshot, Saved
 from fastq_loader.epoch.prefetcher import Prefetcher
@@ -58,7 +59,7 @@ from fastq_loader.options import Loader
 from fastq_loader.packing import pickling
 from fastq_loader.packing.pickling import PLAIN_DTYPES, dump_exception, is_leaf, load_exception, parts_of
 from fastq_loader.packing.tensors import tensors_of
-from fastq_loader.reading import collate, generators
+from fastq_loader.reading import collate, generators, sample_seeds
 from fastq_loader.reading.first_indices import KEPT
 from fastq_loader.scheduling.progress import Progress
 from fastq_loader.scheduling.schedules import Dynamic, RoundRobin, Window

@@ -33,9 +33,11 @@ class Room(NamedTuple):
 ROOMS = {
     "__main__": Room("extras.tools api"),
     "integrations": Room("extras.frameworks"),
+    "images": Room("extras.images"),
     "extras.tools": Room("extras.insight api"),
     "extras.frameworks": Room("api"),
     "extras.recovery": Room("api"),
+    "extras.images": Room("api", pure="crops"),
     "extras.cached": Room("extras.insight extras.share api", pure="keys"),
     "extras.insight": Room("api", pure="model chooser advice"),
     "extras.share": Room("api"),
@@ -43,7 +45,7 @@ ROOMS = {
     "extras.tracing": Room("api"),
     "extras": Room(""),
     "api": Room(
-        "loader epoch options workers scheduling packing reading memory statistics ipc system errors"
+        "loader epoch options workers device scheduling packing reading memory statistics ipc system errors"
     ),
     "loader": Room("epoch options consumer workers device scheduling reading statistics system"),
     "epoch": Room("options consumer workers device scheduling reading statistics ipc system errors"),

@@ -60,7 +60,7 @@ class EpochStart(NamedTuple):
 
     Attributes:
         sampler: yields indices, without those in `done`.
-        shared_seed, base_seed: see `ipc.messages.Epoch`.
+        shared_seed, base_seed, sample_seed: see `ipc.messages.Epoch`.
         log: records the calls of the epoch.
         done: the positions delivered before the epoch was resumed.
         resume: for each worker of a resumed epoch, how many of its batches were delivered, and its state.
@@ -70,6 +70,7 @@ class EpochStart(NamedTuple):
     sampler: Iterator[Any]
     shared_seed: int | None
     base_seed: int | None
+    sample_seed: int
     log: EpochLog
     done: Progress = START
     resume: Sequence[tuple[int, dict[str, Any] | None]] = ()
@@ -159,7 +160,7 @@ class EventLoop:
         taken, claimed = self.group.take_back(scheduler.pending_tasks.tickets())
         number = 0 if bad_samples is None else bad_samples.epoch
         sealed = self.group.sealed(start.resume)
-        self._epoch = Epoch(scheduler.epoch + 1, start.shared_seed, start.base_seed, sealed, number)
+        self._epoch = Epoch(scheduler.epoch + 1, *start[1:3], sealed, number, start.sample_seed)
         self._delivery.progress, self._delivery.bad_samples = start.done, bad_samples
         self.receiver.end_states = {}
         # Tasks of an iterable dataset are sent again, and workers skip batches that were handed out before.

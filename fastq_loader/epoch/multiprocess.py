@@ -84,7 +84,8 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         base_seed = record.start.base_seed if self._options.is_dynamic else None
         resume = record.resume
         done, bad_samples = record.progress, record.bad_samples
-        start = EpochStart(self._order, shared_seed, base_seed, self._log, done, resume, bad_samples)
+        seeds = shared_seed, base_seed, record.start.base_seed
+        start = EpochStart(self._order, *seeds, self._log, done, resume, bad_samples)
         self._epoch = self.engine.start_epoch(start)
         self._epoch_has_begun(loader)
         self._log.leave(ITER, time.monotonic_ns())

@@ -72,6 +72,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             state.pop("seed", None)  # the generators of this process are the user's
         if self._dataset_kind == _DatasetKind.Iterable and not self._dynamic and record.saved is None:
             self._order.note_shared()  # reading draws from them, and again when it is repeated
+        reader.sample_seed = record.start.base_seed
         reader.begin(record.start.epoch, self._base_seed if self._dynamic else None, delivered, state)
         self._dataset_fetcher = reader.fetcher
         if reader.to_pass:

@@ -101,10 +101,11 @@ def _bundle(frames: Any) -> Bundle:
     return Bundle(tuple(frames))
 
 
-def _epoch(epoch: Any, shared_seed: Any, base_seed: Any, resume: Any, number: Any) -> Epoch:
-    _check_counts((epoch, number, *(seed for seed in (shared_seed, base_seed) if seed is not None)))
+def _epoch(epoch: Any, shared_seed: Any, base_seed: Any, resume: Any, number: Any, sample_seed: Any) -> Epoch:
+    seeds = [seed for seed in (shared_seed, base_seed) if seed is not None]
+    _check_counts((epoch, number, sample_seed, *seeds))
     _check_type(resume, bytes)
-    return Epoch(epoch, shared_seed, base_seed, resume, number)
+    return Epoch(epoch, shared_seed, base_seed, resume, number, sample_seed)
 
 
 def decode_for_consumer(frame: bytes | memoryview, read: Read | None = None) -> Hello | Answer | Ping:

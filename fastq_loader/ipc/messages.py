@@ -85,6 +85,7 @@ class Epoch(NamedTuple):
             random numbers, as in torch.
         resume: the workers' positions in a resumed epoch, as a sealed pickle (see `reading.reader`), or b"".
         number: number of the loader's epoch if `errors` depends on it, else 0.
+        sample_seed: base seed of the epoch, for the seeds of samples.
     """
 
     epoch: int
@@ -92,6 +93,7 @@ class Epoch(NamedTuple):
     base_seed: int | None = None
     resume: bytes = b""
     number: int = 0
+    sample_seed: int = 0
 
 
 class Space(NamedTuple):

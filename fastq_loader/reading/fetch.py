@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fastq_loader.reading import sample_seeds
 from fastq_loader.reading.collate import DEFAULT, default
 from fastq_loader.reading.tables import Gatherer, is_table
 
@@ -100,7 +101,8 @@ class Fetcher:
             return dataset.__getitems__(index)
         if not self.auto_collation:
             return dataset[index]
-        return self._read_timed(index) if self._times_samples else [dataset[i] for i in index]
+        places = sample_seeds.followed(index) if sample_seeds.wanted else index
+        return self._read_timed(places) if self._times_samples else [dataset[i] for i in places]
 
     def _read_timed(self, index: Iterable[Any]) -> list[Any]:
         data: list[Any] = []
@@ -117,7 +119,8 @@ class Fetcher:
         data: list[Any] = []
         ends = [self.began]
         try:
-            for _ in index if self.auto_collation else (None,):
+            places = index if self.auto_collation else (None,)
+            for _ in sample_seeds.followed(places) if sample_seeds.wanted else places:
                 data.append(next(self.dataset_iter))
                 if self._times_samples:
                     ends.append(monotonic_ns())

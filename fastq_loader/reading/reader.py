@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from fastq_loader.reading import generators, position
+from fastq_loader.reading import generators, position, sample_seeds
 from fastq_loader.reading.fetch import EndOfStream, Fetcher
 from fastq_loader.reading.tolerance import Tolerance, TolerantFetcher
 
@@ -39,10 +39,12 @@ class Reader:
         ended: nothing is left to load in this epoch.
         to_pass: number of batches still to be skipped.
         base_seed: seed from which the seed of every batch is derived; None: batches are not seeded.
+        sample_seed: base seed of the epoch, for `sample_seeds`; set before an epoch begins.
     """
 
     fetcher: Fetcher
     base_seed: int | None = None
+    sample_seed = 0
     ended = False
     to_pass = 0
 
@@ -132,7 +134,11 @@ class Reader:
         if type(fetcher) is TolerantFetcher:
             fetcher.place = self._epoch, seq
         try:
-            return fetcher.fetch(index)
+            if not sample_seeds.wanted:
+                return fetcher.fetch(index)
+            number = (self._readers, self._number, self._asked) if self._iterable else (seq,)
+            with sample_seeds.of_batch(self.sample_seed, *number):
+                return fetcher.fetch(index)
         except EndOfStream:
             self.ended = True
             raise

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from fastq_loader.errors import add_note, is_int, shorten
+from fastq_loader.reading import sample_seeds
 from fastq_loader.reading.fetch import EndOfStream, Fetcher
 from fastq_loader.system.interrupts import alarm_is_set, refuse_interrupt
 
@@ -208,7 +209,7 @@ class TolerantFetcher(Fetcher):
 
     def _read_each(self, indices: list[Any], read: Callable[[Any], Any] | None) -> list[Any]:
         dataset, data = self.dataset, list[Any]()
-        places, left_out = iter(indices), 0
+        places, left_out = sample_seeds.followed(indices), 0
         while True:  # samples read before an error are not read again
             try:
                 if read is None:
@@ -290,7 +291,7 @@ class TolerantFetcher(Fetcher):
         if self.ended:
             raise EndOfStream
         data: list[Any] = []
-        for _ in range(size):
+        for _ in sample_seeds.followed(range(size)):
             try:
                 data.append(next(self.dataset_iter))
                 self._failed = None

@@ -86,6 +86,7 @@ class WorkerReader(Reader):
                 self.dataset = datapipes.apply_seed(self.dataset, epoch.shared_seed)
             if epoch.resume:
                 delivered, state = pickle.loads(unseal(epoch.resume, setup.token))[setup.worker]
+            self.sample_seed = epoch.sample_seed
             self.begin(epoch.number, epoch.base_seed, delivered, state)
         except Exception as error:
             self.failure = error

@@ -28,7 +28,7 @@ from fastq_loader import DataLoader
 from fastq_loader.ipc.messages import BATCH, Answer
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.reading import fetch
+from fastq_loader.reading import fetch, sample_seeds
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import Batch
@@ -163,6 +163,12 @@ def cost(dataset: Rows, arguments: dict[str, Any], trace: Path | None = None) ->
 def _lower_quartile(values: Iterable[float]) -> float:
     ordered = sorted(values)
     return ordered[len(ordered) // 4]
+
+
+@pytest.fixture(autouse=True)
+def _nobody_wants_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test may have imported `fastq_loader.images`, for which readers keep the place of samples."""
+    monkeypatch.setattr(sample_seeds, "wanted", False)
 
 
 @pytest.mark.processes

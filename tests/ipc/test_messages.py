@@ -79,7 +79,7 @@ FROM_WORKERS = st.one_of(
 )
 FROM_CONSUMER = st.one_of(
     st.builds(Task, *[COUNTS] * 3, PLAIN | st.lists(PLAIN, max_size=5), tuples(COUNTS, COUNTS), COUNTS),
-    st.builds(Epoch, COUNTS, SEEDS, SEEDS, st.binary(), COUNTS),
+    st.builds(Epoch, COUNTS, SEEDS, SEEDS, st.binary(), COUNTS, COUNTS),
     st.builds(Space, tuples(COUNTS, COUNTS)),
     st.builds(Bundle, tuples(st.binary(max_size=9))),
     st.sampled_from([Stop(), Ping()]),
@@ -225,7 +225,7 @@ MALFORMED = [
     task(1, 2, 3, 4, [], None),
     *(packed(VERSION, NUMBERS[Epoch], *seeds) for seeds in ((1, None), (1, None, None, None))),
     *(packed(VERSION, NUMBERS[Epoch], 1, *seeds, b"", 0) for seeds in (("1", None), (None, -1))),
-    *(packed(VERSION, NUMBERS[Epoch], 1, None, None, *last) for last in (("", 0), (b"", -1), (b"", None))),
+    *(packed(VERSION, NUMBERS[Epoch], 1, None, None, *last) for last in (("", 0), (b"", -1), (b"", 0, None))),
     *(packed(VERSION, NUMBERS[Space], *ranges) for ranges in ((), ([], []), ([5],))),
     *(packed(VERSION, NUMBERS[Bundle], *frames) for frames in ((), (5,), ([5],), (["a"],))),
     *(packed(VERSION, NUMBERS[Stop], 1), packed(VERSION, NUMBERS[Ping], 1)),

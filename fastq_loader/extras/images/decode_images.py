@@ -1,0 +1,205 @@
+"""`DecodeImages`: from encoded images to cropped pixels of one size.
+
+Runs where it is called: in a worker, inside of a dataset's `__getitem__`; or in the consumer, on a batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import interpolate
+
+from fastq_loader import api
+from fastq_loader.extras.images import crops
+from fastq_loader.extras.images.crops import Crop
+from fastq_loader.extras.images.decoders import Source
+from fastq_loader.extras.images.encoded import Encoded, EncodedBatch
+
+_INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeImages:
+    """Decode images, crop them at random, flip them, and bring them to one size.
+
+    Inside of a dataset it takes what `encoded` returns, and gives uint8 of shape (3, height, width):
+
+        def __getitem__(self, index):
+            return pixels(encoded(self.paths[index])), self.labels[index]
+
+    On a batch, as a loader's transform or called by hand, it takes an `EncodedBatch`, and gives (N, 3,
+    height, width). The crops are the same in both places, because they belong to the sample; see `encoded`.
+    In lists, tuples and dicts each encoded part is decoded in its place, and the rest is unchanged.
+
+    Args:
+        size: height and width of the result, in pixels; one number for both.
+        scale: bounds of a random crop's area, as a share of the image's; None takes the middle of the image
+            (for validation).
+        ratio: bounds of a random crop's width divided by its height.
+        flip: probability that an image is flipped from left to right.
+        resize: with `scale=None`, length of the shorter side before the middle is cut; by default the larger
+            number of `size`.
+        mean, std: one number for each channel: results are (pixels / 255 - mean) / std.
+        dtype: of the results with `mean` and `std`.
+        interpolation: "bilinear" or "bicubic", both antialiased as torchvision's on tensors; or "nearest",
+            for masks. A sequence has one for each encoded part of a sample.
+        same_crop: whether all encoded parts of a sample have the crop and flip of the first one.
+        exif: whether images are turned as their EXIF data says, first.
+        draft: whether a JPEG may be decoded at 1/8 to 7/8 of its size, as long as no crop has to be enlarged
+            for it. It is faster for photographs far larger than their crops; pixels differ slightly.
+        then: applied to the result: a batch with pixels in the place of encoded images.
+
+    Raises:
+        ValueError: an argument is invalid; in a call, there is no encoded image.
+        DecodeError: in a call, a file cannot be decoded; the text has its name.
+        ImportError: in a call, neither simplejpeg nor pillow is installed.
+    """
+
+    size: int | tuple[int, int]
+    scale: tuple[float, float] | None = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: float = 0.5
+    resize: int | None = None
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+    dtype: torch.dtype = torch.float32
+    interpolation: str | Sequence[str] = "bilinear"
+    same_crop: bool = False
+    exif: bool = False
+    draft: bool = False
+    then: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        height, width = self._shape
+        self._must("size", height >= 1 and width >= 1, "give pixels, at least 1")
+        in_order = self.scale is None or 0 < self.scale[0] <= self.scale[1] <= 1
+        self._must("scale", in_order, "give two shares, 0 < lower <= upper <= 1, or None")
+        self._must("ratio", 0 < self.ratio[0] <= self.ratio[1], "give two numbers, 0 < lower <= upper")
+        self._must("flip", 0 <= self.flip <= 1, "give a probability")
+        middle = self.resize is None or (self.scale is None and self.resize >= max(height, width))
+        self._must(
+            "resize", middle, f"with scale=None, give at least the size, {max(height, width)}; else None"
+        )
+        self._must("std", (self.std is None) == (self.mean is None), "give both mean and std, or neither")
+        ways = (self.interpolation,) if isinstance(self.interpolation, str) else tuple(self.interpolation)
+        known = bool(ways) and set(ways) <= set(_INTERPOLATIONS)
+        self._must("interpolation", known, f"use {', '.join(_INTERPOLATIONS)}")
+        if self.mean is not None and self.std is not None:
+            api.normalize(self.mean, self.std, self.dtype)  # checks them
+
+    def _must(self, name: str, holds: bool, text: str) -> None:
+        if not holds:
+            raise ValueError(f"DecodeImages({name}={getattr(self, name)!r}): {text}")
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return (self.size, self.size) if isinstance(self.size, int) else self.size
+
+    @property
+    def draws(self) -> bool:
+        """Whether results depend on the sample's seed."""
+        return self.scale is not None or 0 < self.flip < 1
+
+    def __call__(self, batch: Any, device: torch.device | str | None = None) -> Any:
+        """Decode an encoded image or batch, or all of them in a structure of lists, tuples and dicts.
+
+        Args:
+            batch: the structure.
+            device: where results go; None is the host.
+        """
+        parts = list(_encoded_parts(batch))
+        if not parts:
+            raise ValueError(
+                f"DecodeImages got a {type(batch).__name__} without anything that `encoded` made"
+            )
+        if not isinstance(self.interpolation, str) and len(self.interpolation) != len(parts):
+            text = f"a sample has {len(parts)} encoded parts"
+            raise ValueError(f"DecodeImages(interpolation={self.interpolation!r}): {text}")
+        of_first = _seeds(parts[0])
+        made: list[torch.Tensor] = []
+        for number, part in enumerate(parts):
+            made.append(self._decoded(part, of_first if self.same_crop else _seeds(part), number, device))
+        result = _replaced(batch, iter(made))
+        return result if self.then is None else self.then(result)
+
+    def _decoded(
+        self, part: Encoded | EncodedBatch, seeds: Sequence[int], number: int, device: Any
+    ) -> torch.Tensor:
+        way = self.interpolation if isinstance(self.interpolation, str) else self.interpolation[number]
+        if isinstance(part, Encoded):
+            images = self._pixels(part, seeds[0], way)[None]
+        else:
+            images = torch.empty(len(part), 3, *self._shape, dtype=torch.uint8)
+            for image, seed, out in zip(part, seeds, images, strict=True):
+                out.copy_(self._pixels(image, seed, way))
+        if device is not None:
+            images = images.to(device)
+        if self.mean is not None and self.std is not None:
+            images = api.normalize(self.mean, self.std, self.dtype).image(images)
+        return images[0] if isinstance(part, Encoded) else images
+
+    def _pixels(self, image: Encoded, seed: int, interpolation: str) -> torch.Tensor:
+        """uint8 of shape (3, height, width) for one file."""
+        source = Source(image, self.exif)
+        drawn = crops.numbers(seed)
+        whole = source.height, source.width
+        if self.scale is None:
+            crop, shape = Crop(0, 0, *whole), crops.shorter_side(*whole, self.resize or max(self._shape))
+        else:
+            crop, shape = crops.random_crop(*whole, self.scale, self.ratio, drawn), self._shape
+        pixels = torch.from_numpy(source.pixels(_smallest(whole, crop, shape) if self.draft else None))
+        top, left, height, width = crop.scaled(pixels.shape[0] / whole[0], pixels.shape[1] / whole[1])
+        part = pixels[top : top + height, left : left + width].permute(2, 0, 1)[None]
+        antialias = interpolation != "nearest"
+        (resized,) = interpolate(part, shape, mode=interpolation, antialias=antialias)
+        if self.scale is None:
+            top, left, height, width = crops.middle(*shape, self._shape)
+            resized = resized[:, top : top + height, left : left + width]
+        turned: torch.Tensor = resized.flip(-1) if next(drawn) < self.flip else resized
+        return turned.contiguous()
+
+
+def _smallest(whole: tuple[int, int], crop: Crop, shape: tuple[int, int]) -> tuple[int, int]:
+    """Height and width of the whole image at which the crop has at least the size of the result."""
+    return -(-whole[0] * shape[0] // crop.height), -(-whole[1] * shape[1] // crop.width)
+
+
+# ---- encoded parts of a structure -------------------------------------------------------------------
+
+
+def _seeds(part: Encoded | EncodedBatch) -> Sequence[int]:
+    return (part.seed,) if isinstance(part, Encoded) else part.seeds
+
+
+def _encoded_parts(value: Any) -> Iterator[Encoded | EncodedBatch]:
+    if isinstance(value, (Encoded, EncodedBatch)):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _encoded_parts(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _encoded_parts(inner)
+
+
+def _replaced(value: Any, made: Iterator[torch.Tensor]) -> Any:
+    """The structure with the next made tensor in the place of each encoded part."""
+    if isinstance(value, (Encoded, EncodedBatch)):
+        return next(made)
+    if isinstance(value, Mapping):
+        inner = {key: _replaced(part, made) for key, part in value.items()}
+        if type(value) is dict:
+            return inner
+        clone: Any = copy.copy(value)
+        clone.update(inner)
+        return clone
+    if isinstance(value, tuple):
+        parts = [_replaced(part, made) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, list):
+        return [_replaced(part, made) for part in value]
+    return value

@@ -1,0 +1,91 @@
+"""The seed of a sample: the same for any number of workers, any schedule, a restart and a resume.
+
+Runs where samples are read: in workers, and in the consumer with num_workers=0. Owns the place of the
+sample that the current thread reads. A seed is mixed from the base seed of the epoch, the number of the
+batch and the position in it. So it depends on nothing that was drawn before, and draws from no
+generator.
+
+The place is kept only in processes in which something has asked for seeds (`wanted`): other datasets are read
+without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+#: Whether a module that needs seeds was imported in this process.
+wanted = False
+
+
+class _Place(threading.local):
+    """The sample that this thread reads.
+
+    Attributes:
+        batch: base seed of the epoch and number of the batch (of an iterable dataset the number of readers,
+            of the reader, and of its batch); None outside of a loader.
+        indices: iterator over the indices of the batch; its progress is the position of the sample.
+        size: number of indices.
+        newest: the position whose sample took the last seed, and how many seeds it took.
+    """
+
+    batch: tuple[int, ...] | None = None
+    indices: Iterator[Any] = iter(())
+    size = 0
+    newest = -1, 0
+
+
+_place = _Place()
+
+
+def want() -> None:
+    """From now on, readers in this process keep the place of each sample."""
+    global wanted
+    wanted = True
+
+
+@contextmanager
+def of_batch(*batch: int) -> Iterator[None]:
+    """Context in which the current thread reads a batch; see `_Place.batch`."""
+    around = dict(vars(_place))  # a dataset may read from another loader
+    vars(_place).clear()
+    _place.batch = batch
+    try:
+        yield
+    finally:
+        vars(_place).clear()
+        vars(_place).update(around)
+
+
+def followed(indices: Iterable[Any]) -> Iterator[Any]:
+    """An iterator over the indices of the batch, whose progress says which sample is read: this costs no call
+    for each of them."""
+    _place.indices, _place.size = iter(indices), operator.length_hint(indices, 0)
+    return _place.indices
+
+
+def take() -> int:
+    """A seed for the current sample, of 63 bits: the first, the second, ... that it takes.
+
+    Outside of a loader of this package it is drawn from torch's global generator. Where the position of the
+    sample is not known (`__getitems__`, indices of other types than list and tuple), all seeds of the batch
+    are counted.
+    """
+    if _place.batch is None:
+        return int(torch.randint(1 << 62, (), device="cpu")) * 2 + int(torch.randint(2, (), device="cpu"))
+    position = _place.size - operator.length_hint(_place.indices, 0)
+    taken = _place.newest[1] if position == _place.newest[0] else 0
+    _place.newest = position, taken + 1
+    return mixed(*_place.batch, position, taken)
+
+
+def mixed(*parts: int) -> int:
+    """A number of 63 bits that depends on all parts; other parts give other numbers, as far as 63 bits go."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

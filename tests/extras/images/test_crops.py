@@ -1,0 +1,77 @@
+"""Random crops: torchvision's rule, inside of the image, and the same for the same seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastq_loader.extras.images import crops
+
+SIDES = st.integers(1, 3000)
+
+
+@given(SIDES, SIDES, st.integers(0, 2**63 - 1))
+def test_a_crop_lies_in_the_image(height: int, width: int, seed: int) -> None:
+    top, left, down, across = crops.random_crop(height, width, (0.08, 1), (3 / 4, 4 / 3), crops.numbers(seed))
+    assert 0 <= top <= top + down <= height
+    assert 0 <= left <= left + across <= width
+    assert down >= 1
+    assert across >= 1
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_numbers_are_those_of_the_seed_and_lie_between_0_and_1(seed: int) -> None:
+    first = list(islice(crops.numbers(seed), 20))
+    assert first == list(islice(crops.numbers(seed), 20)) != list(islice(crops.numbers(seed ^ 1), 20))
+    assert all(0 <= number < 1 for number in first)
+
+
+def test_numbers_are_splitmix64s() -> None:
+    """The first outputs for the seed 1234567 as in the reference code (prng.di.unimi.it/splitmix64.c)."""
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert list(islice(crops.numbers(1234567), 3)) == [(value >> 11) / 2**53 for value in expected]
+
+
+def test_areas_are_spread_evenly() -> None:
+    of_sizes = [crops.random_crop(1000, 1000, (0.1, 1), (1, 1), crops.numbers(seed)) for seed in range(2000)]
+    areas = sorted(crop.height * crop.width / 1e6 for crop in of_sizes)
+    assert all(abs(areas[int(len(areas) * share)] - (0.1 + 0.9 * share)) < 0.05 for share in (0.1, 0.5, 0.9))
+
+
+@given(st.integers(2, 500), st.integers(2, 500), st.floats(0.1, 1), st.floats(0.1, 10))
+def test_a_crop_of_a_smaller_copy_is_the_same_part(
+    height: int, width: int, down: float, across: float
+) -> None:
+    crop = crops.Crop(height // 3, width // 3, height // 2, width // 2)
+    scaled = crop.scaled(down, across)
+    assert abs(scaled.top - crop.top * down) <= 0.5
+    assert abs(scaled.left - crop.left * across) <= 0.5
+    assert abs(scaled.top + scaled.height - (crop.top + crop.height) * down) <= 1
+
+
+@pytest.mark.formats
+def test_crops_are_torchvisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    transforms = pytest.importorskip("torchvision.transforms")
+    rng = random.Random(0)
+    drawn: Iterator[float] = iter(())
+
+    def uniform(tensor: torch.Tensor, low: float = 0, high: float = 1) -> torch.Tensor:
+        return tensor.fill_(low + (high - low) * next(drawn))
+
+    monkeypatch.setattr(torch.Tensor, "uniform_", uniform)
+    monkeypatch.setattr(
+        torch, "randint", lambda low, high, size: torch.tensor([low + int((high - low) * next(drawn))])
+    )
+    scale, ratio = (0.08, 1.0), (3 / 4, 4 / 3)
+    for _ in range(300):
+        height, width, seed = rng.randrange(1, 900), rng.randrange(1, 900), rng.getrandbits(63)
+        drawn = crops.numbers(seed)
+        expected: Any = transforms.RandomResizedCrop.get_params(torch.zeros(3, height, width), scale, ratio)
+        assert crops.random_crop(height, width, scale, ratio, crops.numbers(seed)) == expected

@@ -1,0 +1,179 @@
+"""`DecodeImages`: the same pixels in a worker, on a batch and by hand, of the size that was asked for."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import interpolate
+from torch.utils.data import Dataset, default_collate
+
+from fastq_loader import DataLoader, ToDevice
+from fastq_loader.extras.images import crops
+from fastq_loader.images import DecodeError, DecodeImages, Encoded, encoded
+from tests.support.photographs import file_of, photograph
+from tests.support.thorough import seeds
+
+SIZES = [(61, 83), (90, 40), (32, 32), (200, 150), (5, 300), (16, 16)]
+FILES = [file_of(photograph(*size, seed=seed), "PNG") for seed, size in enumerate(SIZES)]
+Pair = collections.namedtuple("Pair", ["image", "label"])
+
+
+class Photos(Dataset[Any]):
+    """Files, or with `pixels` decoded images."""
+
+    def __init__(self, pixels: Any = None, files: Any = FILES) -> None:
+        self.pixels, self.files = pixels, files
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        file = encoded(self.files[index % len(self.files)], f"photo {index}")
+        return (file if self.pixels is None else self.pixels(file)), index
+
+
+def loaded(dataset: Any, **options: Any) -> list[Any]:
+    torch.manual_seed(0)
+    return list(DataLoader(dataset, 5, shuffle=True, **options))
+
+
+@seeds(3, 40)
+def test_a_worker_a_batch_and_a_transform_have_the_same_pixels(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    pixels = DecodeImages(
+        (int(rng.integers(1, 40)), int(rng.integers(1, 40))),
+        scale=None if rng.random() < 0.3 else (0.2, 0.9),
+        flip=float(rng.choice([0, 0.5, 1])),
+        interpolation=str(rng.choice(["bilinear", "bicubic", "nearest"])),
+        **({"mean": (0.5,) * 3, "std": (0.2,) * 3} if rng.random() < 0.5 else {}),
+    )
+    workers = int(rng.integers(0, 3))
+    schedule = "dynamic" if workers and rng.random() < 0.5 else "round_robin"
+    by_hand = [pixels(batch) for batch in loaded(Photos())]
+    in_workers = loaded(Photos(pixels), num_workers=workers, schedule=schedule)
+    transformed = loaded(Photos(), num_workers=workers, device=ToDevice("cpu", transform=pixels))
+    for expected, *others in zip(by_hand, in_workers, transformed, strict=True):
+        for images, labels in others:
+            assert torch.equal(expected[1], labels)
+            torch.testing.assert_close(images, expected[0], rtol=0, atol=0)
+
+
+def test_a_crop_is_cut_before_it_is_resized() -> None:
+    file = encoded(FILES[3])
+    pixels = DecodeImages((20, 30), scale=(0.3, 0.3), flip=0)(file)
+    whole = torch.from_numpy(photograph(*SIZES[3], seed=3)).permute(2, 0, 1)
+    top, left, height, width = crops.random_crop(
+        *SIZES[3], (0.3, 0.3), (3 / 4, 4 / 3), crops.numbers(file.seed)
+    )
+    part = whole[None, :, top : top + height, left : left + width]
+    (expected,) = interpolate(part, (20, 30), mode="bilinear", antialias=True)
+    assert pixels.dtype == torch.uint8
+    assert (pixels.int() - expected.int()).abs().max() <= 1  # other memory order: other rounding
+
+
+def test_the_middle_is_cut_for_validation() -> None:
+    pixels = DecodeImages(24, scale=None, resize=32, flip=0)(encoded(FILES[3]))
+    whole = torch.from_numpy(photograph(*SIZES[3], seed=3)).permute(2, 0, 1)
+    (resized,) = interpolate(whole[None], (42, 32), mode="bilinear", antialias=True)
+    assert (pixels.int() - resized[:, 9:33, 4:28].int()).abs().max() <= 1
+
+
+def test_flips_are_as_frequent_as_asked() -> None:
+    file = file_of(np.arange(3 * 16, dtype=np.uint8).reshape(1, 16, 3), "PNG")
+    images = [
+        DecodeImages((1, 16), scale=(1, 1), ratio=(16, 16), flip=0.25)(Encoded(file, seed=seed))
+        for seed in range(400)
+    ]
+    flipped = sum(bool(image[0, 0, 0] > image[0, 0, -1]) for image in images)
+    assert 60 < flipped < 140
+
+
+def test_structures_keep_their_types() -> None:
+    pixels = DecodeImages(4)
+    file = encoded(FILES[0])
+    made = pixels({"a": Pair(file, 3), "b": [file, (file, "text")]})
+    assert type(made["a"]) is Pair
+    assert made["a"].label == 3
+    assert made["b"][1][1] == "text"
+    assert made["a"].image.shape == made["b"][0].shape == made["b"][1][0].shape == (3, 4, 4)
+    ordered = pixels(collections.OrderedDict(image=file))
+    assert type(ordered) is collections.OrderedDict
+
+
+def test_masks_share_the_crop_of_their_image() -> None:
+    image, mask = encoded(FILES[3]), encoded(FILES[3])
+    assert image.seed != mask.seed
+    apart = DecodeImages(30)((image, mask))
+    assert not torch.equal(*apart)
+    together = DecodeImages(30, same_crop=True)(default_collate([(image, mask)]))
+    assert torch.equal(*together)
+    one, other = DecodeImages(30, same_crop=True, interpolation=("bilinear", "nearest"))((image, mask))
+    assert not torch.equal(one, other)
+    assert (one.int() - other.int()).abs().float().mean() < 8  # the same part of the image
+
+
+def test_a_photograph_may_be_decoded_smaller_than_it_is() -> None:
+    pytest.importorskip("simplejpeg")
+    file = encoded(file_of(photograph(960, 1280), "JPEG", quality=95))
+    small = DecodeImages(64, scale=(0.5, 1), draft=True)(file)
+    full = DecodeImages(64, scale=(0.5, 1))(file)
+    assert 0 < (small.int() - full.int()).abs().float().mean() < 4
+
+
+def test_then_goes_on_from_the_pixels() -> None:
+    made = DecodeImages(4, then=lambda batch: (batch[0].float() + 0.5, batch[1]))(
+        default_collate([(encoded(FILES[0]), 7)])
+    )
+    assert made[0].dtype == torch.float32
+    assert made[1].tolist() == [7]
+
+
+def test_normalised_pixels_are_normalizes() -> None:
+    mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
+    file = encoded(FILES[0])
+    plain = DecodeImages(8)(file)
+    found = DecodeImages(8, mean=mean, std=std, dtype=torch.float16)(file)
+    expected = (plain / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+    torch.testing.assert_close(found, expected.half())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"size": 0},
+        {"size": (3, -1)},
+        {"scale": (0, 1)},
+        {"scale": (0.5, 0.4)},
+        {"ratio": (2, 1)},
+        {"flip": 1.5},
+        {"resize": 256},
+        {"scale": None, "resize": 100},
+        {"mean": (1, 2, 3)},
+        {"interpolation": "cubic"},
+        {"interpolation": ()},
+    ],
+)
+def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"DecodeImages\(({'|'.join([*wrong, 'std'])})="):
+        DecodeImages(**{"size": 224, **wrong})
+
+
+def test_a_batch_without_images_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a list without anything that `encoded` made"):
+        DecodeImages(8)([torch.ones(3), 3])
+    with pytest.raises(ValueError, match="a sample has 1 encoded parts"):
+        DecodeImages(8, interpolation=("nearest", "nearest"))(encoded(FILES[0]))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_damaged_file_raises_at_its_batch_with_its_name(workers: int) -> None:
+    files = [*FILES * 2, FILES[0][:60], *FILES * 2]
+    batches = iter(DataLoader(Photos(DecodeImages(8), files), 5, num_workers=workers))
+    assert [len(next(batches)[1]) for _ in range(2)] == [5, 5]
+    with pytest.raises(DecodeError, match="photo 12 cannot be decoded"):
+        next(batches)
+    assert len(next(batches)[1]) == 5

@@ -1,0 +1,196 @@
+"""Encoded samples: joined in any loader, whole in slices and pickles, with seeds of their own."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from fastq_loader import DataLoader, Dynamic, Replace, Skip
+from fastq_loader.images import Encoded, EncodedBatch, encoded
+from tests.support.thorough import thorough
+
+FILES = [bytes([number]) * (number % 7) for number in range(24)]
+
+
+class Files(Dataset[Any]):
+    """A file, its number, and the file again."""
+
+    def __len__(self) -> int:
+        return len(FILES)
+
+    def __getitem__(self, index: int) -> tuple[Encoded, int, Encoded]:
+        return encoded(FILES[index], str(index)), index, encoded(FILES[index])
+
+
+class Fragile(Files):
+    """Some of its samples cannot be read, after their first file was."""
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        if index % 5 == 3:
+            raise OSError("lost")
+        return sample
+
+
+class AtOnce(Files):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        return map(Files().__getitem__, range(first, len(FILES), step))
+
+
+def content(batch: EncodedBatch) -> list[bytes]:
+    return [bytes(file.data) for file in batch]
+
+
+def seeds_of(loader: Any) -> list[Any]:
+    return [(first.seeds, second.seeds, numbers.tolist()) for first, numbers, second in loader]
+
+
+@pytest.mark.parametrize("loader", [TorchDataLoader, DataLoader])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_files_arrive_as_they_were_read(loader: Any, workers: int) -> None:
+    batches = list(loader(Files(), 5, num_workers=workers))
+    assert [content(first) for first, _, _ in batches] == [FILES[at : at + 5] for at in range(0, 24, 5)]
+    assert [name for first, _, _ in batches for name in first.names] == list(map(str, range(24)))
+
+
+@pytest.mark.parametrize(
+    "source", [b"abc", bytearray(b"abc"), memoryview(b"abc"), np.frombuffer(b"abc", np.uint8)]
+)
+def test_contents_may_be_given_in_any_form(source: Any) -> None:
+    for given in (source, torch.tensor(list(source), dtype=torch.uint8)):
+        file = encoded(given, name="x")
+        assert (bytes(file.data), file.name, len(file)) == (b"abc", "x", 3)
+
+
+def test_a_path_is_read_and_is_the_name(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"abc")
+    for given in (path, str(path)):
+        assert (encoded(given).name, encoded(given).data) == (str(path), b"abc")
+    with pytest.raises(FileNotFoundError, match="missing"):
+        encoded(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("source", [3, None, np.zeros(3), torch.zeros(2, 2, dtype=torch.uint8)])
+def test_what_is_no_file_is_refused(source: Any) -> None:
+    with pytest.raises(TypeError, match=r"encoded\(source="):
+        encoded(source)
+
+
+def test_slices_and_pickles_have_their_own_part_only() -> None:
+    batch = default_collate([encoded(b"x" * 100_000, "large"), encoded(b"abc", "small")])
+    part = batch[1:]
+    assert (content(part), part.names, part.seeds) == ([b"abc"], ("small",), batch.seeds[1:])
+    assert part.data.untyped_storage().nbytes() == 3
+    assert len(pickle.dumps(part)) < 2000
+    assert len(pickle.dumps(batch[1])) < 500
+    assert content(pickle.loads(pickle.dumps(batch))) == content(batch)
+    assert bytes(batch[-1].data) == b"abc"
+    assert len(batch) == 2
+    with pytest.raises(IndexError):
+        batch[2]
+
+
+def test_no_library_takes_a_batch_apart() -> None:
+    batch = default_collate([encoded(b"abc")])
+    assert not isinstance(batch, (tuple, list, torch.Tensor))
+    assert batch.to("meta") is batch.pin_memory() is batch
+
+
+SHUFFLED = {"shuffle": True, "batch_size": 5}
+
+
+def seeded(dataset: Any, **options: Any) -> DataLoader[Any]:
+    torch.manual_seed(5)
+    return DataLoader(dataset, **{**SHUFFLED, "generator": torch.Generator().manual_seed(3), **options})
+
+
+@thorough(after=4)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 1},
+        {"num_workers": 2, "schedule": Dynamic()},
+        {"num_workers": 2, "multiprocessing_context": "spawn"},
+        {"num_workers": 2, "pin_memory": False, "persistent_workers": True},
+    ],
+)
+@pytest.mark.parametrize("dataset", [Files, AtOnce])
+def test_seeds_do_not_depend_on_who_reads(dataset: Any, options: dict[str, Any]) -> None:
+    assert seeds_of(seeded(dataset(), **options)) == seeds_of(seeded(dataset()))
+
+
+def test_no_two_samples_and_no_two_epochs_share_a_seed() -> None:
+    loader = seeded(Files(), num_workers=2)
+    epochs = [seeds_of(loader), seeds_of(loader)]
+    every = [seed for epoch in epochs for batch in epoch for seeds in batch[:2] for seed in seeds]
+    assert len(set(every)) == len(every) == 2 * 2 * len(FILES)
+
+
+def test_seeds_draw_from_no_generator() -> None:
+    def after(dataset: Any) -> Any:
+        torch.manual_seed(0)
+        list(DataLoader(dataset, 4))
+        return torch.rand(3).tolist()
+
+    assert after(Files()) == after(range(len(FILES)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_epoch_goes_on_with_its_seeds(workers: int) -> None:
+    whole = seeds_of(seeded(Files(), num_workers=workers))
+    began = seeded(Files(), num_workers=workers)
+    batches = iter(began)
+    next(batches), next(batches)
+    state = began.state_dict()
+    resumed = seeded(Files(), num_workers=workers)
+    torch.rand(7)
+    resumed.load_state_dict(state)
+    assert seeds_of(resumed) == whole[2:]
+
+
+@pytest.mark.filterwarnings("ignore:sample:fastq_loader.BadSampleFound")
+@pytest.mark.parametrize("errors", [Skip(limit=None), Replace(limit=None)])
+def test_a_sample_that_cannot_be_read_changes_no_others_seed(errors: Any) -> None:
+    fragile = seeds_of(seeded(Fragile(), errors=errors))
+    assert fragile == seeds_of(seeded(Fragile(), errors=errors, num_workers=2))
+    expected = {
+        number: seed
+        for first, _, at in seeds_of(seeded(Files()))
+        for number, seed in zip(at, first, strict=True)
+    }
+    found = {number: seed for first, _, at in fragile for number, seed in zip(at, first, strict=True)}
+    unread = {number for number in range(24) if number % 5 == 3}
+    assert isinstance(errors, Replace) or found == {n: s for n, s in expected.items() if n not in unread}
+
+
+def test_a_streams_seeds_are_those_of_its_worker() -> None:
+    def of(workers: int) -> Any:
+        return seeds_of(seeded(Stream(), shuffle=None, num_workers=workers))
+
+    assert of(2) == of(2) != of(0)
+    assert len({seed for first, second, _ in of(2) for seed in (*first, *second)}) == 2 * len(FILES)
+
+
+def test_outside_of_a_loader_the_seed_is_drawn_from_torchs_generator() -> None:
+    list(DataLoader(Files(), 4))
+    torch.manual_seed(1)
+    first = [encoded(b"").seed for _ in range(3)]
+    torch.manual_seed(1)
+    assert first == [encoded(b"").seed for _ in range(3)]
+    assert len(set(first)) == 3
