@@ -50,7 +50,8 @@ class ToDevice:
             The device is initialised after the workers of the first epoch were started. `pin_memory` is not
             needed with it.
         prefetch: number of batches copied ahead of `next()`, at least 1.
-        transform: applied to every batch on the device, for example `normalize(mean, std)`.
+        transform: applied to every batch on the device, for example `normalize(mean, std)`. If it has a
+            method `on_device(device)`, the result of that is applied (`DecodeImages`).
         transform_stream: "consumer" applies it on the stream that is current in `next()`; "side" applies it
             on the stream of the copies, during the previous step, and needs a device whose tensors have
             `record_stream`. Both call it in the order of the batches. If an epoch is broken off, "side" has
@@ -82,6 +83,7 @@ class ToDevice:
     pin: str = "auto"
     pin_limit_bytes: int | None = None
     target: torch.device | None = field(init=False, repr=False, compare=False)
+    _applied: Callable[[Any], Any] | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.device is None:
@@ -96,6 +98,8 @@ class ToDevice:
         self._must("pin_limit_bytes", fits, "it must be a number of bytes, or None for any")
         is_function = transform is None or callable(transform)
         self._must("transform", is_function, "it must be a function of a batch, or None", TypeError)
+        adapt = None if target is None else getattr(transform, "on_device", None)
+        object.__setattr__(self, "_applied", transform if adapt is None else adapt(target))
         if target is not None and self.transform_stream == "side":
             text = (
                 f"{target.type} tensors have no record_stream, which protects results of the side stream "
@@ -126,10 +130,10 @@ class ToDevice:
             RuntimeError: it raised StopIteration, which out of `next()` would end the epoch silently.
             Exception: any other error of the transform.
         """
-        if self.transform is None:
+        if self._applied is None:
             return batch
         try:
-            return self.transform(batch)
+            return self._applied(batch)
         except StopIteration as stopped:
             raise RuntimeError(f"the transform raised StopIteration: {stopped}") from stopped
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class DecodeImages:
         draft: whether a JPEG may be decoded at 1/8 to 7/8 of its size, as long as no crop has to be enlarged
             for it. It is faster for photographs far larger than their crops; pixels differ slightly.
         then: applied to the result: a batch with pixels in the place of encoded images.
+        device: where results go; None is the host. A loader with `device=` sets it in its transform.
 
     Raises:
         ValueError: an argument is invalid; in a call, there is no encoded image.
@@ -72,6 +73,7 @@ class DecodeImages:
     exif: bool = False
     draft: bool = False
     then: Callable[[Any], Any] | None = None
+    device: torch.device | str | None = None
 
     def __post_init__(self) -> None:
         height, width = self._shape
@@ -104,13 +106,12 @@ class DecodeImages:
         """Whether results depend on the sample's seed."""
         return self.scale is not None or 0 < self.flip < 1
 
-    def __call__(self, batch: Any, device: torch.device | str | None = None) -> Any:
-        """Decode an encoded image or batch, or all of them in a structure of lists, tuples and dicts.
+    def on_device(self, device: torch.device) -> DecodeImages:
+        """The same, with results on a device: images are decoded on the CPU, and copied."""
+        return replace(self, device=device)
 
-        Args:
-            batch: the structure.
-            device: where results go; None is the host.
-        """
+    def __call__(self, batch: Any) -> Any:
+        """Decode an encoded image or batch, or all of them in a structure of lists, tuples and dicts."""
         parts = list(_encoded_parts(batch))
         if not parts:
             raise ValueError(
@@ -122,13 +123,11 @@ class DecodeImages:
         of_first = _seeds(parts[0])
         made: list[torch.Tensor] = []
         for number, part in enumerate(parts):
-            made.append(self._decoded(part, of_first if self.same_crop else _seeds(part), number, device))
+            made.append(self._decoded(part, of_first if self.same_crop else _seeds(part), number))
         result = _replaced(batch, iter(made))
         return result if self.then is None else self.then(result)
 
-    def _decoded(
-        self, part: Encoded | EncodedBatch, seeds: Sequence[int], number: int, device: Any
-    ) -> torch.Tensor:
+    def _decoded(self, part: Encoded | EncodedBatch, seeds: Sequence[int], number: int) -> torch.Tensor:
         way = self.interpolation if isinstance(self.interpolation, str) else self.interpolation[number]
         if isinstance(part, Encoded):
             images = self._pixels(part, seeds[0], way)[None]
@@ -136,8 +135,8 @@ class DecodeImages:
             images = torch.empty(len(part), 3, *self._shape, dtype=torch.uint8)
             for image, seed, out in zip(part, seeds, images, strict=True):
                 out.copy_(self._pixels(image, seed, way))
-        if device is not None:
-            images = images.to(device)
+        if self.device is not None:
+            images = images.to(self.device)
         if self.mean is not None and self.std is not None:
             images = api.normalize(self.mean, self.std, self.dtype).image(images)
         return images[0] if isinstance(part, Encoded) else images

@@ -98,11 +98,12 @@ def _bytes_of(source: np.ndarray[Any, Any] | torch.Tensor) -> Any:
 class EncodedBatch:
     """The files of a batch: their bytes one after the other, in one buffer.
 
-    It stays on the host: `to` returns the batch itself, and a loader with `device=` copies none of its bytes.
+    It stays on the host: `to` returns the batch itself, and a loader with `device=` copies none of its bytes
+    to the device, because they are arrays.
 
     Attributes:
-        data: uint8, shape (total bytes,).
-        offsets: int64, shape (N + 1,): file i is `data[offsets[i]:offsets[i + 1]]`.
+        data: array of uint8, shape (total bytes,).
+        offsets: array of int64, shape (N + 1,): file i is `data[offsets[i]:offsets[i + 1]]`.
         names: name of each file.
         seeds: seed of each file.
     """
@@ -110,7 +111,11 @@ class EncodedBatch:
     __slots__ = ("data", "names", "offsets", "seeds")
 
     def __init__(
-        self, data: torch.Tensor, offsets: torch.Tensor, names: Sequence[str], seeds: Sequence[int]
+        self,
+        data: np.ndarray[Any, Any],
+        offsets: np.ndarray[Any, Any],
+        names: Sequence[str],
+        seeds: Sequence[int],
     ) -> None:
         self.data, self.offsets = data, offsets
         self.names, self.seeds = tuple(names), tuple(seeds)
@@ -128,8 +133,8 @@ class EncodedBatch:
         if isinstance(index, slice):
             return joined([self[i] for i in range(*index.indices(len(self)))])
         number = range(len(self))[index]
-        begin, end = self.offsets[number : number + 2].tolist()
-        return Encoded(_bytes_of(self.data[begin:end]), self.names[number], self.seeds[number])
+        begin, end = self.offsets[number : number + 2]
+        return Encoded(self.data[begin:end].data, self.names[number], self.seeds[number])
 
     def __iter__(self) -> Iterator[Encoded]:
         return map(self.__getitem__, range(len(self)))
@@ -161,12 +166,11 @@ def joined(samples: Sequence[Encoded], *, collate_fn_map: Any = None) -> Encoded
     """
     offsets = np.zeros(len(samples) + 1, np.int64)
     np.cumsum([len(sample) for sample in samples], out=offsets[1:])
-    data = api.allocator.empty((int(offsets[-1]),), dtype=torch.uint8)
-    whole = data.numpy()
+    data = api.allocator.empty((int(offsets[-1]),), dtype=torch.uint8).numpy()
     for sample, begin, end in zip(samples, offsets, offsets[1:], strict=False):
-        whole[begin:end] = np.frombuffer(sample.data, np.uint8)
+        data[begin:end] = np.frombuffer(sample.data, np.uint8)
     names, seeds = [sample.name for sample in samples], [sample.seed for sample in samples]
-    return EncodedBatch(data, torch.from_numpy(offsets), names, seeds)
+    return EncodedBatch(data, offsets, names, seeds)
 
 
 default_collate_fn_map[Encoded] = joined

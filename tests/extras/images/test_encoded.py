@@ -96,7 +96,7 @@ def test_slices_and_pickles_have_their_own_part_only() -> None:
     batch = default_collate([encoded(b"x" * 100_000, "large"), encoded(b"abc", "small")])
     part = batch[1:]
     assert (content(part), part.names, part.seeds) == ([b"abc"], ("small",), batch.seeds[1:])
-    assert part.data.untyped_storage().nbytes() == 3
+    assert part.data.base is None or part.data.base.nbytes == 3
     assert len(pickle.dumps(part)) < 2000
     assert len(pickle.dumps(batch[1])) < 500
     assert content(pickle.loads(pickle.dumps(batch))) == content(batch)
