@@ -152,7 +152,8 @@ def all_workloads() -> dict[str, Workload]:
     # Imported here because the modules themselves import the protocol above.
     from bench.workloads import files, jpeg, ready_made, tables, text
 
-    workloads = [jpeg.BYTES, jpeg.FLOATS, files.TENSORS, tables.CSV, *ready_made.LARGE_BATCHES, tables.ROWS]
+    workloads = [jpeg.BYTES, jpeg.FLOATS, jpeg.DECODED, files.TENSORS, tables.CSV]
+    workloads += [*ready_made.LARGE_BATCHES, tables.ROWS]
     workloads += [text.TOKENS, tables.FIELDS, text.OBJECTS, tables.VECTORISED, text.RAGGED, files.STREAM]
     workloads += [tables.TABLE, tables.WIDE_TABLE]
     return {workload.name: workload for workload in workloads}

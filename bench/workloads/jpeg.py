@@ -2,7 +2,7 @@
 
 The files are crops of the two photographs that ship within scikit-learn, so that nothing is downloaded.
 `jpeg` stops at bytes, for models that normalise on the device; `jpeg_augment` is the usual ImageNet recipe to
-the end, whose batches are four times as large.
+the end, whose batches are four times as large; `jpeg_decoded` is that recipe by `DecodeImages`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from bench.workloads import Endless, Load, Workload
+from fastq_loader.images import DecodeImages, encoded
 
 CROP = 224  # the input size of the ImageNet models
 FILES = 384
@@ -78,6 +79,20 @@ class AugmentedJpegs(JpegFolder):
         return pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255).sub_(MEAN).div_(STD)
 
 
+class DecodedJpegs(JpegFolder):
+    """The samples of `AugmentedJpegs`, made by `DecodeImages` from the bytes of the file."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.pixels = DecodeImages(
+            CROP, AREA, RATIO, mean=MEAN.flatten().tolist(), std=STD.flatten().tolist()
+        )
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        which = index % len(self.paths)
+        return self.pixels(encoded(self.paths[which])), self.labels[which]
+
+
 def _uniform(low: float, high: float) -> float:
     return low + (high - low) * float(torch.rand(()))
 
@@ -110,6 +125,13 @@ FLOATS = Workload(
     "jpeg_augment",
     "32 JPEG photographs, random crop scaled to 224x224, flip, float32, normalised",
     lambda folder: Load(AugmentedJpegs(folder), batch_size=BATCH),
+    write_photographs,
+    random=True,
+)
+DECODED = Workload(
+    "jpeg_decoded",
+    "the same by DecodeImages, which decodes with libjpeg-turbo",
+    lambda folder: Load(DecodedJpegs(folder), batch_size=BATCH),
     write_photographs,
     random=True,
 )
