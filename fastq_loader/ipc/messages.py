@@ -26,7 +26,7 @@ import msgpack
 
 from fastq_loader.errors import ProtocolError
 
-VERSION = 9
+VERSION = 10
 
 # Kinds of answers.
 BATCH = 0  # the handle is a batch
