@@ -130,18 +130,20 @@ class Reader:
             self._seed(self.base_seed, seq)
         self._asked += 1
         if self.to_pass:
-            self._pass_over(index)
+            self._pass_over(seq, index)
         if type(fetcher) is TolerantFetcher:
             fetcher.place = self._epoch, seq
         try:
-            if not sample_seeds.wanted:
-                return fetcher.fetch(index)
-            number = (self._readers, self._number, self._asked) if self._iterable else (seq,)
-            with sample_seeds.of_batch(self.sample_seed, *number):
-                return fetcher.fetch(index)
+            return self._fetch_seeded(seq, index) if sample_seeds.wanted else fetcher.fetch(index)
         except EndOfStream:
             self.ended = True
             raise
+
+    def _fetch_seeded(self, seq: int, index: Any) -> Any:
+        """Load a batch whose samples may take seeds."""
+        of_reader = self._readers, self._number, self._asked
+        with sample_seeds.of_batch(self.sample_seed, *(of_reader if self._rules["iterable"] else (seq,))):
+            return self.fetcher.fetch(index)
 
     def _seed(self, base_seed: int, seq: int) -> int:
         """Seed a batch by its number. For an iterable dataset that is its number if no reader ended early:
@@ -150,10 +152,10 @@ class Reader:
         own = self._own_generators() if self._reseeds else {}
         return generators.seed_batch(base_seed, number, own)
 
-    def _pass_over(self, index: Any) -> NoReturn:
+    def _pass_over(self, seq: int, index: Any) -> NoReturn:
         if self._replays:
             try:
-                self.fetcher.fetch(index)
+                self._fetch_seeded(seq, index)
             except EndOfStream:
                 self.ended = True
                 raise
