@@ -258,9 +258,9 @@ def warm_far_workers() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def _interpreter(_own_temporary_folder: None) -> Iterator[Any]:
-    from fastq_loader.workers import zygote
+    from fastq_loader.workers import interpreters
 
-    use, running = zygote.Use("forkserver"), zygote._interpreters.running
+    use, running = interpreters.Use("forkserver"), interpreters._interpreters.running
     [key] = [key for key, each in running.items() if each is use.zygote]
     _forks_far_workers.append(use.zygote._child.pid)
     del running[key]
@@ -272,12 +272,12 @@ def _interpreter(_own_temporary_folder: None) -> Iterator[Any]:
 def warm_interpreter(_interpreter: Any) -> Iterator[None]:
     """The interpreter that forkserver's workers are forked from is there, as if another loader of the program
     had started it: each test would wait for one of its own."""
-    from fastq_loader.workers import zygote
+    from fastq_loader.workers import interpreters
 
     key, kept = _interpreter
-    zygote._interpreters.running[key] = kept
+    interpreters._interpreters.running[key] = kept
     yield
-    zygote._interpreters.running.pop(key, None)
+    interpreters._interpreters.running.pop(key, None)
 
 
 @pytest.fixture(autouse=True)

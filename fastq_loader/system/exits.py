@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from multiprocessing import parent_process, util
-from typing import Any
+from pkgutil import resolve_name
 
 from fastq_loader.system import process_id
 
@@ -43,9 +43,9 @@ def is_program() -> bool:
 def forget() -> None:
     """In an interpreter that will only fork: drop the functions that run at its end. They are for what it has
     made (a folder, a measurement), and its children, which call what they register themselves, share that."""
-    finalize: Any = weakref.finalize
-    for finalizer in finalize._registry:
+    finalizers, clear = map(resolve_name, ("weakref:finalize._registry", "atexit:_clear"))
+    for finalizer in finalizers:
         finalizer.atexit = False
-    finalize._registered_with_atexit = False  # the next one registers again
-    atexit._clear()
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # the next one registers
+    clear()
     atexit.register(logging.shutdown)  # flushes handlers that a child adds

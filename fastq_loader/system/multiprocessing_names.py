@@ -1,4 +1,5 @@
-"""The private names of multiprocessing that this package uses: all of them, each used in one place.
+"""The private names of multiprocessing that this package uses: all of them, each used in one place; and those
+of exit handlers.
 
 Runs in every process. multiprocessing has no public interface to start a child in another way than by its own
 start methods, or to go on as a child that other code has forked. A release of Python may take one of these
@@ -17,8 +18,12 @@ from multiprocessing.process import BaseProcess
 from pkgutil import resolve_name
 from typing import Any
 
-#: Names of modules and classes, as `pkgutil.resolve_name` takes them. The last one is used by `packing`.
+#: Names of modules and classes, as `pkgutil.resolve_name` takes them. The first three are used by `exits`, and
+#: the last one by `packing`.
 NAMES = (
+    "atexit:_clear",
+    "weakref:finalize._registry",
+    "weakref:finalize._registered_with_atexit",
     "multiprocessing.process:BaseProcess._Popen",
     "multiprocessing.process:BaseProcess._bootstrap",
     "multiprocessing.process:_children",

@@ -22,7 +22,7 @@ from typing import Any
 from fastq_loader.errors import warn_user
 from fastq_loader.packing.pickling import explain, hint, pickles
 from fastq_loader.system.multiprocessing_names import starter
-from fastq_loader.workers import zygote
+from fastq_loader.workers import interpreters, zygote
 from fastq_loader.workers.children import Child, Launch, Stacks
 from fastq_loader.workers.config import Plan, Setup, own_fields
 from fastq_loader.workers.main import main
@@ -53,7 +53,7 @@ class LocalPool(WorkerPool):
         self._context: Any = None
         self._zygote: zygote.Zygote | None = None
         self._stacks: Stacks | None = None
-        self._moment: zygote.LaunchEnvironment | None = None  # of the start, for an interpreter's forks
+        self._moment: interpreters.LaunchEnvironment | None = None  # of the start, for an interpreter's forks
         self._held: list[Any] = []  # to be closed when all workers have ended
 
     def _prepare(self) -> None:
@@ -67,8 +67,8 @@ class LocalPool(WorkerPool):
         method = _INTERPRETERS.get(starter(self._context.Process))
         if method is not None:
             # Two uses: this pool's, and the loader's, for its next pools.
-            mine, plan.kept[method] = zygote.Use(method), zygote.Use(method)
-            self._zygote, self._moment = mine.zygote, zygote.LaunchEnvironment()
+            mine, plan.kept[method] = interpreters.Use(method), interpreters.Use(method)
+            self._zygote, self._moment = mine.zygote, interpreters.LaunchEnvironment()
             self._held += [mine, self._moment]
             with self._explaining():  # while the interpreter imports torch
                 plan.payload.seal()
@@ -93,7 +93,7 @@ class LocalPool(WorkerPool):
             return None
         if moment is None:
             return lambda process: zygote.fork_copy(forks, process, own_fields(setup), setup.folder)
-        return lambda process: zygote.fork_interpreter(forks, process, setup, moment)
+        return lambda process: interpreters.fork_interpreter(forks, process, setup, moment)
 
     def _start(self, child: Child) -> None:
         with self._explaining():

@@ -247,7 +247,7 @@ def write_process(prepared: dict[str, Any], process: BaseProcess) -> tuple[int, 
     Returns its descriptor, and the descriptors that the process refers to.
 
     Args:
-        prepared: see `zygote._preparation`.
+        prepared: see `interpreters._preparation`.
         process: the process object, not yet started.
 
     Raises:
