@@ -168,6 +168,22 @@ FAULTS = (
         "end_to_end/test_lifecycle.py",
     ),
     Fault(
+        "an interpreter that is ending is given to the next loader",
+        "workers/zygote.py",
+        "        if self._connection.closed or readable(",
+        "        if readable(",
+        "row P1",
+        "workers/test_interpreters.py",
+    ),
+    Fault(
+        "the workers of a loader in a reference cycle live on",
+        "workers/group.py",
+        "_in_use.add(self._socket)",
+        "_in_use.add(self)",
+        "row P6",
+        "end_to_end/test_lifecycle.py",
+    ),
+    Fault(
         "a worker takes a later batch before the one that is wanted next",
         "workers/task_queue.py",
         'insort(self._tasks, task, key=attrgetter("seq"))',
@@ -440,5 +456,14 @@ FAULTS = (
         "return 0",
         "row C1",
         "extras/tools/test_comparing.py",
+    ),
+    # ---- extras: images
+    Fault(
+        "all samples of a batch have the crop of the first one",
+        "extras/images/encoded.py",
+        "[sample.seed for sample in samples]",
+        "[samples[0].seed for sample in samples]",
+        "guarantee: random numbers",
+        "extras/images/test_encoded.py",
     ),
 )

@@ -18,8 +18,8 @@ from multiprocessing.process import BaseProcess
 from pkgutil import resolve_name
 from typing import Any
 
-#: Names of modules and classes, as `pkgutil.resolve_name` takes them. The first three are used by `exits`, and
-#: the last one by `packing`.
+#: Names of modules and classes, as `pkgutil.resolve_name` takes them. The first three are used by
+#: `exits`, the last by `packing`.
 NAMES = (
     "atexit:_clear",
     "weakref:finalize._registry",
