@@ -155,7 +155,8 @@ class PermutationSampler(ComputedSampler):
 
     Args:
         n: how many items, from 0 to 2^62; the sampler yields ints from 0 to n-1.
-        seed: determines the order, together with the epoch; at least 0.
+        seed: determines the order, together with the epoch; at least 0. Each pair of a seed and an epoch has
+            an order of its own.
         num_replicas: number of processes that share an epoch; the order is divided among them.
         rank: number of this process among them, from 0 on.
         drop_last: if n is not a multiple of `num_replicas`, leave items out. Otherwise the first of the order

@@ -51,6 +51,8 @@ _MT19937_BYTES = 625 * 4
 
 #: The generators that all code of a process shares, by name.
 GLOBAL: dict[str, Any] = {"torch": torch.default_generator, "random": random, "numpy": numpy_random}
+#: The objects behind the functions of two of these modules.
+_INSIDE: tuple[Any, ...] = GLOBAL["random"].random.__self__, GLOBAL["numpy"].rand.__self__
 
 
 class Found(dict[str, Any]):
@@ -85,9 +87,10 @@ def find(roots: dict[str, Any], but: Iterable[Any] = ()) -> Found:
 
     Returns:
         Name → generator, where a name is a path like "sampler.generator"; each generator once, in an order
-        that only depends on the attributes.
+        that only depends on the attributes. Without the ones behind `random.random` and `np.random.rand`,
+        which `GLOBAL` has.
     """
-    walk, found = Walk(roots, (*_KINDS, numpy_random.BitGenerator), but), Found()
+    walk, found = Walk(roots, (*_KINDS, numpy_random.BitGenerator), [*_INSIDE, *but]), Found()
     found.unseen, found.large = walk.unseen, walk.large
     for name, part in walk.found.items():
         base = next((base for base in _KINDS if issubclass(type(part), base)), None)

@@ -110,7 +110,8 @@ class Reader:
         return {**generators.GLOBAL, **self._own_generators()}
 
     def _own_generators(self) -> generators.Found:
-        return generators.find({"dataset": self.dataset, "collate_fn": self._collate})
+        roots = {"dataset": self.dataset, "collate_fn": self._collate}
+        return generators.find(roots, but=[generators.GLOBAL["torch"]])
 
     def put_back(self) -> generators.restored:
         """Context that restores, on exit, all generators that are seeded for each batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -262,8 +263,19 @@ class Bits(np.random.BitGenerator):
         ([Bits(1)], 0, False, False),
         ([OwnState(1)], 1, False, False),
         ([torch.Generator(), np, random, dict, "x" * 10**6], 1, True, True),
+        ([random.random, np.random.rand, functools.partial(random.uniform, 0, 1)], 0, True, True),
     ],
-    ids=["few", "data", "objects", "no state", "user code", "other bits", "a subclass", "modules"],
+    ids=[
+        "few",
+        "data",
+        "objects",
+        "no state",
+        "user code",
+        "other bits",
+        "a subclass",
+        "modules",
+        "of modules",
+    ],
 )
 def test_what_is_found_says_whether_it_is_all(root: Any, found: int, complete: bool, certain: bool) -> None:
     own = generators.find({"root": root})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,9 @@ def walked(root: Any, **more: Any) -> Walk:
 def test_it_looks_into_whatever_holds_something(way: str) -> None:
     wanted = random.Random(1)
     found = walked(Plain(held=held_by([way], wanted)))
+    if way == "generator" and sys.version_info < (3, 11):
+        assert found.unseen  # its frame, which leads out of the graph
+        return
     assert [*found.found.values()] == [wanted]
     assert not found.unseen
     assert not found.large
@@ -37,9 +41,9 @@ def test_it_finds_all_or_says_that_it_has_not_seen_all(graph: tuple[list[str], s
     found = walked(Plain(**attributes(graph, wanted)))
     assert any(each is wanted for each in found.found.values()) or found.unseen or found.large
     if graph[1] in ("nothing", "data") and not {"many", "large dict"} & {*graph[0]}:
-        assert any(each is wanted for each in found.found.values())
         # Of a generator that a debugger looks at, the frame is another object, which leads out of the graph.
         assert "generator" in graph[0] or not found.unseen
+        assert any(each is wanted for each in found.found.values()) or found.unseen
         assert found.large == (["root.beside"] if graph[1] == "data" else [])
 
 

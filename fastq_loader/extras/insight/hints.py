@@ -126,15 +126,15 @@ class Hints:
         )
 
     def _private_generators(self) -> str | None:
-        names, unseen = (", ".join(sorted(each)) for each in (self._log.drawn_from, self._log.unseen))
+        names, unseen = ", ".join(sorted(self._log.drawn_from)), ", ".join(sorted(self._log.unseen)[:3])
         if not (names or unseen):
             return None
         more = unseen and f"The search for generators left out {unseen}: there may be others"
         if not names:
             return (
                 f"{more}, which Dynamic(reseed=True) does not seed: their numbers would depend on the "
-                "worker. It searches a thousand objects, and does not use a generator that saves its state "
-                "by code of yours: make generators attributes of the dataset, or draw from a global one"
+                "worker. It searches a thousand objects, and cannot seed a generator whose class saves its "
+                "state itself: make generators attributes of the dataset, or draw from a global one"
             )
         return (
             f"Batches drew from {names}, and each worker has its own copy: with "
