@@ -28,21 +28,16 @@ def own_dict(part: Any) -> dict[str, Any]:
     return {}
 
 
-def slots(part: Any) -> list[tuple[str, Any]]:
-    """Return the attributes in the `__slots__` of an object's classes."""
-    found = []
+def held(part: Any) -> dict[str, Any]:
+    """Return the attributes in an object's `__dict__`, and in the `__slots__` of its classes."""
+    found = dict(islice(dict.items(own_dict(part)), MOST))
     for kind in mro(type(part)):
         if "__slots__" in namespace(kind):
             for name, member in namespace(kind).items():
-                if type(member) is MemberDescriptorType:
+                if type(member) is MemberDescriptorType and name not in found:
                     with contextlib.suppress(AttributeError):  # it is not set
-                        found.append((name, member.__get__(part)))
+                        found[name] = member.__get__(part)
     return found
-
-
-def held(part: Any) -> dict[str, Any]:
-    """Return the attributes in an object's `__dict__`, and in the `__slots__` of its classes."""
-    return dict([*reversed(slots(part)), *islice(dict.items(own_dict(part)), MOST)])
 
 
 def attribute(part: Any, name: str, default: Any = None) -> Any:

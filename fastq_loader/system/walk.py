@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from fastq_loader.system.attributes import C_FIELDS, MOST, namespace, own_dict, slots
+from fastq_loader.system.attributes import C_FIELDS, MOST, held, namespace, own_dict
 
 #: Objects that a walk visits, at most. A container of more members than this is visited after all else.
 _MOST_OBJECTS, _FEW_MEMBERS = 1000, 100
@@ -46,7 +46,7 @@ _size, _dtype = vars(np.ndarray)["size"].__get__, vars(np.ndarray)["dtype"].__ge
 _flat, _factory = vars(np.ndarray)["flat"].__get__, vars(defaultdict)["default_factory"].__get__
 #: Size and members of a container, by its class.
 _CONTAINERS: dict[type, tuple[Callable[[Any], int], Callable[[Any], Iterable[Any]]]] = {
-    OrderedDict: (dict.__len__, OrderedDict.items),
+    OrderedDict: (dict.__len__, dict.items),
     dict: (dict.__len__, dict.items),
     list: (list.__len__, list.__iter__),
     tuple: (tuple.__len__, tuple.__iter__),
@@ -144,13 +144,14 @@ class Walk:
             self.unseen.append(path)
             return []
         self.unseen += [path] * (dict.__len__(own) > MOST)
-        members = [*islice(dict.items(own), MOST), *slots(part), ("", kind), *members]
+        self._seen[id(own)] = own  # the collector refers to it, too
+        members = [*held(part).items(), ("", kind), *members]
         if kind is MethodType:
             members += ("", part.__self__), ("", part.__func__)
         elif issubclass(kind, defaultdict):
             members += [("default_factory", _factory(part))]
         elif base is None:
-            members += enumerate(each for each in gc.get_referents(part) if each is not own)
+            members += enumerate(gc.get_referents(part))
         return members
 
     def _of_container(self, base: type, path: str, part: Any) -> list[tuple[Any, Any]]:
@@ -168,6 +169,7 @@ class Walk:
 
 
 def _joined(path: str, name: Any) -> str:
+    name = name if type(name) in _PLAIN else "*"  # a key of a `__dict__` that is not text
     return f"{path}.{name}" if path and name != "" else path or str(name)
 
 
@@ -188,7 +190,8 @@ def _of_class(_: str, kind: type) -> list[tuple[Any, Any]]:
     fields = [
         (name, field)
         for name, field in list(namespace(kind).items())
-        if type(field) is FunctionType or not (type(field) in C_FIELDS or str(name).startswith("__"))
+        if type(field) is FunctionType
+        or not (type(field) in C_FIELDS or (type(name) is str and name.startswith("__")))
     ]
     return [*fields, *(("", base) for base in _bases(kind))]
 
