@@ -339,6 +339,8 @@ _ALONE = ("usepdb", "trace", "maxfail", "collectonly", "tx")
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own, which reads the number
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """A whole run uses two processes if pytest-xdist is installed and no `-n` was given."""
+    if hasattr(config, "workerinput"):  # this is one of the two
+        return
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     alone = any(config.getoption(name, None) for name in _ALONE)
     if whole and not alone and getattr(config.option, "numprocesses", 0) is None:

@@ -228,6 +228,14 @@ def test_a_whole_run_uses_two_processes_where_nothing_else_is_said(
     assert getattr(config.option, "numprocesses", "no pytest-xdist") == processes
 
 
+def test_one_of_two_processes_starts_no_others() -> None:
+    option = SimpleNamespace(numprocesses=None)
+    source = pytest.Config.ArgsSource.TESTPATHS
+    config: Any = SimpleNamespace(args_source=source, option=option, getoption={}.get, workerinput={})
+    conftest.pytest_cmdline_main(config)
+    assert option.numprocesses is None
+
+
 @pytest.mark.parametrize(("number", "quick"), [(5, 5), (30, 10), (200, 20)])
 def test_a_property_has_a_tenth_of_its_examples_by_default(
     number: int, quick: int, monkeypatch: pytest.MonkeyPatch
