@@ -186,8 +186,8 @@ class _Interpreter(popen_fork.Popen):
         self.finalizer = None
 
 
-def fork_interpreter(zygote: Zygote, process: BaseProcess, setup: Setup, moment: LaunchEnvironment) -> Forked:
-    """Have an interpreter fork a child that becomes `process`.
+def fork_interpreter(zygote: Zygote, moment: LaunchEnvironment, setup: Setup, process: BaseProcess) -> Forked:
+    """Have an interpreter fork a child that becomes `process`, with the folder and paths of that moment.
 
     Raises:
         TypeError, AttributeError, PicklingError: the process cannot be pickled.

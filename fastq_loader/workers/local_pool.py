@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import context as contexts
 from multiprocessing.process import BaseProcess
 from pickle import PicklingError
@@ -51,9 +52,8 @@ class LocalPool(WorkerPool):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self._context: Any = None
-        self._zygote: zygote.Zygote | None = None
+        self._fork: Callable[..., zygote.Forked] | None = None  # by a zygote, if there is one
         self._stacks: Stacks | None = None
-        self._moment: interpreters.LaunchEnvironment | None = None  # of the start, for an interpreter's forks
         self._held: list[Any] = []  # to be closed when all workers have ended
 
     def _prepare(self) -> None:
@@ -68,14 +68,16 @@ class LocalPool(WorkerPool):
         if method is not None:
             # Two uses: this pool's, and the loader's, for its next pools.
             mine, plan.kept[method] = interpreters.Use(method), interpreters.Use(method)
-            self._zygote, self._moment = mine.zygote, interpreters.LaunchEnvironment()
-            self._held += [mine, self._moment]
+            moment = interpreters.LaunchEnvironment()
+            self._held += [mine, moment]
+            self._fork = partial(interpreters.fork_interpreter, mine.zygote, moment)
             with self._explaining():  # while the interpreter imports torch
                 plan.payload.seal()
-            self._zygote.wait()
+            mine.zygote.wait()
         elif self.forks and plan.restarts:
-            self._zygote = zygote.copy_of_consumer(self._context, self._inherited, self._setup.folder)
-            self._held.append(self._zygote)
+            self._held.append(zygote.copy_of_consumer(self._context, self._inherited, self._setup.folder))
+            fork = partial(zygote.fork_copy, self._held[-1])
+            self._fork = lambda setup, process: fork(process, own_fields(setup), setup.folder)
 
     def _process(self, setup: Setup) -> BaseProcess:
         process: BaseProcess = self._context.Process(target=main, args=(setup,), daemon=True)
@@ -88,12 +90,7 @@ class LocalPool(WorkerPool):
         return self._process(self._setup_for(**own))
 
     def _launch(self, setup: Setup) -> Launch | None:
-        forks, moment = self._zygote, self._moment
-        if forks is None:
-            return None
-        if moment is None:
-            return lambda process: zygote.fork_copy(forks, process, own_fields(setup), setup.folder)
-        return lambda process: interpreters.fork_interpreter(forks, process, setup, moment)
+        return None if self._fork is None else partial(self._fork, setup)
 
     def _start(self, child: Child) -> None:
         with self._explaining():
@@ -114,7 +111,7 @@ class LocalPool(WorkerPool):
         return self._stacks.of(worker.pid)
 
     def _give_back(self) -> None:
-        self._zygote = self._stacks = self._moment = None
+        self._fork = self._stacks = None
         while self._held:
             self._held.pop().close()
 
