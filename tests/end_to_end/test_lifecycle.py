@@ -39,7 +39,7 @@ from tests.support.crimes import CrimeAt, ManyFields, Rows, WorkerReport, dawdle
 from tests.support.datasets import Made
 from tests.support.forking import in_child
 from tests.support.inheritance import AS_ROOT, SURROUNDINGS
-from tests.support.loaders import MANY_WORKERS, PERSISTENT, numbers
+from tests.support.loaders import MANY_WORKERS, PERSISTENT, Trainer, numbers
 from tests.support.sandbox import mounted
 from tests.support.thorough import thorough
 
@@ -473,23 +473,6 @@ def test_p10_a_loader_inside_a_worker_loads_and_may_have_no_workers_as_in_torch(
         list(DataLoader(Made(partial(load_inside, 1), 4), num_workers=1))
 
 
-class Trainer:
-    """Is part of a cycle with its loader, as the loader's collate function is one of its methods."""
-
-    def __init__(self, kind: Any, method: str, **options: Any) -> None:
-        self.loader = kind(
-            range(40), num_workers=2, collate_fn=self.collate, multiprocessing_context=method, **options
-        )
-        self.batches = iter(self.loader)
-        next(self.batches)
-
-    def collate(self, samples: list[int]) -> torch.Tensor:
-        return torch.tensor(samples)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-
 @pytest.mark.parametrize(
     ("kind", "method", "options"),
     [
@@ -507,7 +490,7 @@ def test_p6c_workers_of_a_loader_in_a_cycle_end_when_the_collector_runs(
 ) -> None:
     resource_tracker.ensure_running()  # which stays
     before = running()
-    trainer = Trainer(kind, method, **options)
+    trainer = Trainer(kind, multiprocessing_context=method, **options)
     watched = weakref.ref(trainer)
     assert len(running() - before) >= 2
     del trainer

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +24,13 @@ from torch.utils.data import Dataset, get_worker_info
 from fastq_loader import DataLoader, RoundRobin, UnpicklableError, WorkerReplaced, empty
 from fastq_loader.workers.group import WorkerGroup
 from fastq_loader.workers.kinds import WorkerKind
-from tests.conftest import wait_until
+from tests.conftest import descendants, wait_until
 from tests.support import certificates
 from tests.support.crimes import CrimeAt, FailsToUnpickle, raise_os_error
 from tests.support.datasets import SAMPLES, Made, MapDataset, Record, Stream, assert_same, identity
 from tests.support.far_workers import LocalPlacement, far, far_pids
 from tests.support.late_device import late_device
-from tests.support.loaders import MANY_WORKERS, seed_all
+from tests.support.loaders import MANY_WORKERS, Trainer, seed_all
 from tests.support.thorough import thorough
 from tests.support.traces import check as check_trace
 from tests.support.traces import read, tracks
@@ -279,3 +280,13 @@ def test_torch_warns_of_more_workers_than_cpus_only_of_this_machine(monkeypatch:
 def test_encrypted_batches_are_the_same(tmp_path: Path) -> None:
     tls = certificates.make_tls(tmp_path)
     check(Made(everything, 30), tls=tls, collate_fn=identity, batch_size=8, shuffle=True)
+
+
+def test_workers_of_a_loader_in_a_cycle_end_when_the_collector_runs() -> None:
+    before = set(descendants())
+    trainer = Trainer(DataLoader, workers=far(nodes=1), persistent_workers=True)
+    watched = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert watched() is None
+    assert wait_until(lambda: set(descendants()) == before, 5)
