@@ -18,12 +18,11 @@ from multiprocessing.process import BaseProcess
 from pkgutil import resolve_name
 from typing import Any
 
-#: Names of modules and classes, as `pkgutil.resolve_name` takes them. The first three are used by
+#: Names of modules and classes, as `pkgutil.resolve_name` takes them. The first two are used by
 #: `exits`, the last by `packing`.
 NAMES = (
     "atexit:_clear",
     "weakref:finalize._registry",
-    "weakref:finalize._registered_with_atexit",
     "multiprocessing.process:BaseProcess._Popen",
     "multiprocessing.process:BaseProcess._bootstrap",
     "multiprocessing.process:_children",
