@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from pathlib import Path
 
-#: Lines of /proc/<pid>/status, by their beginnings.
+#: Lines of a file that has many, by their beginnings.
 _RIGHTS = "Cap", "NoNewPrivs", "Seccomp"
 _REST = "Umask", "NSpgid", "NSsid", "SigBlk", "SigIgn", "Cpus_allowed", "Mems_allowed", "THP_enabled"
+#: Files and links of the thread. The last two files are the process's.
 _FILES = "limits", "oom_score_adj", "cgroup", "../../timerslack_ns", "../../coredump_filter"
 _NAMESPACES = "cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "time_for_children", "user", "uts"
 
@@ -23,7 +25,7 @@ def rights() -> Hashable:
     return (
         (os.getresuid(), os.getresgid(), frozenset(os.getgroups()), root.st_dev, root.st_ino),
         _status(_RIGHTS),
-        tuple(_namespace(name) for name in _NAMESPACES),
+        *(_shown(f"ns/{name}", os.readlink) for name in _NAMESPACES),
     )
 
 
@@ -36,21 +38,15 @@ def rest() -> Hashable:
         os.getpriority(os.PRIO_PROCESS, 0),
         (os.sched_getscheduler(0), os.sched_getparam(0).sched_priority),
         _status(_REST),
-        *map(_read, _FILES),
+        *map(_shown, _FILES),
     )
 
 
 def _status(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(line for line in _read("status").splitlines() if line.startswith(names))
+    return tuple(line for line in _shown("status").splitlines() if line.startswith(names))
 
 
-def _read(name: str) -> str:
-    with contextlib.suppress(OSError), open(f"/proc/thread-self/{name}") as file:
-        return file.read()
-    return ""
-
-
-def _namespace(name: str) -> str:
+def _shown(name: str, read: Callable[[str], str] = lambda path: Path(path).read_text()) -> str:
     with contextlib.suppress(OSError):
-        return os.readlink(f"/proc/thread-self/ns/{name}")
+        return read(f"/proc/thread-self/{name}")
     return ""

@@ -134,9 +134,10 @@ def _start_interpreter(method: str, preload: list[str], its: Connection) -> Chil
     with without_signals(*KEPT_OUT):  # until it has handlers
         child.start()
     # Until it serves, the kernel kills it when the other end is shut down or closed: it may be importing.
-    fcntl.fcntl(its, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(its, fcntl.F_SETOWN, child.pid)
-    fcntl.fcntl(its, fcntl.F_SETFL, fcntl.fcntl(its, fcntl.F_GETFL) | os.O_ASYNC)
+    with contextlib.suppress(OSError):  # a sandbox refuses, or it has ended
+        fcntl.fcntl(its, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(its, fcntl.F_SETOWN, child.pid)
+        fcntl.fcntl(its, fcntl.F_SETFL, fcntl.fcntl(its, fcntl.F_GETFL) | os.O_ASYNC)
     return child
 
 

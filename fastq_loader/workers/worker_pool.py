@@ -184,8 +184,7 @@ class WorkerPool(ABC):
         self._setup = None
         if self._stopping is None:
             self._plan.payload.unseal()
-            # Drop the references to the user's objects, and to the loader's.
-            self._plan = replace(self._plan, payload=Payload(None, None, None), kept={})
+            self._drop_objects()
             leaving = {}
             for worker in self.workers:
                 if worker.child is not None and worker.pid:
@@ -194,6 +193,12 @@ class WorkerPool(ABC):
                     worker.child.release()
             self._stopping = Stopping(owner, leaving, [self._give_back, *after])
         self._stopping.finish()
+
+    def _drop_objects(self) -> None:
+        """Drop the references to the user's objects, and to the loader's."""
+        self._plan = replace(self._plan, payload=Payload(None, None, None), kept={})
+        if self._setup is not None:
+            self._setup = replace(self._setup, plan=replace(self._plan, context=None))
 
     @property
     def stopped(self) -> bool:

@@ -484,7 +484,7 @@ def test_p10_a_loader_inside_a_worker_loads_and_may_have_no_workers_as_in_torch(
         (DataLoader, "fork", {"workers": Processes(max_restarts=1), "schedule": "dynamic"}),
     ],
 )
-@thorough(after=3)
+@thorough(after=2)
 def test_p6c_workers_of_a_loader_in_a_cycle_end_when_the_collector_runs(
     kind: Any, method: str, options: dict[str, Any]
 ) -> None:

@@ -22,7 +22,7 @@ import os
 import pickle
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import popen_fork
 from multiprocessing.connection import Connection as Pipe
@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fastq_loader.api import (
     Launch,
-    Payload,
     Plan,
     ProtocolError,
     Setup,
@@ -147,9 +146,7 @@ class ProxyPool(WorkerPool):
         self._zygote = copy_of_consumer(_FORK, self._made, setup.folder)
         sent = pickle.dumps(FarSetup.of(setup, self._tls))
         # The copy has the user's objects. Here the thread would keep them alive, and the loader in a cycle.
-        nothing = Payload(None, None, None)
-        self._plan = replace(self._plan, payload=nothing)
-        self._setup = replace(setup, plan=replace(setup.plan, payload=nothing))
+        self._drop_objects()
         self._wake = calls.wake_up()
         self._placement.start(sent, self._plan.workers)
         with without_signals():  # they are for the main thread, which may block them during a start
