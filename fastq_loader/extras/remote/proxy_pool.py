@@ -9,8 +9,7 @@ proxies lose them while the consumer is in a training step. It has the consumer'
 The search for places begins before any proxy is up; a lost place is returned, and another one is found.
 
 Proxies are forked by a zygote (see `workers.zygote`), which was forked when the pool began: a proxy costs
-milliseconds, and the few pages that it changes. If the system has no process descriptors, the consumer forks
-them itself.
+milliseconds, and the few pages that it changes.
 """
 
 from __future__ import annotations

@@ -92,8 +92,11 @@ def _once(name: str, of: dict[str, Any], make: Callable[[], dict[str, Any]]) -> 
     try:
         return named.once(name, of, make)
     except named.Differs as error:
-        text = _difference(error.about, of)
-        raise ValueError(f"share(name={name!r}): {text} under this name; use another one") from None
+        there = error.about
+        keys = [key for key in there.keys() | of.keys() if there.get(key) != of.get(key)]
+        names = ", ".join(sorted({key.partition(".")[2] for key in keys}))
+        text = f"another process shares something else than {names} under this name; use another one"
+        raise ValueError(f"share(name={name!r}): {text}") from None
 
 
 def _put(chosen: list[tuple[Any, str, Any]]) -> None:
@@ -205,20 +208,6 @@ def _about(value: Any) -> list[Any]:
             data = file.getvalue()
         digest.update(data)
     return [type(value).__name__, len(value), digest.hexdigest()]
-
-
-def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
-    """Describe the first difference between the shared containers and the containers here."""
-    keys = [key for key in there.keys() | here.keys() if there.get(key) != here.get(key)]
-    key = min(keys, key=lambda key: (key not in there or key not in here, key))
-    name, theirs, own = key.partition(".")[2], there.get(key), here.get(key)
-    if theirs is None or own is None:
-        return f"only {'here' if theirs is None else 'another process'} shares {name!r}"
-    if theirs[0] != own[0]:
-        return f"another process shares {name!r} as a {theirs[0]}, and here it is a {own[0]},"
-    if theirs[1] != own[1]:
-        return f"another process shares {name!r} with {theirs[1]:,} items, and here it has {own[1]:,},"
-    return f"another process shares {name!r} with other items"
 
 
 def some_of(value: Any, number: int = _SAMPLE) -> Sequence[Any]:

@@ -152,12 +152,12 @@ def changed(key: str, change: Callable[[Any], Any]) -> Callable[[], Files]:
 
 
 OTHERS: list[tuple[Callable[[], Files], str]] = [
-    (changed("samples", lambda of: of[:-1]), rf"another process shares 'samples' with {N:,} .*"),
-    (changed("samples", lambda of: [*of[:-1], ("b", 1)]), ".* shares 'samples' with other items"),
-    (changed("samples", tuple), "another process shares 'samples' as a list, and here it is a tuple,"),
-    (changed("index", lambda of: list(of.items())), ".* shares 'index' as a dict, and .* a list,"),
-    (changed("classes", lambda of: [f"{number:010}" for number in range(N)]), "only here shares 'classes'"),
-    (changed("index", len), "only another process shares 'index'"),
+    (changed("samples", lambda of: of[:-1]), "samples"),
+    (changed("samples", lambda of: [*of[:-1], ("b", 1)]), "samples"),
+    (changed("samples", tuple), "samples"),
+    (changed("index", lambda of: list(of.items())), "index"),
+    (changed("classes", lambda of: [f"{number:010}" for number in range(N)]), "classes"),
+    (changed("index", len), "index"),
 ]
 
 
@@ -185,7 +185,9 @@ def test_the_second_of_a_name_finds_the_memory_of_the_first_and_sigkill_leaves_n
         (inode,) = inodes() - before
         assert inode in inodes(other.pid)
         for other_data, text in OTHERS:
-            with pytest.raises(ValueError, match=rf"share\(name='a/b'\): {text} under this name"):
+            with pytest.raises(
+                ValueError, match=rf"share\(name='a/b'\): .* something else than {text} under this name"
+            ):
                 share(other_data(), name="a/b")
         os.kill(other.pid, signal.SIGKILL)
         other.finish()
