@@ -292,7 +292,6 @@ LARGE = {
     "ipc.messages.Answer": 19,
     "workers.config.Plan": 17,
     # Not simplified yet.
-    "extras.remote.ray_placement.RayPlacement": 18,
     "reading.fetch.Fetcher": 16,
 }
 

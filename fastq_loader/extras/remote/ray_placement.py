@@ -21,14 +21,12 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import json
-import logging
 import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +37,7 @@ from fastq_loader.extras.remote.connection import Address
 from fastq_loader.extras.remote.proxy import NoPlace, Place
 from fastq_loader.extras.remote.proxy_pool import Placement
 from fastq_loader.extras.remote.ranks import Board, Sharing, share, used, waits_for
+from fastq_loader.extras.remote.ray_cluster import look_for_room, takes_of
 
 #: Seconds between two polls for answers, while any are due: an actor takes a second to start. And seconds to
 #: wait for Ray's lock.
@@ -48,14 +47,10 @@ _PAUSE, _SOON = 0.1, 0.01
 _TOMBSTONE = 1.0
 #: Consecutive failures of actors, without any success between them, after which no more are made.
 _TRIES = 3
-#: Seconds for a newly started Ray to report whether it has an autoscaler.
-_MONITOR = 15.0
 #: Seconds between two reads of the other ranks' states.
 _LOOK = 2.0
 #: Maximum characters of a text from Ray.
 _LONGEST = 300
-
-_log = logging.getLogger("fastq_loader")
 
 
 @dataclass(eq=False)
@@ -87,6 +82,26 @@ class _Actor:
     deadline: float = math.inf
 
 
+class _Failures:
+    """Consecutive failures of actors, without any success between them.
+
+    Attributes:
+        number: how many.
+        why: reason of the last one.
+    """
+
+    def __init__(self) -> None:
+        self.number, self.why = 0, ""
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether no more actors are made."""
+        return self.number >= _TRIES
+
+    def give_up(self, why: str) -> None:
+        self.number, self.why = _TRIES, why
+
+
 class RayPlacement(Placement):
     """The actors of one pool.
 
@@ -100,17 +115,14 @@ class RayPlacement(Placement):
         self._options = options
         self._flexible = flexible
         self._ray: Any = None
-        self._far_worker: Any = None  # creates actors
-        self._setup: Any = None  # a reference to their setup
-        self._takes: dict[str, float] = {}  # resources of each worker
+        self._make: Callable[[int], _Actor] | None = None
         self._most = 0  # maximum number of actors of this pool
         self._sharing: Sharing | None = None  # in a job of several ranks, unless all workers are needed
         self._went_on = 0.0  # when the pool could last continue
         self._actors: list[_Actor] = []
         self._deaths: dict[Place, str] = {}  # causes of death
         self._lost: list[Place] = []
-        self._failures = 0
-        self._why = ""  # reason of the last failure
+        self._failures = _Failures()
         self._lock: Any = None  # Ray's, which is private: if it moves, the process may end as described above
         self._driver = ""  # Ray's name for this process, until Ray is shut down
         self._stopped = False
@@ -136,20 +148,10 @@ class RayPlacement(Placement):
     def _prepare(self, ray: Any, setup: bytes, places: int) -> None:
         options = self._options
         self._went_on = now = time.monotonic()
-        all_kinds = {"CPU": options.num_cpus, "GPU": options.num_gpus, **options.resources}
-        self._takes = takes = {name: amount for name, amount in all_kinds.items() if amount}
-        _look_for_room(ray, options, takes)
+        takes = takes_of(options)
+        look_for_room(ray, options, takes)
         self._driver = ray.get_runtime_context().get_worker_id()
-        self._far_worker = ray.remote(_actor_class()).options(
-            num_cpus=options.num_cpus,
-            num_gpus=options.num_gpus,
-            resources=dict(options.resources),
-            scheduling_strategy=options.strategy,
-            runtime_env=None if options.runtime_env is None else dict(options.runtime_env),
-            max_restarts=0,
-            max_task_retries=0,
-        )
-        self._setup = ray.put(setup)
+        self._make = _maker(ray, options, setup)
         self._most = places
         if self._flexible and (ranks := _ranks()) > 1:
             total = ray.cluster_resources()
@@ -179,7 +181,7 @@ class RayPlacement(Placement):
         """Read answers, and act on them."""
         if not self._is_there():
             self._forget()
-            self._failures, self._why = _TRIES, "Ray was shut down"
+            self._failures.give_up("Ray was shut down")
             return
         self._hear()
         for actor in self._actors:
@@ -201,9 +203,9 @@ class RayPlacement(Placement):
         now, limit = time.monotonic(), self._options.start_timeout
         if self._goes_on(wanted):
             self._went_on = now
-        elif limit and now - self._went_on > limit and self._failures < _TRIES:
+        elif limit and now - self._went_on > limit and not self._failures.are_too_many:
             starting = [actor for actor in self._actors if actor.place is None]
-            self._failures, self._why = _TRIES, self._overdue([actor.machine for actor in starting])
+            self._failures.give_up(self._overdue([actor.machine for actor in starting]))
             for actor in starting:
                 self._end(actor, "")
 
@@ -215,14 +217,14 @@ class RayPlacement(Placement):
     def _overdue(self, starting: Sequence[str | None]) -> str:
         """Describe why workers did not start in time, by the machine of each, or None without one."""
         total, free = self._ray.cluster_resources(), self._ray.available_resources()
-        reason = waits_for(starting, self._takes, total, free)
+        reason = waits_for(starting, takes_of(self._options), total, free)
         limit = f"RayWorkers(start_timeout={self._options.start_timeout:g})"
         return f"not within {limit} seconds: {reason} (free or add resources, or give it more seconds)"
 
     def _look_at_ranks(self) -> None:
         """Leave room to ranks that have none."""
         with_room = [actor for actor in self._actors if actor.machine is not None]
-        if not with_room and self._failures >= _TRIES:  # room would not help
+        if not with_room and self._failures.are_too_many:  # room would not help
             self._leave_board()
         if self._sharing is None:
             return
@@ -241,16 +243,12 @@ class RayPlacement(Placement):
 
     def _make_actors(self) -> None:
         starve = self._sharing is not None and self._sharing.others_starve
-        while len(self._actors) < self._most and self._failures < _TRIES and not starve:
-            first, last = self._options.ports or (0, 0)
+        while len(self._actors) < self._most and not (self._failures.are_too_many or starve):
+            assert self._make is not None, "Ray is there"
             try:
-                handle = self._far_worker.remote()
-                where, ports = handle.where.remote(), list(range(first, last + 1))
-                opened, end = handle.open.remote(self._setup, ports), handle.run.remote()
+                self._actors.append(self._make(self._failures.number))
             except Exception as error:
-                self._failures, self._why = self._failures + 1, _text(error)
-            else:
-                self._actors.append(_Actor(handle, where, opened, end, self._failures))
+                self._failures.number, self._failures.why = self._failures.number + 1, _text(error)
 
     def _hear(self) -> None:
         """Read the answers of actors, or of Ray in their place."""
@@ -283,7 +281,7 @@ class RayPlacement(Placement):
             return
         actor.place = Place(Address(address, port), pid, f"{address} (Ray's node {node[:12]})")
         actor.opened, actor.deadline = None, math.inf
-        self._failures = 0
+        self._failures.number = 0
 
     def _failed(self, actor: _Actor, error: Exception) -> None:
         """Handle an actor that has died, could not be made, or cannot open the dataset. It is no failure if
@@ -296,9 +294,9 @@ class RayPlacement(Placement):
         self._end(actor, _text(error))
 
     def _count_failure(self, actor: _Actor, why: str) -> None:
-        if actor.tries >= self._failures:  # actors made together fail together, which counts once
-            self._failures += 1
-        self._why = why
+        if actor.tries >= self._failures.number:  # actors made together fail together, which counts once
+            self._failures.number += 1
+        self._failures.why = why
 
     def _end(self, actor: _Actor, why: str) -> None:
         """End an actor that is not needed or has failed."""
@@ -314,8 +312,8 @@ class RayPlacement(Placement):
         for actor in free:
             actor.given = True
         found: list[Place | NoPlace] = [actor.place for actor in free if actor.place is not None]
-        if self._failures >= _TRIES and not (up and self._flexible):
-            found += [NoPlace(self._why)] * (wanted - len(found))
+        if self._failures.are_too_many and not (up and self._flexible):
+            found += [NoPlace(self._failures.why)] * (wanted - len(found))
         return found
 
     def death(self, place: Place) -> str:
@@ -372,7 +370,7 @@ class RayPlacement(Placement):
         self._driver = ""
         self._sharing = None
         self._actors.clear()
-        self._setup = self._far_worker = None
+        self._make = None
 
 
 def _actor_class() -> type:
@@ -397,60 +395,34 @@ def _actor_class() -> type:
     return FarWorker
 
 
+def _maker(ray: Any, options: Any, setup: bytes) -> Callable[[int], _Actor]:
+    """Return a function that makes an actor, after so many failures."""
+    far_worker = ray.remote(_actor_class()).options(
+        num_cpus=options.num_cpus,
+        num_gpus=options.num_gpus,
+        resources=dict(options.resources),
+        scheduling_strategy=options.strategy,
+        runtime_env=None if options.runtime_env is None else dict(options.runtime_env),
+        max_restarts=0,
+        max_task_retries=0,
+    )
+    reference = ray.put(setup)
+    first, last = options.ports or (0, 0)
+
+    def make(tries: int) -> _Actor:
+        handle = far_worker.remote()
+        where, ports = handle.where.remote(), list(range(first, last + 1))
+        opened, end = handle.open.remote(reference, ports), handle.run.remote()
+        return _Actor(handle, where, opened, end, tries)
+
+    return make
+
+
 def _disarm() -> None:
     """Cancel, at exit, the alarm that Ray's handler of SIGTERM has set. It would abort the process after
     three seconds, and workers may need longer for their sample. An alarm with a handler is the user's."""
     if signal.getsignal(signal.SIGALRM) in (None, signal.SIG_DFL):
         signal.alarm(0)
-
-
-def _look_for_room(ray: Any, options: Any, takes: dict[str, float]) -> None:
-    """Check that some machine of the cluster can run a worker, now or after autoscaling.
-
-    Raises:
-        ValueError: no machine ever could.
-    """
-    machines, grows = [node["Resources"] for node in ray.nodes() if node["Alive"]], False
-    if not _fits(takes, machines):
-        kinds, grows = _addable()
-        machines += kinds
-    if _fits(takes, machines):
-        return
-    text = _no_room(options, takes, machines)
-    if not grows:
-        raise ValueError(f"{text}, and none is added by itself. Add such a machine first, or ask for less")
-    _log.warning("%s. Workers wait for the autoscaler to add one.", text)
-
-
-def _no_room(options: Any, takes: dict[str, float], machines: list[dict[str, float]]) -> str:
-    """Describe which resources no machine has enough of."""
-    most = {name: max((one.get(name, 0) for one in machines), default=0) for name in takes}
-    lacks = [name for name in takes if most[name] < takes[name]] or list(takes)
-    names = dict.fromkeys({"CPU": "num_cpus", "GPU": "num_gpus"}.get(name, "resources") for name in lacks)
-    asked = ", ".join(f"{name}={getattr(options, name)!r}" for name in names)
-    wanted = " and ".join(f"{takes[name]:g} {name} (the most is {most[name]:g})" for name in lacks)
-    return f"RayWorkers({asked}): no machine of the Ray cluster has {wanted}"
-
-
-def _fits(takes: dict[str, float], machines: list[dict[str, float]]) -> bool:
-    return any(all(one.get(name, 0) >= amount for name, amount in takes.items()) for one in machines)
-
-
-def _addable() -> tuple[list[dict[str, float]], bool]:
-    """The kinds of machines that an autoscaler may add, if it lists them; and whether there may be others."""
-    try:
-        state = importlib.import_module("ray._private.state").state
-        if (config := state.get_cluster_config()) is not None:
-            groups = [group for group in config.node_group_configs if group.max_count]
-            return [dict(group.resources) for group in groups], False
-        kv, until = importlib.import_module("ray.experimental.internal_kv"), time.monotonic() + _MONITOR
-        while not (status := kv._internal_kv_get("__autoscaling_status")) and time.monotonic() < until:
-            time.sleep(0.1)  # Ray has just been started
-        nodes = json.loads(status)["autoscaler_report"]["node_type_mapping"]
-        # Without an autoscaler each machine is listed as a kind of its own.
-        return [], any(not kind.startswith("node_") for kind in nodes.values())
-    except Exception:  # these names are private to Ray, and another version may have others
-        return [], True
 
 
 def _ranks() -> int:
