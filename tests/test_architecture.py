@@ -291,8 +291,6 @@ LARGE = {
     # What crosses between processes.
     "ipc.messages.Answer": 19,
     "workers.config.Plan": 17,
-    # Not simplified yet.
-    "reading.fetch.Fetcher": 16,
 }
 
 

@@ -39,8 +39,8 @@ class Fetcher:
     iterator's `_dataset_fetcher`.
 
     Attributes:
-        began, fetched: when the last batch was requested, and when its samples had been read; nanoseconds of
-            the monotonic clock.
+        fetched: when the last batch was requested, or, after that, when its samples had been read;
+            nanoseconds of the monotonic clock.
         slowest, slowest_at: nanoseconds that the slowest sample of the last batch took, and its position in
             the batch; 0, 0 if the samples were not timed.
         dataset_iter, ended: the iterator of an iterable dataset, and whether it ended before a batch was
@@ -55,7 +55,7 @@ class Fetcher:
     stateful: bool | None = None
     bad: Any = ()
     error: Exception | None = None
-    began = fetched = slowest = slowest_at = 0
+    fetched = slowest = slowest_at = 0
 
     def __init__(
         self, dataset: Any, *, iterable: bool, auto_collation: bool, collate: Collate, drop_last: bool
@@ -77,7 +77,7 @@ class Fetcher:
         Raises:
             EndOfStream: an iterable dataset is exhausted.
         """
-        self.began = self.fetched = monotonic_ns()
+        began = self.fetched = monotonic_ns()
         self.slowest = self.slowest_at = 0
         try:
             if self._gatherer and (batch := self._gatherer.gather(self.dataset, index)) is not None:
@@ -86,7 +86,7 @@ class Fetcher:
             data = self._read(index)
             self.fetched = monotonic_ns()
             samples = 0 if self._getitems or not self.auto_collation else len(data)
-            self._times_samples = 0 < samples * _WORTH_TIMING < self.fetched - self.began
+            self._times_samples = 0 < samples * _WORTH_TIMING < self.fetched - began
             return (default if self.collate_fn is DEFAULT else self.collate_fn)(data)
         except StopIteration as stop:
             raise RuntimeError("dataset or collate_fn raised StopIteration") from stop
@@ -106,7 +106,7 @@ class Fetcher:
 
     def _read_timed(self, index: Iterable[Any]) -> list[Any]:
         data: list[Any] = []
-        ends = [self.began]
+        ends = [self.fetched]
         for i in index:
             data.append(self.dataset[i])
             ends.append(monotonic_ns())
@@ -117,7 +117,7 @@ class Fetcher:
         if self.ended:
             raise EndOfStream
         data: list[Any] = []
-        ends = [self.began]
+        ends = [self.fetched]
         try:
             places = index if self.auto_collation else (None,)
             for _ in sample_seeds.followed(places) if sample_seeds.wanted else places:

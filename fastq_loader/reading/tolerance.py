@@ -191,7 +191,7 @@ class TolerantFetcher(Fetcher):
                 refuse_interrupt(error, self._own_alarm)
             data = self.dataset.__getitems__(self._read_each(indices, self._readable))
         else:
-            self._ends = [self.began]
+            self._ends = [self.fetched]
             data = self._read_each(indices, self._timed if self._times_samples else None)
             if self._times_samples and not self.bad:
                 self._compare(self._ends)
