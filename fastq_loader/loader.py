@@ -6,7 +6,6 @@ starts its pool of workers. `arguments` validates and resolves the arguments; `i
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from os import PathLike
@@ -29,6 +28,7 @@ from fastq_loader.reading.tolerance import Tolerance
 from fastq_loader.scheduling.schedules import Schedule
 from fastq_loader.statistics.snapshots import LoaderStatistics
 from fastq_loader.system.terminal import printable
+from fastq_loader.system.unpatched import time
 from fastq_loader.workers.kinds import Auto, WorkerKind, read_workers
 
 if TYPE_CHECKING:

@@ -50,6 +50,14 @@ FAULTS = (
         "rule 15",
         "system/test_torch_patches.py",
     ),
+    Fault(
+        "a frozen clock reaches the loader",
+        "system/unpatched.py",
+        'select, time = _made_anew("select"), _made_anew("time")',
+        'select, time = import_module("select"), import_module("time")',
+        "row P15",
+        "system/test_unpatched.py",
+    ),
     # ---- scheduling
     Fault(
         "a worker that was busy for long is not told of a new epoch",

@@ -8,7 +8,6 @@ children and at the exit of the process.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import weakref
@@ -23,6 +22,7 @@ from fastq_loader.device.staging import DeviceSession
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import exits, process_id
+from fastq_loader.system.unpatched import os
 from fastq_loader.workers import stopping
 from fastq_loader.workers.config import Plan
 

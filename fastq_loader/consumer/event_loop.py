@@ -11,7 +11,6 @@ way up.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -38,6 +37,7 @@ from fastq_loader.statistics import records
 from fastq_loader.statistics.counters import Counters, EpochLog
 from fastq_loader.system import calls
 from fastq_loader.system.interrupts import refuse_interrupt
+from fastq_loader.system.unpatched import time
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
 from fastq_loader.workers.worker import Worker

@@ -10,7 +10,6 @@ names and meaning (torch/utils/data/dataloader.py).
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from itertools import islice
@@ -37,6 +36,7 @@ from fastq_loader.reading import datapipes
 from fastq_loader.scheduling.progress import Progress
 from fastq_loader.statistics.counters import EpochLog
 from fastq_loader.statistics.records import DEVICE
+from fastq_loader.system.unpatched import time
 
 #: Values that torch's iterators copy from a loader: of its arguments, and under the same name.
 _ARGUMENTS = ("dataset", "drop_last", "num_workers", "timeout", "collate_fn", "persistent_workers")

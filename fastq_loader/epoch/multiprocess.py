@@ -5,7 +5,6 @@ Runs in the consumer, on the thread that calls `next()`. Owns no worker: `consum
 
 from __future__ import annotations
 
-import time
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
@@ -22,6 +21,7 @@ from fastq_loader.errors import IteratorInvalid
 from fastq_loader.options import Loader
 from fastq_loader.reading import datapipes
 from fastq_loader.statistics.records import CLOSE, ITER
+from fastq_loader.system.unpatched import time
 from fastq_loader.workers.kinds import Auto
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import threading
-import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -31,6 +30,7 @@ from fastq_loader.reading.tolerance import LeftOut
 from fastq_loader.scheduling.progress import Progress, WorkerProgress
 from fastq_loader.statistics.records import DEVICE, DREW, END, ITER, LOADED
 from fastq_loader.system.interrupts import refuse_interrupt
+from fastq_loader.system.unpatched import time
 from fastq_loader.workers.kinds import Auto
 
 _LEFT_OUT: Any = object()

@@ -9,12 +9,11 @@ from __future__ import annotations
 import _thread
 import contextlib
 import errno
-import os
 import tempfile
-import time
 from collections.abc import Iterator
 
 from fastq_loader.system.interrupts import without_signals
+from fastq_loader.system.unpatched import os, time
 
 #: Seconds to wait for the probing threads to end.
 _PATIENCE = 10.0
@@ -139,7 +138,9 @@ def require_threads(count: int) -> None:
             held.release()
             # A thread that has ended still counts until the kernel has removed it.
             own, until = _thread.get_native_id(), time.monotonic() + _PATIENCE
-            while len(ids) < started or any(os.path.exists(f"/proc/self/task/{number}") for number in ids):
+            while len(ids) < started or any(
+                os.access(f"/proc/self/task/{number}", os.F_OK) for number in ids
+            ):
                 if own in ids or time.monotonic() > until:
                     break
                 time.sleep(0)

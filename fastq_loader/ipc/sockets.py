@@ -26,8 +26,6 @@ One `wait` serves everything: answers, broken connections, the workers' process 
 from __future__ import annotations
 
 import contextlib
-import os
-import select
 import socket as unix
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -58,6 +56,7 @@ from fastq_loader.ipc.messages import (
 )
 from fastq_loader.system import calls, process_id
 from fastq_loader.system.interrupts import without_signals
+from fastq_loader.system.unpatched import os, select
 
 #: Milliseconds between attempts to connect to a worker that is not up yet: the first, and the longest.
 _RECONNECT_MS, _RECONNECT_MAX_MS = 2, 100
@@ -429,7 +428,7 @@ class WorkerSocket(Inbox):
         """
         connected = False
         while not self._socket.poll(_LOOK_MS, zmq.POLLOUT):
-            if not os.path.exists(self._path):
+            if not os.access(self._path, os.F_OK):
                 self._socket.bind(f"ipc://{self._path}")
             # Connect early: zmq in the consumer may need the descriptor that the listener occupies.
             connected = connected or not self._answers.connect_ex(self._way_back)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-import time
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import SMALLEST, Extents, FreeRanges, device_aligned, size_class
 from fastq_loader.memory.forked_children import ForkedChildren, tick
 from fastq_loader.system import process_id
+from fastq_loader.system.unpatched import time
 
 _SLACK = 64 * 1024  # extra bytes in a block for a device, for the small fields that come last
 

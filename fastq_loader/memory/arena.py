@@ -17,7 +17,6 @@ addresses of its own block, which nothing else can reach any more.
 from __future__ import annotations
 
 import errno
-import os
 from collections import deque
 from multiprocessing import reduction
 from typing import Any
@@ -27,6 +26,7 @@ import numpy as np
 from fastq_loader.memory.blocks import PAGE, SMALLEST
 from fastq_loader.memory.forked_children import ForkedChildren, tick
 from fastq_loader.system import calls, process_id
+from fastq_loader.system.unpatched import os
 
 AVAILABLE = calls.AVAILABLE
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from operator import sub
-from time import monotonic_ns
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch
 from fastq_loader.reading import sample_seeds
 from fastq_loader.reading.collate import DEFAULT, default
 from fastq_loader.reading.tables import Gatherer, is_table
+from fastq_loader.system.unpatched import time
 
 
 class EndOfStream(Exception):
@@ -77,14 +77,14 @@ class Fetcher:
         Raises:
             EndOfStream: an iterable dataset is exhausted.
         """
-        began = self.fetched = monotonic_ns()
+        began = self.fetched = time.monotonic_ns()
         self.slowest = self.slowest_at = 0
         try:
             if self._gatherer and (batch := self._gatherer.gather(self.dataset, index)) is not None:
-                self.fetched = monotonic_ns()
+                self.fetched = time.monotonic_ns()
                 return batch
             data = self._read(index)
-            self.fetched = monotonic_ns()
+            self.fetched = time.monotonic_ns()
             samples = 0 if self._getitems or not self.auto_collation else len(data)
             self._times_samples = 0 < samples * _WORTH_TIMING < self.fetched - began
             return (default if self.collate_fn is DEFAULT else self.collate_fn)(data)
@@ -109,7 +109,7 @@ class Fetcher:
         ends = [self.fetched]
         for i in index:
             data.append(self.dataset[i])
-            ends.append(monotonic_ns())
+            ends.append(time.monotonic_ns())
         self._compare(ends)
         return data
 
@@ -123,7 +123,7 @@ class Fetcher:
             for _ in sample_seeds.followed(places) if sample_seeds.wanted else places:
                 data.append(next(self.dataset_iter))
                 if self._times_samples:
-                    ends.append(monotonic_ns())
+                    ends.append(time.monotonic_ns())
         except StopIteration:
             self.ended = self.auto_collation
             if self.drop_last:

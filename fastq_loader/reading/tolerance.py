@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import CO_GENERATOR
 from os import PathLike
-from time import monotonic_ns
 from traceback import clear_frames, walk_tb
 from types import GeneratorType, TracebackType
 from typing import Any
@@ -30,6 +29,7 @@ from fastq_loader.errors import add_note, is_int, shorten
 from fastq_loader.reading import sample_seeds
 from fastq_loader.reading.fetch import EndOfStream, Fetcher
 from fastq_loader.system.interrupts import alarm_is_set, refuse_interrupt
+from fastq_loader.system.unpatched import time
 
 #: Replacements tried for one sample, and characters of an error that are recorded.
 _TRIES, _ERROR = 100, 200
@@ -199,7 +199,7 @@ class TolerantFetcher(Fetcher):
 
     def _timed(self, index: Any) -> Any:
         sample = self.dataset[index]
-        self._ends.append(monotonic_ns())
+        self._ends.append(time.monotonic_ns())
         return sample
 
     def _readable(self, index: Any) -> Any:

@@ -12,13 +12,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastq_loader.statistics.epoch import EpochCounters, summed
 from fastq_loader.statistics.records import CLOSE, COPY, CUT, DROP, NEXT, PART, Record, Step
 from fastq_loader.statistics.snapshots import LoaderStatistics, MutableFields, StagingStatistics, values_of
 from fastq_loader.statistics.workers import WorkerCounters
+from fastq_loader.system.unpatched import time
 
 if TYPE_CHECKING:
     from fastq_loader.ipc.messages import Answer
@@ -218,11 +218,11 @@ class Counters(MutableFields, LoaderStatistics):
 
     def _look_at_memory(self) -> None:
         """Measure the workers' memory, in at most 1 % of the time of a caller that polls snapshots."""
-        began = monotonic_ns()
+        began = time.monotonic_ns()
         if began >= self._look_at_memory_from:
             for worker in self.workers:
                 worker.look_at_memory()
-            self._look_at_memory_from = began + 100 * (monotonic_ns() - began)
+            self._look_at_memory_from = began + 100 * (time.monotonic_ns() - began)
 
     def snapshot(self, **now: Any) -> LoaderStatistics:
         """The counts so far, with the fields in `now`, which the caller provides."""

@@ -8,13 +8,14 @@ patch.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from itertools import repeat
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch.utils.data
+
+from fastq_loader.system.unpatched import os
 
 #: The names that ours stands in for, below `torch.utils.data`, by what has them. Some are of newer releases.
 NAMES = {

@@ -7,10 +7,8 @@ what happens to the batches of a dead worker.
 
 from __future__ import annotations
 
-import os
 import pickle
 import secrets
-import time
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -35,6 +33,7 @@ from fastq_loader.scheduling.backlog import BroadcastFlowControl
 from fastq_loader.scheduling.in_flight import PendingTasks
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import calls, process_id
+from fastq_loader.system.unpatched import os, time
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.stopping import BRIEF
 from fastq_loader.workers.worker import STARTING, Worker
@@ -127,7 +126,7 @@ class WorkerGroup:
         needed = {worker.folder for worker in self.workers if worker.state == STARTING}
         for folder in [folder for folder in self._folders if folder not in needed]:
             remove_folder(folder)
-            if not os.path.isdir(folder):  # else no descriptor was free to remove it: try again later
+            if not os.access(folder, os.F_OK):  # else no descriptor was free to remove it: try again later
                 self._folders.remove(folder)
 
     @property
@@ -196,7 +195,7 @@ class WorkerGroup:
         cause, torch_text = self._pool.death(worker)
         if worker.why:
             cause = f"was ended, because {worker.why},"
-        if worker.state == STARTING and not os.path.isdir(worker.folder):
+        if worker.state == STARTING and not os.access(worker.folder, os.F_OK):
             cause += f", because the folder of its socket, {worker.folder}, was removed,"
         worker.die(cause, torch_text)
         self.socket.unwatch(worker.descriptor)

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import signal
 import threading
-import time
 from functools import partial
 from typing import Any, Protocol
 
@@ -52,6 +50,7 @@ from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.reading.reader import HandedOutBefore
 from fastq_loader.reading.tolerance import LeftOut
 from fastq_loader.system import calls
+from fastq_loader.system.unpatched import os, time
 from fastq_loader.workers import children
 from fastq_loader.workers.config import Setup
 from fastq_loader.workers.reader import WorkerReader
@@ -82,7 +81,7 @@ def main(setup: Setup) -> None:
     blocks = Allocator(mapping, setup.worker, setup.space, plan.for_device, nontemporal_from)
     allocator.install(blocks)
     collate.install()
-    if not os.path.isdir(setup.folder):  # the loader was closed before this worker was up
+    if not os.access(setup.folder, os.F_OK):  # the loader was closed before this worker was up
         return
     socket = open_socket(setup, blocks)
     try:

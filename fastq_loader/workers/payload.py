@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import io
 import multiprocessing
-import os
 import pickle
 from collections.abc import Iterator
 from multiprocessing import reduction
@@ -32,6 +31,7 @@ from torch.multiprocessing import get_sharing_strategy
 from fastq_loader.memory import mapped
 from fastq_loader.packing import pickling
 from fastq_loader.system import calls
+from fastq_loader.system.unpatched import os
 
 
 class Descriptors(dict[Any, int]):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import time
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from fastq_loader.ipc.messages import Epoch, seal, unseal
 from fastq_loader.packing.pickling import dump_exception
 from fastq_loader.reading import datapipes, generators
 from fastq_loader.reading.reader import Reader
+from fastq_loader.system.unpatched import time
 from fastq_loader.workers.config import Setup
 
 

@@ -10,14 +10,15 @@ The resources that a worker may still write to are released when the last worker
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
-import time
 from collections.abc import Callable
 
 from fastq_loader.system import process_id
 from fastq_loader.system.calls import readable
 from fastq_loader.system.interrupts import without_signals
+from fastq_loader.system.unpatched import time
 from fastq_loader.workers.children import Child
 
 #: Seconds that a worker gets to finish after a stop message: torch's MP_STATUS_CHECK_INTERVAL, for which
@@ -101,7 +102,8 @@ class Stopping:
     def _step(self) -> float:
         """Take the steps that are due now. Returns the time (of `time.monotonic`) of the next one."""
         with self._lock:
-            ended = set(readable([leaving.child.descriptor for leaving in self._leaving], 0))
+            descriptors = [leaving.child.descriptor for leaving in self._leaving]
+            ended = set(readable(descriptors, 0)) if descriptors else set[int]()
             now = time.monotonic()
             for leaving in list(self._leaving):
                 if leaving.child.descriptor in ended:
@@ -144,11 +146,23 @@ class Stopping:
             raise
 
     def _run(self) -> None:
+        left = len(self._after)
         try:
             self._attend()
-        except Exception:  # do the rest before raising it
-            self._run()
+        except Exception:
+            if left == len(self._after):  # it is none of theirs: waiting for workers fails, and would again
+                self._abandon()
+            self._run()  # do the rest before raising it
             raise
+
+    def _abandon(self) -> None:
+        """Kill the workers."""
+        with self._lock:
+            while self._leaving:
+                child = self._leaving.pop().child
+                with contextlib.suppress(Exception):
+                    child.process.kill()
+                    child.release()
 
 
 _active: set[Stopping] = set()  # pools whose workers a thread watches

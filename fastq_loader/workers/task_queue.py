@@ -7,13 +7,13 @@ batch that is wanted next never waits behind another one.
 
 from __future__ import annotations
 
-import time
 from bisect import insort
 from collections import deque
 from operator import attrgetter
 
 from fastq_loader.ipc.claim_table import Busy, ClaimTable
 from fastq_loader.ipc.messages import Task
+from fastq_loader.system.unpatched import time
 
 #: Seconds between two looks at a task that another worker is claiming.
 _GLANCE = 50e-6

@@ -122,3 +122,15 @@ def test_a_forked_copy_forgets_them() -> None:
     assert not group.over.is_set()
     stopping.hurry()
     assert wait_until(group.over.is_set, LIMIT)
+
+
+def test_a_stop_whose_waits_fail_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, raised = Told(), threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: raised.set())
+    leaving = Stopping(OWNER, {child(): 100.0}, [partial(told.append, "after")])
+    monkeypatch.setattr(stopping, "readable", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        leaving.finish()
+    leaving.wait()
+    assert told == ["after"]
+    assert raised.wait(LIMIT), "the error is not kept to itself"
