@@ -60,14 +60,6 @@ FAULTS = (
     ),
     # ---- scheduling
     Fault(
-        "a worker that was busy for long is not told of a new epoch",
-        "workers/group.py",
-        "known != epoch.epoch",
-        "known > epoch.epoch",
-        "rule 5",
-        "workers/test_group.py",
-    ),
-    Fault(
         "an object loses the list that it shares with its batch",
         "packing/pack.py",
         "if walker.objects and not self._allocator.for_device:",

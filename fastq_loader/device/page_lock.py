@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data._utils.pin_memory import pin_memory
+
+from fastq_loader.system.torch_names import pin_memory
 
 #: `torch.empty_like`, or what replaces it in a test.
 Allocate = Callable[..., torch.Tensor]
@@ -38,7 +39,7 @@ def page_locked(batch: Any, device: str | None, allocate: Allocate = torch.empty
         return {key: page_locked(part, device, allocate) for key, part in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields") and not hasattr(batch, "pin_memory"):
         return kind(*(page_locked(part, device, allocate) for part in batch))
-    return pin_memory(batch, device)  # type: ignore[no-untyped-call] # rare types, by torch's own rules
+    return pin_memory(batch, device)  # rare types, by torch's own rules
 
 
 def _copied(tensor: torch.Tensor, allocate: Allocate) -> torch.Tensor:
