@@ -28,6 +28,7 @@ def test_these_names_are_used() -> None:
             "_foreach_copy_",
             "cuda._parse_visible_devices",
             "utils.data._utils.collate",
+            "utils.data._utils.pin_memory.pin_memory",
             "utils.data.dataloader._sharding_worker_init_fn",
             sparse,
         ]
