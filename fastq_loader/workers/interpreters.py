@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import fcntl
 import gc
-import os
 import signal
 import sys
 import threading
@@ -27,6 +26,7 @@ from typing import Any
 
 from fastq_loader.system import exits, inherited, multiprocessing_names, process_id
 from fastq_loader.system.interrupts import without_signals
+from fastq_loader.system.unpatched import os
 from fastq_loader.workers import payload
 from fastq_loader.workers.children import END, KEPT_OUT, Child
 from fastq_loader.workers.config import Setup
