@@ -484,7 +484,7 @@ def test_p10_a_loader_inside_a_worker_loads_and_may_have_no_workers_as_in_torch(
         (DataLoader, "fork", {"workers": Processes(max_restarts=1), "schedule": "dynamic"}),
     ],
 )
-@thorough(after=2)
+@thorough(after=1)
 def test_p6c_workers_of_a_loader_in_a_cycle_end_when_the_collector_runs(
     kind: Any, method: str, options: dict[str, Any]
 ) -> None:
@@ -554,7 +554,7 @@ BUT_FOR_GROUP = [name for name in SURROUNDINGS if name != "process group"]
         pytest.param("spawn", ["process group"], id="process group"),
     ],
 )
-@thorough(after=1)
+@thorough(after=2)
 def test_p1_workers_inherit_what_the_program_has_then_also_as_root(method: str, changes: list[str]) -> None:
     source = LOWERS_ITS_RIGHTS.format(changes=[method, *changes])
     result = run_script(source, env={"TMPDIR": "/tmp"}, warm=True)
