@@ -28,6 +28,7 @@ from fastq_loader.reading.tolerance import Tolerance
 from fastq_loader.scheduling.schedules import Schedule
 from fastq_loader.statistics.snapshots import LoaderStatistics
 from fastq_loader.system.terminal import printable
+from fastq_loader.system.torch_names import untraced
 from fastq_loader.system.unpatched import time
 from fastq_loader.workers.kinds import Auto, WorkerKind, read_workers
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 T_co = TypeVar("T_co", covariant=True)
 
 
+@untraced
 class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
     """A drop-in `torch.utils.data.DataLoader` over ZeroMQ and reused shared memory.
 

@@ -22,6 +22,7 @@ from fastq_loader.device.staging import DeviceSession
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import exits, process_id
+from fastq_loader.system.torch_names import untraced
 from fastq_loader.system.unpatched import os
 from fastq_loader.workers import stopping
 from fastq_loader.workers.config import Plan
@@ -30,6 +31,7 @@ from fastq_loader.workers.config import Plan
 _ATTEMPTS = 100
 
 
+@untraced
 class Engine:
     """A pool of workers behind a gate.
 

@@ -36,6 +36,7 @@ from fastq_loader.reading import datapipes
 from fastq_loader.scheduling.progress import Progress
 from fastq_loader.statistics.counters import EpochLog
 from fastq_loader.statistics.records import DEVICE
+from fastq_loader.system.torch_names import untraced
 from fastq_loader.system.unpatched import time
 
 #: Values that torch's iterators copy from a loader: of its arguments, and under the same name.
@@ -55,6 +56,7 @@ def _torchs_attributes(loader: Loader) -> dict[str, Any]:
     }
 
 
+@untraced
 class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     """Iterator over an epoch of a loader, or over one epoch after the other.
 

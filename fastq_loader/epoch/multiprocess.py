@@ -21,10 +21,12 @@ from fastq_loader.errors import IteratorInvalid
 from fastq_loader.options import Loader
 from fastq_loader.reading import datapipes
 from fastq_loader.statistics.records import CLOSE, ITER
+from fastq_loader.system.torch_names import untraced
 from fastq_loader.system.unpatched import time
 from fastq_loader.workers.kinds import Auto
 
 
+@untraced
 class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
     """One epoch of a pool of workers.
 

@@ -24,8 +24,10 @@ from fastq_loader.epoch.state import state_of
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.statistics.snapshots import StagingStatistics
 from fastq_loader.system.interrupts import raised_by_handler
+from fastq_loader.system.torch_names import untraced
 
 
+@untraced
 class Prefetcher:
     """Batches of any loader on a device, each copied there ahead of `next()`.
 
@@ -181,6 +183,7 @@ class Prefetcher:
 _Standing = tuple[Callable[[], dict[str, Any]], Any]
 
 
+@untraced
 class _PrefetchIterator(Iterator[Any]):
     """One pass over a loader.
 

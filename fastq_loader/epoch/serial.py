@@ -30,12 +30,14 @@ from fastq_loader.reading.tolerance import LeftOut
 from fastq_loader.scheduling.progress import Progress, WorkerProgress
 from fastq_loader.statistics.records import DEVICE, DREW, END, ITER, LOADED
 from fastq_loader.system.interrupts import refuse_interrupt
+from fastq_loader.system.torch_names import untraced
 from fastq_loader.system.unpatched import time
 from fastq_loader.workers.kinds import Auto
 
 _LEFT_OUT: Any = object()
 
 
+@untraced
 class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     """num_workers=0: loads on the consumer's thread."""
 

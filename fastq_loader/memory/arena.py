@@ -26,6 +26,7 @@ import numpy as np
 from fastq_loader.memory.blocks import PAGE, SMALLEST
 from fastq_loader.memory.forked_children import ForkedChildren, tick
 from fastq_loader.system import calls, process_id
+from fastq_loader.system.torch_names import untraced
 from fastq_loader.system.unpatched import os
 
 AVAILABLE = calls.AVAILABLE
@@ -102,6 +103,7 @@ def _arrived(duplicate: Any, *arguments: Any) -> Mapping:
     return Mapping(duplicate.detach(), *arguments)
 
 
+@untraced
 class Arena:
     """The consumer's side of the shared memory. Everything here runs on the consumer's thread, except the
     finalizers of leases, which run on any thread.
@@ -205,6 +207,7 @@ class Arena:
             os.close(self.fd)
 
 
+@untraced
 class Lease:
     """A reference to a block, which lives as long as the last array or tensor over it.
 

@@ -6,10 +6,13 @@ here, by the name, and not in the middle of an epoch. Other modules import these
 
 from __future__ import annotations
 
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.data
+
+Kind = TypeVar("Kind", bound=type)
 
 #: The names that were looked up, below `torch`.
 FOUND: list[str] = []
@@ -58,3 +61,17 @@ def sparse_tensors_to_validate() -> list[Any]:
     there is a list for each thread."""
     found: list[Any] = _sparse() if callable(_sparse) else _sparse
     return found
+
+
+def untraced(kind: Kind) -> Kind:
+    """Class decorator: torch.compile leaves the methods alone, and what they call, as it does with torch's
+    own loader. `torch.compiler.disable` would import the compiler, and add a call to each."""
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    action = getattr(frames, "_FrameAction", None)  # of newer releases
+    for method in vars(kind).values():
+        if isinstance(method, FunctionType):
+            vars(method)["_torchdynamo_disable"] = True  # not part of a user's graph
+            if action is not None:  # nor compiled by itself
+                strategy = frames._FrameExecStrategy(action.SKIP, action.SKIP)
+                frames.set_code_exec_strategy(method.__code__, strategy)
+    return kind
