@@ -16,7 +16,6 @@ from PIL import Image
 from torch import Tensor
 
 from bench.workloads import Endless, Load, Workload
-from fastq_loader.images import DecodeImages, encoded
 
 CROP = 224  # the input size of the ImageNet models
 FILES = 384
@@ -89,6 +88,8 @@ class DecodedJpegs(JpegFolder):
         )
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        from fastq_loader.images import encoded
+
         which = index % len(self.paths)
         return self.pixels(encoded(self.paths[which])), self.labels[which]
 
