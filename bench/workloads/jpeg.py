@@ -82,6 +82,9 @@ class DecodedJpegs(JpegFolder):
     """The samples of `AugmentedJpegs`, made by `DecodeImages` from the bytes of the file."""
 
     def __init__(self, folder: Path) -> None:
+        # Imported late: from then on every loader of the process keeps the place of its samples.
+        from fastq_loader.images import DecodeImages
+
         super().__init__(folder)
         self.pixels = DecodeImages(
             CROP, AREA, RATIO, mean=MEAN.flatten().tolist(), std=STD.flatten().tolist()

@@ -143,8 +143,13 @@ class Reader:
     def _fetch_seeded(self, seq: int, index: Any) -> Any:
         """Load a batch whose samples may take seeds."""
         of_reader = self._readers, self._number, self._asked
-        with sample_seeds.of_batch(self.sample_seed, *(of_reader if self._rules["iterable"] else (seq,))):
+        numbers = (self.sample_seed, *(of_reader if self._rules["iterable"] else (seq,)))
+        reading = sample_seeds.reading
+        around, reading.batch = reading.batch, sample_seeds.Batch(numbers)
+        try:
             return self.fetcher.fetch(index)
+        finally:
+            reading.batch = around
 
     def _seed(self, base_seed: int, seq: int) -> int:
         """Seed a batch by its number. For an iterable dataset that is its number if no reader ended early:

@@ -15,7 +15,6 @@ import hashlib
 import operator
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,24 +23,32 @@ import torch
 wanted = False
 
 
-class _Place(threading.local):
-    """The sample that this thread reads.
+class Batch:
+    """The batch that a thread reads.
+
+    Args:
+        numbers: base seed of the epoch and number of the batch; of an iterable dataset the number of readers,
+            of the reader, and of its batch.
 
     Attributes:
-        batch: base seed of the epoch and number of the batch (of an iterable dataset the number of readers,
-            of the reader, and of its batch); None outside of a loader.
         indices: iterator over the indices of the batch; its progress is the position of the sample.
         size: number of indices.
         newest: the position whose sample took the last seed, and how many seeds it took.
     """
 
-    batch: tuple[int, ...] | None = None
-    indices: Iterator[Any] = iter(())
-    size = 0
-    newest = -1, 0
+    __slots__ = ("indices", "newest", "numbers", "size")
+
+    def __init__(self, numbers: tuple[int, ...]) -> None:
+        self.numbers, self.indices, self.size, self.newest = numbers, iter(()), 0, (-1, 0)
 
 
-_place = _Place()
+class _Reading(threading.local):
+    batch: Batch | None = None
+
+
+#: What the current thread reads: its attribute `batch`. A dataset may read from another loader meanwhile, so
+#: a reader puts back what was there before.
+reading = _Reading()
 
 
 def want() -> None:
@@ -50,24 +57,13 @@ def want() -> None:
     wanted = True
 
 
-@contextmanager
-def of_batch(*batch: int) -> Iterator[None]:
-    """Context in which the current thread reads a batch; see `_Place.batch`."""
-    around = dict(vars(_place))  # a dataset may read from another loader
-    vars(_place).clear()
-    _place.batch = batch
-    try:
-        yield
-    finally:
-        vars(_place).clear()
-        vars(_place).update(around)
-
-
 def followed(indices: Iterable[Any]) -> Iterator[Any]:
     """An iterator over the indices of the batch, whose progress says which sample is read: this costs no call
     for each of them."""
-    _place.indices, _place.size = iter(indices), operator.length_hint(indices, 0)
-    return _place.indices
+    iterator, batch = iter(indices), reading.batch
+    if batch is not None:
+        batch.indices, batch.size = iterator, operator.length_hint(indices, 0)
+    return iterator
 
 
 def take() -> int:
@@ -77,12 +73,13 @@ def take() -> int:
     sample is not known (`__getitems__`, indices of other types than list and tuple), all seeds of the batch
     are counted.
     """
-    if _place.batch is None:
+    batch = reading.batch
+    if batch is None:
         return int(torch.randint(1 << 62, (), device="cpu")) * 2 + int(torch.randint(2, (), device="cpu"))
-    position = _place.size - operator.length_hint(_place.indices, 0)
-    taken = _place.newest[1] if position == _place.newest[0] else 0
-    _place.newest = position, taken + 1
-    return mixed(*_place.batch, position, taken)
+    position = batch.size - operator.length_hint(batch.indices, 0)
+    taken = batch.newest[1] if position == batch.newest[0] else 0
+    batch.newest = position, taken + 1
+    return mixed(*batch.numbers, position, taken)
 
 
 def mixed(*parts: int) -> int:
