@@ -13,6 +13,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _DatasetKind
@@ -403,7 +404,7 @@ def plan(loader: Loader, for_device: bool = False, kept: dict[str, Any] | None =
         dynamic=options.is_dynamic,
         window=window(loader),
         restarts=kind.restarts(is_iterable(loader)),
-        timeout=loader.timeout,
+        timeout=float(loader.timeout) if isinstance(loader.timeout, np.generic) else loader.timeout,
         persistent=loader.persistent_workers,
         context=loader.multiprocessing_context,
         for_device=for_device,

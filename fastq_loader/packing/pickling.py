@@ -76,7 +76,9 @@ def is_leaf(value: Any) -> bool:
     if type(value) is not _ARRAY:
         return False
     dtype = value.dtype
-    return dtype.kind in "biufcSUmM" and dtype.isnative and dtype.itemsize > 0
+    return (
+        dtype.kind in "biufcSUmM" and (dtype.isnative, dtype.metadata) == (True, None) and dtype.itemsize > 0
+    )
 
 
 def _has_quantizer(value: torch.Tensor) -> bool:
@@ -128,9 +130,10 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._reduce_tensor(value)
-        if type(value) is _ARRAY and is_leaf(value):
-            number = self._leaf_number(value)
-            # Not by protocol 5, with which an array over read-only memory would stay read-only.
+        if type(value) is _ARRAY:
+            number = self._leaf_number(value) if is_leaf(value) else None
+            # Not by protocol 5, with which an array over read-only memory would stay read-only, and one of a
+            # foreign byte order foreign.
             return value.__reduce__() if number is None else (_take, (number,))
         if isinstance(value, torch.UntypedStorage):
             if value.device.type != "cpu":

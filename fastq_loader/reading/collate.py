@@ -24,6 +24,7 @@ from fastq_loader.memory.allocator import TYPESTR, out_array, out_tensor, use_no
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.system.torch_names import collate as torch_collate
+from fastq_loader.system.torch_names import is_under_mode
 from fastq_loader.system.torch_patches import own_code
 
 Collate = Callable[..., torch.Tensor]
@@ -140,10 +141,8 @@ def stack_arrays(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     if (
         collate_fn_map is not None
         and collate_fn_map.get(torch.Tensor) is stack_tensors  # else the user replaced it
-        and first.dtype.str in _TORCH_TYPES
-        and first.size
-        and set(map(type, batch)) == {np.ndarray}
-        and set(map(_KIND, batch)) == {(first.dtype, first.shape)}
+        and not is_under_mode()  # such as another default device
+        and _are_alike(batch)
     ):
         shape = (len(batch), *first.shape)
         out = out_array(shape, first.dtype)
@@ -160,6 +159,17 @@ def stack_arrays(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     return stacked
 
 
+def _are_alike(batch: Any) -> bool:
+    """Whether they are arrays of one shape and dtype, which torch has, too."""
+    first = batch[0]
+    return (
+        first.dtype.str in _TORCH_TYPES
+        and first.size > 0
+        and set(map(type, batch)) == {np.ndarray}
+        and set(map(_KIND, batch)) == {(first.dtype, first.shape)}
+    )
+
+
 _KIND, _CONTIGUOUS = attrgetter("dtype", "shape"), attrgetter("flags.c_contiguous")
 
 
@@ -170,7 +180,9 @@ def _stack_numbers(torchs_own: Collate) -> Collate:
         kinds = set(map(type, batch))
         dtype = _NUMBERS.get(kinds.pop()) if len(kinds) == 1 else None
         try:
-            return torchs_own(batch) if dtype is None else torch.from_numpy(np.array(batch, dtype))
+            if dtype is None or is_under_mode():  # such as another default device
+                return torchs_own(batch)
+            return torch.from_numpy(np.array(batch, dtype))
         except OverflowError:  # an int of more than 64 bits: torch has an error for it
             return torchs_own(batch)
 

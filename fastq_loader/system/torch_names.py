@@ -49,6 +49,8 @@ foreach_copy_ = _find("_foreach_copy_")
 typed_storage = _find("Tensor._typed_storage")
 #: The visible devices of CUDA, from the environment, without its runtime.
 parse_visible_devices = _find("cuda._parse_visible_devices")
+#: The number of modes that change what functions of torch do.
+is_under_mode = _find("_C._len_torch_function_stack")
 #: Whether an operator has a kernel for the devices of a kind.
 dispatch_key_for_device = _find("_C._dispatch_key_for_device")
 has_kernel_for_dispatch_key = _find("_C._dispatch_has_kernel_for_dispatch_key")

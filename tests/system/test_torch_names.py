@@ -26,6 +26,7 @@ def test_these_names_are_used() -> None:
             "Tensor._typed_storage",
             "_C._dispatch_has_kernel_for_dispatch_key",
             "_C._dispatch_key_for_device",
+            "_C._len_torch_function_stack",
             "_foreach_copy_",
             "cuda._parse_visible_devices",
             "utils.data._utils.collate",
