@@ -266,8 +266,6 @@ class EventLoop:
         """Hand out a batch, after sending the messages that are due before it."""
         if self._unsent or self.group.behind:
             self._flush()
-        if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one
-            self.group.dismiss()  # ending takes them a while, which the last step of the epoch hides
         if batch.answer is not None and batch.answer.kind == PASSED:
             return  # it was handed out before the epoch was resumed
         staging = self._delivery.staging
@@ -282,6 +280,10 @@ class EventLoop:
             slot.record_skipped(self._delivery.progress)
         elif finish is not None:
             self._outcome = finished(self._outcome, finish, batch)
+        if not self.plan.persistent and not self.scheduler.undelivered:  # it was the last one
+            # Ending takes them a while, which the last step of the epoch hides. Not before the batch was
+            # unpickled: its descriptors are the worker's until then.
+            self.group.dismiss()
 
     def _draw(self, times: int) -> None:
         """Draw indices, and send their tasks."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+import time
+from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +52,42 @@ def test_the_default_device_that_worker_init_fn_sets_holds_for_collating(
     for kind in (TorchLoader, DataLoader):
         [batch] = kind(data, 2, num_workers=1, worker_init_fn=on_meta)  # type: ignore[var-annotated, arg-type]
         assert [field.device.type for field in batch] == ["meta"] * 3 + ["cpu"], kind
+
+
+class OpenFile:
+    """A batch whose class sends a descriptor, which multiprocessing fetches from the worker on arrival."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __reduce__(self) -> Any:
+        return opened, (reduction.DupFd(self.descriptor),)
+
+    def take(self) -> bytes:
+        with open(self.descriptor, "rb") as file:
+            file.seek(0)
+            return file.read()
+
+
+def opened(duplicate: Any) -> OpenFile:
+    return OpenFile(duplicate.detach())
+
+
+def written(samples: list[int]) -> OpenFile:
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(samples))
+        file.flush()
+        return OpenFile(os.dup(file.fileno()))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("options", [{}, {"schedule": "dynamic"}, {"persistent_workers": True}])
+def test_workers_stay_until_the_descriptors_of_the_last_batches_were_fetched(options: dict[str, Any]) -> None:
+    """As torch's do (tensordict's memory maps of temporary files)."""
+    for kind, more in ((torch.utils.data.DataLoader, {}), (DataLoader, options)):
+        loader = kind(range(12), 2, num_workers=2, collate_fn=written, **more)
+        found = []
+        for batch in loader:
+            time.sleep(0.02)  # a step, in which workers that may leave would leave
+            found.append(list(batch.take()))
+        assert found == [[first, first + 1] for first in range(0, 12, 2)]
