@@ -130,6 +130,5 @@ def test_an_epoch_goes_on_with_whatever_number(kind: Any, before: int, after: in
         other.num_workers = Auto(after)
         other.load_state_dict(state)
         assert head + contents(other) == whole
-        # Where the dataset said where it stands, it goes on in as many workers.
-        assert other.num_workers == (max(1, before) if kind is Stateful else after)
+        assert other.num_workers == after
         assert contents(other) == second
