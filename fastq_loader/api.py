@@ -86,7 +86,7 @@ from fastq_loader.workers.children import Child, Launch, leave_with
 from fastq_loader.workers.config import Plan, Setup, own_fields
 from fastq_loader.workers.kinds import Auto, WorkerKind
 from fastq_loader.workers.main import WorkerLoop, open_socket, prepare_signals
-from fastq_loader.workers.payload import Descriptors, Payload, PickledPayload
+from fastq_loader.workers.payload import BESIDE, Descriptors, Payload, PickledPayload
 from fastq_loader.workers.task_queue import TaskQueue
 from fastq_loader.workers.worker import Worker
 from fastq_loader.workers.worker_pool import WorkerPool

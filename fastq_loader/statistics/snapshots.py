@@ -198,9 +198,14 @@ class CacheStatistics:
         stored: values that were stored.
         bytes: size of the stored values.
         full: values that were not stored, because there was no room.
+        busy: values that were not stored this time: another process was storing the same, or was stopped
+            while it stored, or another thread drew from a global generator meanwhile.
         random: values that were not stored, because the function drew from a generator.
         refused: values that were not stored, because they cannot be pickled.
         damaged: values that could not be read, and were computed again.
+        function: module and name of the function.
+        values: number of values in the cache.
+        limit: largest value of `bytes`.
 
     >>> square = cached(lambda number: number * number, limit="1MB")
     >>> square(3), square(3)
@@ -215,9 +220,13 @@ class CacheStatistics:
     stored: int = 0
     bytes: int = 0
     full: int = 0
+    busy: int = 0
     random: int = 0
     refused: int = 0
     damaged: int = 0
+    function: str = ""
+    values: int = 0
+    limit: int = 0
 
 
 @dataclass(frozen=True)

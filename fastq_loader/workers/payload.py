@@ -33,6 +33,9 @@ from fastq_loader.packing import pickling
 from fastq_loader.system import calls
 from fastq_loader.system.unpatched import os
 
+#: Objects of extras that are pickled beside every payload. A worker unpickles them before the user's objects.
+BESIDE: list[Any] = []
+
 
 class Descriptors(dict[Any, int]):
     """Descriptors of a worker, by name or number: inherited, or sent along under spawn and forkserver."""
@@ -98,7 +101,7 @@ class PickledPayload(Payload):
             return parts
         fd = carried.pop(max(carried))
         try:
-            pickling.sends_by_value, parts = mapped.read(fd)
+            pickling.sends_by_value, _, parts = mapped.read(fd)
         finally:
             os.close(fd)
         return parts
@@ -170,13 +173,13 @@ class _DescriptorCollector:
         whose functions a worker cannot import."""
         with contextlib.suppress(ImportError):
             if pickling.is_interactive():
-                return mapped.write((True, parts), pickling.by_value(_Sealer))
+                return mapped.write((True, BESIDE, parts), pickling.by_value(_Sealer))
         try:
-            return mapped.write((False, parts), _Sealer)
+            return mapped.write((False, BESIDE, parts), _Sealer)
         except (TypeError, AttributeError, pickle.PicklingError):
             close_all(self.descriptors)
             try:
-                return mapped.write((True, parts), pickling.by_value(_Sealer))
+                return mapped.write((True, BESIDE, parts), pickling.by_value(_Sealer))
             except Exception:  # the error of the standard pickler is raised: it names the cause
                 close_all(self.descriptors)
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +71,39 @@ class DecodedStream(IterableDataset[Any]):
         info = torch.utils.data.get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
         return (self.samples[index] for index in range(first, len(self.samples), step))
+
+
+def _decode(index: int) -> Any:
+    return torch.full((3,), float(index))
+
+
+#: A cache of a module, which a spawned worker makes anew.
+decode_of_module = cached(_decode, limit="1MB")
+another_of_module = cached(_decode, limit="1MB")
+
+
+@partial(cached, limit="1MB")
+def decode_decorated(index: int) -> Any:
+    return torch.full((2,), float(index))
+
+
+class OfModule(Dataset[Any]):
+    """Reads through the caches of its module, and of its class."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    @partial(cached, limit="1MB")
+    def decode(self, index: int) -> Any:
+        return torch.full((self.length,), float(index))
+
+    def __getitem__(self, index: int) -> Any:
+        return [
+            decode_of_module(index),
+            another_of_module(index),
+            decode_decorated(index),
+            self.decode(index),
+        ]

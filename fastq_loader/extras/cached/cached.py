@@ -1,24 +1,27 @@
 """`cached`: a function whose values are computed once for all processes and all epochs.
 
-Runs in the program and in every process that calls the function, on any thread. Owns the counters that these
-processes share; `store` owns the values.
+Runs in the program and in every process that calls the function, on any thread. Owns whose value a call is,
+where it lies, and how other processes get it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy as copying
+import copyreg
 import errno
 import functools
-import mmap
 import os
-import shutil
+import sys
+import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from multiprocessing import reduction
 from multiprocessing.context import get_spawning_popen
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastq_loader.api import (
     CacheStatistics,
@@ -26,41 +29,71 @@ from fastq_loader.api import (
     UnpicklableError,
     attributes,
     calls,
-    generators,
-    locks,
+    pickling,
     process_id,
 )
-from fastq_loader.extras.cached import store as files
+from fastq_loader.extras.cached import counters, folder, handover, identity, memory, values
+from fastq_loader.extras.cached.draws import Draws, generators_of
 from fastq_loader.extras.cached.keys import Keys
-from fastq_loader.extras.cached.process import ProcessStore
-from fastq_loader.extras.cached.store import Store, digest_of
-from fastq_loader.extras.cached.values import decode, encode, has_tensors
-from fastq_loader.extras.insight.machine import memory_bytes
+from fastq_loader.extras.cached.limits import bytes_of, is_part
+from fastq_loader.extras.cached.process import ProcessMemory
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-_COUNTS = "hits", "misses", "stored", "full", "random", "refused", "damaged"
-_ROW_WORDS, _ROWS = 8, 2048
-_HINTED = _ROW_WORDS - 1  # last word of a row: whether its process has warned
+_entering = threading.RLock()  # for the first use in a process
+
+
+def _forget() -> None:
+    global _entering
+    _entering = threading.RLock()
+
+
+process_id.in_forked_children(_forget)
+
+
+#: Caches of methods. A dataset that has been given its cache is let go of at a fork, at the latest: its
+#: loader starts workers, and this process may never call the function.
+_bound: weakref.WeakSet[cached] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    for cache in list(_bound):
+        cache.let_go()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_let_go)
 
 
 class _Clear:
     """The method `clear`: `cached.clear(path)` on the class, `clear()` on an instance."""
 
     def __get__(self, instance: cached | None, owner: type) -> Callable[..., None]:
-        return _remove if instance is None else partial(_remove, instance._path)
+        return _remove if instance is None else partial(_remove, instance._options.path)
 
 
 def _remove(path: str | os.PathLike[str] | None) -> None:
-    """Remove the file of a cache. Processes that have it open can use it until they end.
+    """Remove the folder of a cache. Processes that have it open can use it until they end.
 
     Raises:
-        ValueError: the cache has no path.
-        FileNotFoundError: there is no such file.
+        ValueError: the cache has no path; or this is no folder of a cache.
+        FileNotFoundError: there is no such folder.
     """
     if path is None:
         raise ValueError("cached: this cache has no path; it is freed with the last process that uses it")
-    os.unlink(path)
+    folder.remove(os.fspath(path))
+
+
+class _Options(NamedTuple):
+    limit: int | str
+    nbytes: int
+    name: str | None
+    path: str | None
+    version: str | int | None
+    copy: bool
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other programs may have the same values."""
+        return self.name is not None or self.path is not None
 
 
 class cached:
@@ -68,7 +101,8 @@ class cached:
 
     Wrap the part of a dataset that draws no random numbers: reading and decoding. Random augmentation stays
     outside, and is new in every epoch. All workers of all loaders with this object share the values, under
-    every start method, and so do workers that replace dead ones.
+    every start method, and so do workers that replace dead ones. Also a decorator: `@partial(cached,
+    limit="8GB")`, of a function or of a method in its class.
 
     >>> class Photos(torch.utils.data.Dataset):
     ...     def __init__(self):
@@ -86,21 +120,26 @@ class cached:
         function: function of arguments of type int, str, bytes, float, Path, None and tuples of these, which
             are the key. Its values are tensors, arrays, numbers, texts, PIL images, and lists, tuples, dicts
             and dataclasses of these; other objects are pickled, which is slower. A method is cached for its
-            instance.
+            instance: a deep copy of that has an empty cache.
         limit: largest total size of the values: bytes, a text such as "8GB", or a fraction ("0.5") of the
-            available memory of the machine or its container; with a path, of the free disk space. A full
-            cache stores nothing more: the stored values stay, and are hit in every epoch.
+            available memory of the machine or its container, divided by its ranks; with a path, of the free
+            disk space. A full cache stores nothing more: the stored values stay, and are hit in every epoch.
         name: name of a cache in memory that all processes of this user on this machine share under it; it
             ends with the last of them.
-        path: file for the values, which outlives the program. Its folder has to be on a disk of this machine.
+        path: folder for the values, which outlives the program, on a disk of this machine. Needs lmdb.
         version: version of the data or the function, text or number; a cache of another version is refused.
+            With a name or a path, needed for a function that holds more than plain data, and for one of a
+            notebook.
         copy: False makes arrays read-only, and avoids their copies in memory. Tensors cannot be read-only: a
             function that returns them is refused.
 
     Raises:
         ValueError: the limit is malformed; or the cache of this name or path belongs to another function or
-            version (named in the text). `cached.clear(path)` removes a file.
-        OSError: the file cannot be opened.
+            version (named in the text), or the path to something else, or to a network. `cached.clear(path)`
+            removes a folder.
+        TypeError: with a name or a path, at the first call: the function holds something that is no plain
+            data, and there is no version.
+        OSError: the folder cannot be opened, or others may write to it.
         RuntimeError: `name` or `path` needs a system call that this system or sandbox lacks.
     """
 
@@ -121,240 +160,300 @@ class cached:
             raise TypeError(f"cached: function={function!r} cannot be called")
         if name is not None and path is not None:
             raise ValueError(
-                f"cached: name={name!r} and path={str(path)!r}: give one, the memory's name or a file"
+                f"cached: name={name!r} and path={str(path)!r}: give one, the memory's name or a folder"
             )
-        self._name = name
-        self._path = None if path is None else os.path.abspath(path)
-        self._limit = _bytes(limit, self._path)
-        self._version, self._copy = version, copy
-        self._set_function(function)
-        self._open()
-
-    def _set_function(self, function: Callable[..., Any]) -> None:
-        # A method is stored as its parts, because `self` may be an attribute of the method's object.
-        self._of, self._function, self._bound = None, function, isinstance(function, MethodType)
+        path = None if path is None else os.path.abspath(path)
+        nbytes = bytes_of(limit, path, is_shared=name is not None or path is not None)
+        self._options = _Options(limit, nbytes, name, path, version, copy)
+        self._of: Any = None
+        self._function: Any = function
         if isinstance(function, MethodType):
             self._of, self._function = function.__self__, function.__func__
-        self._keys = Keys(function)
+            _bound.add(self)
+        self._set_function()
+        if identity.holds_nothing(function) and not self._options.is_shared:
+            self._number = handover.register(self, self._name)
+        self._open()
+
+    def _set_function(self) -> None:
+        self._number = 0  # which cache of its function this is, in the order of a module
+        self._in_class = False
+        self._prefix: bytes | None = None  # of keys
+        self._instances: dict[int, tuple[Any, bytes]] = {}
+        self._generators: dict[str, Any] | None = None
+        self._pid = 0  # of the process that has used it
+        self._name: str = identity.name_of(self._function)
+        function = self._function if self._of is None else MethodType(self._function, self)
+        self._keys = Keys(function, self._name.rpartition(".")[2])
         functools.update_wrapper(self, self._function, updated=())
+        self.__qualname__ = identity.base_of(self._function).__qualname__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._in_class = True
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    # ---- where the values lie -------------------------------------------------------------------------
 
     def _open(self) -> None:
-        about = {"function": _qualified(self._function), "version": self._version}
-        self._source: Any = None
-        self._store: Store | ProcessStore
+        options = self._options
+        self._source: Any = None  # keeps named memory open for other processes
+        self._store: Any
         if lacking := calls.missing(for_workers=False):
-            if self._name is not None or self._path is not None:
+            if options.is_shared:
                 raise RuntimeError(
                     f"cached: name= and path= need {lacking}, which this system or sandbox lacks; without "
                     "them each process has its own values"
                 )
-            self._store, self._counters = ProcessStore(self._limit), _Counters(-1)
+            self._store, self._counters = ProcessMemory(options.nbytes), counters.Counters(-1)
             return
         try:
-            if self._path is not None:
-                opened = files.at_path(self._path, about, self._limit)
-            elif self._name is not None:
-                held, self._source = _by_name(self._name, about, self._limit)
-                opened = os.dup(held)  # `held` stays open for other processes
-            else:
-                opened = files.anonymous(about, self._limit)
-        except files.Differs as error:
-            where = f"name={self._name!r}" if self._path is None else f"path={self._path!r}"
-            text = "Use another name or path, or remove the file with cached.clear(path)"
+            self._store, self._source = _opened(self._function, self._name, options)
+        except folder.Differs as error:
+            where = f"name={options.name!r}" if options.path is None else f"path={options.path!r}"
+            text = "Use another name or path, or remove the folder with cached.clear(path)"
             raise ValueError(f"cached: {where} holds something else: {error}. {text}") from None
-        counters = calls.memfd_create("fastq_loader.cache counters")
-        os.ftruncate(counters, _ROWS * _ROW_WORDS * 8)
-        self._attach(opened, counters)
+        is_literal = not is_part(options.limit)
+        holds = self._store.set_limit(options.nbytes, is_literal)
+        if is_literal and holds > options.nbytes:
+            text = f"limit={options.limit!r} is not used: the cache has had {holds} bytes since it was made"
+            warnings.warn(f"cached: {self._name}: {text}", stacklevel=3)
+        self._counters = counters.Counters(counters.create())
 
-    def _attach(self, fd: int, counters: int) -> None:
-        self._store = Store(fd, self._limit, checks=self._path is not None)
-        self._counters = _Counters(counters)
+    def _enter(self) -> Any:
+        """Begin to use the cache in this process. Returns the object, which may be used for this one call."""
+        of = self._object()
+        with _entering:
+            if self._pid == process_id.current():
+                return of
+            if self._number and (handed := handover.received(self.handed_as())):
+                self._store, self._counters = _attached(*handed)
+            if self._prefix is None:
+                self._prefix = self._identity() if self._options.is_shared else b""
+            self.let_go()
+            self._counters.enter()
+            self._pid = process_id.current()
+        return of
 
-    # ---- calls ----------------------------------------------------------------------------------
+    def handed_as(self) -> Any:
+        """The name of this cache in each process that imports its module; None if it has none."""
+        with contextlib.suppress(identity.NotPlain):
+            return identity.digest_of(self._function, cached), self._number
+        return None
+
+    def descriptors(self) -> list[int]:
+        """The descriptors of the memory and of the counters; with a path of the counters alone."""
+        return [fd for fd in (getattr(self._store, "fd", -1), self._counters.fd) if fd >= 0]
+
+    # ---- whose values these are ---------------------------------------------------------------------------
+
+    def _identity(self) -> bytes:
+        function = self._function if self._of is None else MethodType(self._function, self._object())
+        code = identity.source_of(function).code if self._options.name is not None else ""
+        return self._digest(function) + code.encode()
+
+    def _digest(self, part: Any) -> bytes:
+        """Digest of a function or an object. With a version, one that holds more than plain data has none."""
+        try:
+            return identity.digest_of(part, cached)
+        except identity.NotPlain as error:
+            if self._options.version is not None:
+                return self._name.encode()
+            raise TypeError(
+                f"cached: {error}, which is no plain data: pass version=, which says what values depend on"
+            ) from None
+
+    def _digest_of_instance(self, instance: Any) -> bytes:
+        """Digest of the object of a method that was cached in its class, taken at the first call."""
+        number = id(instance)
+        known = self._instances.get(number)
+        if known is not None and known[0]() is instance:
+            return known[1]
+        digest, instances = self._digest(instance), self._instances
+        with contextlib.suppress(TypeError):  # it has slots
+            instances[number] = weakref.ref(instance, lambda _: instances.pop(number, None)), digest
+        return digest
+
+    def _object(self) -> Any:
+        """The object of a method."""
+        if type(self._of) is not weakref.ref:
+            return self._of
+        of = self._of()
+        if of is None:
+            raise ReferenceError(
+                f"cached: {self._name}: the object of this method is gone, and with it its values"
+            )
+        return of
+
+    def let_go(self) -> None:
+        """Refer weakly to an object that has this cache, so that both are freed at once."""
+        of = self._of
+        if of is None or type(of) is weakref.ref:
+            return
+        if any(value is self for value in attributes.held(of).values()):
+            with contextlib.suppress(TypeError):  # it has slots
+                self._of = weakref.ref(of)
+
+    # ---- calls ----------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        digest = digest_of(self._keys.key(args, kwargs))
-        found = self._store.find(digest)
-        if found is not None:
-            try:
-                value = self._read(found)
-            except (ValueError, OSError) as error:
-                self._counters.add("damaged")
-                warnings.warn(f"cached: {self.__qualname__}: {error}; it is computed again", stacklevel=2)
-            else:
+        if self._pid != process_id.pid:
+            of = self._enter()  # noqa: F841 - alive until the call returns
+        if self._in_class:
+            key = self._digest_of_instance(args[0]) + self._keys.key((None, *args[1:]), kwargs)
+        else:
+            key = self._prefix + self._keys.key(args, kwargs)  # type: ignore[operator]
+        is_damaged = False
+        try:
+            found = self._store.get(key, self._options.copy)
+            if found is not None:
+                value = values.decode(*found)
                 self._counters.add("hits")
                 return value
+        except Exception as error:  # also of a class that cannot be found any more
+            is_damaged = True
+            self._warn_of_damage(error)
         self._counters.add("misses")
-        return self._compute(digest, args, kwargs)
+        return self._compute(key, args, kwargs, is_damaged)
 
-    def _compute(self, digest: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before = generators.GeneratorSnapshot()
-        value = self._function(self._of, *args, **kwargs) if self._bound else self._function(*args, **kwargs)
-        if drew := before.moved_since():
-            self._counters.add("random")
-            who, why = f"draws from {', '.join(drew)}", "they would be the same in every epoch"
-            self._hint(who, f"{why}. Wrap only the part that draws no random numbers")
+    def _compute(self, key: bytes, args: tuple[Any, ...], kwargs: dict[str, Any], is_damaged: bool) -> Any:
+        draws = Draws(self._own_generators(args))
+        of = self._object()
+        value = self._function(*args, **kwargs) if of is None else self._function(of, *args, **kwargs)
+        self.let_go()
+        drew, is_ours = draws.since()
+        if drew:
+            self._counters.add("random" if is_ours else "busy")
+            if is_ours:
+                who, why = f"draws from {', '.join(drew)}", "they would be the same in every epoch"
+                self._hint(who, f"{why}. Wrap only the part that draws no random numbers")
             return value
         try:
-            head, parts, nbytes = encode(value)
+            encoded = values.Encoded(value)
         except (UnpicklableError, RuntimeError) as error:
             self._counters.add("refused")
             self._hint("returns a value that cannot be pickled", str(error))
             return value
-        if not self._copy and has_tensors(head):
+        if not self._options.copy and encoded.has_tensors:
             text = "returns tensors, which cannot be read-only: use copy=True, or return arrays"
             raise TypeError(f"cached: {self.__qualname__}() {text}")
-        try:
-            stored = self._store.add(digest, head, parts, nbytes)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            stored = False
-        self._counters.add("stored" if stored else "full")
-        found = None if self._copy else self._store.find(digest)
-        return value if found is None else self._read(found)  # the read-only one
+        self._counters.add(self._add(key, encoded, is_damaged))
+        found = None if self._options.copy else self._store.get(key, False)
+        return value if found is None else values.decode(*found)  # the read-only one
 
-    def _read(self, found: Any) -> Any:
-        read = self._store.read if self._copy else self._store.view
-        return decode(self._store.head(found), partial(read, found))
+    def _add(self, key: bytes, encoded: values.Encoded, replace: bool) -> str:
+        try:
+            stored: str = self._store.add(key, encoded, replace)
+            return stored
+        except ValueError as error:
+            self._warn_of_damage(error)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
+                raise
+        return memory.FULL
+
+    def _own_generators(self, args: tuple[Any, ...]) -> dict[str, Any]:
+        """The generators that the function holds, searched once in a process; of a method that was cached in
+        its class, those of the object."""
+        if self._in_class:
+            return generators_of(self._function, args[0], self)
+        if self._generators is None:
+            self._generators = generators_of(self._function, self._object(), self)
+        return self._generators
+
+    def _warn_of_damage(self, error: Exception) -> None:
+        first = not self._counters.sums()["damaged"]
+        self._counters.add("damaged")
+        if first:
+            where = f" of the folder {self._options.path!r}" if self._options.path else ""
+            text = f"a value{where} cannot be read and is computed again: {type(error).__name__}: {error}"
+            warnings.warn(f"cached: {self.__qualname__}: {text}", stacklevel=4)
 
     def _hint(self, does: str, why: str) -> None:
-        if self._counters.first_hint():
+        if self._counters.is_first_hint():
             text = f"cached: {self.__qualname__}() {does}, so its values are not stored: {why}"
             warnings.warn(text, NotCached, stacklevel=4)
 
     def statistics(self) -> CacheStatistics:
         """Counts of the cache so far, of all processes that share this object."""
-        counts = dict(zip(_COUNTS, self._counters.sums(), strict=True))
-        return CacheStatistics(bytes=self._store.used(), **counts)
+        nbytes, number, limit = self._store.usage()
+        counts = self._counters.sums()
+        return CacheStatistics(function=self._name, bytes=nbytes, values=number, limit=limit, **counts)
 
     def __repr__(self) -> str:
-        return f"cached({self._function!r}, limit={self._limit})"
+        return f"cached({self._name}, limit={self._options.limit!r})"
 
-    # ---- on its way to other processes ----------------------------------------------------------
+    # ---- on its way to other processes ----------------------------------------------------------------
 
-    def __getstate__(self) -> dict[str, Any]:
-        kept = "_name", "_path", "_limit", "_version", "_copy", "_of", "_function", "_bound"
-        state = {name: vars(self)[name] for name in kept}
-        if get_spawning_popen() is not None and self._store.fd >= 0:
-            state["descriptors"] = reduction.DupFd(self._store.fd), reduction.DupFd(self._counters.fd)
-        return state
+    def __reduce__(self) -> Any:
+        module = sys.modules.get(self.__module__)
+        found: Any = module
+        for name in self.__qualname__.split("."):
+            found = getattr(found, "__dict__", {}).get(name)
+        if found is self and not (self.__module__ == "__main__" and pickling.is_interactive()):
+            return self.__qualname__
+        if self._options.is_shared and self._prefix is None:
+            self._prefix = self._identity()
+        self.let_go()
+        kept = "_options", "_function", "_in_class", "_prefix"
+        state = {name: vars(self)[name] for name in kept} | {"_of": self._object()}
+        if get_spawning_popen() is not None and self._counters.fd >= 0:
+            state["descriptors"] = [reduction.DupFd(fd) for fd in self.descriptors()]
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        descriptors = state.pop("descriptors", None)
+        descriptors = [duplicate.detach() for duplicate in state.pop("descriptors", ())]
+        self._function, self._of = state["_function"], state["_of"]
+        self._set_function()
         vars(self).update(state)
-        self._keys = Keys(MethodType(self._function, self._of) if self._bound else self._function)
-        functools.update_wrapper(self, self._function, updated=())
-        if descriptors is None:  # perhaps on another machine: a cache in memory begins empty
+        self._source = None
+        if len(descriptors) == 2:
+            self._store, self._counters = _attached(*descriptors)
+        else:  # perhaps on another machine: a cache in memory begins empty
             self._open()
-        else:
-            self._source = None
-            self._attach(*(duplicate.detach() for duplicate in descriptors))
+            for counted in descriptors:
+                self._counters = counters.Counters(counted)
+
+    def __copy__(self) -> cached:
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> cached:
-        """The same cache, for a copy of a dataset."""
+        """The same cache for a function; an empty one for a copied object, whose values may be others."""
         made = object.__new__(type(self))
         memo[id(self)] = made
         vars(made).update(vars(self))
-        made._of = copying.deepcopy(self._of, memo)
+        of = self._object()
+        made._of, made._function = copying.deepcopy(of, memo), copying.deepcopy(self._function, memo)
+        if made._of is not of or made._function is not self._function:
+            made._set_function()
+            made._in_class = self._in_class
+            made._open()
         return made
 
 
-class _Counters:
-    """Counts of all processes. Each has its own row; a later process reuses the row of one that has ended.
-
-    Args:
-        fd: descriptor of the shared memory, closed with this object; -1 without shared memory.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._pid = 0
-        self._held = -1
-        self._words: Any = None
-        self._row: Any = None
-        if fd < 0:  # counts of this process only
-            self._pid = process_id.current()
-            self._words = self._row = memoryview(bytearray(_ROW_WORDS * 8)).cast("Q")
-
-    def _own_row(self) -> Any:
-        with files.first_use():
-            if self._pid != process_id.current() and self.fd >= 0:  # a forked child has its parent's row
-                self._row = None
-                before, self._held = self._held, locks.open_anew(self.fd)
-                if before >= 0:
-                    os.close(before)
-                for row in range(_ROWS):
-                    if locks.try_lock(self._held, row, 1):
-                        self._row = self._all()[row * _ROW_WORDS : (row + 1) * _ROW_WORDS]
-                        break
-                self._pid = process_id.current()
-        return self._row
-
-    def _all(self) -> Any:
-        if self._words is None:
-            self._words = memoryview(mmap.mmap(self.fd, _ROWS * _ROW_WORDS * 8)).cast("Q")
-        return self._words
-
-    def add(self, name: str) -> None:
-        row = self._row if self._pid == process_id.pid else self._own_row()
-        if row is not None:
-            row[_INDEX[name]] += 1
-
-    def first_hint(self) -> bool:
-        """Whether no process has warned yet."""
-        row = self._own_row()
-        if row is None or any(self._all()[_HINTED::_ROW_WORDS]):
-            return False
-        row[_HINTED] = 1
-        return True
-
-    def sums(self) -> list[int]:
-        words = self._all()
-        return [sum(words[at::_ROW_WORDS]) for at in range(len(_COUNTS))]
-
-    def __del__(self) -> None:
-        for fd in (self.fd, self._held):
-            if fd >= 0:
-                os.close(fd)
+def _attached(shared: int, counted: int) -> tuple[memory.Memory, counters.Counters]:
+    return memory.Memory(shared), counters.Counters(counted)
 
 
-_INDEX = {name: at for at, name in enumerate(_COUNTS)}
-
-
-def _qualified(function: Callable[..., Any]) -> str:
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
-def _by_name(name: str, about: dict[str, Any], limit: int) -> tuple[int, Any]:
+def _opened(function: Any, function_name: str, options: _Options) -> tuple[Any, Any]:
+    """Open the memory or the folder. Returns it, and an object that keeps it open for other processes."""
+    if not options.is_shared:
+        return memory.Memory(memory.create(options.nbytes)), None
+    source = identity.source_of(function)
+    if source.code and not source.file and options.version is None:
+        raise ValueError(f"cached: {function_name} is in no file: a path= or name= needs version= with it")
+    about = {"function": function_name, "version": options.version}
+    if options.path is not None:
+        return folder.open_at(options.path, {**about, **source._asdict()}, options.nbytes), None
     from fastq_loader.extras.share import named  # its imports fail on other systems
 
+    make = partial(memory.create, options.nbytes)
     try:
-        return named.descriptor(name, about, partial(files.anonymous, about, limit))
+        held, kept_open = named.descriptor(str(options.name), about, make)
     except named.Differs as error:
-        raise files.Differs(f"it is of {error.about}") from None
-
-
-def _bytes(limit: Any, path: str | None) -> int:
-    """A limit as a number of bytes."""
-    wrong = f"cached: limit={limit!r} must be bytes (8_000_000_000, '8GB') or a part of free space ('0.5')"
-    if isinstance(limit, bool) or not isinstance(limit, (int, str)):
-        raise TypeError(wrong)
-    if isinstance(limit, int):
-        count = float(limit)
-    else:
-        digits = limit.strip().rstrip("BKMGTIbkmgti ")
-        unit = limit.strip()[len(digits) :].strip().upper()
-        try:
-            count = float(digits) * _UNITS[unit]
-        except (ValueError, KeyError):
-            raise ValueError(wrong) from None
-        if not unit and 0 < count < 1:
-            count *= memory_bytes() if path is None else shutil.disk_usage(os.path.dirname(path)).free
-    if not 0 < count < 1 << 62:
-        raise ValueError(wrong)
-    return int(count)
+        raise folder.Differs(f"it is of {error.about}") from None
+    return memory.Memory(os.dup(held)), kept_open
 
 
 #: Largest number of nested datasets that are searched for caches.
@@ -362,7 +461,7 @@ _PARTS = 100
 
 
 def caches_of(dataset: Any) -> list[cached]:
-    """The caches among the attributes of a dataset and of the datasets in it. Runs none of their code."""
+    """The caches among the attributes of a dataset, its class and its datasets. Runs none of their code."""
     found, seen, waiting = list[cached](), set[int](), [dataset]
     while waiting and len(seen) < _PARTS:
         part = waiting.pop()
@@ -371,7 +470,8 @@ def caches_of(dataset: Any) -> list[cached]:
         seen.add(id(part))
         own = attributes.held(part)
         # Not isinstance, which may run a user's `__class__` property.
-        found += [value for value in own.values() if issubclass(type(value), cached)]
+        in_class = [value for kind in type(part).__mro__ for value in vars(kind).values()]
+        found += [value for value in (*own.values(), *in_class) if issubclass(type(value), cached)]
         waiting += [own[name] for name in ("dataset",) if name in own]
         several = own.get("datasets")
         waiting += several if type(several) is list else []

@@ -1,22 +1,19 @@
 """A cache for one process, on systems without memory that processes can share.
 
-Runs in the process that calls a cached function, on any of its threads. See `store.Store`, which has the same
-methods.
+Runs in the process that calls a cached function. See `memory.Memory`, which has the same methods.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
+from fastq_loader.extras.cached import values
+from fastq_loader.extras.cached.memory import FULL, STORED, Found
 
 
-class ProcessStore:
-    """Stores values in a dict.
+class ProcessMemory:
+    """Stores records in a dict.
 
     Args:
-        limit: largest total size of the values, in bytes.
+        limit: largest total size of the records, in bytes.
 
     Attributes:
         fd: always -1: no descriptor to send to other processes.
@@ -25,35 +22,20 @@ class ProcessStore:
     fd = -1
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._used = 0
-        self._values: dict[bytes, tuple[bytes, np.ndarray]] = {}
+        self._limit, self._used = limit, 0
+        self._records: dict[bytes, bytes] = {}
 
-    def find(self, digest: bytes) -> Any:
-        return self._values.get(digest)
+    def get(self, key: bytes, copy: bool) -> Found | None:
+        found = self._records.get(key)
+        return None if found is None else values.read(memoryview(found), key, copy, check=False)
 
-    def head(self, found: Any) -> bytes:
-        head: bytes = found[0]
-        return head
+    def add(self, key: bytes, encoded: values.Encoded, replace: bool = False) -> str:
+        pieces, nbytes = values.record(key, encoded, checked=False)
+        if self._used + nbytes > self._limit:
+            return FULL
+        if self._records.setdefault(key, data := b"".join(pieces)) is data:
+            self._used += nbytes
+        return STORED
 
-    def read(self, found: Any, at: int, nbytes: int) -> np.ndarray:
-        copied: np.ndarray = self.view(found, at, nbytes).copy()
-        return copied
-
-    def view(self, found: Any, at: int, nbytes: int) -> np.ndarray:
-        data: np.ndarray = found[1]
-        return data[at : at + nbytes]
-
-    def add(self, digest: bytes, head: bytes, parts: Sequence[tuple[int, memoryview]], nbytes: int) -> bool:
-        if self._used + len(head) + nbytes > self._limit:
-            return False
-        data = np.zeros(nbytes, np.uint8)
-        for at, part in parts:
-            data[at : at + part.nbytes] = np.frombuffer(part, np.uint8)
-        data.flags.writeable = False
-        if self._values.setdefault(digest, (head, data))[1] is data:
-            self._used += len(head) + nbytes
-        return True
-
-    def used(self) -> int:
-        return self._used
+    def usage(self) -> tuple[int, int, int]:
+        return self._used, len(self._records), self._limit

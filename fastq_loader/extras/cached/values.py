@@ -1,14 +1,18 @@
 """Encodes values as bytes, and decodes them: to a copy that equals the function's result.
 
-Pure, apart from numpy and torch; runs in every process that calls a cached function. Tensors, arrays, texts
-and images are stored as their bytes and a short head; an object that contains them is pickled without them. A
-value is read by one copy of its bytes, into new memory each time.
+Runs in every process that calls a cached function. A value is a pickle and the bytes of its tensors, arrays,
+texts and images, which are read by one copy into new memory each time. A record is these with their key.
+
+    record      lengths, checksum, sizes of the buffers, key, pickle; then the buffers, each aligned
 """
 
 from __future__ import annotations
 
+import io
+import marshal
 import pickle
-from collections.abc import Callable
+import struct
+import zlib
 from typing import Any
 
 import numpy as np
@@ -16,139 +20,248 @@ import torch
 
 from fastq_loader.api import PLAIN_DTYPES, is_leaf, pickling
 
-#: Kinds of parts, which decide how a part is decoded.
-_PICKLE, _TENSOR, _ARRAY, _BYTES, _TEXT, _IMAGE = "ptabsi"
-
-#: Head and bytes of a part.
-Part = tuple[tuple[Any, ...], memoryview]
+#: Kinds of buffers, which decide how a buffer is decoded.
+_TENSOR, _ARRAY, _BYTES, _TEXT, _IMAGE = "tabsi"
+#: Bytes and texts that are shorter stay in the pickle.
+_SHORT = 1024
 _DTYPES = {name: dtype for dtype, name in PLAIN_DTYPES.items()}
 _ALIGNMENT = 64
+#: Length in bytes, checksum of what follows, number of buffers, lengths of the key and of the pickle.
+_HEADER = struct.Struct("<QIIII")
+HEADER_BYTES = _HEADER.size
 
 
-def encode(value: Any) -> tuple[bytes, list[tuple[int, memoryview]], int]:
-    """Encode a value as bytes.
+class Encoded:
+    """A value as bytes.
 
-    Returns:
-        Its head, its parts as (offset, bytes), and their total size in bytes with padding. Offsets count
-        from the start of the first part.
+    Attributes:
+        head: a pickle; or what describes the only buffer, by marshal.
+        buffers: the bytes of tensors, arrays, long texts and images.
+        has_tensors: whether some of them are tensors'.
 
     Raises:
-        Exception: an error of pickling.
+        UnpicklableError: a part cannot be pickled, or would come back as something else; names the part.
+        RuntimeError: there is a non-leaf tensor that requires grad.
     """
-    parts: list[Part] = []
-    whole = _as_part(value)
-    if whole is None:
-        pickled = pickling.dump(value, lambda leaf: _add(parts, leaf))
-        parts.append(((_PICKLE,), memoryview(pickled)))
-    else:
-        parts.append(whole)
-    heads, places, at = [], [], 0
-    for about, data in parts:
-        at += -at % _ALIGNMENT
-        heads.append((about[0], about[1:], at, data.nbytes))
-        places.append((at, data))
-        at += data.nbytes
-    return pickle.dumps(heads, 5), places, at
+
+    def __init__(self, value: Any) -> None:
+        self.buffers: list[memoryview] = []
+        self.has_tensors = False
+        self._numbers: dict[
+            int, Any
+        ] = {}  # id of an object → its description, and the object, to keep the id
+        alone = self.described(value) if type(value) in (torch.Tensor, np.ndarray, bytes, str) else None
+        self.head = self._pickled(value) if alone is None else marshal.dumps(alone, 2)
+
+    def _pickled(self, value: Any) -> bytes:
+        file = io.BytesIO()
+        try:
+            try:
+                _Pickler(file, self).dump(value)
+            except Exception:
+                if not pickling.sends_by_value:
+                    raise
+                file = io.BytesIO()
+                pickling.by_value(_Pickler)(file, self).dump(value)
+        except (RuntimeError, MemoryError):
+            raise
+        except Exception as error:
+            raise pickling.explain(value, error, "value") from error
+        return file.getvalue()
+
+    def described(self, value: Any) -> Any:
+        """The description of a part that is stored as its bytes; None if it must be pickled."""
+        if (known := self._numbers.get(id(value))) is not None:
+            return known[0]
+        kind = type(value)
+        if kind in (bytes, str) and len(value) < _SHORT:
+            return None
+        part = _PARTS.get(kind, _image_part)(value)
+        if part is None:
+            return None
+        about, data = part
+        self.has_tensors |= about[0] == _TENSOR
+        described = (about[0], len(self.buffers), *about[1:])
+        self.buffers.append(data)
+        self._numbers[id(value)] = described, value
+        return described
 
 
-def _add(parts: list[Part], leaf: Any) -> int | None:
-    part = _as_part(leaf)
-    if part is None:
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, encoded: Encoded) -> None:
+        super().__init__(file, 5)
+        self._encoded = encoded
+
+    def persistent_id(self, value: Any) -> Any:
+        return self._encoded.described(value)
+
+    def reducer_override(self, value: Any) -> Any:
+        if (
+            isinstance(value, torch.Tensor)
+            and value.layout is torch.strided
+            and not value.is_nested
+            and value.untyped_storage().nbytes() > value.nbytes  # a view: its part alone
+        ):
+            return value.clone().__reduce_ex__(5)  # type: ignore[no-untyped-call]
+        return NotImplemented
+
+
+def _tensor_part(value: torch.Tensor) -> Any:
+    if not is_leaf(value):
         return None
-    parts.append(part)
-    return len(parts) - 1
+    dense = value.detach()
+    if not dense.is_contiguous():
+        dense = dense.clone(memory_format=torch.preserve_format)
+    flat = dense.as_strided((dense.numel(),), (1,)) if dense.numel() else dense.reshape(-1)
+    about = _TENSOR, PLAIN_DTYPES[value.dtype], tuple(value.shape), dense.stride()
+    return about, _bytes_of(flat.view(torch.uint8).numpy())
 
 
-def _as_part(value: Any) -> Part | None:
-    """The part for a value that is stored as its bytes; None if it must be pickled."""
+def _array_part(value: np.ndarray) -> Any:
+    if not is_leaf(value):
+        return None
+    dense = value if value.flags.c_contiguous else value.copy("K")
+    order = tuple(sorted(range(dense.ndim), key=lambda axis: -dense.strides[axis]))
+    flat = dense.transpose(order).reshape(-1)
+    return (_ARRAY, value.dtype.str, dense.shape, dense.strides), _bytes_of(flat.view(np.uint8))
+
+
+def _image_part(value: Any) -> Any:
+    """The part for a PIL image that consists of its pixels, a palette, and what `info` and EXIF say."""
     kind = type(value)
-    if kind is bytes:
-        return (_BYTES,), memoryview(value)
-    if kind is str:
-        return (_TEXT,), memoryview(value.encode("utf-8", "surrogatepass"))
-    if kind is torch.Tensor and is_leaf(value):
-        dense = value.detach()
-        if not dense.is_contiguous():
-            dense = dense.clone(memory_format=torch.preserve_format)
-        head = _TENSOR, PLAIN_DTYPES[value.dtype], tuple(value.shape), dense.stride()
-        flat = dense.as_strided((dense.numel(),), (1,)) if dense.numel() else dense.reshape(-1)
-        return head, _bytes_of(flat.view(torch.uint8).numpy())
-    if kind is np.ndarray and is_leaf(value):
-        dense = value if value.flags.c_contiguous else value.copy("K")
-        order = tuple(sorted(range(dense.ndim), key=lambda axis: -dense.strides[axis]))
-        flat = dense.transpose(order).reshape(-1)
-        return (_ARRAY, value.dtype.str, dense.shape, dense.strides), _bytes_of(flat.view(np.uint8))
-    if _is_image(value):
-        return (_IMAGE, value.mode, value.size, value.info), memoryview(value.tobytes())
-    return None
+    if not kind.__module__.startswith("PIL.") or not hasattr(value, "palette"):
+        return None
+    palette = None if value.palette is None else value.palette.getdata()
+    if (kind.__module__, kind.__name__) != ("PIL.Image", "Image"):  # a file's: PIL pickles it
+        if palette is not None and value.palette.mode != "RGB":
+            raise pickle.PicklingError("PIL loses the palette's transparency; return image.copy()")
+        return None
+    exif = getattr(value, "_exif", None)
+    about = _IMAGE, value.mode, value.size, value.info, palette, exif and exif.tobytes()
+    return about, memoryview(value.tobytes())
+
+
+_PARTS: dict[type, Any] = {
+    torch.Tensor: _tensor_part,
+    np.ndarray: _array_part,
+    bytes: lambda value: ((_BYTES,), memoryview(value)),
+    str: lambda value: ((_TEXT,), memoryview(value.encode("utf-8", "surrogatepass"))),
+}
 
 
 def _bytes_of(array: Any) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def _is_image(value: Any) -> bool:
-    """Whether this is a PIL image that consists of its pixels: decoded, without a palette or a file."""
-    kind = type(value)
-    return (kind.__module__, kind.__name__) == ("PIL.Image", "Image") and value.mode not in ("P", "PA")
+# ---- back ------------------------------------------------------------------------------------------------
 
 
-#: Decoded heads, which most values have in common.
-_known: dict[bytes, Any] = {}
-_MOST_KNOWN = 1024
+def decode(head: bytes, buffers: list[np.ndarray]) -> Any:
+    """Decode a value; its tensors and arrays use the memory of the buffers.
 
-
-def _learn(head: bytes) -> Any:
-    if len(_known) >= _MOST_KNOWN:
-        _known.clear()
-    _known[head] = heads = pickle.loads(head)
-    return heads
-
-
-#: Reads bytes of a value, as new or read-only memory; takes an offset and a number of bytes.
-Read = Callable[[int, int], "np.ndarray"]
-
-
-def decode(head: bytes, read: Read) -> Any:
-    """Decode a value.
-
-    Args:
-        head: the head from `encode`.
-        read: reads bytes of the value's parts.
+    Raises:
+        Exception: whatever unpickling raises.
     """
-    parts: list[Any] = []
-    heads = _known.get(head) or _learn(head)
-    for kind, about, at, nbytes in heads:
-        data = read(at, nbytes)
-        if kind == _TENSOR:
-            name, shape, strides = about
-            flat = (
-                torch.from_numpy(data).view(_DTYPES[name]) if nbytes else torch.empty(0, dtype=_DTYPES[name])
-            )
-            parts.append(flat.as_strided(shape, strides))
-        elif kind == _ARRAY:
-            name, shape, strides = about
-            parts.append(np.ndarray(shape, name, data, strides=strides))
-        else:
-            parts.append(_others(kind, about, data, parts))
-    return parts[-1]
+    if head[0] != 0x80:  # not a pickle
+        return _made(marshal.loads(head), buffers)
+    return _Unpickler(head, buffers).load()
 
 
-def has_tensors(head: bytes) -> bool:
-    """Whether a value has tensors that are stored as their bytes."""
-    return any(kind == _TENSOR for kind, *_ in _learn(head))
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, head: bytes, buffers: list[np.ndarray]) -> None:
+        super().__init__(io.BytesIO(head))
+        self._buffers = buffers
+        self._made: dict[int, Any] = {}
+
+    def persistent_load(self, described: Any) -> Any:
+        number = described[1]
+        if number not in self._made:
+            self._made[number] = _made(described, self._buffers)
+        return self._made[number]
 
 
-def _others(kind: str, about: list[Any], data: np.ndarray, parts: list[Any]) -> Any:
+def _made(described: Any, buffers: list[np.ndarray]) -> Any:
+    kind, number, *about = described
+    data = buffers[number]
+    if kind == _TENSOR:
+        name, shape, strides = about
+        dtype = _DTYPES[name]
+        flat = torch.from_numpy(data).view(dtype) if data.size else torch.empty(0, dtype=dtype)
+        return flat.as_strided(shape, strides)
+    if kind == _ARRAY:
+        name, shape, strides = about
+        return np.ndarray(shape, name, data, strides=strides)
     if kind == _BYTES:
         return data.tobytes()
     if kind == _TEXT:
         return data.tobytes().decode("utf-8", "surrogatepass")
-    if kind == _IMAGE:
-        from PIL import Image
+    return _image(data.tobytes(), *about)
 
-        mode, size, info = about
-        image = Image.frombytes(mode, size, data.tobytes())
-        image.info = info
-        return image
-    return pickling.load(data.tobytes(), parts)
+
+def _image(data: bytes, mode: str, size: Any, info: Any, palette: Any, exif: bytes | None) -> Any:
+    from PIL import Image
+
+    image = Image.frombytes(mode, size, data)
+    if palette is not None:
+        image.putpalette(palette[1], palette[0])
+    image.info = info
+    if exif is not None:
+        image.getexif().load(exif)
+    return image
+
+
+# ---- records ---------------------------------------------------------------------------------------------
+
+
+def record(key: bytes, encoded: Encoded, checked: bool) -> tuple[list[Any], int]:
+    """A value with its key, and perhaps a checksum. Returns the pieces that follow each other, and their size
+    in bytes."""
+    sizes = struct.pack(f"<{len(encoded.buffers)}Q", *[data.nbytes for data in encoded.buffers])
+    pieces: list[Any] = [sizes, key, encoded.head]
+    nbytes = HEADER_BYTES + len(sizes) + len(key) + len(encoded.head)
+    for data in encoded.buffers:
+        pieces += [bytes(-nbytes % _ALIGNMENT), data]
+        nbytes += -nbytes % _ALIGNMENT + data.nbytes
+    checksum = 0
+    for piece in pieces if checked else ():
+        checksum = zlib.crc32(piece, checksum)
+    lengths = len(encoded.buffers), len(key), len(encoded.head)
+    return [_HEADER.pack(nbytes, checksum, *lengths), *pieces], nbytes
+
+
+def length_of(header: Any) -> int:
+    """Length in bytes of the record that begins with these bytes."""
+    length: int = _HEADER.unpack_from(header)[0]
+    return length
+
+
+def read(record: memoryview, key: bytes, copy: bool, check: bool) -> tuple[bytes, list[np.ndarray]] | None:
+    """The arguments of `decode`; None if the record is of another key.
+
+    Args:
+        record: the record.
+        key: the key.
+        copy: whether the buffers are in new memory.
+        check: whether to compare the checksum.
+
+    Raises:
+        ValueError: the record is damaged.
+    """
+    try:
+        length, checksum, count, key_bytes, head_bytes = _HEADER.unpack_from(record)
+        sizes = struct.unpack_from(f"<{count}Q", record, HEADER_BYTES)
+    except struct.error as error:
+        raise ValueError(f"a value is cut off: {error}") from None
+    at = HEADER_BYTES + 8 * count
+    if record[at : at + key_bytes] != key:
+        return None
+    at += key_bytes
+    head, at, buffers = bytes(record[at : at + head_bytes]), at + head_bytes, []
+    if length != len(record) or (check and zlib.crc32(record[HEADER_BYTES:]) != checksum):
+        raise ValueError("the checksum of a value is wrong")
+    for size in sizes:
+        at += -at % _ALIGNMENT
+        buffer = np.frombuffer(record, np.uint8, size, at)
+        buffers.append(buffer.copy() if copy else buffer)
+        at += size
+    return head, buffers

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import pickle
 import random
+import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import pytest
 import torch
 
 from fastq_loader import DataLoader, NotCached, cached
-from fastq_loader.extras.cached import cached as module
+from fastq_loader.extras.cached import limits
 from fastq_loader.system import calls
 from tests.conftest import open_descriptors
 
@@ -38,6 +41,15 @@ class Photos(torch.utils.data.Dataset[Any]):
         sample = self.decode(index)
         sample["pixels"] += torch.rand(3, 4)
         return sample
+
+
+class Scaled:
+    def __init__(self, scale: Any, **options: Any) -> None:
+        self.scale = scale
+        self.decode: Any = cached(self.decode, limit="1MB", **options)
+
+    def decode(self, index: int) -> Any:  # type: ignore[no-redef]
+        return index * self.scale
 
 
 def read(index: int, scale: int = 1) -> np.ndarray:
@@ -124,16 +136,18 @@ def test_without_copies_arrays_are_read_only_and_tensors_refused() -> None:
 
 @pytest.mark.parametrize(
     ("limit", "expected"),
-    [(5, 5), ("8GB", 8 * 10**9), ("1.5 MiB", 3 << 19), ("7", 7), ("2kb", 2000), ("0.5", 500), ("0.25", 250)],
+    [(5, 5), ("8GB", 8 * 10**9), ("1.5 MiB", 3 << 19), ("7", 7), ("2kb", 2000), ("0.5", 500), (".25", 250)],
 )
 def test_a_limit_is_bytes_or_a_part_of_what_is_left(
     limit: Any, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "memory_bytes", lambda: 1000)
-    assert module._bytes(limit, None) == expected
+    monkeypatch.setattr(limits, "memory_bytes", lambda: 1000)
+    assert limits.bytes_of(limit, None, is_shared=False) == expected
 
 
-@pytest.mark.parametrize("limit", ["8 apples", "", "-1", 0, -5, "0", "1e99", "nan", 0.5, None, True])
+@pytest.mark.parametrize(
+    "limit", ["8 apples", "", "-1", 0, -5, "0", "1e99", "nan", "1.5", "1.0", "0.0", 0.5, None, True]
+)
 def test_a_wrong_limit_is_named(limit: Any) -> None:
     is_typed = isinstance(limit, str) or type(limit) is int
     with pytest.raises(ValueError if is_typed else TypeError, match=r"limit=.* must be bytes"):
@@ -183,11 +197,14 @@ def test_a_file_outlives_its_program_and_is_cleared(tmp_path: Path) -> None:
 def test_a_damaged_value_is_computed_again_and_said(tmp_path: Path) -> None:
     path = tmp_path / "values"
     cached(read, limit="1MB", path=path)(1)
-    with open(path, "r+b") as file:
-        file.seek(-8, os.SEEK_END)
-        file.write(b"\1" * 8)
+    with open(path / "fastq_loader.values", "r+b") as file:
+        data = file.read()
+        file.seek(data.index(np.full(5, 1).tobytes()))
+        file.write(b"\2")
     wrapped = cached(read, limit="1MB", path=path)
-    with pytest.warns(UserWarning, match="read: the checksum of a value is wrong; it is computed again"):
+    with pytest.warns(
+        UserWarning, match=r"read: a value of the folder '.*' cannot be read and is computed again"
+    ):
         assert wrapped(1).tolist() == [1] * 5
     assert wrapped(1).tolist() == [1] * 5
     counts = wrapped.statistics()
@@ -207,17 +224,26 @@ def test_a_name_is_one_cache_and_another_function_is_refused() -> None:
     assert cached(read, limit="1MB", name=name).statistics().bytes == 0
 
 
-def test_a_copy_of_a_dataset_has_the_same_cache_and_a_pickle_an_empty_one() -> None:
+def test_a_deep_copy_and_a_pickle_of_a_dataset_have_an_empty_cache_and_a_copy_the_same() -> None:
     photos = Photos()
     photos.decode(1)
-    other = copy.deepcopy(photos)
-    other.decode(1)
-    other.decode(2)
-    assert (photos.decoded, other.decoded) == ([1], [1, 2])
-    assert other.decode.statistics().hits == 1  # type: ignore[attr-defined]
-    far = pickle.loads(pickle.dumps(photos))
-    assert far.decode(1)["label"] == 1
-    assert (far.decoded, far.decode.statistics().hits) == ([1, 1], 0)
+    other, far, near = copy.deepcopy(photos), pickle.loads(pickle.dumps(photos)), copy.copy(photos)
+    other.length = 3
+    for each in (other, far):
+        assert each.decode(1)["label"] == 1
+        assert (each.decoded, each.decode.statistics().hits) == ([1, 1], 0)
+    assert near.decode is photos.decode
+    assert copy.deepcopy(cached(read, limit=1000)).statistics().limit == 1000
+
+
+def test_a_deep_copy_that_was_changed_has_its_own_values(tmp_path: Path) -> None:
+    for place in ({}, {"path": tmp_path / "values"}, {"name": f"copies of {os.getpid()}"}):
+        scaled = Scaled(2, **place)
+        other = copy.deepcopy(scaled)
+        other.scale = 3
+        again = Scaled(2, **place)
+        assert [each.decode(5) for each in (scaled, other, scaled, other, again)] == [10, 15, 10, 15, 10]
+        assert again.decode.statistics().hits == (1 if place else 0)
 
 
 def test_on_another_system_a_process_has_its_own_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,14 +262,19 @@ def test_on_another_system_a_process_has_its_own_values(monkeypatch: pytest.Monk
             Photos(**place)
 
 
-def test_nothing_is_left_open() -> None:
+def test_nothing_is_left_open_when_a_dataset_goes(tmp_path: Path) -> None:
     gc.collect()
     before = len(open_descriptors())
     photos = Photos()
     photos.decode(1)
     copy.deepcopy(photos).decode(1)
-    del photos
-    gc.collect()  # a method refers to its object
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        folder = Photos(path=tmp_path / "values")
+    folder.decode(1)
+    gc.disable()
+    del photos, folder
+    gc.enable()
     assert len(open_descriptors()) == before
 
 
@@ -255,3 +286,223 @@ def test_a_loader_shows_the_caches_of_its_dataset() -> None:
         list(loader)
     assert [(each.hits, each.misses) for each in loader.statistics().caches] == [(8, 8), (8, 8)]
     assert DataLoader(range(3)).statistics().caches == ()
+
+
+# ---- whose values these are -------------------------------------------------------------------------------
+
+
+def test_a_method_of_a_temporary_object_works_and_a_cache_without_its_object_says_so() -> None:
+    alone = cached(Scaled.__dict__["decode"].__get__(Plain(4)), limit="1MB")
+    assert [alone(2), alone(2), alone.statistics().hits] == [8, 8, 1]
+    scaled = Scaled(3)
+    decode = scaled.decode
+    assert decode(2) == 6
+    del scaled
+    assert decode(2) == 6, "what is there needs no object"
+    with pytest.raises(ReferenceError, match=r"Scaled.decode: the object of this method is gone"):
+        decode(3)
+
+
+class Plain:
+    def __init__(self, scale: int) -> None:
+        self.scale = scale
+
+
+def test_two_objects_lambdas_and_partials_at_one_path_are_kept_apart(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"limit": "1MB", "path": tmp_path / "values"}
+    functions = [cached(lambda index, scale=scale: index * scale, **options) for scale in (2, 3)]
+    assert [each(5) for each in functions for _ in range(2)] == [10, 10, 15, 15]
+    options["path"] = tmp_path / "partials"
+    partials = [cached(functools.partial(read, scale=scale), **options) for scale in (2, 3)]
+    assert [each(5)[0] for each in partials for _ in range(2)] == [10, 10, 15, 15]
+
+
+def test_what_holds_more_than_data_needs_a_version(tmp_path: Path) -> None:
+    transform = Scaled(Plain(2))
+    assert cached(transform.decode, limit="1MB")  # in memory an object is itself
+    for place in ({"path": tmp_path / "values"}, {"name": f"plain of {os.getpid()}"}):
+        scaled = Scaled(np.random.default_rng(), **place)
+        with pytest.raises(TypeError, match=r"decode\.self\.scale is .*Generator.* pass version="):
+            scaled.decode(1)
+    scaled = Scaled(1 + 0j, path=tmp_path / "of a version", version=1)
+    assert scaled.decode(3) == scaled.decode(3) == 3 + 0j
+
+
+def test_a_function_of_a_notebook_needs_a_version(tmp_path: Path) -> None:
+    namespace: dict[str, Any] = {"__name__": "notebook"}
+    exec("def decode(index): return index", namespace)
+    options: dict[str, Any] = {"limit": "1MB", "path": tmp_path / "values"}
+    with pytest.raises(ValueError, match=r"notebook\.decode is in no file: .* needs version="):
+        cached(namespace["decode"], **options)
+    assert cached(namespace["decode"], version=1, **options)(3) == 3
+
+
+def test_another_source_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"limit": "1MB", "path": tmp_path / "values"}
+
+    def decode_of(folder: str, body: str) -> Any:
+        file = tmp_path / folder / "decoding.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"def decode(index):\n    return {body}\n")
+        namespace: dict[str, Any] = {"__name__": "decoding"}
+        exec(compile(file.read_text(), file, "exec"), namespace)
+        return namespace["decode"]
+
+    assert cached(decode_of("a", "index"), **options)(3) == 3
+    assert cached(decode_of("b", "index"), **options)(3) == 3, "it was moved"
+    with pytest.raises(
+        ValueError, match=r"that of '.*b/decoding.py', and here it is that of '.*c/decoding.py'"
+    ):
+        cached(decode_of("c", "index + 1"), **options)
+
+
+class InClass:
+    """Its methods are cached for each object by what that holds."""
+
+    def __init__(self, scale: Any) -> None:
+        self.scale = scale
+
+    @functools.partial(cached, limit="1MB")
+    def decode(self, index: int) -> Any:
+        """A decoded sample."""
+        return index * self.scale
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class InSlots:
+    __slots__ = ("scale",)
+
+    def __init__(self, scale: Any) -> None:
+        self.scale = scale
+
+    @functools.partial(cached, limit="1MB")
+    def decode(self, index: int) -> Any:
+        return index * self.scale
+
+
+@pytest.mark.parametrize("kind", [InClass, InSlots])
+def test_a_method_may_be_cached_in_its_class(kind: Any) -> None:
+    before = kind.decode.statistics().hits
+    one, other = kind(2), kind(3)
+    third = copy.copy(one)
+    third.scale = 5
+    objects = (one, other, third)
+    assert [each.decode(7) for each in objects] == [each.decode(index=7) for each in objects] == [14, 21, 35]
+    assert one.decode.statistics().hits - before == 3
+    with pytest.raises(TypeError, match=r"scale is <object.*pass version="):
+        kind(object()).decode(1)
+    assert pickle.loads(pickle.dumps(one)).decode(7) == 14
+    assert pickle.loads(pickle.dumps(kind.decode)) is kind.decode
+
+
+@functools.partial(cached, limit="1MB")
+def decorated(index: int) -> Any:
+    """A decoded sample."""
+    return index + 1
+
+
+def test_a_decorated_function_is_one_object_however_it_travels() -> None:
+    assert decorated(1) == 2
+    assert decorated.__doc__ == "A decoded sample."
+    for again in (pickle.loads(pickle.dumps(decorated)), copy.copy(decorated), copy.deepcopy(decorated)):
+        assert again.statistics() == decorated.statistics()
+    assert pickle.loads(pickle.dumps(decorated)) is decorated
+
+
+# ---- what draws -------------------------------------------------------------------------------------------
+
+
+class Drawing:
+    def __init__(self, generator: Any) -> None:
+        self.held = {"deep": [generator]}
+
+    def decode(self, index: int) -> float:
+        return float(self.held["deep"][0].random())
+
+
+def _closed(generator: Any) -> Any:
+    return lambda index: float(generator.random())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda generator: Drawing(generator).decode,
+        _closed,
+        lambda generator: lambda index, drawn=generator: float(drawn.random()),
+        lambda generator: functools.partial(lambda drawn, index: float(drawn.random()), generator),
+        lambda generator: functools.partial(_closed(generator)),
+    ],
+    ids=["object", "closure", "default", "partial", "closure in a partial"],
+)
+@pytest.mark.parametrize("kind", [random.Random, np.random.default_rng])
+def test_generators_that_a_function_holds_are_found(make: Any, kind: Any) -> None:
+    wrapped = cached(make(kind(0)), limit="1MB")
+    with pytest.warns(NotCached, match=r"draws from"):
+        assert wrapped(1) != wrapped(1)
+    assert wrapped.statistics().random == 2
+
+
+def test_the_second_of_two_normal_numbers_is_drawn_as_well() -> None:
+    def normal(index: int) -> float:
+        return float(np.random.randn())
+
+    wrapped = cached(normal, limit="1MB")
+    with pytest.warns(NotCached):
+        assert len({wrapped(1) for _ in range(5)}) == 5
+
+
+def test_a_draw_of_another_thread_is_no_reason_for_a_hint() -> None:
+    drawing, done = threading.Event(), threading.Event()
+
+    def slow(index: int) -> int:
+        drawing.set()
+        done.wait(30)
+        return index
+
+    def draw() -> None:
+        drawing.wait(30)
+        torch.rand(1)
+        done.set()
+        stop.wait(30)
+
+    stop = threading.Event()
+    thread = threading.Thread(target=draw)
+    thread.start()
+    wrapped = cached(slow, limit="1MB")
+    assert [wrapped(1), wrapped(1), wrapped(1)] == [1, 1, 1]
+    stop.set()
+    thread.join()
+    counts = wrapped.statistics()
+    assert (counts.busy, counts.random, counts.stored, counts.hits) == (1, 0, 1, 1)
+
+
+# ---- how much ---------------------------------------------------------------------------------------------
+
+
+def test_a_part_of_the_memory_is_divided_by_the_ranks_that_do_not_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "memory_bytes", lambda: 1000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert limits.bytes_of("0.5", None, is_shared=False) == 125
+    assert limits.bytes_of("0.5", None, is_shared=True) == 500
+    assert limits.bytes_of("500", None, is_shared=False) == 500
+
+
+@pytest.mark.parametrize("place", ["path", "name"])
+def test_the_first_limit_holds_until_a_larger_one(place: str, tmp_path: Path) -> None:
+    options: Any = {"path": tmp_path / "values"} if place == "path" else {"name": f"limits of {os.getpid()}"}
+    first = cached(read, limit=5000, **options)
+    with pytest.warns(UserWarning, match=r"limit=4000 is not used: the cache has had 5000 bytes"):
+        cached(read, limit=4000, **options)
+    for index in range(200):
+        first(index)
+    assert first.statistics().full > 100
+    second = cached(read, limit="1MB", **options)
+    for index in range(200):
+        second(index)
+    counts = second.statistics()
+    assert (counts.values, counts.limit, counts.full) == (200, 10**6, 0)
+    assert counts.function == "tests.extras.cached.test_cached.read"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from fastq_loader.errors import UnpicklableError
-from fastq_loader.extras.cached.values import decode, encode
+from fastq_loader.extras.cached import values
 from tests.support.thorough import examples
 
 Point = namedtuple("Point", "x y")
@@ -36,11 +36,11 @@ class OwnArray(np.ndarray):
 
 def reader(value: Any) -> Any:
     """Gives the value, from its bytes, each time that it is called."""
-    head, parts, nbytes = encode(value)
-    memory = np.zeros(nbytes, np.uint8)
-    for at, data in parts:
-        memory[at : at + data.nbytes] = np.frombuffer(data, np.uint8)
-    return lambda: decode(head, lambda at, count: memory[at : at + count].copy())
+    pieces, nbytes = values.record(b"key", values.Encoded(value), checked=True)
+    record = memoryview(b"".join(pieces))
+    assert len(record) == nbytes
+    assert values.read(record, b"another key", copy=True, check=True) is None
+    return lambda: values.decode(*values.read(record, b"key", copy=True, check=True))  # type: ignore[misc]
 
 
 def again(value: Any) -> Any:
@@ -164,5 +164,5 @@ def test_each_reading_is_a_copy_that_can_be_written_to() -> None:
 
 
 def test_an_error_of_pickling_has_the_path() -> None:
-    with pytest.raises(UnpicklableError, match=r"batch\['f'\]"):
-        encode({"f": lambda: 0})
+    with pytest.raises(UnpicklableError, match=r"value\['f'\]"):
+        values.Encoded({"f": lambda: 0})

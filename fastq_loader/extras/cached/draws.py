@@ -1,0 +1,55 @@
+"""Whether a call drew random numbers, from a global generator or from one that the function holds.
+
+Runs in every process that calls a cached function.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+from fastq_loader.api import generators
+from fastq_loader.extras.cached import identity
+
+#: Largest number of things that a function holds, which are searched for generators.
+_MOST_ROOTS = 100
+
+
+class Draws:
+    """States of generators before a call.
+
+    Args:
+        own: the generators that the function holds.
+    """
+
+    def __init__(self, own: dict[str, Any]) -> None:
+        self._own = own
+        self._before, self._shared = generators.states_of(own), generators.GeneratorSnapshot()
+
+    def since(self) -> tuple[list[str], bool]:
+        """The generators that were drawn from since, and whether it was this call: another thread may have
+        drawn from a global one."""
+        shared = self._shared.moved_since()
+        own = generators.moved(self._before, generators.states_of(self._own))
+        return own + shared, bool(own) or threading.active_count() == 1
+
+
+def generators_of(function: Any, of: Any, cache: Any) -> dict[str, Any]:
+    """The generators in a function's closure, defaults and arguments, and of its object; none if a user's
+    object raises."""
+    roots, pending = {"self": of}, [("", function)]
+    try:
+        while pending and len(roots) < _MOST_ROOTS:
+            path, part = pending.pop()
+            for name, held in identity.parts_of(part):
+                if isinstance(held, FunctionType | MethodType | partial):
+                    pending.append((f"{path}{name}.", held))
+                else:
+                    roots[f"{path}{name}"] = held
+        found = generators.find(roots, [cache])
+        generators.states_of(found)
+    except Exception:
+        return {}
+    return found

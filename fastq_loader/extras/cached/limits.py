@@ -1,0 +1,47 @@
+"""The limit of a cache as a number of bytes. Runs in the program."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+from fastq_loader.extras.insight.machine import local_ranks, memory_bytes
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+def is_part(limit: int | str) -> bool:
+    """Whether a limit is a part of the free space, and no number of bytes."""
+    return isinstance(limit, str) and "." in limit and limit.strip()[-1:] in "0123456789."
+
+
+def bytes_of(limit: Any, path: str | None, is_shared: bool) -> int:
+    """A limit as a number of bytes.
+
+    Args:
+        limit: as users write it.
+        path: of the cache, for the free space of its disk; None: of the memory.
+        is_shared: whether the ranks of this machine share the cache; else each has its part.
+
+    Raises:
+        TypeError, ValueError: it is malformed.
+    """
+    wrong = f"cached: limit={limit!r} must be bytes (8_000_000_000, '8GB') or a part of free space ('0.5')"
+    if isinstance(limit, bool) or not isinstance(limit, (int, str)):
+        raise TypeError(wrong)
+    text = str(limit).strip()
+    digits = text.rstrip("BKMGTIbkmgti ")
+    try:
+        count = float(digits) * _UNITS[text[len(digits) :].strip().upper()]
+    except (ValueError, KeyError):
+        raise ValueError(wrong) from None
+    if is_part(limit):
+        if not 0 < count < 1:
+            raise ValueError(wrong)
+        free = memory_bytes() if path is None else shutil.disk_usage(os.path.dirname(path)).free
+        count *= free / (1 if is_shared else local_ranks())
+    if not 0 < count < 1 << 62:
+        raise ValueError(wrong)
+    return int(count)

@@ -1,0 +1,401 @@
+"""The folder of a cache: kills, stopped writers, forks, full disks, boots, copies, damage, other people."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lmdb")
+
+from fastq_loader.extras.cached import folder as folders
+from fastq_loader.extras.cached.folder import Differs, Folder
+from fastq_loader.extras.cached.memory import BUSY, STORED
+from tests.extras.cached.test_memory import check, get, left_usable, put, value_of
+from tests.support.forking import end_of, fork, in_child
+from tests.support.sandbox import mounted
+from tests.support.thorough import seeds
+
+ABOUT = {"function": "read", "version": 1, "file": "read.py", "code": "0"}
+LIMIT = 1 << 22
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "PATIENCE", 30.0)
+
+
+def opened(path: Path, limit: int = LIMIT, **about: Any) -> Folder:
+    store = folders.open_at(str(path), {**ABOUT, **about}, limit)
+    store.set_limit(limit, is_literal=True)
+    return store
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "values"
+
+
+@pytest.fixture
+def store(path: Path) -> Iterator[Folder]:
+    store = opened(path)
+    yield store
+    store.finish()
+
+
+def filled(path: Path) -> None:
+    """By a process that ends; clean."""
+
+    def fill() -> None:
+        store = opened(path)
+        for key in range(40):
+            assert put(store, key, value_of(key)) == STORED
+        store.finish()
+
+    assert end_of(fork(fill)) == 0
+
+
+def mark_of(path: Path) -> dict[str, Any]:
+    mark: dict[str, Any] = json.loads((path / "fastq_loader.mark").read_text())
+    return mark
+
+
+def test_what_was_put_is_there_and_it_is_full_when_no_room_is_left(store: Folder) -> None:
+    stored = [key for key in range(3000) if put(store, key, value_of(key)) == STORED]
+    used, count, limit = store.usage()
+    assert limit * 0.97 < used <= limit == LIMIT
+    assert check(store, range(3000)) == len(stored) == count
+    assert put(store, stored[0], value_of(stored[0])) == BUSY, "it is there"
+
+
+def test_the_arrays_of_a_hit_are_read_only_if_they_are_no_copies(store: Folder) -> None:
+    put(store, 1, value_of(1))
+    (buffer,) = store.get(b"1", True)[1] or [None]  # type: ignore[index]
+    assert buffer.flags.writeable
+    assert not store.get(b"1", False)[1][0].flags.writeable  # type: ignore[index]
+
+
+# ---- processes and threads ------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@seeds(2, 40)
+def test_processes_with_threads_that_are_killed_leave_no_wrong_value(path: Path, seed: int) -> None:
+    """They inherit the folder from a parent that goes on to use it."""
+    rng, store = random.Random(seed), opened(path)
+    keys = range(300)
+
+    def work(seed: int, store: Folder) -> None:
+        own = random.Random(seed)
+        for key in own.sample(keys, len(keys)):
+            if get(store, key) is None:
+                put(store, key, value_of(key))
+            else:
+                check(store, [key])
+
+    def child(seed: int) -> None:
+        mine = store if seed % 2 else opened(path)
+        threads = [threading.Thread(target=work, args=(seed * 10 + each, mine)) for each in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    pids = [fork(partial(child, seed * 10 + each)) for each in range(3)]
+    work(seed, store)
+    for pid in pids[1:]:
+        os.kill(pid, signal.SIGKILL)
+        end_of(pid)
+        check(store, rng.sample(keys, 30))
+    assert end_of(pids[0]) == 0
+    work(seed + 1, store)
+    assert check(store, keys) == len(keys), f"seed {seed}"
+
+
+@pytest.mark.processes
+def test_a_child_that_closes_what_it_inherited_leaves_its_parent_alone(store: Folder) -> None:
+    """Also while the parent reads: its transaction stays what it was."""
+    put(store, 1, value_of(1))
+
+    def child() -> None:
+        assert check(store, [1]) == 1
+        for key in range(2, 200):
+            put(store, key, value_of(key))
+        os._exit(0)
+
+    with store._env.begin(buffers=True) as transaction:
+        entries = transaction.stat()["entries"]
+        assert end_of(fork(child)) == 0
+        assert transaction.stat()["entries"] == entries
+    assert check(store, range(1, 200)) == 199
+
+
+@pytest.mark.processes
+def test_a_child_of_a_thread_that_reads_has_no_values(store: Folder) -> None:
+    """It cannot know what the other thread of its parent had begun."""
+    put(store, 1, value_of(1))
+
+    def child() -> None:
+        assert get(store, 1) is None
+        assert put(store, 2, value_of(2)) == BUSY
+        assert store.usage() == (0, 0, 0)
+
+    def read(transaction: Any) -> str:
+        assert end_of(fork(child)) == 0
+        return "read"
+
+    assert store._run(folders.fcntl.LOCK_SH, read) == "read"
+    assert check(store, [1]) == 1
+
+
+@pytest.mark.processes
+def test_a_writer_that_is_stopped_in_its_transaction_holds_nobody_up(
+    store: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "PATIENCE", 0.05)
+    put(store, 1, value_of(1))
+    ready, said = os.pipe()
+
+    def child() -> None:
+        def stop(transaction: Any) -> None:
+            transaction.put(b"half", b"a value")
+            os.write(said, b"!")
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        store._run(folders.fcntl.LOCK_EX, stop)
+
+    pid = fork(child)
+    os.read(ready, 1)
+    assert put(store, 2, value_of(2)) == BUSY
+    assert get(store, 1) is None
+    assert store.usage() == (0, 0, 0)
+    os.kill(pid, signal.SIGKILL)
+    end_of(pid)
+    assert put(store, 2, value_of(2)) == STORED
+    assert check(store, [1, 2]) == 2
+    os.close(ready)
+    os.close(said)
+
+
+@pytest.mark.processes
+def test_an_interrupt_at_any_moment_leaves_no_lock(store: Folder) -> None:
+    left_usable(store, 200)
+
+
+def test_a_folder_is_opened_once_in_a_process_and_by_any_name(path: Path) -> None:
+    store = opened(path)
+    (path.parent / "link").symlink_to(path)
+    assert opened(path.parent / "link") is store
+    with pytest.raises(Differs, match="its version is 1, and here it is 2"):
+        opened(path, version=2)
+
+
+# ---- disks and boots ------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_a_map_that_another_process_enlarged_is_followed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "_SPARE", 1 << 16)
+    store = opened(path, 1 << 16)
+    put(store, 1, value_of(1))
+
+    def child() -> None:
+        store.finish()
+        larger = opened(path, 1 << 22)
+        for key in range(2, 700):
+            put(larger, key, value_of(key))
+
+    assert end_of(fork(child)) == 0
+    assert check(store, range(700)) > 600
+    assert put(store, 1000, value_of(1000)) == STORED
+
+
+@pytest.mark.processes
+def test_a_full_disk_costs_no_value(path: Path) -> None:
+    @in_child
+    def run() -> None:
+        path.mkdir()
+        if not mounted(str(path), "size=300k,mode=700"):
+            return
+        store = opened(path)
+        stored = []
+        for key in range(200):
+            with contextlib.suppress(OSError):
+                assert put(store, key, value_of(key)) == STORED
+                stored.append(key)
+        assert 20 < len(stored) < 150
+        assert check(store, range(200)) == len(stored)
+        store.finish()
+        assert check(opened(path), range(200)) == len(stored)
+
+    run()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("changed", "values"),
+    [
+        ({}, 40),
+        ({"clean": False}, 40),
+        ({"clean": False, "boot": "another"}, 0),
+        ({"boot": "another"}, 40),
+        ({"clean": False, "data": [0, 0]}, 0),
+        ({"data": [0, 0]}, 40),
+    ],
+    ids=str,
+)
+def test_what_may_not_have_survived_is_begun_anew(path: Path, changed: dict[str, Any], values: int) -> None:
+    filled(path)
+    mark = mark_of(path)
+    assert mark["clean"]
+    (path / "fastq_loader.mark").write_text(json.dumps({**mark, **changed}))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        store = opened(path)
+    assert [f"{path}" in str(each.message) for each in caught] == ([] if values else [True])
+    assert check(store, range(40)) == values
+    assert not mark_of(path)["clean"], "it is in use"
+
+
+@pytest.mark.processes
+@seeds(1, 30)
+def test_a_copy_made_while_writing_gives_no_wrong_value(path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    ready, said = os.pipe()
+
+    def child() -> None:
+        store = opened(path)
+        for key in range(10**6):
+            put(store, key, value_of(key))
+            if key == 20:
+                os.write(said, b"!")
+
+    pid = fork(child)
+    os.read(ready, 1)
+    copy = path.parent / "copy"
+    shutil.copytree(path, copy)
+    os.kill(pid, signal.SIGKILL)
+    end_of(pid)
+    with pytest.warns(UserWarning, match="begun anew: it was copied while it was written to"):
+        store = opened(copy)
+    check(store, rng.sample(range(1000), 100))
+    assert check(opened(path), range(20)) == 20
+    os.close(ready)
+    os.close(said)
+
+
+@pytest.mark.processes
+@seeds(4, 200)
+def test_a_damaged_folder_gives_no_wrong_value(path: Path, seed: int) -> None:
+    """Bytes of a file were lost, or it was cut short."""
+    filled(path)
+    rng = random.Random(seed)
+    file = path / f"fastq_loader.{rng.choice(['values', 'values', 'values', 'mark'])}"
+    size = file.stat().st_size
+    with open(file, "r+b") as opened_file:
+        if seed % 2:
+            opened_file.truncate(rng.randrange(size))
+        else:
+            for _ in range(rng.choice([1, 30])):
+                opened_file.seek(rng.randrange(size))
+                opened_file.write(rng.randbytes(rng.randrange(2000)))
+
+    def look() -> None:
+        warnings.simplefilter("ignore")
+        store = opened(path)
+        for turn in range(2):
+            for key in range(40):
+                try:
+                    there = check(store, [key])
+                except ValueError:
+                    there = 0
+                if not there and not turn:
+                    try:
+                        store.add(repr(key).encode(), folders.values.Encoded(value_of(key)), replace=True)
+                    except ValueError:
+                        continue
+
+    code = end_of(fork(look))
+    assert code == 0, f"seed {seed}"
+
+
+# ---- whose folder it is -----------------------------------------------------------------------------------
+
+
+def test_a_folder_of_something_else_is_refused_and_left_as_it_is(path: Path, tmp_path: Path) -> None:
+    path.mkdir()
+    (path / "data.mdb").write_text("a file of the user's")
+    with pytest.raises(Differs, match=r"not a cache of this library, and has a 'data.mdb'"):
+        opened(path)
+    with pytest.raises(Differs, match="it is not a cache"):
+        folders.remove(str(path))
+    assert [each.name for each in path.iterdir()] == ["data.mdb"]
+    (tmp_path / "file").write_text("a file of the user's")
+    with pytest.raises(Differs, match="it is a file"):
+        opened(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "a file of the user's"
+
+
+@pytest.mark.parametrize("left", [[], ["lock"], ["new"], ["lock", "new"]])
+def test_an_empty_folder_is_taken_and_what_a_killed_maker_left(path: Path, left: list[str]) -> None:
+    path.mkdir()
+    for name in left:
+        (path / f"fastq_loader.{name}").touch()
+    assert put(opened(path), 1, value_of(1)) == STORED
+
+
+def test_folders_that_others_may_write_to_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.mkdir()
+    path.chmod(0o770)
+    with pytest.raises(PermissionError, match=r"others may write to .*chmod go-w"):
+        opened(path)
+    path.chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(PermissionError, match="is another user's"):
+        opened(path)
+    assert not list(path.iterdir())
+
+
+def test_a_folder_on_a_network_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.mkdir()
+    device = path.stat().st_dev
+    line = f"1 2 {os.major(device)}:{os.minor(device)} / / rw - fuse.sshfs host:/ rw\n"
+    real = open
+    table = path.parent / "mountinfo"
+    table.write_text(line)
+    monkeypatch.setattr(
+        "builtins.open",
+        lambda file, *more, **named: real(table if "mountinfo" in str(file) else file, *more, **named),
+    )
+    with pytest.raises(ValueError, match=r"is on fuse\.sshfs; use a disk of this machine"):
+        opened(path)
+
+
+def test_a_folder_that_is_removed_serves_those_that_have_it(path: Path) -> None:
+    store = opened(path)
+    put(store, 1, value_of(1))
+    folders.remove(str(path))
+    assert not path.exists()
+    other = opened(path)
+    assert (check(store, [1]), check(other, [1])) == (1, 0)
+    assert put(store, 2, value_of(2)) == put(other, 3, value_of(3)) == STORED
+    assert (check(store, range(5)), check(other, range(5))) == (2, 1)
+    store.finish()
+    assert not mark_of(path)["clean"], "of the other one"
+
+
+def test_without_lmdb_the_error_says_what_to_install(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "lmdb", None)
+    with pytest.raises(ImportError, match=r"path= needs lmdb: pip install"):
+        opened(path)

@@ -1,0 +1,253 @@
+"""The memory of a cache: filled by several at once, by who is killed at any moment, and full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastq_loader.extras.cached import memory, values
+from fastq_loader.extras.cached.memory import BUSY, FULL, STORED, Memory
+from fastq_loader.extras.cached.process import ProcessMemory
+from fastq_loader.system import locks
+from tests.support.forking import end_of, fork
+from tests.support.thorough import examples, seeds
+
+LIMIT = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a writer may lose its CPU while it has its turn."""
+    monkeypatch.setattr(memory, "PATIENCE", 30.0)
+
+
+def opened(limit: int = LIMIT) -> Memory:
+    store = Memory(memory.create(limit))
+    store.set_limit(limit, is_literal=True)
+    return store
+
+
+@pytest.fixture(params=["mapped", "not mapped"])
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
+    """The second one is for `ulimit -v`."""
+
+    def refuse(*_: Any) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        if request.param == "not mapped":
+            patch.setattr(memory.mmap, "mmap", refuse)  # type: ignore[attr-defined]
+        store = opened()
+    yield store
+    store.close()
+
+
+def put(store: Any, key: Any, value: Any) -> str:
+    return str(store.add(repr(key).encode(), values.Encoded(value)))
+
+
+def get(store: Any, key: Any) -> Any:
+    found = store.get(repr(key).encode(), True)
+    return None if found is None else values.decode(*found)
+
+
+def value_of(key: int) -> dict[str, Any]:
+    return {"key": key, "data": np.full(key * 37 % 5000, key % 251, np.uint8)}
+
+
+def check(store: Any, keys: Any) -> int:
+    """Every key has its value or none; how many have one."""
+    found = [(key, got) for key in keys if (got := get(store, key)) is not None]
+    for key, got in found:
+        assert got["key"] == key
+        assert np.array_equal(got["data"], value_of(key)["data"])
+    return len(found)
+
+
+@examples(30)
+@given(st.lists(st.integers(0, 200), max_size=60))
+def test_what_was_put_is_there_and_nothing_else(keys: list[int]) -> None:
+    for store in (opened(), ProcessMemory(LIMIT)):
+        for at, key in enumerate(keys):
+            assert put(store, key, value_of(key)) == STORED or key in keys[:at]
+        assert check(store, range(201)) == len(set(keys)) == store.usage()[1]
+
+
+@pytest.mark.parametrize(("nbytes", "share"), [(20, 0.1), (1000, 0.8), (150_000, 0.97)])
+def test_values_can_use_their_share_of_a_limit(store: Memory, nbytes: int, share: float) -> None:
+    store.set_limit(20 * LIMIT if nbytes > 1000 else LIMIT, is_literal=True)
+    number = 0
+    while (stored := put(store, number, np.full(nbytes, number % 251, np.uint8))) == STORED:
+        number += 1
+    used, count, limit = store.usage()
+    assert (stored, count) == (FULL, number)
+    assert number * nbytes >= share * limit >= share * used
+    for key in range(number):
+        assert get(store, key)[0] == key % 251
+    assert os.fstat(store.fd).st_blocks * 512 < 1.1 * limit + (1 << 16), "the index included"
+
+
+@pytest.mark.processes
+def test_processes_in_step_store_no_copies(store: Memory) -> None:
+    def child(seed: int) -> None:
+        rng = random.Random(seed)
+        for key in sorted(range(100), key=lambda key: key // 10 * 10 + rng.random()):
+            if get(store, key) is None:
+                put(store, key, value_of(key))
+
+    for pid in [fork(partial(child, seed)) for seed in range(4)]:
+        assert end_of(pid) == 0
+    assert check(store, range(100)) == 100
+    alone = opened()
+    for key in range(100):
+        put(alone, key, value_of(key))
+    assert store.usage()[:2] == alone.usage()[:2]
+
+
+def test_a_key_that_another_process_stores_takes_no_room(store: Memory) -> None:
+    held = locks.open_anew(store.fd)
+    assert locks.try_lock(held, memory._KEY_LOCKS, (1 << 62) - 1)
+    assert put(store, 1, value_of(1)) == BUSY
+    os.close(held)
+    assert store.usage()[0] == 0
+    assert put(store, 1, value_of(1)) == STORED
+
+
+def test_threads_of_one_process_may_fill_it_at_once(store: Memory) -> None:
+    def fill(start: int) -> None:
+        for key in range(start, start + 60):
+            put(store, key, value_of(key))
+
+    sys.setswitchinterval(1e-6)  # they begin at once, too
+    threads = [threading.Thread(target=fill, args=(start,)) for start in (0, 20, 40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(0.005)
+    assert check(store, range(100)) == 100
+
+
+def fill_and_die(store: Memory, keys: range, calls: int, rng: random.Random, write: Any) -> None:
+    """Be killed in the middle of a write, after so many."""
+    left = [calls]
+
+    def killing(fd: int, data: Any, at: int) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            write(fd, bytes(data)[: rng.randrange(len(bytes(data)) + 1)], at)
+            os.kill(os.getpid(), signal.SIGKILL)
+        written: int = write(fd, data, at)
+        return written
+
+    memory.os.pwrite = killing  # type: ignore[attr-defined]
+    for key in keys:
+        put(store, key, value_of(key))
+
+
+@pytest.mark.processes
+@seeds(1, 5)
+def test_a_writer_that_is_killed_at_any_write_leaves_no_wrong_value(store: Memory, seed: int) -> None:
+    """Before, in the middle of and after each of its system calls."""
+    rng = random.Random(seed)
+    for first in range(0, 90, 6):
+        end_of(fork(partial(fill_and_die, store, range(first, first + 6), rng.randrange(30), rng, os.pwrite)))
+        check(store, range(100))
+    for key in range(100):
+        if get(store, key) is None:
+            assert put(store, key, value_of(key)) == STORED
+    assert check(store, range(100)) == 100, f"seed {seed}"
+
+
+@pytest.mark.processes
+def test_a_writer_that_is_stopped_in_its_turn_holds_nobody_up(
+    store: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "PATIENCE", 0.01)
+    ready, said = os.pipe()
+
+    def child() -> None:
+        owner = locks.open_anew(store.fd)
+        assert locks.try_lock(owner, memory._HEADER_LOCK, 1)
+        os.write(said, b"!")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    pid = fork(child)
+    os.read(ready, 1)
+    assert put(store, 1, value_of(1)) == BUSY
+    assert get(store, 1) is None
+    os.kill(pid, signal.SIGKILL)
+    end_of(pid)
+    assert put(store, 1, value_of(1)) == STORED
+    os.close(ready)
+    os.close(said)
+
+
+def test_room_is_given_back_where_a_write_fails(store: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(store, 1, value_of(1))
+    before = store.usage()
+    write = os.pwrite
+
+    def full(fd: int, data: Any, at: int) -> int:
+        if len(data) > 1000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data, at)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space"):
+        put(store, 100, value_of(100))
+    monkeypatch.undo()
+    assert store.usage() == before
+    assert check(store, [1, 100]) == 1
+    assert put(store, 100, value_of(100)) == STORED
+
+
+def interrupted(store: Any, rounds: int) -> None:
+    """Interrupts at any moment while values are stored and read, and a handler that stores and reads."""
+
+    def handler(*_: Any) -> None:
+        put(store, 10**6, value_of(3))
+        get(store, 0)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, handler)
+    rng = random.Random(0)
+    for key in range(rounds):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, 1e-3))
+            put(store, key, value_of(key % 100))
+            get(store, key)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def left_usable(store: Any, rounds: int = 300) -> None:
+    """After interrupts, a fork finds the store free while the process that was interrupted lives."""
+
+    def other() -> None:
+        assert put(store, "other", value_of(7)) == STORED
+
+    def child() -> None:
+        interrupted(store, rounds)
+        assert end_of(fork(other)) == 0
+
+    assert end_of(fork(child)) == 0
+    assert get(store, "other")["key"] == 7
+
+
+@pytest.mark.processes
+def test_an_interrupt_at_any_moment_leaves_no_lock(store: Memory) -> None:
+    left_usable(store)
