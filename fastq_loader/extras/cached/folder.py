@@ -89,6 +89,7 @@ class Folder:
         self.path, self._lock, self._data, self._size = path, lock, data, size
         self._seen = bytearray()  # by the number of a transaction: whether its checksum was compared
         self._env: Any = None
+        self._entering = 0  # the process in which `_enter` runs
         self._open()
 
     def _open(self) -> None:
@@ -115,10 +116,14 @@ class Folder:
         if self._pid != process_id.current():
             with _opening:
                 if self._pid != process_id.current():
-                    if self._depth:
+                    if self._depth or self._entering == process_id.current():  # by a signal handler
                         return False
-                    self._env.close()
-                    self._open()
+                    self._entering = process_id.current()
+                    try:
+                        self._env.close()
+                        self._open()
+                    finally:
+                        self._entering = 0
         return True
 
     def _run(self, kind: int, work: Callable[[Any], Any]) -> Any:
@@ -274,14 +279,14 @@ def wait_for(lock: int, byte: int, kind: int, seconds: float) -> bool:
 
 # ---- opening -----------------------------------------------------------------------------------------------
 
-_opening = threading.Lock()
+_opening = threading.RLock()
 #: The folders that are open in this process, by the device and inode of their file `lock`.
 _opened: weakref.WeakValueDictionary[Any, Folder] = weakref.WeakValueDictionary()
 
 
 def _forget() -> None:
     global _opening
-    _opening = threading.Lock()
+    _opening = threading.RLock()
 
 
 process_id.in_forked_children(_forget)
@@ -334,9 +339,8 @@ def open_at(path: str, about: dict[str, Any], limit: int) -> Folder:
 def _lock_of(path: str) -> int:
     """Open the file for locks, and lock it: no other process judges or begins the folder meanwhile."""
     while True:
-        there = set(os.listdir(path)) - {_LOCK, _NEW_MARK}
-        if there - {_MARK, _VALUES} or (there and _MARK not in there):
-            raise Differs(f"it is not a cache of this library, and has a {min(there)!r}")
+        if others := set(os.listdir(path)) - {_LOCK, _NEW_MARK, _MARK, _VALUES}:
+            raise Differs(f"it is not a cache of this library, and has a {min(others)!r}")
         lock = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
         try:
             if not wait_for(lock, _OPENING, fcntl.LOCK_EX, _OPENING_PATIENCE):
@@ -380,15 +384,14 @@ def _with_data(path: str, lock: int, about: dict[str, Any], size: int) -> Folder
 
 def _lost(path: str, mark: Any) -> str:
     """Why the data may not have survived; "" if they have."""
-    if not os.path.exists(os.path.join(path, _MARK)):
-        return ""
+    file = os.path.join(path, _VALUES)
     if mark is None:
-        return "its mark is damaged"
+        there = any(os.path.exists(os.path.join(path, name)) for name in (_MARK, _VALUES))
+        return "its mark is damaged" if there else ""
     if mark["clean"]:
         return ""
     if mark["boot"] != _boot():
         return "the machine went down while it was written to"
-    file = os.path.join(path, _VALUES)
     if not os.path.exists(file) or mark["data"] != _identity(file):
         return "it was copied while it was written to"
     return ""

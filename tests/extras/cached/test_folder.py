@@ -190,7 +190,7 @@ def test_a_writer_that_is_stopped_in_its_transaction_holds_nobody_up(
 
 @pytest.mark.processes
 def test_an_interrupt_at_any_moment_leaves_no_lock(store: Folder) -> None:
-    left_usable(store, 200)
+    left_usable(store)
 
 
 def test_a_folder_is_opened_once_in_a_process_and_by_any_name(path: Path) -> None:
@@ -347,12 +347,26 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(path: Path, tmp
     assert (tmp_path / "file").read_text() == "a file of the user's"
 
 
-@pytest.mark.parametrize("left", [[], ["lock"], ["new"], ["lock", "new"]])
+@pytest.mark.parametrize("left", [[], ["lock"], ["new"], ["lock", "new", "values"]])
+@pytest.mark.filterwarnings("ignore:.*its mark is damaged")
 def test_an_empty_folder_is_taken_and_what_a_killed_maker_left(path: Path, left: list[str]) -> None:
     path.mkdir()
     for name in left:
         (path / f"fastq_loader.{name}").touch()
     assert put(opened(path), 1, value_of(1)) == STORED
+
+
+@pytest.mark.processes
+@seeds(1, 10)
+def test_processes_that_make_a_folder_at_once_have_one(path: Path, seed: int) -> None:
+    def child(key: int) -> None:
+        assert put(opened(path), key, value_of(key)) == STORED
+
+    for pid in [fork(partial(child, key)) for key in range(6)]:
+        assert end_of(pid) == 0
+    store = opened(path)
+    assert check(store, range(6)) == 6
+    store.finish()
 
 
 def test_folders_that_others_may_write_to_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,7 +214,7 @@ def test_room_is_given_back_where_a_write_fails(store: Memory, monkeypatch: pyte
     assert put(store, 100, value_of(100)) == STORED
 
 
-def interrupted(store: Any, rounds: int) -> None:
+def interrupted(store: Any, rounds: int, seed: int) -> None:
     """Interrupts at any moment while values are stored and read, and a handler that stores and reads."""
 
     def handler(*_: Any) -> None:
@@ -223,7 +223,7 @@ def interrupted(store: Any, rounds: int) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGALRM, handler)
-    rng = random.Random(0)
+    rng = random.Random(seed)
     for key in range(rounds):
         try:
             signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, 1e-3))
@@ -234,18 +234,20 @@ def interrupted(store: Any, rounds: int) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def left_usable(store: Any, rounds: int = 300) -> None:
-    """After interrupts, a fork finds the store free while the process that was interrupted lives."""
+def left_usable(store: Any) -> None:
+    """After interrupts, also of the first use in a fork, another process finds the store free while the
+    one that was interrupted lives."""
 
-    def other() -> None:
-        assert put(store, "other", value_of(7)) == STORED
+    def other(seed: int) -> None:
+        assert put(store, f"other {seed}", value_of(7)) == STORED
 
-    def child() -> None:
-        interrupted(store, rounds)
-        assert end_of(fork(other)) == 0
+    def child(seed: int) -> None:
+        interrupted(store, 8 if seed else 300, seed)
+        assert end_of(fork(partial(other, seed))) == 0
 
-    assert end_of(fork(child)) == 0
-    assert get(store, "other")["key"] == 7
+    for seed in range(20):
+        assert end_of(fork(partial(child, seed))) == 0
+        assert get(store, f"other {seed}")["key"] == 7
 
 
 @pytest.mark.processes
