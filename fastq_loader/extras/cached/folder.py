@@ -102,10 +102,15 @@ class Folder:
         options: Any = {"subdir": False, "lock": False, "sync": False, "metasync": False}
         try:
             self._env = lmdb.open(f"/proc/self/fd/{self._data}", map_size=self._size, **options)
-            pages = self._env.info()["last_pgno"] + 1
-            if os.fstat(self._data).st_size < pages * self._env.stat()["psize"]:
+            try:
+                pages = self._env.info()["last_pgno"] + 1
+                if os.fstat(self._data).st_size < pages * self._env.stat()["psize"]:
+                    raise ValueError("the file ends before its last page")
+                with self._env.begin(buffers=True) as txn:
+                    _usage(txn)
+            except BaseException:
                 self._env.close()
-                raise ValueError("the file ends before its last page")
+                raise
         except lmdb.Error as error:
             raise ValueError(f"LMDB: {error}") from None
         self._thread, self._pid, self._depth = threading.RLock(), process_id.current(), 0
@@ -206,7 +211,7 @@ class Folder:
         def write(txn: Any) -> str:
             if not replace and txn.get(_hash(key)) is not None:
                 return BUSY
-            used, limit = _USAGE.unpack(txn.get(_USAGE_KEY))
+            used, limit = _usage(txn)
             if used + nbytes > limit:
                 return FULL
             txn.put(_hash(key), b"".join([_NUMBER.pack(txn.id()), *pieces]))
@@ -219,24 +224,27 @@ class Folder:
         """Bytes of the records, their number, and the limit."""
 
         def read(txn: Any) -> tuple[int, int, int]:
-            used, limit = _USAGE.unpack(txn.get(_USAGE_KEY))
+            used, limit = _usage(txn)
             return used, txn.stat()["entries"] - 1, limit
 
-        found: tuple[int, int, int] | None = self._run(fcntl.LOCK_SH, read)
-        return found or (0, 0, 0)
+        with contextlib.suppress(ValueError):
+            found: tuple[int, int, int] | None = self._run(fcntl.LOCK_SH, read)
+            return found or (0, 0, 0)
+        return 0, 0, 0
 
     def set_limit(self, limit: int, is_literal: bool) -> int:
         """As `Memory.set_limit` does."""
 
         def write(txn: Any) -> int:
-            before: int
-            used, before = _USAGE.unpack(txn.get(_USAGE_KEY) or bytes(_USAGE.size))
+            used, before = _usage(txn)
             holds = max(before, limit) if is_literal or not before else before
             txn.put(_USAGE_KEY, _USAGE.pack(used, holds))
             return holds
 
-        holds: int | None = self._run(fcntl.LOCK_EX, write)
-        return holds or limit
+        with contextlib.suppress(ValueError):  # it is damaged, as the next calls will find, too
+            holds: int | None = self._run(fcntl.LOCK_EX, write)
+            return holds or limit
+        return limit
 
     def finish(self) -> None:
         """Close the folder; the last process that has it open syncs it, and marks it clean."""
@@ -259,6 +267,13 @@ class Folder:
     def __del__(self) -> None:
         if "_pid" in vars(self):
             self.finish()
+
+
+def _usage(txn: Any) -> tuple[int, int]:
+    """Bytes of the records, and the limit; zeros in a new folder."""
+    data = txn.get(_USAGE_KEY)
+    used, limit = _USAGE.unpack(data if data is not None and len(data) == _USAGE.size else bytes(_USAGE.size))
+    return used, limit
 
 
 def wait_for(lock: int, byte: int, kind: int, seconds: float) -> bool:
