@@ -74,12 +74,19 @@ class Memory:
                 if not word:
                     break
                 if word >> _PLACE_BITS == hashed >> _PLACE_BITS:
-                    place = (word & (1 << _PLACE_BITS) - 1) * _ALIGNMENT
-                    nbytes = values.length_of(self._read(place, values.HEADER_BYTES))
-                    found = values.read(memoryview(self._read(place, nbytes)), key, copy, check=False)
+                    record = self._record((word & (1 << _PLACE_BITS) - 1) * _ALIGNMENT)
+                    found = values.read(record, key, copy, check=False)
                     if found is not None:
                         return found
         return None
+
+    def _record(self, place: int) -> memoryview:
+        """The record at a place, and perhaps what follows it."""
+        mapped = memoryview(b"") if self._map is None else self._map[place:]
+        if len(mapped) >= values.HEADER_BYTES and values.length_of(mapped) <= len(mapped):
+            return mapped
+        nbytes = values.length_of(os.pread(self.fd, values.HEADER_BYTES, place))
+        return memoryview(os.pread(self.fd, nbytes, place))
 
     def _read(self, at: int, nbytes: int) -> Any:
         if self._map is not None and at + nbytes <= len(self._map):

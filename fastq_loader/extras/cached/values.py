@@ -239,7 +239,7 @@ def read(record: memoryview, key: bytes, copy: bool, check: bool) -> tuple[bytes
     """The arguments of `decode`; None if the record is of another key.
 
     Args:
-        record: the record.
+        record: the record, and perhaps what follows it.
         key: the key.
         copy: whether the buffers are in new memory.
         check: whether to compare the checksum.
@@ -257,7 +257,7 @@ def read(record: memoryview, key: bytes, copy: bool, check: bool) -> tuple[bytes
         return None
     at += key_bytes
     head, at, buffers = bytes(record[at : at + head_bytes]), at + head_bytes, []
-    if length != len(record) or (check and zlib.crc32(record[HEADER_BYTES:]) != checksum):
+    if length > len(record) or (check and zlib.crc32(record[HEADER_BYTES:length]) != checksum):
         raise ValueError("the checksum of a value is wrong")
     for size in sizes:
         at += -at % _ALIGNMENT

@@ -8,7 +8,9 @@ import gc
 import os
 import pickle
 import random
+import sys
 import threading
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -120,13 +122,14 @@ def test_a_value_that_cannot_be_pickled_comes_as_it_is_and_is_named() -> None:
     assert wrapped.statistics().refused == 1
 
 
-def test_without_copies_arrays_are_read_only_and_tensors_refused() -> None:
-    wrapped = cached(read, limit="1MB", copy=False)
-    for _ in range(2):
-        array = wrapped(3)
-        assert array.tolist() == [3] * 5
-        with pytest.raises(ValueError, match="read-only"):
-            array += 1
+def test_without_copies_arrays_are_read_only_and_tensors_refused(tmp_path: Path) -> None:
+    for place in ({}, {"path": tmp_path / "values"}):
+        wrapped = cached(read, limit="1MB", copy=False, **place)
+        for _ in range(2):
+            array = wrapped(3)
+            assert array.tolist() == [3] * 5
+            with pytest.raises(ValueError, match="read-only"):
+                array += 1
     with pytest.raises(TypeError, match="tensors, which cannot be read-only: use copy=True"):
         cached(torch.tensor, limit="1MB", copy=False)(3)
 
@@ -506,3 +509,43 @@ def test_the_first_limit_holds_until_a_larger_one(place: str, tmp_path: Path) ->
     counts = second.statistics()
     assert (counts.values, counts.limit, counts.full) == (200, 10**6, 0)
     assert counts.function == "tests.extras.cached.test_cached.read"
+
+
+def test_a_class_that_cannot_be_found_any_more_is_computed_again(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"limit": "1MB", "path": tmp_path / "values"}
+    module = types.ModuleType("of_yesterday")
+    sys.modules["of_yesterday"] = module
+    exec("class Sample: pass", module.__dict__)
+    samples = [module.Sample()]
+    wrapped = cached(sample_of, **options)
+    _samples[:] = samples
+    assert type(wrapped(0)).__module__ == "of_yesterday"
+    del sys.modules["of_yesterday"]
+    _samples[:] = ["a sample of today"]
+    with pytest.warns(
+        UserWarning, match=r"a value of the folder '.*values' cannot be read .*ModuleNotFoundError"
+    ):
+        assert wrapped(0) == "a sample of today"
+    assert wrapped(0) == "a sample of today"
+    counts = wrapped.statistics()
+    assert (counts.damaged, counts.stored, counts.hits) == (1, 2, 1)
+
+
+_samples: list[Any] = []
+
+
+def sample_of(index: int) -> Any:
+    return _samples[index]
+
+
+def test_hints_of_partials_and_objects_have_a_name() -> None:
+    class Drawing:
+        def __call__(self, index: int) -> float:
+            return random.random()
+
+    for function, name in (
+        (Drawing(), r"Drawing"),
+        (functools.partial(lambda scale, index: random.random(), 1), "lambda"),
+    ):
+        with pytest.warns(NotCached, match=rf"{name}.*\(\) draws from random"):
+            cached(function, limit=1000)(1)

@@ -99,6 +99,15 @@ def test_values_can_use_their_share_of_a_limit(store: Memory, nbytes: int, share
     assert os.fstat(store.fd).st_blocks * 512 < 1.1 * limit + (1 << 16), "the index included"
 
 
+def test_a_larger_limit_of_another_process_is_read_beyond_the_map() -> None:
+    store = opened(LIMIT)
+    larger = Memory(os.dup(store.fd))
+    larger.set_limit(4 * LIMIT, is_literal=True)
+    stored = [key for key in range(2000) if put(larger, key, value_of(key)) == STORED]
+    assert larger.usage()[0] > 3 * LIMIT
+    assert check(store, range(2000)) == len(stored) > 1000
+
+
 @pytest.mark.processes
 def test_processes_in_step_store_no_copies(store: Memory) -> None:
     def child(seed: int) -> None:

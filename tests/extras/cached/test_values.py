@@ -156,6 +156,46 @@ def test_images_keep_mode_size_palette_and_info(mode: str) -> None:
     alone.putpixel((0, 0), 0 if mode not in ("RGB", "RGBA") else (0,) * len(mode))
 
 
+@pytest.mark.parametrize("rawmode", ["RGB", "RGBA"])
+def test_palettes_keep_their_transparency_alone_and_in_containers(rawmode: str) -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    image = image_module.new("P", (4, 4), 3)
+    image.putpalette(bytes(range(256))[: 16 * len(rawmode)], rawmode)
+    for back in (again(image), again([Sample(image)])[0].image):
+        assert back.palette.mode == image.palette.mode
+        assert back.getpalette(rawmode) == image.getpalette(rawmode)
+        assert back.convert("RGBA").tobytes() == image.convert("RGBA").tobytes()
+
+
+def test_no_object_of_an_image_is_shared_between_two_hits() -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    image = image_module.new("RGB", (4, 4))
+    image.info["icc"] = [1]
+    image.getexif()[0x0112] = 6
+    read = reader(image)
+    first = read()
+    first.info["icc"].append(2)
+    first.info["more"] = 3
+    first.getexif()[0x0112] = 1
+    second = read()
+    assert (second.info, dict(second.getexif())) == ({"icc": [1]}, {0x0112: 6})
+
+
+def test_a_view_of_a_subclass_stores_its_part() -> None:
+    whole = torch.zeros(100_000).as_subclass(Own)
+    view = whole[:10]
+    pieces, nbytes = values.record(b"", values.Encoded([view]), checked=False)
+    assert nbytes < 5000
+    assert same(again([view])[0], view)
+    assert sum(map(len, pieces)) == nbytes
+
+
+def test_one_tensor_at_two_places_is_one_tensor() -> None:
+    part = torch.ones(3)
+    one, other = again([part, {"again": part}])
+    assert other["again"] is one
+
+
 def test_each_reading_is_a_copy_that_can_be_written_to() -> None:
     read = reader([torch.zeros(3), np.zeros(3)])
     for part in read():
