@@ -13,7 +13,7 @@ from multiprocessing import reduction
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
-from fastq_loader.api import BESIDE
+from fastq_loader.api import BESIDE, process_id
 
 _made: Counter[str] = Counter()
 _caches: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -38,11 +38,17 @@ class _HandOver:
         caches = list(_caches) if get_spawning_popen() is not None else []
         handed = {cache.handed_as(): [reduction.DupFd(fd) for fd in cache.descriptors()] for cache in caches}
         handed.pop(None, None)
-        return _receive, (handed,)
+        return _receive, (process_id.current(), handed)
 
 
-def _receive(handed: dict[Any, Any]) -> None:
-    _handed.update({name: [each.detach() for each in several] for name, several in handed.items()})
+def _receive(consumer: int, handed: dict[Any, Any]) -> None:
+    for name, several in handed.items():
+        descriptors = [each.detach() for each in several]
+        if consumer == process_id.current() or name in _handed:
+            for fd in descriptors:
+                os.close(fd)
+        else:
+            _handed[name] = descriptors
 
 
 BESIDE.append(_HandOver())
