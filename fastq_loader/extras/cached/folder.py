@@ -55,20 +55,8 @@ _SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _FIELDS = {"format", "function", "version", "file", "code", "boot", "data", "clean"}
 #: Bytes of the map beside the values.
 _SPARE = 64 << 20
-_REMOTE = {
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "smbfs",
-    "9p",
-    "ceph",
-    "lustre",
-    "beegfs",
-    "gpfs",
-    "afs",
-    "glusterfs",
-}
+#: File systems of networks, beside those in user space.
+_REMOTE = " nfs nfs4 cifs smb3 smbfs 9p ceph lustre beegfs gpfs afs glusterfs "
 
 
 class Differs(ValueError):
@@ -89,7 +77,8 @@ class Folder:
         self.path, self._lock, self._data, self._size = path, lock, data, size
         self._seen = bytearray()  # by the number of a transaction: whether its checksum was compared
         self._env: Any = None
-        self._entering = 0  # the process in which `_enter` runs
+        self._entering = self._depth = 0  # the process in which `_enter` runs; operations inside each other
+        self._thread = threading.RLock()
         self._open()
 
     def _open(self) -> None:
@@ -113,7 +102,7 @@ class Folder:
                 raise
         except lmdb.Error as error:
             raise ValueError(f"LMDB: {error}") from None
-        self._thread, self._pid, self._depth = threading.RLock(), process_id.current(), 0
+        self._pid = process_id.current()
 
     def _enter(self) -> bool:
         """Whether LMDB can be used here: a forked child closes what it inherited, unless another thread of
@@ -125,8 +114,11 @@ class Folder:
                         return False
                     self._entering = process_id.current()
                     try:
-                        self._env.close()
-                        self._open()
+                        if self._pid:  # a fork: another thread may have the lock, and is not here
+                            self._thread = threading.RLock()
+                        with self._thread:
+                            self._env.close()
+                            self._open()
                     finally:
                         self._entering = 0
         return True
@@ -474,7 +466,7 @@ def _refuse_others(path: str) -> None:
         for line in file:
             mount, _, system = line.partition(" - ")
             kind = system.split(" ")[0]
-            if mount.split(" ")[2] == device and (kind in _REMOTE or kind.startswith("fuse")):
+            if mount.split(" ")[2] == device and (f" {kind} " in _REMOTE or kind.startswith("fuse")):
                 raise ValueError(f"cached: path={path!r} is on {kind}; use a disk of this machine")
 
 
