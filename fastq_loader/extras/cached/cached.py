@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from fastq_loader.api import (
     CacheStatistics,
+    LoaderHint,
     NotCached,
     UnpicklableError,
     attributes,
@@ -327,18 +328,23 @@ class cached:
             self._counters.add("random" if is_ours else "busy")
             if is_ours:
                 who, why = f"draws from {', '.join(drew)}", "they would be the same in every epoch"
-                self._hint(who, f"{why}. Wrap only the part that draws no random numbers")
+                self._hint_refusal(who, f"{why}. Wrap only the part that draws no random numbers")
             return value
         try:
             encoded = values.Encoded(value)
         except (UnpicklableError, RuntimeError) as error:
             self._counters.add("refused")
-            self._hint("returns a value that cannot be pickled", str(error))
+            self._hint_refusal("returns a value that cannot be pickled", str(error))
             return value
         if not self._options.copy and encoded.has_tensors:
             text = "returns tensors, which cannot be read-only: use copy=True, or return arrays"
             raise TypeError(f"cached: {self.__qualname__}() {text}")
         self._counters.add(self._add(key, encoded, is_damaged))
+        if not draws.are_all_known:
+            text = (
+                "holds more than was searched for generators: if it draws, its values repeat in every epoch"
+            )
+            self._hint(text, LoaderHint)
         found = None if self._options.copy else self._store.get(key, False)
         return value if found is None else values.decode(*found)  # the read-only one
 
@@ -370,10 +376,12 @@ class cached:
             text = f"a value{where} cannot be read and is computed again: {type(error).__name__}: {error}"
             warnings.warn(f"cached: {self.__qualname__}: {text}", stacklevel=4)
 
-    def _hint(self, does: str, why: str) -> None:
+    def _hint_refusal(self, does: str, why: str) -> None:
+        self._hint(f"{does}, so its values are not stored: {why}", NotCached)
+
+    def _hint(self, text: str, kind: type[LoaderHint]) -> None:
         if self._counters.is_first_hint():
-            text = f"cached: {self.__qualname__}() {does}, so its values are not stored: {why}"
-            warnings.warn(text, NotCached, stacklevel=4)
+            warnings.warn(f"cached: {self.__qualname__}() {text}", kind, stacklevel=5)
 
     def statistics(self) -> CacheStatistics:
         """Counts of the cache so far, of all processes that share this object."""

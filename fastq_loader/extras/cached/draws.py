@@ -22,10 +22,14 @@ class Draws:
 
     Args:
         own: the generators that the function holds.
+
+    Attributes:
+        are_all_known: whether the search for these saw all that the function holds.
     """
 
     def __init__(self, own: dict[str, Any]) -> None:
         self._own = own
+        self.are_all_known: bool = getattr(own, "complete", True)
         self._before, self._shared = generators.states_of(own), generators.GeneratorSnapshot()
 
     def since(self) -> tuple[list[str], bool]:

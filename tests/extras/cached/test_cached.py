@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 import torch
 
-from fastq_loader import DataLoader, NotCached, cached
+from fastq_loader import DataLoader, LoaderHint, NotCached, cached
 from fastq_loader.extras.cached import limits
+from fastq_loader.reading import generators
 from fastq_loader.system import calls
 from tests.conftest import open_descriptors
 
@@ -445,6 +446,20 @@ def test_generators_that_a_function_holds_are_found(make: Any, kind: Any) -> Non
     with pytest.warns(NotCached, match=r"draws from"):
         assert wrapped(1) != wrapped(1)
     assert wrapped.statistics().random == 2
+
+
+def test_a_search_that_did_not_see_all_is_said_once_and_values_are_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Found(dict[str, Any]):
+        complete = False
+
+    monkeypatch.setattr(generators, "find", lambda *_: Found())
+    wrapped = cached(read, limit="1MB")
+    with pytest.warns(LoaderHint, match=r"read\(\) holds more than was searched for generators") as seen:
+        assert [int(wrapped(index)[0]) for index in (1, 2, 1)] == [1, 2, 1]
+    assert len(seen) == 1
+    assert (wrapped.statistics().stored, wrapped.statistics().hits) == (2, 1)
 
 
 def test_the_second_of_two_normal_numbers_is_drawn_as_well() -> None:
