@@ -38,7 +38,9 @@ Found = tuple[bytes, list[np.ndarray]]
 _PAGE, _WORD, _ALIGNMENT = 4096, 8, 64
 _DATA, _END, _LEVELS, _LIMIT, _COUNT = range(0, 5 * _WORD, _WORD)  # offsets of the header's words
 _BUCKET, _BUCKETS = 64, 64  # bytes of a bucket, and buckets of level 0
+_WORDS = struct.Struct("<8Q")
 _PLACE_BITS = 40
+_PLACE_MASK = (1 << _PLACE_BITS) - 1
 #: The index may take this part of the limit, of addresses; of memory it takes some 16 bytes for a value.
 _INDEX_SHARE = 4
 #: Seconds that a writer waits for another one, which may be off the CPU, and seconds between two attempts.
@@ -67,34 +69,33 @@ class Memory:
 
     def get(self, key: bytes, copy: bool) -> Found | None:
         """Look up the value of a key, in new memory or in a read-only view of the memory."""
-        hashed = _hash(key)
+        hashed, mapped = _hash(key), self._map
+        tag = hashed >> _PLACE_BITS
         for level in range(self._word(_LEVELS), -1, -1):
             at = _bucket(level, hashed)
-            for word in struct.unpack("<8Q", self._read(at, _BUCKET)):
-                if not word:
-                    break
-                if word >> _PLACE_BITS == hashed >> _PLACE_BITS:
-                    record = self._record((word & (1 << _PLACE_BITS) - 1) * _ALIGNMENT)
-                    found = values.read(record, key, copy, check=False)
+            words = self._bucket_at(at) if mapped is None else _WORDS.unpack_from(mapped, at)
+            for word in words:
+                if word >> _PLACE_BITS == tag and word:
+                    found = self._value(key, (word & _PLACE_MASK) * _ALIGNMENT, copy)
                     if found is not None:
                         return found
         return None
 
-    def _record(self, place: int) -> memoryview:
-        """The record at a place, and perhaps what follows it."""
-        mapped = memoryview(b"") if self._map is None else self._map[place:]
-        if len(mapped) >= values.HEADER_BYTES and values.length_of(mapped) <= len(mapped):
-            return mapped
+    def _value(self, key: bytes, place: int, copy: bool) -> Found | None:
+        if self._map is not None:
+            try:
+                return values.read(self._map[place:], key, copy, check=False)
+            except ValueError:  # beyond the map: another process has a larger limit
+                pass
         nbytes = values.length_of(os.pread(self.fd, values.HEADER_BYTES, place))
-        return memoryview(os.pread(self.fd, nbytes, place))
+        return values.read(memoryview(os.pread(self.fd, nbytes, place)), key, copy, check=False)
 
-    def _read(self, at: int, nbytes: int) -> Any:
-        if self._map is not None and at + nbytes <= len(self._map):
-            return self._map[at : at + nbytes]
-        return os.pread(self.fd, nbytes, at)
+    def _bucket_at(self, at: int) -> tuple[int, ...]:
+        return _WORDS.unpack(os.pread(self.fd, _BUCKET, at))
 
     def _word(self, at: int) -> int:
-        return int.from_bytes(self._read(at, _WORD), "little")
+        word = os.pread(self.fd, _WORD, at) if self._map is None else self._map[at : at + _WORD]
+        return int.from_bytes(word, "little")
 
     def usage(self) -> tuple[int, int, int]:
         """Bytes of the records, their number, and the limit."""
@@ -162,7 +163,7 @@ class Memory:
             at = _bucket(level, hashed)
             if at + _BUCKET > self._data:
                 return False
-            words = struct.unpack("<8Q", os.pread(self.fd, _BUCKET, at))
+            words = self._bucket_at(at)
             if 0 in words:
                 word = hashed >> _PLACE_BITS << _PLACE_BITS | place // _ALIGNMENT
                 if level > levels:

@@ -8,6 +8,7 @@ texts and images, which are read by one copy into new memory each time. A record
 
 from __future__ import annotations
 
+import functools
 import io
 import marshal
 import pickle
@@ -216,7 +217,7 @@ def _image(data: bytes, mode: str, size: Any, info: Any, palette: Any, exif: byt
 def record(key: bytes, encoded: Encoded, checked: bool) -> tuple[list[Any], int]:
     """A value with its key, and perhaps a checksum. Returns the pieces that follow each other, and their size
     in bytes."""
-    sizes = struct.pack(f"<{len(encoded.buffers)}Q", *[data.nbytes for data in encoded.buffers])
+    sizes = _sizes(len(encoded.buffers)).pack(*[data.nbytes for data in encoded.buffers])
     pieces: list[Any] = [sizes, key, encoded.head]
     nbytes = HEADER_BYTES + len(sizes) + len(key) + len(encoded.head)
     for data in encoded.buffers:
@@ -227,6 +228,11 @@ def record(key: bytes, encoded: Encoded, checked: bool) -> tuple[list[Any], int]
         checksum = zlib.crc32(piece, checksum)
     lengths = len(encoded.buffers), len(key), len(encoded.head)
     return [_HEADER.pack(nbytes, checksum, *lengths), *pieces], nbytes
+
+
+@functools.cache
+def _sizes(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}Q")
 
 
 def length_of(header: Any) -> int:
@@ -249,14 +255,15 @@ def read(record: memoryview, key: bytes, copy: bool, check: bool) -> tuple[bytes
     """
     try:
         length, checksum, count, key_bytes, head_bytes = _HEADER.unpack_from(record)
-        sizes = struct.unpack_from(f"<{count}Q", record, HEADER_BYTES)
+        sizes = _sizes(count).unpack_from(record, HEADER_BYTES)
     except struct.error as error:
         raise ValueError(f"a value is cut off: {error}") from None
     at = HEADER_BYTES + 8 * count
     if record[at : at + key_bytes] != key:
         return None
     at += key_bytes
-    head, at, buffers = bytes(record[at : at + head_bytes]), at + head_bytes, []
+    head, buffers = record[at : at + head_bytes].tobytes(), []
+    at += head_bytes
     if length > len(record) or (check and zlib.crc32(record[HEADER_BYTES:length]) != checksum):
         raise ValueError("the checksum of a value is wrong")
     for size in sizes:
