@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import importlib
 import json
 import os
 import stat
@@ -34,12 +35,10 @@ from fastq_loader.api import process_id
 from fastq_loader.extras.cached import values
 from fastq_loader.extras.cached.memory import BUSY, FULL, GLANCE, PATIENCE, STORED, Found
 
-try:
+with contextlib.suppress(ImportError):  # on another system
     import fcntl
 
-    import lmdb
-except ImportError:  # the extra `cached` is not installed, or this is another system
-    lmdb = None  # type: ignore[assignment]
+lmdb: Any = None  # imported when a folder is opened
 
 _FORMAT = 1
 _VALUES, _NEW_MARK, _MARK, _LOCK = (f"fastq_loader.{name}" for name in ("values", "new", "mark", "lock"))
@@ -319,8 +318,11 @@ def open_at(path: str, about: dict[str, Any], limit: int) -> Folder:
         OSError: it cannot be opened.
         TimeoutError: another process keeps opening it.
     """
-    if lmdb is None:
-        raise ImportError("cached: path= needs lmdb: pip install 'lmdb>=3', or the extra [cached]")
+    global lmdb
+    try:
+        lmdb = importlib.import_module("lmdb")
+    except ImportError:
+        raise ImportError("cached: path= needs lmdb: pip install 'lmdb>=3', or the extra [cached]") from None
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
     _refuse_others(path)

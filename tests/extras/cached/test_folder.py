@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -410,6 +411,6 @@ def test_a_folder_that_is_removed_serves_those_that_have_it(path: Path) -> None:
 
 
 def test_without_lmdb_the_error_says_what_to_install(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "lmdb", None)
+    monkeypatch.setitem(sys.modules, "lmdb", None)
     with pytest.raises(ImportError, match=r"path= needs lmdb: pip install"):
         opened(path)
