@@ -8,10 +8,10 @@ Runs in every process that calls a cached function, on any of its threads. Freed
 
 A word of the index is 24 bits of the key's hash and the place of a record; the record has the whole key. A
 key lies in the first level whose bucket had a free word, so the index grows with the number of values.
-Readers take no lock, because a word is written after its record. A writer first locks its key, so that
-processes in step store no copies; then the header, for microseconds, to reserve room, and again to write the
-word. The kernel releases the locks of a process that dies. A writer that does not get a lock soon stores
-nothing.
+Readers take no lock, because a word is written after its record, and the kernel writes it at once. A writer
+first locks its key, so that processes in step store no copies; then the header, for microseconds, to reserve
+room, and again to write the word. The kernel releases the locks of a process that dies. A writer that does
+not get a lock soon stores nothing.
 """
 
 from __future__ import annotations

@@ -156,7 +156,8 @@ def fill_and_die(store: Memory, keys: range, calls: int, rng: random.Random, wri
     def killing(fd: int, data: Any, at: int) -> int:
         left[0] -= 1
         if left[0] < 0:
-            write(fd, bytes(data)[: rng.randrange(len(bytes(data)) + 1)], at)
+            nbytes = len(bytes(data))  # the kernel writes a word at once
+            write(fd, bytes(data)[: rng.choice([0, 8]) if nbytes == 8 else rng.randrange(nbytes + 1)], at)
             os.kill(os.getpid(), signal.SIGKILL)
         written: int = write(fd, data, at)
         return written
