@@ -43,11 +43,20 @@ class Batch:
 
 
 class _Reading(threading.local):
+    """What this thread reads.
+
+    Attributes:
+        batch: the batch, or None. A dataset may read from another loader meanwhile, so a reader puts back
+            the one before.
+        used: number of times that a sample's seed decided something: the result is another one each time.
+        renews: whether a sample that is unpickled takes a new seed, because it comes from a cache.
+    """
+
     batch: Batch | None = None
+    used = 0
+    renews = False
 
 
-#: What the current thread reads: its attribute `batch`. A dataset may read from another loader meanwhile, so
-#: a reader puts back what was there before.
 reading = _Reading()
 
 

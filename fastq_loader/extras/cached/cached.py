@@ -32,6 +32,7 @@ from fastq_loader.api import (
     calls,
     pickling,
     process_id,
+    sample_seeds,
 )
 from fastq_loader.extras.cached import counters, folder, handover, identity, memory, values
 from fastq_loader.extras.cached.draws import Draws, generators_of
@@ -309,7 +310,7 @@ class cached:
         try:
             found = self._store.get(key, self._options.copy)
             if found is not None:
-                value = values.decode(*found)
+                value = _decoded(found)
                 self._counters.add("hits")
                 return value
         except Exception as error:  # also of a class that cannot be found any more
@@ -438,6 +439,16 @@ class cached:
             made._in_class = self._in_class
             made._open()
         return made
+
+
+def _decoded(found: memory.Found) -> Any:
+    """Decode a value. Encoded images in it are new samples: their seeds are not the stored ones."""
+    reading = sample_seeds.reading
+    reading.renews = True
+    try:
+        return values.decode(*found)
+    finally:
+        reading.renews = False
 
 
 def _attached(shared: int, counted: int) -> tuple[memory.Memory, counters.Counters]:

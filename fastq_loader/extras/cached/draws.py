@@ -10,7 +10,7 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
-from fastq_loader.api import generators
+from fastq_loader.api import generators, sample_seeds
 from fastq_loader.extras.cached import identity
 
 #: Largest number of things that a function holds, which are searched for generators.
@@ -31,12 +31,14 @@ class Draws:
         self._own = own
         self.are_all_known: bool = getattr(own, "complete", True)
         self._before, self._shared = generators.states_of(own), generators.GeneratorSnapshot()
+        self._seeds_used = sample_seeds.reading.used
 
     def since(self) -> tuple[list[str], bool]:
         """The generators that were drawn from since, and whether it was this call: another thread may have
         drawn from a global one."""
         shared = self._shared.moved_since()
         own = generators.moved(self._before, generators.states_of(self._own))
+        own += ["the seed of a sample"] * (sample_seeds.reading.used > self._seeds_used)
         return own + shared, bool(own) or threading.active_count() == 1
 
 

@@ -144,6 +144,7 @@ class DecodeImages:
     def _pixels(self, image: Encoded, seed: int, interpolation: str) -> torch.Tensor:
         """uint8 of shape (3, height, width) for one file."""
         source = Source(image, self.exif)
+        api.sample_seeds.reading.used += self.draws
         drawn = crops.numbers(seed)
         whole = source.height, source.width
         if self.scale is None:

@@ -44,6 +44,8 @@ class Encoded:
 
     def __setstate__(self, state: tuple[bytes, str, int]) -> None:
         self.data, self.name, self.seed = state
+        if api.sample_seeds.reading.renews:
+            self.seed = api.sample_seeds.take()
 
     def __repr__(self) -> str:
         return f"Encoded({self.name!r}, {len(self)} bytes)"

@@ -13,8 +13,9 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from fastq_loader import DataLoader, Dynamic, Replace, Skip
-from fastq_loader.images import Encoded, EncodedBatch, encoded
+from fastq_loader import DataLoader, Dynamic, NotCached, Replace, Skip, cached
+from fastq_loader.images import DecodeImages, Encoded, EncodedBatch, encoded
+from tests.support.photographs import file_of, photograph
 from tests.support.thorough import thorough
 
 FILES = [bytes([number]) * (number % 7) for number in range(24)]
@@ -194,3 +195,38 @@ def test_outside_of_a_loader_the_seed_is_drawn_from_torchs_generator() -> None:
     torch.manual_seed(1)
     assert first == [encoded(b"").seed for _ in range(3)]
     assert len(set(first)) == 3
+
+
+class FromCache(Files):
+    """Its files are read once. `pixels`: images are decoded inside of the cache, which is a mistake."""
+
+    def __init__(self, pixels: Any = None) -> None:
+        self.pixels = pixels
+        self.read = cached(self.read, limit="10MB")  # type: ignore[method-assign]
+
+    def read(self, index: int) -> Any:
+        file = encoded(file_of(photograph(32, 48, index), "PNG"), str(index))
+        return file if self.pixels is None else self.pixels(file)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read(index), index, self.read(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_file_from_a_cache_has_the_seed_that_it_would_have_without(workers: int) -> None:
+    dataset = FromCache()
+    loader = seeded(dataset, num_workers=workers)
+    epochs = [seeds_of(loader) for _ in range(2)]
+    without = seeded(Files(), num_workers=workers)
+    assert epochs == [seeds_of(without) for _ in range(2)]
+    assert dataset.read.statistics().hits  # type: ignore[attr-defined]
+
+
+def test_a_random_crop_is_not_stored_in_a_cache() -> None:
+    dataset = FromCache(DecodeImages(8))
+    with pytest.warns(NotCached, match="draws from the seed of a sample"):
+        list(DataLoader(dataset, 4))
+    assert not dataset.read.statistics().values  # type: ignore[attr-defined]
+    middle = FromCache(DecodeImages(8, scale=None, flip=0))
+    list(DataLoader(middle, 4))
+    assert middle.read.statistics().values == len(FILES)  # type: ignore[attr-defined]
