@@ -26,6 +26,7 @@ import numpy as np
 from fastq_loader.memory.blocks import PAGE, SMALLEST
 from fastq_loader.memory.forked_children import ForkedChildren, tick
 from fastq_loader.system import calls, process_id
+from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.system.torch_names import untraced
 from fastq_loader.system.unpatched import os
 
@@ -139,6 +140,7 @@ class Arena:
             os.ftruncate(self.fd, length)
             return Mapping(self.fd, length, regions)
         except (OSError, MemoryError) as error:
+            refuse_interrupt(error)
             raise OSError(
                 errno.ENOMEM,
                 f"workers need {length:,} bytes of shared memory: {error}; raise the limit of files "
