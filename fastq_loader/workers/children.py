@@ -174,7 +174,8 @@ def leave_with(consumer: int, folder: str = "", with_group: bool = False) -> Non
         folder: folder of sockets to remove then.
         with_group: whether to kill the whole process group of this process.
     """
-    threading.Thread(target=_leave_with, args=(consumer, folder, with_group), daemon=True).start()
+    arguments = consumer, folder, with_group
+    threading.Thread(target=_leave_with, args=arguments, name="fastq_loader: leaving", daemon=True).start()
 
 
 def _leave_with(consumer: int, folder: str, with_group: bool) -> None:

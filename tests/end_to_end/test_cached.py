@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Dataset
 
-from fastq_loader import DataLoader, Processes, Skip
+from fastq_loader import DataLoader, Processes, Skip, cached
 from tests.conftest import running_script, wait_until
 from tests.support import decoded
 from tests.support.datasets import identity
@@ -193,3 +194,32 @@ def test_ranks_have_one_cache_by_its_name() -> None:
             for index in range(50):
                 ranks[-1].decode(index)
             assert ranks[-1].decode.statistics().hits == 50  # type: ignore[attr-defined]
+
+
+class Cropped(Dataset[torch.Tensor]):
+    """Draws inside of its cache, from torch's global generator."""
+
+    def __init__(self) -> None:
+        self.read: Any = cached(self.draw, limit="1MB")
+
+    def __len__(self) -> int:
+        return 8
+
+    def draw(self, index: int) -> torch.Tensor:
+        return torch.rand(3) + index
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        made: torch.Tensor = self.read(index)
+        return made
+
+
+@pytest.mark.filterwarnings("ignore::fastq_loader.NotCached")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_random_numbers_are_noticed_wherever_they_are_drawn(workers: int) -> None:
+    """A worker has a thread of this package, which draws nothing."""
+    dataset = Cropped()
+    with DataLoader(dataset, 4, num_workers=workers) as loader:
+        for _ in range(2):
+            list(loader)
+    counts = dataset.read.statistics()
+    assert (counts.random, counts.busy, counts.stored) == (16, 0, 0)

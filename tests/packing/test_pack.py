@@ -50,7 +50,7 @@ pytestmark = [
 
 # ---- any batch --------------------------------------------------------------------------------------
 
-_PLAIN = "? u1 i2 i8 f2 f4 f8 c8 c16 U3 S5 M8[ns] m8[D] g >i4 V3"
+_PLAIN = "? u1 i2 i8 f2 f4 f8 c8 c16 U3 S5 M8[ns] m8[D] g V3"  # foreign byte orders become native
 NUMPY_DTYPES: list[Any] = [*_PLAIN.split(), [("a", "i4"), ("b", "f8", (2,))]]
 
 

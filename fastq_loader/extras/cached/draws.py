@@ -39,7 +39,12 @@ class Draws:
         shared = self._shared.moved_since()
         own = generators.moved(self._before, generators.states_of(self._own))
         own += ["the seed of a sample"] * (sample_seeds.reading.used > self._seeds_used)
-        return own + shared, bool(own) or threading.active_count() == 1
+        return own + shared, bool(own) or _is_only_thread()
+
+
+def _is_only_thread() -> bool:
+    """Whether no other thread runs a user's code. Those of this package draw from no generator."""
+    return sum(not thread.name.startswith("fastq_loader") for thread in threading.enumerate()) == 1
 
 
 def generators_of(function: Any, of: Any, cache: Any) -> dict[str, Any]:

@@ -214,7 +214,9 @@ class FarWorker:
                 if len(self._strangers) == _STRANGERS:
                     socket.socket.shutdown(self._strangers.popleft(), socket.SHUT_RDWR)
                 self._strangers.append(sock)
-                threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+                threading.Thread(
+                    target=self._serve, args=(sock,), name="fastq_loader: serving", daemon=True
+                ).start()
             except (OSError, RuntimeError, IndexError):  # the client has left, or a resource is exhausted
                 time.sleep(_PAUSE)
 
