@@ -123,7 +123,7 @@ def call(programs: list[Program], rng: random.Random, times: int) -> None:
 
 
 @pytest.mark.processes
-@seeds(4, 2000)
+@seeds(4, 100)
 def test_no_program_gets_a_wrong_value(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a killed process leaves its file of a name
     rng = random.Random(seed)

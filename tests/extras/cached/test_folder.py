@@ -91,7 +91,7 @@ def test_the_arrays_of_a_hit_are_read_only_if_they_are_no_copies(store: Folder) 
 
 
 @pytest.mark.processes
-@seeds(2, 40)
+@seeds(2, 10)
 def test_processes_with_threads_that_are_killed_leave_no_wrong_value(path: Path, seed: int) -> None:
     """They inherit the folder from a parent that goes on to use it."""
     rng, store = random.Random(seed), opened(path)
@@ -270,7 +270,7 @@ def test_what_may_not_have_survived_is_begun_anew(path: Path, changed: dict[str,
 
 
 @pytest.mark.processes
-@seeds(1, 30)
+@seeds(1, 8)
 def test_a_copy_made_while_writing_gives_no_wrong_value(path: Path, seed: int) -> None:
     rng = random.Random(seed)
     ready, said = os.pipe()
@@ -297,7 +297,7 @@ def test_a_copy_made_while_writing_gives_no_wrong_value(path: Path, seed: int) -
 
 
 @pytest.mark.processes
-@seeds(4, 200)
+@seeds(4, 40)
 def test_a_damaged_folder_gives_no_wrong_value(path: Path, seed: int) -> None:
     """Bytes of a file were lost, or it was cut short."""
     filled(path)
