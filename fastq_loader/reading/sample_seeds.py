@@ -15,6 +15,7 @@ import hashlib
 import operator
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,11 +51,13 @@ class _Reading(threading.local):
             the one before.
         used: number of times that a sample's seed decided something: the result is another one each time.
         renews: whether a sample that is unpickled takes a new seed, because it comes from a cache.
+        owed: number of seeds for which torch's generator has to be advanced yet; None outside of `watched`.
     """
 
     batch: Batch | None = None
     used = 0
     renews = False
+    owed: int | None = None
 
 
 reading = _Reading()
@@ -75,6 +78,24 @@ def followed(indices: Iterable[Any]) -> Iterator[Any]:
     return iterator
 
 
+def current() -> tuple[int, ...] | None:
+    """The numbers of the batch that this thread reads; None outside of a loader."""
+    return None if reading.batch is None else reading.batch.numbers
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Context in which seeds advance torch's generator at its end only. A cache compares the generator before
+    and after a call, and stores a sample without its seed."""
+    around, reading.owed = reading.owed, reading.owed or 0
+    try:
+        yield
+    finally:
+        owed, reading.owed = reading.owed, around
+        for _ in range(owed if around is None else 0):
+            torch.randint(2, (), device="cpu")
+
+
 def take() -> int:
     """A seed for the current sample, of 63 bits: the first, the second, ... that it takes.
 
@@ -83,6 +104,9 @@ def take() -> int:
     are counted.
     """
     batch = reading.batch
+    if batch is None and reading.owed is not None:
+        reading.owed += 1
+        return mixed(torch.random.get_rng_state().numpy().tobytes(), reading.owed)
     if batch is None:
         return int(torch.randint(1 << 62, (), device="cpu")) * 2 + int(torch.randint(2, (), device="cpu"))
     position = batch.size - operator.length_hint(batch.indices, 0)
@@ -91,7 +115,7 @@ def take() -> int:
     return mixed(*batch.numbers, position, taken)
 
 
-def mixed(*parts: int) -> int:
+def mixed(*parts: int | bytes) -> int:
     """A number of 63 bits that depends on all parts; other parts give other numbers, as far as 63 bits go."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -320,11 +320,12 @@ class cached:
         return self._compute(key, args, kwargs, is_damaged)
 
     def _compute(self, key: bytes, args: tuple[Any, ...], kwargs: dict[str, Any], is_damaged: bool) -> Any:
-        draws = Draws(self._own_generators(args))
         of = self._object()
-        value = self._function(*args, **kwargs) if of is None else self._function(of, *args, **kwargs)
-        self.let_go()
-        drew, is_ours = draws.since()
+        with sample_seeds.watched():
+            draws = Draws(self._own_generators(args))
+            value = self._function(*args, **kwargs) if of is None else self._function(of, *args, **kwargs)
+            self.let_go()
+            drew, is_ours = draws.since()
         if drew:
             self._counters.add("random" if is_ours else "busy")
             if is_ours:

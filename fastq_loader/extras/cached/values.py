@@ -206,8 +206,10 @@ def _image(data: bytes, mode: str, size: Any, info: Any, palette: Any, exif: byt
     if palette is not None:
         image.putpalette(palette[1], palette[0])
     image.info = info
-    if exif is not None:
-        image.getexif().load(exif)
+    if exif is not None:  # not by `getexif`, which reads `info`
+        image._exif = Image.Exif()
+        image._exif.load(exif)
+        image._exif._loaded = True
     return image
 
 

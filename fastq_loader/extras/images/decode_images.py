@@ -40,7 +40,8 @@ class DecodeImages:
         scale: bounds of a random crop's area, as a share of the image's; None takes the middle of the image
             (for validation).
         ratio: bounds of a random crop's width divided by its height.
-        flip: probability that an image is flipped from left to right.
+        flip: probability that an image is flipped from left to right; by default 0.5, and 0 with
+            `scale=None`.
         resize: with `scale=None`, length of the shorter side before the middle is cut; by default the larger
             number of `size`.
         mean, std: one number for each channel: results are (pixels / 255 - mean) / std.
@@ -63,7 +64,7 @@ class DecodeImages:
     size: int | tuple[int, int]
     scale: tuple[float, float] | None = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    flip: float = 0.5
+    flip: float | None = None
     resize: int | None = None
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
@@ -81,7 +82,7 @@ class DecodeImages:
         in_order = self.scale is None or 0 < self.scale[0] <= self.scale[1] <= 1
         self._must("scale", in_order, "give two shares, 0 < lower <= upper <= 1, or None")
         self._must("ratio", 0 < self.ratio[0] <= self.ratio[1], "give two numbers, 0 < lower <= upper")
-        self._must("flip", 0 <= self.flip <= 1, "give a probability")
+        self._must("flip", 0 <= self._flip <= 1, "give a probability")
         middle = self.resize is None or (self.scale is None and self.resize >= max(height, width))
         self._must(
             "resize", middle, f"with scale=None, give at least the size, {max(height, width)}; else None"
@@ -104,7 +105,12 @@ class DecodeImages:
     @property
     def draws(self) -> bool:
         """Whether results depend on the sample's seed."""
-        return self.scale is not None or 0 < self.flip < 1
+        return self.scale is not None or 0 < self._flip < 1
+
+    @property
+    def _flip(self) -> float:
+        default = 0.0 if self.scale is None else 0.5
+        return default if self.flip is None else self.flip
 
     def on_device(self, device: torch.device) -> DecodeImages:
         """The same, with results on a device: images are decoded on the CPU, and copied."""
@@ -159,7 +165,7 @@ class DecodeImages:
         if self.scale is None:
             top, left, height, width = crops.middle(*shape, self._shape)
             resized = resized[:, top : top + height, left : left + width]
-        turned: torch.Tensor = resized.flip(-1) if next(drawn) < self.flip else resized
+        turned: torch.Tensor = resized.flip(-1) if next(drawn) < self._flip else resized
         return turned.contiguous()
 
 
@@ -172,7 +178,7 @@ def _smallest(whole: tuple[int, int], crop: Crop, shape: tuple[int, int]) -> tup
 
 
 def _seeds(part: Encoded | EncodedBatch) -> Sequence[int]:
-    return (part.seed,) if isinstance(part, Encoded) else part.seeds
+    return (part.seed_of_this_batch(),) if isinstance(part, Encoded) else part.seeds
 
 
 def _encoded_parts(value: Any) -> Iterator[Encoded | EncodedBatch]:

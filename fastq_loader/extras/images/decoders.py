@@ -121,6 +121,10 @@ class Source:
             library = _pillow()
             try:
                 self._opened = library.open(io.BytesIO(self._image.data))
+            except library.UnidentifiedImageError as error:  # its text has the address of the buffer
+                raise DecodeError(
+                    f"{self._name} cannot be decoded: it is no image that pillow knows"
+                ) from error
             except Exception as error:
                 raise DecodeError(f"{self._name} cannot be decoded: {error}") from error
         return self._opened

@@ -30,10 +30,18 @@ class Encoded:
         seed: the number from which the random choices for this sample are made; 63 bits.
     """
 
-    __slots__ = ("data", "name", "seed")
+    __slots__ = ("_batch", "data", "name", "seed")
 
     def __init__(self, data: Any, name: str = "", seed: int = 0) -> None:
         self.data, self.name, self.seed = data, name, seed
+        self._batch = api.sample_seeds.current()  # the batch that the seed belongs to
+
+    def seed_of_this_batch(self) -> int:
+        """The seed. A sample that a dataset keeps takes a new one for each batch of this package's loader."""
+        now = api.sample_seeds.current()
+        if now not in (None, self._batch):
+            self.seed, self._batch = api.sample_seeds.take(), now
+        return self.seed
 
     def __len__(self) -> int:
         """Number of bytes."""
@@ -44,6 +52,7 @@ class Encoded:
 
     def __setstate__(self, state: tuple[bytes, str, int]) -> None:
         self.data, self.name, self.seed = state
+        self._batch = api.sample_seeds.current()
         if api.sample_seeds.reading.renews:
             self.seed = api.sample_seeds.take()
 
@@ -60,7 +69,8 @@ def encoded(source: str | os.PathLike[str] | Any, name: str | None = None) -> En
     base seed of the epoch, the epoch's number, the batch's number and the position in it. So they are the
     same for any number of workers, any schedule, a restarted worker, a replay and a resumed epoch. A second
     `encoded` of the same sample has a seed of its own. Of an iterable dataset they are the same for one
-    number of workers. Outside of this package's loader the seed is drawn from torch's global generator.
+    number of workers. Outside of this package's loader, and in threads that the dataset starts, it is drawn
+    from torch's global generator.
 
     Args:
         source: path of the file; or its contents as bytes, bytearray, memoryview, or a uint8 array or
@@ -171,7 +181,7 @@ def joined(samples: Sequence[Encoded], *, collate_fn_map: Any = None) -> Encoded
     data = api.allocator.empty((int(offsets[-1]),), dtype=torch.uint8).numpy()
     for sample, begin, end in zip(samples, offsets, offsets[1:], strict=False):
         data[begin:end] = np.frombuffer(sample.data, np.uint8)
-    names, seeds = [sample.name for sample in samples], [sample.seed for sample in samples]
+    names, seeds = [sample.name for sample in samples], [sample.seed_of_this_batch() for sample in samples]
     return EncodedBatch(data, offsets, names, seeds)
 
 

@@ -31,6 +31,7 @@ from fastq_loader.api import (
     pages,
     printable,
     resources,
+    sample_seeds,
     tensors_of,
 )
 from fastq_loader.extras.tools import trials
@@ -234,6 +235,11 @@ def _cause(loader: Any, probed: str, reproducible: bool, error: str) -> str:
             "Around errors the loaders differ on purpose: fastq_loader raises an error, also the sampler's, "
             "after the batches before it and with its original type; see the README, 'Different from torch "
             "on purpose'."
+        )
+    if sample_seeds.wanted:
+        return (
+            "Crops and flips of fastq_loader.images differ on purpose: their seeds belong to samples, and "
+            "with torch's loader they are drawn from its generator. Compare with scale=None, flip=0."
         )
     return "Dataset and collate_fn gave equal results twice, so the loader is at fault: please report it."
 

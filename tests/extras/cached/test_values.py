@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections import OrderedDict, namedtuple
 from typing import Any
 
@@ -179,6 +180,20 @@ def test_no_object_of_an_image_is_shared_between_two_hits() -> None:
     first.getexif()[0x0112] = 1
     second = read()
     assert (second.info, dict(second.getexif())) == ({"icc": [1]}, {0x0112: 6})
+
+
+def test_a_photograph_that_was_turned_by_its_exif_data_comes_back() -> None:
+    image_module, ops = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.ImageOps")
+    exif = image_module.Exif()
+    exif[0x0112], exif[0x010F] = 6, "maker"
+    written = io.BytesIO()
+    image_module.new("RGB", (6, 4), "red").save(written, "JPEG", exif=exif)
+    turned = ops.exif_transpose(image_module.open(io.BytesIO(written.getvalue())))
+    read = reader(turned)
+    first, second = read(), read()
+    for back in (first, second):
+        assert (back.size, back.tobytes()) == (turned.size, turned.tobytes())
+        assert dict(back.getexif()) == dict(turned.getexif()) == {0x010F: "maker"}
 
 
 def test_a_view_of_a_subclass_stores_its_part() -> None:

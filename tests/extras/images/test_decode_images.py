@@ -82,6 +82,13 @@ def test_the_middle_is_cut_for_validation() -> None:
     assert (pixels.int() - resized[:, 9:33, 4:28].int()).abs().max() <= 1
 
 
+def test_images_for_validation_are_not_flipped_by_default() -> None:
+    file = encoded(FILES[3])
+    images = [DecodeImages(16, scale=None)(Encoded(file.data, seed=seed)) for seed in range(20)]
+    assert all(torch.equal(image, images[0]) for image in images)
+    assert not DecodeImages(16, scale=None).draws
+
+
 def test_flips_are_as_frequent_as_asked() -> None:
     file = file_of(np.arange(3 * 16, dtype=np.uint8).reshape(1, 16, 3), "PNG")
     images = [

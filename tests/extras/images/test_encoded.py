@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from fastq_loader import DataLoader, Dynamic, NotCached, Replace, Skip, cached
+from fastq_loader import DataLoader, Dynamic, NotCached, Replace, Skip, cached, compare
 from fastq_loader.images import DecodeImages, Encoded, EncodedBatch, encoded
 from tests.support.photographs import file_of, photograph
 from tests.support.thorough import thorough
@@ -220,6 +220,48 @@ def test_a_file_from_a_cache_has_the_seed_that_it_would_have_without(workers: in
     without = seeded(Files(), num_workers=workers)
     assert epochs == [seeds_of(without) for _ in range(2)]
     assert dataset.read.statistics().hits  # type: ignore[attr-defined]
+
+
+def test_a_cache_is_filled_outside_of_a_loader_too() -> None:
+    dataset = FromCache()
+    torch.manual_seed(0)
+    seeds = [dataset[index][0].seed for index in range(8) for _ in range(3)]
+    assert len(set(seeds)) == len(seeds)
+    counts = dataset.read.statistics()  # type: ignore[attr-defined]
+    assert (counts.stored, counts.random) == (8, 0)
+    torch.manual_seed(0)
+    again = FromCache()
+    assert seeds == [again[index][0].seed for index in range(8) for _ in range(3)]
+
+
+class Kept(Files):
+    """Its files were read before, and are kept."""
+
+    def __init__(self, pixels: Any = None) -> None:
+        self.files = [encoded(file_of(photograph(32, 48, index), "PNG")) for index in range(len(FILES))]
+        self.pixels = pixels
+
+    def __getitem__(self, index: int) -> Any:
+        file = self.files[index]
+        return file if self.pixels is None else self.pixels(file)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_file_that_a_dataset_keeps_has_a_new_seed_in_each_epoch(workers: int, persistent: bool) -> None:
+    options: Any = {"num_workers": workers, "persistent_workers": persistent and workers > 0}
+    loader = DataLoader(Kept(), 5, **options)
+    seeds = [seed for _ in range(3) for batch in loader for seed in batch.seeds]
+    assert len(set(seeds)) == 3 * len(FILES)
+    cropped = DataLoader(Kept(DecodeImages(8)), 5, **options)
+    first, second = (torch.cat(list(cropped)) for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+def test_a_comparison_with_torchs_loader_says_that_crops_differ() -> None:
+    found = compare(DataLoader(Kept(DecodeImages(8)), 5))
+    assert "differ on purpose" in str(found)
+    assert compare(DataLoader(Kept(DecodeImages(8, scale=None)), 5)).equal
 
 
 def test_a_random_crop_is_not_stored_in_a_cache() -> None:
