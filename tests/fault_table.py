@@ -65,7 +65,7 @@ FAULTS = (
         "if walker.objects and not self._allocator.for_device:",
         "if len(walker.objects) > 1 and not self._allocator.for_device:",
         "row B7",
-        "packing/test_pack.py",
+        "end_to_end/test_contents.py",
     ),
     Fault(
         "the last batch of an epoch is lost",

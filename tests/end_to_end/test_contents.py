@@ -315,3 +315,21 @@ def test_b5_every_dtype_arrives_as_from_torch_with_quantizer_or_without() -> Non
     """In a process of its own: torch ends the one that makes a tensor in the wrong way."""
     result = run_script(EVERY_DTYPE.replace("EVERY", str(is_thorough)), warm=True)
     assert (result.returncode, result.stdout.strip()) == (0, "same"), result.stderr
+
+
+class Holder:
+    """An object that refers to a list of its batch."""
+
+    def __init__(self, held: list[int]) -> None:
+        self.held = held
+
+
+def shared_list(index: int) -> dict[str, Any]:
+    held = [index] * 3
+    return {"list": held, "holder": Holder(held), "large": torch.zeros(100_000)}
+
+
+def test_b7_an_object_and_its_batch_share_a_list_as_with_torch() -> None:
+    for kind in (TorchDataLoader, DataLoader):
+        for batch in kind(Made(shared_list, 4), None, num_workers=1):
+            assert batch["holder"].held is batch["list"]
