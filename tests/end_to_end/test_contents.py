@@ -331,5 +331,5 @@ def shared_list(index: int) -> dict[str, Any]:
 
 def test_b7_an_object_and_its_batch_share_a_list_as_with_torch() -> None:
     for kind in (TorchDataLoader, DataLoader):
-        for batch in kind(Made(shared_list, 4), None, num_workers=1):
+        for batch in kind(Made(shared_list, 4), None, num_workers=1, collate_fn=identity):
             assert batch["holder"].held is batch["list"]
