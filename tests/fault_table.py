@@ -517,8 +517,8 @@ FAULTS = (
     Fault(
         "all samples of a batch have the crop of the first one",
         "extras/images/encoded.py",
-        "[sample.seed for sample in samples]",
-        "[samples[0].seed for sample in samples]",
+        "[sample.seed_of_this_batch() for sample in samples]",
+        "[samples[0].seed_of_this_batch() for sample in samples]",
         "guarantee: random numbers",
         "extras/images/test_encoded.py",
     ),
