@@ -286,8 +286,8 @@ FAULTS = (
     Fault(
         "the random numbers of a batch depend on who loads it",
         "reading/reader.py",
-        'number = self._asked * self._readers + self._number if self._rules["iterable"] else seq',
-        "number = self._asked * self._readers + self._number",
+        'number = self._requested * self._readers + self._number if self._rules["iterable"] else seq',
+        "number = self._requested * self._readers + self._number",
         "guarantee: random numbers 2",
         "end_to_end/test_dynamic.py",
     ),

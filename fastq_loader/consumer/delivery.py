@@ -1,6 +1,6 @@
-"""The last step of a batch: a worker's answer becomes the return value or the error of `next()`.
+"""Turns a worker's answer into the batch that `next()` returns, or the error that it raises.
 
-Runs in the consumer, on the thread that calls `next()`. No block is leaked, also when an error is raised.
+Runs in the consumer, on the thread that calls `next()`. No block is leaked, even if an error is raised.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Delivery:
         self.staging = Staging(session, self._unpacker, self._pool.arena.mapping)
 
     def hand_out(self, batch: Batch) -> Handed | Raised | None:
-        """Return the batch, or the error in its position: from the sampler, from user code in the worker,
-        from unpickling here, or from a transform for the device. None if the batch was left out."""
+        """Return the batch, or the error at its position: from the sampler, from user code in the worker,
+        from unpickling here, or from a transform for the device. Return None if the batch was left out."""
         answer, kind = batch.answer, None if batch.answer is None else batch.answer.kind
-        too_many = None if self.bad_samples is None else self._judge(batch, self.bad_samples)
+        too_many = None if self.bad_samples is None else self._count_bad_samples(batch, self.bad_samples)
         progress = self.progress
         if progress.workers and batch.worker is not None:
             progress = self._after_worker(progress, batch)
@@ -65,7 +65,7 @@ class Delivery:
         self.progress = progress
         try:
             if answer is None or kind != BATCH:
-                return self._without_batch(batch, too_many)
+                return self._outcome_without_batch(batch, too_many)
             handle = answer.handle
             assert handle is not None, "it is a batch"
             if self.staging is not None:
@@ -75,7 +75,7 @@ class Delivery:
             else:
                 value = self._unpacker.unpack(handle, b"")
         except Exception as raised:
-            return self._raised(batch, too_many or self._refused(raised))
+            return self._raised(batch, too_many or self._unpack_error(raised))
         else:
             if too_many is not None:
                 return self._raised(batch, too_many)
@@ -86,37 +86,37 @@ class Delivery:
             del batch, too_many  # an error's traceback references this frame
 
     def _after_worker(self, progress: Progress, batch: Batch) -> Progress:
-        """The progress where it is recorded for each worker."""
+        """Return the progress after a batch, if progress is recorded for each worker."""
         assert batch.worker is not None, "a worker has loaded it"
         state = b"" if batch.answer is None else batch.answer.state
         return progress.after_worker(batch.worker, state, None if self._iterable else batch.seq)
 
-    def _without_batch(self, batch: Batch, too_many: BaseException | None) -> Raised | None:
-        """The outcome of an answer that is no batch, or of an error in its place."""
+    def _outcome_without_batch(self, batch: Batch, too_many: BaseException | None) -> Raised | None:
+        """Return the outcome if there is no batch: an error, or None if the batch was left out."""
         answer, error, fatal = batch.answer, batch.error, None
         if answer is not None and answer.kind != LEFT_OUT:
-            error, fatal = self._error(batch, answer)
+            error, fatal = self._worker_error(batch, answer)
         error = too_many or error
         return None if error is None else self._raised(batch, error, fatal)
 
     def _raised(self, batch: Batch, error: BaseException, fatal: str | None = None) -> Raised:
         return Raised(error, self.progress, fatal).at(batch.seq, batch.index, batch.worker)
 
-    def _refused(self, raised: Exception) -> BaseException:
-        """The error to raise for one that came while a batch was rebuilt. The error of a signal handler is
-        raised instead."""
+    def _unpack_error(self, raised: Exception) -> BaseException:
+        """Return the error to deliver for one that was raised while a batch was unpacked or copied. If a
+        signal handler raised it, raise it here."""
         if isinstance(raised, ProtocolError):
             self._counters.rejected_frames += 1
         elif isinstance(raised, StopIteration):  # from a user's __setstate__
-            return _not_the_end(raised, "rebuilding a batch")
+            return _wrap_stop_iteration(raised, "rebuilding a batch")
         else:
             refuse_interrupt(raised)
         return raised
 
-    def _judge(self, batch: Batch, counter: BadSampleCounter) -> BaseException | None:
+    def _count_bad_samples(self, batch: Batch, counter: BadSampleCounter) -> BaseException | None:
         """Count a batch's bad samples. Return the error to raise in its place if there are too many."""
         answer = batch.answer
-        if answer is None or answer.kind not in (BATCH, LEFT_OUT):  # an error is raised in its place
+        if answer is None or answer.kind not in (BATCH, LEFT_OUT):  # the answer is an error already
             return None
         found, last, *_ = pickle.loads(answer.remarks) if answer.remarks else ((), None)
         error = None if last is None else pickling.load_exception(last)
@@ -135,8 +135,8 @@ class Delivery:
             if copied:
                 self._pool.drop(copied)
 
-    def _error(self, batch: Batch, answer: Answer) -> tuple[BaseException, str | None]:
-        """Return the error that a worker has sent, and why the iteration is over with it, if it is."""
+    def _worker_error(self, batch: Batch, answer: Answer) -> tuple[BaseException, str | None]:
+        """Return the error that a worker sent, and the reason if it ends the iteration, else None."""
         assert answer.handle is not None
         try:
             error: BaseException = self._unpacker.exception(answer.handle)
@@ -144,9 +144,9 @@ class Delivery:
             self._counters.rejected_frames += 1
             error = fault
         self._drop(answer)
-        # torch's worker goes on after a failed worker_init_fn, and fails at every batch.
+        # torch's worker instead continues after a failed worker_init_fn, and fails at every batch.
         fatal = f"worker {batch.worker} could not start: {error!r}" if answer.kind == BROKEN else None
-        return _not_the_end(error, "a worker") if isinstance(error, StopIteration) else error, fatal
+        return _wrap_stop_iteration(error, "a worker") if isinstance(error, StopIteration) else error, fatal
 
     def _drop(self, answer: Answer) -> None:
         self._pool.drop(offset for offset, _ in answer.used)
@@ -159,12 +159,12 @@ def finished(outcome: Outcome, finish: Callable[[Any], Any], batch: Batch) -> Ou
     try:
         outcome.batch = finish(outcome.batch)
         return outcome
-    except Exception as error:  # the user's, raised in the position of the batch
+    except Exception as error:  # of user code; it is raised at the position of the batch
         refuse_interrupt(error)
         return Raised(error, outcome.progress).at(batch.seq, batch.index, batch.worker)
 
 
-def _not_the_end(stopped: StopIteration, who: str) -> RuntimeError:
+def _wrap_stop_iteration(stopped: StopIteration, who: str) -> RuntimeError:
     """Wrap a StopIteration, which would silently end the epoch if `next()` raised it."""
     error = RuntimeError(f"{who} raised StopIteration: {stopped}")
     error.__cause__ = stopped

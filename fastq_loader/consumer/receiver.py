@@ -2,9 +2,9 @@
 
 Runs in the consumer, on the thread that calls `next()`. A worker runs the user's own code: it is trusted not
 to be malicious, and the checks guard against accidents. A worker that sends an invalid message, or an answer
-that is not due, is broken: its real answer will never come, so it is ended like one that hangs. An answer
-that is due, but has an invalid handle or invalid blocks, is passed on with its fault: its batch fails at its
-position.
+that is not expected, is broken: its real answer will never come, so it is killed, like a worker that hangs.
+An expected answer with an invalid handle or invalid blocks is passed on together with the error: its batch
+fails at its position.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
 from fastq_loader.workers.worker import Worker
 
-#: A batch, the worker that answered it, the answer, and the fault if the answer cannot be used.
+#: A batch, the worker that answered, the answer, and the error if the answer cannot be used.
 Arrived = tuple[Batch, int, Answer, ProtocolError | None]
 
 
@@ -33,8 +33,8 @@ class Receiver:
     Args:
         plan: configuration of the workers.
         group: the workers.
-        scheduler: decides which answers are due.
-        unpacker: prepares the handles.
+        scheduler: knows which answers are expected.
+        unpacker: checks the handles.
         counters: counters of the loader.
 
     Attributes:
@@ -55,16 +55,16 @@ class Receiver:
         self._unpacker = unpacker
         self._counters = counters
         self._pool = scheduler.pool
-        self.log = EpochLog(counters, EpochCounters(-1, 0), 0)  # of no epoch, until one begins
+        self.log = EpochLog(counters, EpochCounters(-1, 0), 0)  # a placeholder, until an epoch begins
         self.end_states: dict[int, bytes] = {}
         self._iterable = plan.rules.iterable
-        # Where the sampler alone determines the order, this saves a second read of the socket.
+        # If batches are delivered in the sampler's order, this saves a second read of the socket.
         self._one_by_one = plan.in_order and not plan.rules.iterable
 
     def receive(self) -> bool:
         """Pass the answers that have arrived to the scheduler, in the order in which the workers finished.
-        Return False if nothing has arrived. Where the sampler determines the order, take one answer only: the
-        next may not be needed yet."""
+        Return False if nothing has arrived. If batches are delivered in the sampler's order, read only one
+        answer: the next one may not be needed yet."""
         scheduler, arrived = self._scheduler, []
         while (received := self._group.receive()) is not None:
             worker, answer = received
@@ -82,36 +82,36 @@ class Receiver:
             kind = records.ANSWERED if answer.epoch == scheduler.epoch else records.STALE
             self.log.steps += ((kind, record.counters, record.counters.pid, answer),)
             try:
-                answer = self._learn(record, answer)
+                answer = self._check(record, answer)
                 if self._iterable:
-                    self._keep_first(worker, answer)
+                    self._record_digest(worker, answer)
             except ProtocolError as error:
                 fault = error
             if self._one_by_one:
-                self._hand_on(batch, worker, answer, fault)
+                self._pass_on(batch, worker, answer, fault)
                 return True
             arrived.append((batch, worker, answer, fault))
         arrived.sort(key=_finished)
-        for came in arrived:
-            self._hand_on(*came)
+        for each in arrived:
+            self._pass_on(*each)
         return bool(arrived)
 
-    def _hand_on(self, batch: Batch, worker: int, answer: Answer, fault: ProtocolError | None) -> None:
+    def _pass_on(self, batch: Batch, worker: int, answer: Answer, fault: ProtocolError | None) -> None:
         scheduler, counters, pool = self._scheduler, self._counters, self._pool
         grown = pool.grown
-        found = scheduler.arrived(batch, worker, answer, fault)
+        status = scheduler.arrived(batch, worker, answer, fault)
         if answer.fresh:
             counters.blocks_grown += pool.grown - grown
-        if found == STALE:
+        if status == STALE:
             counters.stale_answers += 1
-        elif found == REFUSED:
+        elif status == REFUSED:
             counters.rejected_frames += 1
-            if self._iterable:  # the answer may have reported the end of its part
+            if self._iterable:  # the answer may have reported the end of the worker's part
                 self._group.evict(worker)
 
-    def _keep_first(self, worker: int, answer: Answer) -> None:
-        """Record digests of each worker's first batches, to detect workers that read the same data. The
-        digest of an error equals no other."""
+    def _record_digest(self, worker: int, answer: Answer) -> None:
+        """Record digests of each worker's first batches, to detect workers that read the same data. An error
+        gets a digest that equals no other."""
         if answer.handle is None or answer.epoch != self._scheduler.epoch:
             return
         kept = self.log.first_batches.setdefault(worker, [])
@@ -119,15 +119,15 @@ class Receiver:
             of_error = b"error %d" % answer.seq, 0
             kept.append(self._unpacker.digest(answer.handle) if answer.kind == BATCH else of_error)
 
-    def _learn(self, worker: Worker, answer: Answer) -> Answer:
-        """Return the answer with its handle ready to be unpacked, and with the blocks that it uses.
+    def _check(self, worker: Worker, answer: Answer) -> Answer:
+        """Check an answer. Return it with its handle ready to be unpacked, and with the blocks that it uses.
 
         Raises:
             ProtocolError: the handle is invalid.
         """
         handle = answer.handle
         if handle is None or answer.kind in EMPTY:
-            return self._learn_empty(worker, answer)
+            return self._check_empty(worker, answer)
         learned, used = self._unpacker.learn(worker.specs, handle)
         if used:
             fresh = dict(answer.fresh)
@@ -141,21 +141,21 @@ class Receiver:
             *_, drawn, unseen = pickle.loads(remarks)
             self.log.drawn_from.update(drawn)
             self.log.unseen.update(unseen)
-        # Same as `_replace`, and several times as fast.
+        # Equivalent to `_replace`, and several times as fast.
         return tuple.__new__(Answer, (*answer[:8], learned, used, state, *answer[11:-1], remarks))
 
-    def _learn_empty(self, worker: Worker, answer: Answer) -> Answer:
-        """The same for an answer without a handle. Also records the state of a worker whose part has ended.
+    def _check_empty(self, worker: Worker, answer: Answer) -> Answer:
+        """Check an answer without a handle, and record the state of a worker whose part has ended.
 
         Raises:
-            ProtocolError: an answer of this kind must have a handle, or must not, or is not possible here.
+            ProtocolError: answers of this kind need a handle, have none, or are only for iterable datasets.
         """
         kind = answer.kind
         if (answer.handle is None) != (kind in EMPTY):
             found = "without" if answer.handle is None else "with"
             raise ProtocolError(f"an answer of kind {kind} {found} a handle")
         if kind in (ENDED, PASSED) and not self._iterable:
-            raise ProtocolError(f"worker {worker.number} answers with kind {kind} for a dataset with indices")
+            raise ProtocolError(f"worker {worker.number} answers with kind {kind} for a map-style dataset")
         if kind == LEFT_OUT:
             state = unseal(answer.state, self._group.token) if answer.state else b""
             return answer._replace(state=state, remarks=unseal(answer.remarks, self._group.token))

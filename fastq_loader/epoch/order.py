@@ -1,8 +1,8 @@
-"""The order of an epoch: draws its indices, and draws them again when the epoch is resumed.
+"""Draws the indices of an epoch, and draws them again when the epoch is resumed.
 
 Runs in the consumer, on the thread that calls `next()`. How the order is drawn and resumed depends on the
-samplers: see `strategies`. When it is drawn again, no sample is loaded for that, and generators that the
-sampler uses on the way are restored, because those random numbers were drawn before the epoch was stopped.
+samplers: see `strategies`. Repeating the draws loads no samples. Afterwards, the generators that the sampler
+used are restored, because the epoch had drawn those random numbers before it was stopped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fastq_loader.scheduling.progress import START, Progress
 
 T = TypeVar("T")
 #: The draws so far: number of positions, whether the sampler is exhausted, the states of the loader's own
-#: generators after them, and their digest; see `EpochSnapshot`.
+#: generators after the draws, and the digest of the indices; see `EpochSnapshot`.
 Drawn = tuple[int, bool, dict[str, Any], tuple[int, int] | None]
 
 
@@ -44,25 +44,25 @@ class Order(Iterator[Any]):
     Created when the epoch begins, before anything is drawn for it.
 
     Args:
-        index_sampler: the loader's.
-        generator: the loader's, or None.
-        dataset: the loader's; it is not searched for generators.
-        start: the epoch's; its states of generators are recorded here.
+        index_sampler: the loader's index sampler.
+        generator: the loader's generator, or None.
+        dataset: the loader's dataset; it is not searched for generators.
+        start: the beginning of the epoch; states of generators are recorded in it.
         progress: progress of the epoch, from which it continues.
-        saved: the state that it resumes from; None for a new order.
-        traits: of the samplers in the previous epoch, if there was one.
+        saved: the state from which the epoch is resumed; None for a new order.
+        traits: facts about the samplers from the previous epoch, if there was one.
 
     Attributes:
-        progress: the caller sets it with each batch delivered.
-        position: of the next index.
+        progress: progress of the epoch; the caller sets it after each delivery.
+        position: position of the next index.
         source: yields indices, or `Indices` in place of a list of int. May be replaced in the middle of an
             epoch, through an iterator's `_sampler_iter`.
-        start: the epoch's.
-        traits: of the samplers.
+        start: the beginning of the epoch.
+        traits: facts about the samplers.
         drawn: the draws so far, as one immutable record, which can be read in the middle of a draw.
         drawing: whether a draw is in progress.
-        pending: states of shared generators that the first index will be drawn from, if a saved state fixes
-            them; None once the first index was drawn.
+        pending: states that the shared generators get for the draw of the first index, if a saved state
+            fixes them; None once the first index was drawn.
         first: the first indices of a new epoch, recorded if a sampler needs `set_epoch`; else None.
     """
 
@@ -89,9 +89,9 @@ class Order(Iterator[Any]):
         elif traits.wants_epochs is not None:
             self.first = FirstIndices(traits.wants_epochs)
         self.drawing = False
-        self._lock = threading.RLock()  # held during a draw: a stateful sampler is saved between two
+        self._lock = threading.RLock()  # held during a draw: a stateful sampler is saved only between draws
         self._strategy = OrderStrategy(traits, saved)
-        self._quick_until = 0  # up to this position the next index comes straight from `source`
+        self._fast_until = 0  # below this position, indices come straight from `source`
         self.note_drawn()
 
     # ---- the draws so far ---------------------------------------------------------------------
@@ -112,15 +112,15 @@ class Order(Iterator[Any]):
         return {name: generators.GLOBAL[name] for name in self.traits.shared}
 
     def drawn_now(self) -> Drawn:
-        """The draws so far, with the present states of the loader's own generators, from which others may
-        have drawn as well. During a draw (called on another thread, or in a signal handler), the record
-        from before it."""
+        """Return the draws so far, with the current states of the loader's own generators, from which other
+        code may have drawn, too. During a draw (called on another thread, or in a signal handler), return
+        the record from before the draw."""
         drawn, states = self.drawn, self._strategy.own_states()
         return drawn if self.drawing or self.drawn is not drawn else (*drawn[:2], states, drawn[3])
 
     def snapshot(self) -> tuple[Progress, Drawn, dict[str, Any], list[Any]]:
-        """One consistent snapshot: progress and draws; and of a stateful sampler its state, and the indices
-        that were drawn and not delivered.
+        """Return a consistent snapshot: progress and draws; for a stateful sampler also its state, and the
+        indices that were drawn and not delivered.
 
         Raises:
             RuntimeError: called in a signal handler in the middle of a draw of a stateful sampler.
@@ -128,7 +128,7 @@ class Order(Iterator[Any]):
         """
         strategy = self._strategy
         if not isinstance(strategy, StatefulOrder):
-            # In this order: if another thread draws meanwhile, the draws include at least what was delivered.
+            # Progress first: if another thread draws meanwhile, the draws still include what was delivered.
             progress = self.progress
             return progress, self.drawn_now(), {}, []
         with self._lock:
@@ -151,7 +151,7 @@ class Order(Iterator[Any]):
                 finally:
                     self.drawing = False
 
-    def _watch(self, draw: Callable[[], T], states: dict[str, Any]) -> T:
+    def _record_states(self, draw: Callable[[], T], states: dict[str, Any]) -> T:
         """Call `draw`, and record in `states` the prior states of the shared generators that it used."""
         before = generators.GeneratorSnapshot(self._shared)
         try:
@@ -162,11 +162,11 @@ class Order(Iterator[Any]):
     # ---- begin, resume and break off an epoch -------------------------------------------------
 
     def begin(self, saved: Saved | None = None, packed: bool = False, read_ahead: bool = False) -> Order:
-        """Begin or resume the order. With workers a new epoch calls it twice, as torch iterates the sampler
-        twice; only the first call resumes.
+        """Begin or resume the order. With workers, a new epoch calls this twice, because torch iterates the
+        sampler twice; only the first call resumes.
 
         Args:
-            saved: the state that it resumes from; None for a new order.
+            saved: the state from which the epoch is resumed; None for a new order.
             packed: see `sampling.iterate_from`.
             read_ahead: whether timing decides how far indices are drawn ahead.
         """
@@ -175,7 +175,7 @@ class Order(Iterator[Any]):
                 self._iterate_from(0, packed)
             else:
                 self.start.states = states = self._strategy.own_states()
-                self._watch(partial(self._iterate_from, 0, packed), states)
+                self._record_states(partial(self._iterate_from, 0, packed), states)
         elif type(self._strategy) is OrderStrategy:
             if saved.place:
                 self._continue(saved)
@@ -201,7 +201,7 @@ class Order(Iterator[Any]):
         """Restart the sampler from the saved generator states, and repeat its draws."""
         head, wanted = self.progress.head, saved.now.digest
         with self.as_at_start():
-            # One index fewer is skipped, and drawn instead: a shuffle draws only when it yields.
+            # Skip one index fewer, and draw it instead: a shuffle uses its generator only when it yields.
             skip = self._iterate_from(max(0, head - 1), packed, saved)
             self._set_first()
             ended = self._draw_again(skip + min(head, 1), 0)
@@ -214,31 +214,32 @@ class Order(Iterator[Any]):
     def _continue(self, saved: Saved) -> None:
         """Resume a stateful sampler from its state. It is iterated with the generators as they were when the
         epoch began; generators set by its `load_state_dict` keep the states set there."""
-        traits, set_by_it = self.traits, dict[str, Any]()
+        traits, set_by_sampler = self.traits, dict[str, Any]()
 
         def begin() -> Iterator[Any]:
             if at_start.moved_since():
-                set_by_it.update(generators.states_of(traits.own))
+                set_by_sampler.update(generators.states_of(traits.own))
             return iter(traits.sampler)
 
         self._strategy = strategy = StatefulOrder(traits, saved)
         strategy.due.extend(map(from_json, saved.ahead))
-        ended = saved.now.exhausted or not saved.now.drawn  # its state is where its next iteration begins
+        ended = saved.now.exhausted or not saved.now.drawn  # then its state is the start of an iteration
         with self.as_at_start():
             at_start = generators.GeneratorSnapshot(traits.own)
             place = {**saved.place, "ended": ended}
             self.source = position.begun_at(place, traits.asked, begin, lambda begun: begun)
-            if not (ended or set_by_it):
+            if not (ended or set_by_sampler):
                 self._set_first()
-                if self._draw_again(0, 1):  # a generator function starts at its first next()
+                if self._draw_again(0, 1):  # a generator function runs only from its first next() on
                     strategy.exhausted = True
         if ended:
             with self.as_at_start():
                 self.source = iter(()) if saved.now.exhausted else iter(traits.sampler)
-        generators.set_states(traits.own, set_by_it)
+        generators.set_states(traits.own, set_by_sampler)
 
     def _draw_again(self, dropped: int, kept: int) -> bool:
-        """Draw indices to be dropped, and others to be yielded later. Returns whether there were too few."""
+        """Draw `dropped` indices and discard them; draw `kept` more, to be yielded later. Return whether
+        there were too few."""
         for number in range(dropped + kept):
             try:
                 drawn = self._strategy.draw(self.source, self.position)
@@ -282,8 +283,8 @@ class Order(Iterator[Any]):
     # ---- the indices --------------------------------------------------------------------------
 
     def __next__(self) -> Any:
-        if self.position >= self._quick_until:
-            return self._next_noted()
+        if self.position >= self._fast_until:
+            return self._next_recorded()
         strategy = self._strategy
         self.drawing = True
         try:
@@ -292,7 +293,7 @@ class Order(Iterator[Any]):
             strategy.exhausted = True
             self.note_drawn()
             raise
-        except Exception:  # it takes a position
+        except Exception:  # an error takes a position, like an index
             self.position += 1
             self.drawn = self.position, False, strategy.states, strategy.digest
             raise
@@ -305,7 +306,7 @@ class Order(Iterator[Any]):
         finally:
             self.drawing = False
 
-    def _next_noted(self) -> Any:
+    def _next_recorded(self) -> Any:
         due = self._strategy.due
         while True:
             progress = self.progress
@@ -315,7 +316,7 @@ class Order(Iterator[Any]):
                 self.drawing = True
                 try:
                     index, error = due.popleft() if due else self._draw()
-                    self._drew(index, error, head)
+                    self._record_draw(index, error, head)
                 except StopIteration:
                     self._strategy.exhausted = True
                     raise
@@ -339,15 +340,15 @@ class Order(Iterator[Any]):
             with generators.as_at(self.pending):
                 now = strategy.own_states()
                 start.first |= {name: now[name] for name in generators.moved(start.states, now)}
-                return self._watch(partial(strategy.draw, self.source, self.position), start.first)
+                return self._record_states(partial(strategy.draw, self.source, self.position), start.first)
         finally:
             self.pending = None
 
-    def _drew(self, index: Any, error: Exception | None, head: int) -> None:
+    def _record_draw(self, index: Any, error: Exception | None, head: int) -> None:
         strategy, first = self._strategy, self.first
         strategy.yields(self.position, (index, error), head)
         self.position += 1
         if first is not None and not first.complete:
             first.add(index)
         is_recorded = strategy.due or (first is not None and not first.complete)
-        self._quick_until = 0 if is_recorded else strategy.last
+        self._fast_until = 0 if is_recorded else strategy.last

@@ -1,10 +1,10 @@
-"""The worker's side of the shared memory: allocates blocks for the batch under construction.
+"""Allocates blocks of shared memory in a worker, for the batch under construction.
 
 Runs in a worker process, except `empty`, which may be called anywhere. During a task the worker owns the
-blocks that were granted with it, and blocks that it makes itself in its own part of the arena when none fits.
-With the answer all of them pass to the consumer, except blocks that user code still references: if a dataset
-keeps a tensor that it allocated here, its block stays, and the batch is sent in a copy. The same holds while
-a child that user code forked lives.
+blocks that were granted with the task, and blocks that it creates in its own part of the arena if none fits.
+The answer passes all of them to the consumer, except blocks that user code still references: if a dataset
+keeps a tensor that was allocated here, the worker keeps its block, and sends a copy. The same applies to
+blocks that a child process forked by user code may reference.
 
 Where batches go on to a device, one copy has to transfer the whole batch: the results of a task are then
 placed in one block, one after the other. The block is as large as the previous batch needed.
@@ -43,12 +43,12 @@ class OpenBlock:
     """A block that a task uses, or that user code keeps.
 
     Attributes:
-        offset, size: in the arena, in bytes.
+        offset, size: its place in the arena, in bytes.
         address: its address in this process.
-        cut: bytes from its start that results have taken, where batches go to a device.
-        holds: number of arrays over it that user code has.
+        cut: number of bytes at its start that are allocated to results, if batches go to a device.
+        holds: number of arrays in it that user code references.
         opened: the moment when it was opened.
-        left: the moment when the last reference in this process was gone; 0 while there is one.
+        left: the moment when the last reference in this process was found gone; 0 while there may be one.
     """
 
     __slots__ = ("address", "cut", "holds", "left", "offset", "opened", "size")
@@ -88,7 +88,7 @@ class _OpenBlocks(dict[int, OpenBlock]):
         super().__init__()
         self.dropped: deque[OpenBlock] = deque()
         self._by_address: list[OpenBlock] = []  # in ascending order
-        self.children = ForkedChildren()  # `owned` counts the blocks
+        self.children = ForkedChildren()  # its `owned` is the number of blocks
 
     def open(self, offset: int, size: int, address: int) -> OpenBlock:
         """Add a block."""
@@ -128,7 +128,7 @@ class _OpenBlocks(dict[int, OpenBlock]):
         """Whether user code references a block, here or in a child that it has forked."""
         if block.holds:
             return True
-        # Only the first such moment counts: children that were forked later do not see the block.
+        # The first such moment counts: children that were forked later do not reference the block.
         block.left = block.left or tick()
         return self.children.may_see(block.opened, block.left)
 
@@ -141,12 +141,12 @@ class Allocator:
     Args:
         mapping: the arena in this process.
         worker: the worker's number, which selects its part of the arena.
-        space: ranges (offset, size) in which it can make blocks; None for the whole of its part.
-        for_device: place the results of a task in one block; else each has one of its own.
-        nontemporal_from: bytes of a batch from which on the next one is written with non-temporal stores.
+        space: ranges (offset, size) in which it can create blocks; None: all of its part.
+        for_device: whether the results of a task share one block; else each has its own.
+        nontemporal_from: after a batch of at least so many bytes, the next is written non-temporally.
 
     Attributes:
-        expected: bytes of a batch for a device, judged by the previous one.
+        expected: expected size in bytes of a batch for a device: that of the previous one.
         new_memory: nanoseconds spent so far on mapping the pages of new blocks.
     """
 
@@ -169,9 +169,9 @@ class Allocator:
         self._lock = threading.RLock()
         self._idle: list[tuple[int, int]] = []  # unused blocks (size, offset), by size
         self._open = _OpenBlocks()
-        self._rest: OpenBlock | None = None  # the next result may be cut out of it
+        self._partial: OpenBlock | None = None  # the block for the next result, if it fits
         self._shipping: frozenset[int] = frozenset()  # blocks of the answer, referenced or not
-        self._fresh: list[tuple[int, int]] = []  # made here, and unknown to the consumer
+        self._fresh: list[tuple[int, int]] = []  # created here, and unknown to the consumer
 
     def begin(self, grants: Extents) -> None:
         """Start a task with these blocks (offset, size)."""
@@ -181,18 +181,18 @@ class Allocator:
             self._idle = sorted([*self._idle, *[(size, offset) for offset, size in grants]])
 
     def free_ranges(self, ranges: Extents) -> None:
-        """Add ranges (offset, size) in which new blocks may be made again."""
+        """Add ranges (offset, size) in which blocks may be created again."""
         with self._lock:
             self._space.free_ranges(ranges)
 
     def take(self, nbytes: int, failed: bool = False) -> OpenBlock:
-        """Return a block of at least `nbytes` for this task. Once its batch has `failed`, it may be one of
-        the batch's, however large.
+        """Return a block of at least `nbytes` for this task. If its batch has `failed`, blocks of that batch
+        may be reused, whatever their size.
 
         Raises:
             MemoryError: the worker's part of the arena is used up.
         """
-        process_id.stay_in(self._pid)  # the blocks of a forked child are its parent's
+        process_id.stay_in(self._pid)  # a forked child must not use its parent's blocks
         with self._lock:
             if failed:
                 self._shipping = frozenset()
@@ -204,14 +204,14 @@ class Allocator:
             self._collect()
         wanted = size_class(nbytes)
         found = _fit(self._idle, wanted, any_size)
-        size, offset = found or (wanted, self._make(nbytes, wanted))
+        size, offset = found or (wanted, self._create(nbytes, wanted))
         if found is None:
             began = time.monotonic_ns()
             self.mapping.populate(offset, nbytes)  # faster than a fault for each page, and timed
             self.new_memory += time.monotonic_ns() - began
         return self._open.open(offset, size, self.mapping.base + offset)
 
-    def _make(self, nbytes: int, size: int) -> int:
+    def _create(self, nbytes: int, size: int) -> int:
         offset = self._space.take(size)
         if offset is None:
             raise MemoryError(
@@ -226,7 +226,7 @@ class Allocator:
         if nbytes < SMALLEST or process_id.current() != self._pid:
             return None
         with self._lock:
-            block, start = self._cut(nbytes) if self.for_device else (self._take(nbytes), 0)
+            block, start = self._suballocate(nbytes) if self.for_device else (self._take(nbytes), 0)
             data = block.address + start, False
             interface = {"version": 3, "data": data, "shape": shape, "typestr": typestr}
             hold = _Hold(self.mapping, block, interface, self._open.dropped)
@@ -234,12 +234,12 @@ class Allocator:
             block.left = 0
         return np.asarray(hold)
 
-    def _cut(self, nbytes: int) -> tuple[OpenBlock, int]:
-        """Return a block, and the offset in it of a result of `nbytes`."""
-        block = self._rest
+    def _suballocate(self, nbytes: int) -> tuple[OpenBlock, int]:
+        """Allocate a result of `nbytes` in a block. Return the block, and the offset of the result in it."""
+        block = self._partial
         start = 0 if block is None else device_aligned(block.cut)
         if block is None or block.size - start < nbytes:
-            self._rest = block = self._take(max(nbytes + _SLACK, self.expected))
+            self._partial = block = self._take(max(nbytes + _SLACK, self.expected))
             start = 0
         block.cut = start + nbytes
         return block, start
@@ -250,7 +250,7 @@ class Allocator:
             return self._open.at(address)
 
     def is_nontemporal(self, nbytes: int) -> bool:
-        """Whether pieces of `nbytes` are better written to a block with non-temporal stores."""
+        """Whether pieces of `nbytes` should be written to a block with non-temporal stores."""
         return self._large and nbytes >= nontemporal.SMALLEST_PIECE
 
     def write(self, offset: int, source: int, nbytes: int) -> None:
@@ -271,13 +271,13 @@ class Allocator:
             return not (self._open or self._idle or self._fresh or self._open.dropped)
 
     def ship(self, used: Used) -> None:
-        """Mark the blocks that the batch lies in: they are not used again."""
+        """Mark the blocks of the batch, so that they are not reused before the task is finished."""
         with self._lock:
             self._shipping = frozenset(map(_first, used))
 
     def copy_held(self, used: Used) -> dict[int, OpenBlock]:
-        """Copy the shipped blocks that user code still references, because it may write to its memory at any
-        time. Return the copies by offset of the original. Called when the worker has dropped its own
+        """Copy the blocks of the batch that user code still references, because it may write to them at any
+        time. Return the copies by offset of the original. Called after the worker has dropped its own
         references to the batch."""
         with self._lock:
             self._open.drain()
@@ -295,7 +295,7 @@ class Allocator:
 
         Returns:
             The blocks (offset, size) that the consumer does not know yet, and the offsets of unused blocks,
-            which return to it. Blocks that user code references stay here until it drops them.
+            which it gets back. Blocks that user code references stay here until it drops them.
         """
         with self._lock:
             self._shipping = frozenset()
@@ -309,15 +309,15 @@ class Allocator:
             return fresh, returned
 
     def _reclaim(self) -> None:
-        """Make blocks writable again that are not referenced, including the batch's."""
-        self._rest = None
+        """Free all blocks that are not referenced, including those of the batch."""
+        self._partial = None
         if self._open or self._open.dropped:
             self._open.drain()
             self._open.reap()
             self._free([block for block in self._open.values() if not self._open.is_held(block)])
 
     def _collect(self) -> None:
-        """Make blocks writable again that user code has dropped."""
+        """Free the blocks that user code has dropped."""
         dropped = [block for block in self._open.drain() if self._open.get(block.offset) is block]
         self._free([b for b in dropped if b.offset not in self._shipping and not self._open.is_held(b)])
 
@@ -325,8 +325,8 @@ class Allocator:
         for block in blocks:
             self._open.close(block)
             self._idle.append((block.size, block.offset))
-            if self._rest is block:
-                self._rest = None
+            if self._partial is block:
+                self._partial = None
         self._idle.sort()
 
 
@@ -334,7 +334,8 @@ _address, _first, _second = attrgetter("address"), itemgetter(0), itemgetter(1)
 
 
 def _fit(blocks: list[tuple[int, int]], wanted: int, any_size: bool = False) -> tuple[int, int] | None:
-    """Take the first block (size, offset) that is large enough, and not more than twice as large."""
+    """Remove and return the first block (size, offset) of at least `wanted` bytes, and at most twice as many
+    unless `any_size`."""
     for at, (size, _) in enumerate(blocks):
         if wanted <= size and (any_size or size <= 2 * wanted):
             return blocks.pop(at)
@@ -344,7 +345,7 @@ def _fit(blocks: list[tuple[int, int]], wanted: int, any_size: bool = False) -> 
 # ---- called by collate functions ------------------------------------------------------------------------
 
 _NAMES = "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64 complex128"
-#: The dtypes that numpy has, too: torch can wrap arrays of them. Others are allocated as bytes.
+#: dtypes that numpy has, too, so torch can wrap arrays of them. Other dtypes are allocated as bytes.
 TYPESTR = {getattr(torch, name): np.dtype(name).str for name in _NAMES.split()}
 
 _current: Allocator | None = None
@@ -357,10 +358,10 @@ def install(allocator: Allocator | None) -> None:
 
 
 def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """An uninitialised tensor that travels to the consumer without a copy.
+    """An uninitialised tensor that is sent to the consumer without a copy.
 
     In a worker of this package a result of 64 KiB or more lies in shared memory: when it (or a view of it) is
-    part of the batch, it is handed over in place. Anywhere else, and for smaller results, this is
+    part of the batch, the consumer gets the same memory. Anywhere else, and for smaller results, this is
     `torch.empty`.
 
     Args:
@@ -400,6 +401,6 @@ def out_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
 
 
 def use_nontemporal(nbytes: int) -> bool:
-    """Whether pieces of `nbytes` are better written with non-temporal stores to memory from the functions
+    """Whether pieces of `nbytes` should be written with non-temporal stores to memory from the functions
     above."""
     return _current is not None and _current.is_nontemporal(nbytes)

@@ -1,18 +1,18 @@
-"""Takes a batch apart: into its tree, values, objects and leaves, and the memory that the leaves cover.
+"""Splits a batch into its tree, values, objects and leaves, and finds the memory of the leaves.
 
-Runs in workers, and in the consumer where it packs batches itself. The walk goes by exact type: dict, list
+Runs in workers, and in the consumer where it packs batches itself. The walk checks exact types: dict, list
 and tuple are described in the spec, plain values (int, float, str, bytes, bool, None) are sent in the
 message, strided CPU tensors and numpy arrays are *leaves*, and everything else is an object, which is pickled
 without the leaves in it.
 
-A tree with an object in it is pickled whole, unless the batch goes to a device: so objects still refer to the
-containers around them. A tree of more than `PARTS` parts is a single object, too. Pickling processes it in C,
-and variable parts (the number of annotations, the keys of a dict) need no new spec. A long text is an object,
-and so is a tree of many texts: a message too long for the socket would need new memory for each batch. Small
-arrays inside a pickled object stay in the pickle.
+A tree that contains an object is pickled as a whole, unless the batch goes to a device: this preserves the
+object's references to the containers around it. A tree of more than `PARTS` parts is a single object, too:
+pickle processes it in C, and parts that vary (the number of annotations, the keys of a dict) need no new
+spec. A long text is an object, and so is a tree with much text: a message too long for the socket would need
+new memory for each batch. Small arrays inside a pickled object stay in the pickle.
 
-A *segment* is the memory of one leaf, or of tensors of one storage whose bytes overlap: these also overlap in
-the consumer. Its *span* is its start and end address in this process.
+A *segment* is the memory of one leaf, or of several tensors that overlap in one storage, and then also
+overlap in the consumer. Its *span* is its start and end address in this process.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.packing.pickling import PLAIN_DTYPES, is_leaf
 from fastq_loader.packing.spec import DEEPEST, contiguous_strides
 
-#: Largest number of parts of a tree that is walked: members of its containers, without tensors, which cost
-#: the same either way. Above 100 (tuples of numbers) to 300 (fields of a dict), pickling the whole tree is
-#: faster than walking, sending and rebuilding it. If each batch needs a new spec, it is faster above 30,
-#: and 10 times as fast at 2,000.
+#: Largest number of parts of a tree that is walked. Parts are the members of its containers, except tensors,
+#: which cost the same either way. Above 100 parts (tuples of numbers) to 300 (fields of a dict), pickling the
+#: tree is faster than walking, sending and rebuilding it. If each batch needs a new spec, pickling is faster
+#: above 30 parts, and 10 times as fast at 2,000.
 PARTS = 128
 #: Longest list of plain values that counts as one part: as fast in a message as in a pickle.
 LONGEST_LIST = 1024
 #: Number of batches of a worker that are pickled whole after one that exceeded a limit.
 BATCHES_UNWALKED = 15
 
-#: Limit for the characters and bytes of all texts in a message, and bytes of the largest array in a pickle.
-#: An array costs 3 µs as a leaf, and 7 more if its shape is new; in a pickle 2 µs and some more copies.
+#: Largest total length of the texts in a message, and size in bytes of the largest array that stays in a
+#: pickle. An array costs 3 µs as a leaf, and 7 more if its shape is new; in a pickle 2 µs and more copies.
 LONGEST, SMALL_ARRAY = 16384, 4096
 
 _TEXTS, _NUMBERS = frozenset((str, bytes)), frozenset((float, bool, type(None)))
@@ -62,26 +62,26 @@ class _Unwalkable(Exception):
     """The tree is too deep, or has a cycle or a shared list or dict: it must be pickled whole."""
 
 
-class _Sprawling(_Unwalkable):
+class _TooLarge(_Unwalkable):
     """The tree has too many parts, or too much text, to be worth a walk."""
 
 
 class TreeFlattener:
-    """Takes batches apart, one after the other.
+    """Splits batches into their parts, one batch after the other.
 
     Attributes:
-        leaves, values, objects: parts of the last batch, in the order of its tree.
-        containers: ids of the lists and dicts of that batch.
+        leaves, values, objects: parts of the current batch, in the order of its tree.
+        containers: ids of the lists and dicts of the current batch.
     """
 
     is_leaf = staticmethod(is_leaf)
 
     def __init__(self) -> None:
-        self._sprawling = 0  # number of batches that are still pickled without a walk
+        self._unwalked = 0  # number of the next batches to be pickled without a walk
         self.clear()
 
     def clear(self) -> None:
-        """Forget the batch."""
+        """Drop all parts of the batch."""
         self.leaves: list[Any] = []
         self._leaf_of: dict[int, int] = {}  # id of a tensor or array → leaf
         self.values: list[Any] = []
@@ -92,13 +92,13 @@ class TreeFlattener:
 
     def walk(self, batch: Any) -> Any:
         """The tree of a batch; a single object if it cannot be walked or is not worth a walk."""
-        if self._sprawling:
-            self._sprawling -= 1
+        if self._unwalked:
+            self._unwalked -= 1
             return self.whole(batch)
         try:
             return self._walk(batch)
         except (_Unwalkable, RecursionError) as error:
-            self._sprawling = BATCHES_UNWALKED if isinstance(error, _Sprawling) else 0
+            self._unwalked = BATCHES_UNWALKED if isinstance(error, _TooLarge) else 0
         return self.whole(batch)
 
     def whole(self, batch: Any) -> Any:
@@ -128,7 +128,7 @@ class TreeFlattener:
         return "O"
 
     def _walk_container(self, value: Any, kind: type) -> Any:
-        """The tree of a dict, list or tuple; None for a dict whose keys a spec cannot have."""
+        """The tree of a dict, list or tuple; None for a dict with keys that a spec cannot contain."""
         if kind is tuple:
             return "t", self._walk_all(value)
         if id(value) in self.containers:
@@ -149,7 +149,7 @@ class TreeFlattener:
             raise _Unwalkable
         self._parts += len(parts) - list(map(type, parts)).count(_TENSOR)
         if self._parts > PARTS:
-            raise _Sprawling
+            raise _TooLarge
         self._depth += 1
         trees = tuple(map(self._walk, parts))
         self._depth -= 1
@@ -170,7 +170,7 @@ class TreeFlattener:
     def _add_text(self, length: int) -> None:
         self._text += length
         if self._text > LONGEST:
-            raise _Sprawling
+            raise _TooLarge
 
     def add_leaf(self, leaf: Any) -> int:
         """Add a leaf, and return its number; the same object gets the same number."""
@@ -180,15 +180,15 @@ class TreeFlattener:
         return number
 
     def leaf_in_pickle(self, leaf: Any) -> int | None:
-        """The number of a leaf in an object, or None if it stays in the pickle."""
+        """Add a leaf of an object, and return its number; None if it stays in the pickle."""
         if type(leaf) is _ARRAY and leaf.nbytes <= SMALL_ARRAY and id(leaf) not in self._leaf_of:
             return None
         return self.add_leaf(leaf)
 
 
 def _are_plain(keys: tuple[Any, ...]) -> bool:
-    """Whether a spec can have these keys of a dict: strings and ints. They are part of its identity, in which
-    True, 1 and 1.0 would be equal."""
+    """Whether a spec can contain these keys of a dict: strings and ints. Specs are compared, so other types
+    cannot be allowed: True, 1 and 1.0 are equal."""
     return all(type(key) is str or (type(key) is int and fits_64_bits(key)) for key in keys)
 
 
@@ -211,7 +211,7 @@ def segments_of(leaves: list[Any]) -> tuple[Metas, list[Span]]:
                 plain = (1 not in shape and 0 not in shape) or leaf.stride() == contiguous_strides(shape)
                 strides = None if plain else leaf.stride()
             else:
-                spans.append((start, start + _reach(leaf)))
+                spans.append((start, start + _extent(leaf)))
                 strides = leaf.stride()
             metas.append(("T", PLAIN_DTYPES[leaf.dtype], shape, strides, number, 0))
             continue
@@ -225,12 +225,12 @@ def segments_of(leaves: list[Any]) -> tuple[Metas, list[Span]]:
         metas.append(("A", leaf.dtype.str, leaf.shape, strides, number, 0))
     bounds = list(chain.from_iterable(sorted(spans)))
     if bounds == sorted(bounds):
-        return tuple(metas), spans  # no overlaps, as in nearly every batch
+        return tuple(metas), spans  # nothing overlaps, as in nearly every batch
     return _merge(leaves, metas, spans)
 
 
 def _merge(leaves: list[Any], metas: list[tuple[Any, ...]], spans: list[Span]) -> tuple[Metas, list[Span]]:
-    """`segments_of` with overlapping leaves: tensors of one storage that overlap share a segment."""
+    """`segments_of` for leaves that overlap: overlapping tensors of one storage share a segment."""
     storages: dict[int, list[int]] = {}
     for number, leaf in enumerate(leaves):  # each array counts as a storage of its own
         storage = leaf.untyped_storage().data_ptr() if type(leaf) is _TENSOR else -1 - number
@@ -255,7 +255,7 @@ def _merge(leaves: list[Any], metas: list[tuple[Any, ...]], spans: list[Span]) -
     return tuple(placed), merged
 
 
-def _reach(tensor: torch.Tensor) -> int:
+def _extent(tensor: torch.Tensor) -> int:
     """Bytes from the first element of a non-contiguous tensor to the end of its last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.itemsize if tensor.numel() else 0

@@ -1,13 +1,13 @@
-"""The reader of a dataset: loads the batches of each epoch, from its beginning or from a saved state.
+"""Reads a dataset: loads the batches of each epoch, from its beginning or from a saved state.
 
 Runs in workers, and in the consumer with num_workers=0, on the thread that requests batches. The random
-generators of user code are used as they are, or seeded anew for each batch.
+generators of user code are used as they are, or seeded again for each batch.
 
-A resumed epoch needs the reader's state: a dict with the dataset's position (see `position`) and, if
-requested, the states of its generators. It comes back with the number of the reader's batches that were
-delivered before. Of an iterable dataset these are skipped, or without a position read again. A state that is
-"over" is from the end of the previous epoch: the new one begins there. A state with a "seed" has no states of
-generators.
+The reader's state is a dict with the dataset's position (see `position`) and, if requested, the states of the
+generators. To resume an epoch, the reader gets the state back, with the number of its batches that were
+delivered before. For an iterable dataset, it skips these batches; if the state has no position, it reads them
+again. A state with "over" is from the end of the previous epoch, and the new epoch begins there. A state with
+a "seed" has no states of generators.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Reader:
 
     Attributes:
         dataset: may be set before an epoch begins.
-        fetcher: of the current epoch.
+        fetcher: fetcher of the current epoch.
         ended: nothing is left to load in this epoch.
         to_pass: number of batches still to be skipped.
         base_seed: seed from which the seed of every batch is derived; None: batches are not seeded.
@@ -63,8 +63,8 @@ class Reader:
         self._collate, self._errors, self._rules = collate, errors, rules
         self._number, self._readers = number, readers
         self._saves_generators, self._reseeds = saves_generators, reseeds
-        self._epoch = self._asked = 0  # its number, and how many of its batches were requested
-        self._resumed: dict[str, Any] = {}  # the state to go on from
+        self._epoch = self._requested = 0  # its number, and how many of its batches were requested
+        self._resumed: dict[str, Any] = {}  # the state from which it resumes
 
     def begin(self, epoch: int, base_seed: int | None, delivered: int, state: dict[str, Any] | None) -> None:
         """Create the fetcher of an epoch.
@@ -72,18 +72,18 @@ class Reader:
         Args:
             epoch: its number.
             base_seed: see the attribute.
-            delivered, state: see the module; `state=None`: the epoch starts from the beginning.
+            delivered, state: see the module's docstring; `state=None`: the epoch starts from the beginning.
 
         Raises:
             Exception: whatever user code raises.
         """
-        self.ended, self._asked = False, 0
+        self.ended, self._requested = False, 0
         self.base_seed, self._epoch, self._resumed = base_seed, epoch, state or {}
         self.to_pass = delivered if self._rules["iterable"] else 0
         rules = {**self._rules, "collate": self._collate, "errors": self._errors}
         place = self._resumed.get("position")
         if base_seed is not None:
-            generators.seed_worker(base_seed, self._number)  # for what iter(dataset) draws
+            generators.seed_worker(base_seed, self._number)  # iter(dataset) may draw
         if "seed" in self._resumed:
             generators.seed_worker(self._resumed["seed"], self._number)
         if self._resumed.get("over"):
@@ -100,7 +100,7 @@ class Reader:
         return "position" not in self._resumed
 
     def _set_generators(self) -> None:
-        """Restore the generators, but not before batches have been read again: these draw from them."""
+        """Restore the generators, unless batches are still to be read again, which draws from them."""
         if self.to_pass and self._replays:
             return
         if states := self._resumed.pop("generators", {}):
@@ -129,9 +129,9 @@ class Reader:
         fetcher = self.fetcher
         if self.base_seed is not None:
             self._seed(self.base_seed, seq)
-        self._asked += 1
+        self._requested += 1
         if self.to_pass:
-            self._pass_over(seq, index)
+            self._skip(seq, index)
         if type(fetcher) is TolerantFetcher:
             fetcher.place = self._epoch, seq
         try:
@@ -141,24 +141,25 @@ class Reader:
             raise
 
     def _fetch_seeded(self, seq: int, index: Any) -> Any:
-        """Load a batch whose samples may take seeds."""
-        of_reader = self._readers, self._number, self._asked
+        """Load a batch in which samples may ask for their seeds."""
+        of_reader = self._readers, self._number, self._requested
         numbers = (self.sample_seed, *(of_reader if self._rules["iterable"] else (seq,)))
         reading = sample_seeds.reading
-        around, reading.batch = reading.batch, sample_seeds.Batch(numbers)
+        outer, reading.batch = reading.batch, sample_seeds.Batch(numbers)
         try:
             return self.fetcher.fetch(index)
         finally:
-            reading.batch = around
+            reading.batch = outer
 
     def _seed(self, base_seed: int, seq: int) -> int:
-        """Seed a batch by its number. For an iterable dataset that is its number if no reader ended early:
-        how many tasks the others still get depends on when one ends."""
-        number = self._asked * self._readers + self._number if self._rules["iterable"] else seq
+        """Seed the generators for a batch by its number. For an iterable dataset, count as if no
+        reader had ended early: the batch's real number depends on when one ended."""
+        number = self._requested * self._readers + self._number if self._rules["iterable"] else seq
         own = self._own_generators() if self._reseeds else {}
         return generators.seed_batch(base_seed, number, own)
 
-    def _pass_over(self, seq: int, index: Any) -> NoReturn:
+    def _skip(self, seq: int, index: Any) -> NoReturn:
+        """Skip a batch that was delivered before; if necessary, read it again."""
         if self._replays:
             try:
                 self._fetch_seeded(seq, index)
@@ -172,7 +173,7 @@ class Reader:
         raise HandedOutBefore
 
     def state_bytes(self) -> bytes:
-        """A pickle of the state to resume from after the batch loaded last; may be empty (b"")."""
+        """Return the state after the last batch, pickled; b"" if there is nothing to save."""
         fetcher = self.fetcher
         if fetcher.stateful is False and not self._saves_generators:  # a shortcut for the usual case
             return b""

@@ -1,9 +1,9 @@
-"""Patches of torch's loader: parts of `torch.utils.data` that are not torch's own any more.
+"""Finds patches of torch's loader: functions and classes of `torch.utils.data` that a library has replaced.
 
-Runs in the consumer, whenever an iteration begins. Libraries replace functions and classes of torch's loader,
-before or after this package is imported, and rely on their code being run. Ours stands in for these names, so
-that torch's own iterators have to run then. Instrumentation that keeps the original in `__wrapped__` is no
-patch.
+Runs in the consumer, whenever an iteration begins. Libraries replace parts of torch's loader, before or after
+this package is imported, and rely on their code being run. Our loader does not use these parts, so torch's
+own iterators run if one was replaced. A wrapper that keeps the original in `__wrapped__` (instrumentation)
+does not count as a patch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.utils.data
 
 from fastq_loader.system.unpatched import os
 
-#: The names that ours stands in for, below `torch.utils.data`, by what has them. Some are of newer releases.
+#: Owner below `torch.utils.data` → its names that our loader does not use. Some are of newer releases.
 NAMES = {
     "dataloader": "_DatasetKind _InfiniteConstantSampler _get_distributed_settings _sharding_worker_init_fn "
     "_share_dist_seed _BaseDataLoaderIter _SingleProcessDataLoaderIter _MultiProcessingDataLoaderIter",
@@ -43,7 +43,7 @@ _MOST_WRAPPERS = 20
 
 
 class Place(NamedTuple):
-    """A name that may be patched: its owner, and the code that torch has there, None if unknown."""
+    """A name that may be patched: its owner, and torch's own code for it, None if that is unknown."""
 
     path: str
     owner: Any
@@ -52,10 +52,10 @@ class Place(NamedTuple):
 
 
 def found() -> str:
-    """The first patch, as the clause of a text; "" if everything is torch's own."""
+    """Return the first patch found, as a clause for a message; "" if there is none."""
     values = list(map(getattr, _OWNERS, _NAMES, repeat(None)))
     if all(map(is_, [getattr(value, "__code__", value) for value in values], _CODES)):
-        return ""  # after some 10 us
+        return ""  # takes some 10 µs
     for (path, _, name, _), value in zip(_PLACES, values, strict=True):
         if own_code(value, path) is None:
             by: Any = value if hasattr(value, "__qualname__") else type(value)
@@ -64,12 +64,12 @@ def found() -> str:
 
 
 def own_code(value: Any, path: str) -> Any:
-    """The code of a function, or a class, that is defined in a module of torch's; None if it comes from
-    elsewhere. `functools.wraps` copies names and modules, so that these tell nothing about a function.
+    """Return the code of a function, or a class itself, if a torch module defines it; else None. For a
+    function the file of its code decides, because `functools.wraps` copies `__name__` and `__module__`.
 
     Args:
         value: a function or class, or a wrapper of one.
-        path: the module below `torch.utils.data`, or a name in it.
+        path: the owner of the name, below `torch.utils.data`: a module, or a class in one.
     """
     module = "torch.utils.data." + ".".join(path.split(".")[: 1 + path.startswith("_utils")])
     source = module.replace(".", os.sep) + ".py"

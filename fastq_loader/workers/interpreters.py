@@ -1,9 +1,10 @@
-"""The zygotes that are fresh interpreters: who uses one, and what a worker that is forked from it inherits.
+"""Starts fresh interpreters as zygotes, counts the users of each, and forks workers from them.
 
-Runs in the consumer, on any thread; `_serve_afresh` runs in an interpreter, and `_become_pickled` in the
-children that it has just forked. An interpreter serves all loaders of a process whose workers would inherit
-the same from it (`system.inherited`), and lives as long as one of them or of their pools uses it. If the
-consumer dies while an interpreter is still importing, the kernel kills it, and it writes nothing.
+Runs in the consumer, on any thread; `_interpreter_main` runs in an interpreter, and `_run_pickled_process` in
+the children that it has just forked. An interpreter serves all loaders of a process whose workers would
+inherit the same state from it (`system.inherited`). It ends when no loader and no pool uses it any more. If
+the consumer dies while an interpreter is still importing, the kernel kills the interpreter, which prints
+nothing.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from fastq_loader.workers.zygote import Forked, Zygote, serve
 class Interpreters:
     """The interpreters of this process, each with the number of its users: loaders, and pools.
 
-    One lock is held while an interpreter starts and while one ends, so an end is over before the next start.
-    The collector and signal handlers give interpreters back in the middle of anything, also of these methods:
-    `give_back` only appends to a queue, and whoever has the lock, or can have it at once, empties the queue.
+    A lock is held while an interpreter starts or ends, so one has ended before the next one starts. The
+    garbage collector and signal handlers may call `give_back` at any point, even inside of these methods. So
+    it only appends to a queue; a thread that gets the lock without waiting then empties the queue.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class Interpreters:
         self._given_back: deque[Zygote] = deque()
 
     def take(self, key: Hashable, start: Callable[[], Zygote]) -> Zygote:
-        """Return the interpreter with this key, started now if none is running, for one more user."""
+        """Add a user to the interpreter with this key, and return it; start it if none is running."""
         with self._lock:
             zygote = self.running.get(key)
             if zygote is None or not zygote.join():
@@ -56,19 +57,19 @@ class Interpreters:
         return zygote
 
     def give_back(self, zygote: Zygote) -> None:
-        """Take one user less into account; an interpreter without users ends."""
+        """Remove a user. An interpreter without users ends."""
         self._given_back.append(zygote)
         self._end_unused()
 
     def _end_unused(self) -> None:
         while self._given_back and self._lock.acquire(blocking=False):
             try:
-                with contextlib.suppress(IndexError):  # the collector came in between, and took it
-                    self._leave(self._given_back.popleft())
+                with contextlib.suppress(IndexError):  # a finalizer has emptied it meanwhile
+                    self._remove_user(self._given_back.popleft())
             finally:
                 self._lock.release()
 
-    def _leave(self, zygote: Zygote) -> None:
+    def _remove_user(self, zygote: Zygote) -> None:
         zygote.users -= 1
         if not zygote.users:
             zygote.close()
@@ -79,7 +80,8 @@ _interpreters = Interpreters()
 
 
 def _forget() -> None:
-    """In a forked child: they are the parent's. They notice its end at once if no child holds its end."""
+    """In a forked child, close the connections to the parent's interpreters, so that these notice the end of
+    the parent at once."""
     global _interpreters
     parents, _interpreters = _interpreters, Interpreters()
     for zygote in parents.running.values():
@@ -96,7 +98,7 @@ class Use:
         method: "spawn" or "forkserver".
 
     Attributes:
-        zygote: the interpreter, started now or by another user whose workers would inherit the same.
+        zygote: the interpreter; shared with all users whose workers would inherit the same state.
 
     Raises:
         OSError: processes or descriptors are used up.
@@ -105,49 +107,49 @@ class Use:
     def __init__(self, method: str) -> None:
         self._owner = 0
         preload = multiprocessing_names.preloaded() if method == "forkserver" else []
-        # torch's workers always have the fork server's surroundings; but rights that were given up are gone.
+        # torch's workers inherit from the fork server, whatever has changed since, except dropped rights.
         rest = (inherited.rest(), spawn.get_executable()) if method == "spawn" else None
         key = method, *preload, inherited.rights(), rest
         self.zygote = _interpreters.take(key, lambda: Zygote(partial(_start_interpreter, method, preload)))
         self._owner = os.getpid()
 
     def close(self) -> None:
-        """End the use. A second call has no effect, nor has one in a forked child."""
+        """Give the interpreter back. A second call has no effect, nor has one in a forked child."""
         owner, self._owner = self._owner, 0
         if owner == os.getpid():
             _interpreters.give_back(self.zygote)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # A loader does not close its use: it ends with the loader, or with the program.
+        # Loaders do not call `close`: their use ends when they are collected, or with the program.
         if not is_finalizing():
             self.close()
 
 
-def _start_interpreter(method: str, preload: list[str], its: Connection) -> Child:
+def _start_interpreter(method: str, preload: list[str], connection: Connection) -> Child:
     # Python's fork server imports the user's `__main__` from 3.12.8, 3.13.1 and 3.14 on.
     imports_main = (3, 12, 8) <= sys.version_info < (3, 13) or sys.version_info >= (3, 13, 1)
     main = _preparation().get("init_main_from_path") if imports_main else None
-    arguments = its.fileno(), os.getpid(), method, preload, main
-    process = contexts.SpawnProcess(target=_serve_afresh, args=arguments, name="fastq_loader: zygote")
-    child = Child(process, END, lambda process: _Interpreter(process, its.fileno()))
-    resource_tracker.ensure_running()  # before the block, whose signals it would unblock
-    with without_signals(*KEPT_OUT):  # until it has handlers
+    arguments = connection.fileno(), os.getpid(), method, preload, main
+    process = contexts.SpawnProcess(target=_interpreter_main, args=arguments, name="fastq_loader: zygote")
+    child = Child(process, END, lambda process: _InterpreterPopen(process, connection.fileno()))
+    resource_tracker.ensure_running()  # before signals are blocked: it unblocks them
+    with without_signals(*KEPT_OUT):  # until the child has its handlers
         child.start()
-    # Until it serves, the kernel kills it when the other end is shut down or closed: it may be importing.
-    with contextlib.suppress(OSError):  # a sandbox refuses, or it has ended
-        fcntl.fcntl(its, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(its, fcntl.F_SETOWN, child.pid)
-        fcntl.fcntl(its, fcntl.F_SETFL, fcntl.fcntl(its, fcntl.F_GETFL) | os.O_ASYNC)
+    # While the child imports, it cannot watch the consumer. So the kernel kills it if the other end closes.
+    with contextlib.suppress(OSError):  # a sandbox forbids it, or the child has ended
+        fcntl.fcntl(connection, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(connection, fcntl.F_SETOWN, child.pid)
+        fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)
     return child
 
 
 class LaunchEnvironment:
-    """Folder, `sys.path` and arguments of this process now, for a pool's workers, which may start much later.
-    To be closed.
+    """The working directory, `sys.path` and `sys.argv` of this process at this moment, for workers that may
+    start much later. Must be closed.
 
     Attributes:
         prepared: multiprocessing's preparation data for a child, without its name.
-        cwd: descriptor of the folder, which may be renamed meanwhile.
+        cwd: descriptor of the working directory, which is valid even if the directory is renamed.
     """
 
     def __init__(self) -> None:
@@ -166,8 +168,8 @@ def _preparation() -> dict[str, Any]:
     return {key: value for key, value in prepared.items() if key != "dir"}
 
 
-class _Interpreter(popen_fork.Popen):
-    """multiprocessing's handle of a child that is a fresh interpreter, which does not import `__main__`."""
+class _InterpreterPopen(popen_fork.Popen):
+    """Popen of multiprocessing for a child that is a fresh interpreter, and does not import `__main__`."""
 
     def __init__(self, process: BaseProcess, passed: int) -> None:
         self._passed = passed
@@ -187,22 +189,25 @@ class _Interpreter(popen_fork.Popen):
         self.finalizer = None
 
 
-def fork_interpreter(zygote: Zygote, moment: LaunchEnvironment, setup: Setup, process: BaseProcess) -> Forked:
-    """Have an interpreter fork a child that becomes `process`, with the folder and paths of that moment.
+def fork_interpreter(
+    zygote: Zygote, environment: LaunchEnvironment, setup: Setup, process: BaseProcess
+) -> Forked:
+    """Fork a child of an interpreter. The child runs `process` in the given environment.
 
     Raises:
         TypeError, AttributeError, PicklingError: the process cannot be pickled.
         OSError: it could not be forked.
     """
-    written, descriptors = payload.write_process({**moment.prepared, "name": process.name}, process)
+    written, descriptors = payload.write_process({**environment.prepared, "name": process.name}, process)
     try:
-        return Forked(zygote, setup.plan.grace, setup.folder, [moment.cwd, written, *descriptors])
+        return Forked(zygote, setup.plan.grace, setup.folder, [environment.cwd, written, *descriptors])
     finally:
         payload.close_all([written, *descriptors])
 
 
-def _become_pickled(method: str, grace: float, passed: list[int], sentinel: int) -> int:
-    """In a child of an interpreter: do what multiprocessing's fork server does; return the exit code."""
+def _run_pickled_process(method: str, grace: float, passed: list[int], sentinel: int) -> int:
+    """In a child of an interpreter, run a pickled process, as multiprocessing's fork server does. Return the
+    exit code."""
     import numpy as np
     import torch
 
@@ -212,12 +217,12 @@ def _become_pickled(method: str, grace: float, passed: list[int], sentinel: int)
     os.fchdir(cwd)
     os.close(cwd)
     prepare_signals(grace)
-    # Seeded as if the worker had imported these itself: the user's modules may draw before it is seeded.
+    # Seed both as a fresh import would: the user's modules may draw before the worker is seeded.
     np.random.seed()
     torch.default_generator.seed()
     payload.receive_process(descriptors)
     code = multiprocessing_names.become_pickled(written, sentinel)
-    if method == "spawn":  # a program runs exit handlers; a fork server's child does not before Python 3.13
+    if method == "spawn":  # under forkserver, children run no exit handlers before Python 3.13
         atexit._run_exitfuncs()
     return code
 
@@ -225,7 +230,9 @@ def _become_pickled(method: str, grace: float, passed: list[int], sentinel: int)
 # ---- in the interpreter ---------------------------------------------------------------------------------
 
 
-def _serve_afresh(connection: int, consumer: int, method: str, preload: list[str], main: str | None) -> None:
+def _interpreter_main(
+    connection: int, consumer: int, method: str, preload: list[str], main: str | None
+) -> None:
     """Entry point of an interpreter."""
     import fastq_loader.workers.main  # noqa: F401 - imports torch, too
 
@@ -240,5 +247,5 @@ def _serve_afresh(connection: int, consumer: int, method: str, preload: list[str
     exits.forget()
     served = Connection(connection)
     fcntl.fcntl(served, fcntl.F_SETFL, fcntl.fcntl(served, fcntl.F_GETFL) & ~os.O_ASYNC)
-    served.send((0, None))  # for `wait`; number 0 is no request's, so `ask` skips it
-    serve(served, consumer, partial(_become_pickled, method), "")
+    served.send((0, None))  # ends `wait`; `ask` skips it, because no request has number 0
+    serve(served, consumer, partial(_run_pickled_process, method), "")

@@ -118,7 +118,7 @@ def test_answers_of_an_older_epoch_are_counted() -> None:
 
 
 MISFITS: list[Any] = [
-    {"kind": ENDED, "handle": None},  # the end of a dataset with indices
+    {"kind": ENDED, "handle": None},  # the end of a map-style dataset
     *({"kind": SKIPPED}, {"handle": None}, {"kind": ERROR, "handle": None}),
     # A block of another size, and one that is not there.
     *({"handle": BatchHandle(0, None, (), None, (block,))} for block in ((20 * B, 2 * B, 1), (40 * B, B, 1))),
