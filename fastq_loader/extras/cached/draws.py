@@ -6,15 +6,9 @@ Runs in every process that calls a cached function.
 from __future__ import annotations
 
 import threading
-from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 
 from fastq_loader.api import generators, sample_seeds
-from fastq_loader.extras.cached import identity
-
-#: Largest number of things that a function holds, which are searched for generators.
-_MOST_ROOTS = 100
 
 
 class Draws:
@@ -50,16 +44,8 @@ def _is_only_thread() -> bool:
 def generators_of(function: Any, of: Any, cache: Any) -> dict[str, Any]:
     """The generators in a function's closure, defaults and arguments, and of its object; none if a user's
     object raises."""
-    roots, pending = {"self": of}, [("", function)]
     try:
-        while pending and len(roots) < _MOST_ROOTS:
-            path, part = pending.pop()
-            for name, held in identity.parts_of(part):
-                if isinstance(held, FunctionType | MethodType | partial):
-                    pending.append((f"{path}{name}.", held))
-                else:
-                    roots[f"{path}{name}"] = held
-        found = generators.find(roots, [cache])
+        found = generators.find({"self": of, "": function}, [cache])
         generators.states_of(found)
     except Exception:
         return {}
