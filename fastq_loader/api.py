@@ -5,7 +5,7 @@ core that keeps these names and their meaning breaks no extra. Has no code; runs
 """
 
 from fastq_loader import options
-from fastq_loader.device.transforms import normalize
+from fastq_loader.device.transforms import members_of, normalize, rebuilt
 from fastq_loader.epoch import resources, samplers, saved
 from fastq_loader.epoch.fields import EpochSnapshot, Saved
 from fastq_loader.epoch.prefetcher import Prefetcher

@@ -72,7 +72,7 @@ class normalize:
         """
         if isinstance(batch, torch.Tensor):
             return self.image(batch)
-        given = _parts(batch)
+        given = members_of(batch)
         if given is None:
             raise ValueError(
                 f"normalize got a {type(batch).__name__}, and looks for images in dicts and lists"
@@ -85,7 +85,7 @@ class normalize:
                 f"normalize found no image with {len(self.mean)} channels among "
                 f"{', '.join(map(_describe, given.values()))}: name it with which=, or check the collate_fn"
             )
-        return _like(batch, parts)
+        return rebuilt(batch, parts)
 
     def _part(self, key: Any, value: Any) -> Any:
         if self.which is not None:
@@ -141,15 +141,15 @@ def _describe(value: Any) -> str:
     return type(value).__name__
 
 
-def _parts(batch: Any) -> dict[Any, Any] | None:
+def members_of(batch: Any) -> dict[Any, Any] | None:
     """Members of a container, by key or position; None if `batch` is not a container."""
     if isinstance(batch, Mapping):
         return dict(batch.items())
     return dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else None
 
 
-def _like(batch: Any, parts: dict[Any, Any]) -> Any:
-    """A container like `batch` with other parts."""
+def rebuilt(batch: Any, parts: dict[Any, Any]) -> Any:
+    """A container like `batch` with other members, by key or position."""
     if isinstance(batch, MutableMapping):
         like = copy.copy(batch)  # with its default factory or attributes
         like.update(parts)
@@ -200,8 +200,8 @@ def _pair(static: Any, new: Any, path: str, pairs: list[tuple[torch.Tensor, torc
         if _is_expanded(static):
             raise ValueError(f"static_batch has an expanded tensor at {path}: make it contiguous()")
         pairs.append((static, new))
-    elif (parts := _parts(static)) is not None:
-        others, alike = _parts(new), isinstance(static, Mapping) == isinstance(new, Mapping)
+    elif (parts := members_of(static)) is not None:
+        others, alike = members_of(new), isinstance(static, Mapping) == isinstance(new, Mapping)
         if others is None or not alike or parts.keys() != others.keys():
             raise _difference(static, new, path)
         for key, value in parts.items():

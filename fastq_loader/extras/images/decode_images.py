@@ -5,9 +5,8 @@ Runs where it is called: in a worker, inside of a dataset's `__getitem__`; or in
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -73,6 +72,7 @@ class DecodeImages:
     draft: bool = False
     then: Callable[[Any], Any] | None = None
     device: torch.device | str | None = None
+    _normalize: api.normalize | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         height, width = self._shape
@@ -90,7 +90,7 @@ class DecodeImages:
         known = bool(modes) and set(modes) <= set(_INTERPOLATIONS)
         self._check("interpolation", known, f"use {', '.join(_INTERPOLATIONS)}")
         if self.mean is not None and self.std is not None:
-            api.normalize(self.mean, self.std, self.dtype)  # checks them
+            object.__setattr__(self, "_normalize", api.normalize(self.mean, self.std, self.dtype))
 
     def _check(self, name: str, holds: bool, text: str) -> None:
         if not holds:
@@ -139,8 +139,8 @@ class DecodeImages:
                 out.copy_(self._pixels(image, seed, mode))
         if self.device is not None:
             images = images.to(self.device)
-        if self.mean is not None and self.std is not None:
-            images = api.normalize(self.mean, self.std, self.dtype).image(images)
+        if self._normalize is not None:
+            images = self._normalize.image(images)
         return images[0] if isinstance(part, Encoded) else images
 
     def _pixels(self, image: Encoded, seed: int, interpolation: str) -> torch.Tensor:
@@ -180,28 +180,15 @@ def _seeds(part: Encoded | EncodedBatch) -> Sequence[int]:
 def _encoded_parts(value: Any) -> Iterator[Encoded | EncodedBatch]:
     if isinstance(value, (Encoded, EncodedBatch)):
         yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _encoded_parts(inner)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _encoded_parts(inner)
+    for inner in (api.members_of(value) or {}).values():
+        yield from _encoded_parts(inner)
 
 
 def _with_decoded(value: Any, decoded: Iterator[torch.Tensor]) -> Any:
     """Return the structure with each encoded part replaced by the next of the decoded tensors."""
     if isinstance(value, (Encoded, EncodedBatch)):
         return next(decoded)
-    if isinstance(value, Mapping):
-        inner = {key: _with_decoded(part, decoded) for key, part in value.items()}
-        if type(value) is dict:
-            return inner
-        clone: Any = copy.copy(value)
-        clone.update(inner)
-        return clone
-    if isinstance(value, tuple):
-        parts = [_with_decoded(part, decoded) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if isinstance(value, list):
-        return [_with_decoded(part, decoded) for part in value]
-    return value
+    members = api.members_of(value)
+    if members is None:
+        return value
+    return api.rebuilt(value, {key: _with_decoded(inner, decoded) for key, inner in members.items()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import types
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,9 @@ def test_structures_keep_their_types() -> None:
     assert made["a"].image.shape == made["b"][0].shape == made["b"][1][0].shape == (3, 4, 4)
     ordered = pixels(collections.OrderedDict(image=file))
     assert type(ordered) is collections.OrderedDict
+    fixed = pixels(types.MappingProxyType({"image": file}))
+    assert type(fixed) is types.MappingProxyType
+    assert fixed["image"].shape == (3, 4, 4)
 
 
 def test_masks_share_the_crop_of_their_image() -> None:
