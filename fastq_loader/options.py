@@ -299,7 +299,7 @@ def torchs_own(loader: Loader, resumes: bool = False, asked: str = "") -> str:
     patch, reason, remedy = torch_patches.found(), "", ""
     if lacking := _lacking(loader):
         reason, remedy = f"this system or sandbox lacks {lacking}", ". With num_workers=0 it is"
-    elif of(loader) == _NONE and not resumes:  # torch's iterators have all that is needed
+    elif _suits_torchs(loader, resumes):
         reason = patch
     if asked and reason:
         text = f"{asked}: torch's own iterators run, and their work is not recorded: {reason}{remedy}"
@@ -316,7 +316,12 @@ def torchs_own(loader: Loader, resumes: bool = False, asked: str = "") -> str:
 
 def patched(loader: Loader, resumes: bool) -> bool:
     """Whether torch's own iterators run because torch's loader is patched."""
-    return of(loader) == _NONE and not resumes and bool(torch_patches.found())
+    return _suits_torchs(loader, resumes) and bool(torch_patches.found())
+
+
+def _suits_torchs(loader: Loader, resumes: bool) -> bool:
+    """Whether torch's own iterators have all that the loader needs."""
+    return of(loader) == _NONE and not resumes
 
 
 def _tell(text: str) -> None:

@@ -8,6 +8,7 @@ the end, whose batches are four times as large; `jpeg_decoded` is that recipe by
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -83,18 +84,17 @@ class DecodedJpegs(JpegFolder):
 
     def __init__(self, folder: Path) -> None:
         # Imported late: from then on every loader of the process keeps the place of its samples.
-        from fastq_loader.images import DecodeImages
+        from fastq_loader.images import DecodeImages, encoded
 
         super().__init__(folder)
+        self.encoded = encoded
         self.pixels = DecodeImages(
             CROP, AREA, RATIO, mean=MEAN.flatten().tolist(), std=STD.flatten().tolist()
         )
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        from fastq_loader.images import encoded
-
         which = index % len(self.paths)
-        return self.pixels(encoded(self.paths[which])), self.labels[which]
+        return self.pixels(self.encoded(self.paths[which])), self.labels[which]
 
 
 def _uniform(low: float, high: float) -> float:
@@ -132,10 +132,9 @@ FLOATS = Workload(
     write_photographs,
     random=True,
 )
-DECODED = Workload(
-    "jpeg_decoded",
-    "the same by DecodeImages, which decodes with libjpeg-turbo",
-    lambda folder: Load(DecodedJpegs(folder), batch_size=BATCH),
-    write_photographs,
-    random=True,
+DECODED = replace(
+    FLOATS,
+    name="jpeg_decoded",
+    description="the same by DecodeImages, which decodes with libjpeg-turbo",
+    build=lambda folder: Load(DecodedJpegs(folder), batch_size=BATCH),
 )
