@@ -128,7 +128,7 @@ class Order(Iterator[Any]):
         """
         strategy = self._strategy
         if not isinstance(strategy, StatefulOrder):
-            # Progress first: if another thread draws meanwhile, the draws still include what was delivered.
+            # Progress first: if another thread draws meanwhile, the draws include all delivered batches.
             progress = self.progress
             return progress, self.drawn_now(), {}, []
         with self._lock:

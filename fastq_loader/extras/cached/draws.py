@@ -37,7 +37,7 @@ class Draws:
 
 
 def _is_only_thread() -> bool:
-    """Whether no other thread runs a user's code. Those of this package draw from no generator."""
+    """Whether no other thread runs a user's code. This package's threads draw from no generator."""
     return sum(not thread.name.startswith("fastq_loader") for thread in threading.enumerate()) == 1
 
 

@@ -10,7 +10,7 @@ LMDB's own locks are not used: a stopped writer would hold everybody up, and a f
 releases the readers of its parent. Here readers share a lock for microseconds, and a writer has it alone
 until its commit; without it in time, nothing is read or stored. The locks are POSIX locks, which a forked
 child does not inherit. Writes are not synced; so a mark that says "not clean" is written before the first
-one, and what was not clean when the machine went down is begun anew.
+one. A folder that is not clean, of an earlier boot of the machine, begins empty.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import os
 import stat
 import struct
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import util
 from typing import Any
 
 from fastq_loader.api import process_id
 from fastq_loader.extras.cached import values
-from fastq_loader.extras.cached.memory import BUSY, FULL, GLANCE, PATIENCE, STORED, Found
+from fastq_loader.extras.cached.memory import BUSY, FULL, PATIENCE, STORED, Found, in_time
 
 with contextlib.suppress(ImportError):  # on another system
     import fcntl
@@ -269,18 +269,17 @@ def _usage(txn: Any) -> tuple[int, int]:
 
 def wait_for(lock: int, byte: int, kind: int, seconds: float) -> bool:
     """Lock a byte, shared or not; False if it is not free in time."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.lockf(lock, kind | fcntl.LOCK_NB, 1, byte)
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
-        else:
-            return True
-        if time.monotonic() >= until:
-            return False
-        time.sleep(GLANCE)
+    return in_time(partial(_try_lock, lock, byte, kind), seconds)
+
+
+def _try_lock(lock: int, byte: int, kind: int) -> bool:
+    try:
+        fcntl.lockf(lock, kind | fcntl.LOCK_NB, 1, byte)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        return False
+    return True
 
 
 # ---- opening -----------------------------------------------------------------------------------------------
@@ -417,7 +416,7 @@ def _compare(mark: Any, about: dict[str, Any]) -> None:
 
 
 def _read_mark(path: str) -> Any:
-    """The mark; None if there is none, or it is damaged."""
+    """Read the mark; None if it is missing or damaged."""
     try:
         with open(os.path.join(path, _MARK), encoding="utf-8") as file:
             mark = json.load(file)
@@ -482,7 +481,7 @@ def remove(path: str) -> None:
     os.stat(path)
     if not os.path.exists(os.path.join(path, _MARK)):
         raise Differs("it is not a cache of this library")
-    for name in (_VALUES, _NEW_MARK, _MARK, _LOCK):  # what is left after a kill is still known as ours
+    for name in (_VALUES, _NEW_MARK, _MARK, _LOCK):  # in this order: after a kill, the rest is recognised
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(path, name))
     with contextlib.suppress(OSError):  # something else is in it, or it is a mount

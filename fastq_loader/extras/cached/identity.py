@@ -232,7 +232,7 @@ def _is_made_of_attributes(kind: type) -> bool:
 
 
 def _is_found(value: Any, caches: type) -> bool:
-    """Whether an object is what its module has under its name, or what a cache there wraps."""
+    """Whether an object's module contains it under its name, or contains a cache that wraps it."""
     found: Any = sys.modules.get(getattr(value, "__module__", None) or "")
     for name in value.__qualname__.split("."):
         found = vars(found).get(name) if hasattr(found, "__dict__") else None
@@ -242,7 +242,7 @@ def _is_found(value: Any, caches: type) -> bool:
 
 
 def _add_code(update: Callable[[bytes], None], code: CodeType | None) -> None:
-    """Add what a function does, and not where it stands."""
+    """Add the instructions and constants of a function, without its file and line numbers."""
     if code is None:
         return
     texts: list[Any] = [code.co_names, code.co_varnames, code.co_freevars]

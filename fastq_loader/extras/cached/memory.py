@@ -23,6 +23,8 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -183,12 +185,7 @@ class Memory:
         os.pwrite(self.fd, word.to_bytes(_WORD, "little"), at)
 
     def _lock_header(self, owner: int) -> bool:
-        until = time.monotonic() + PATIENCE
-        while not locks.try_lock(owner, _HEADER_LOCK, 1):
-            if time.monotonic() > until:
-                return False
-            time.sleep(GLANCE)
-        return True
+        return in_time(partial(locks.try_lock, owner, _HEADER_LOCK, 1), PATIENCE)
 
     def close(self) -> None:
         fd, self.fd = self.fd, -1
@@ -210,6 +207,16 @@ def create(limit: int) -> int:
     with contextlib.suppress(OSError):  # under `ulimit -f` it grows, and is not mapped
         os.ftruncate(fd, data + limit)  # so that it can be mapped; only written pages take memory
     return fd
+
+
+def in_time(attempt: Callable[[], bool], seconds: float) -> bool:
+    """Repeat an attempt until it succeeds; False if it does not for so long."""
+    until = time.monotonic() + seconds
+    while not attempt():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(GLANCE)
+    return True
 
 
 def _hash(key: bytes) -> int:
