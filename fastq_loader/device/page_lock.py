@@ -17,6 +17,8 @@ from fastq_loader.system.torch_names import pin_memory
 
 #: `torch.empty_like`, or what replaces it in a test.
 Allocate = Callable[..., torch.Tensor]
+#: Containers, and what torch makes of them: older releases make a list of a tuple.
+_SEQUENCES = {list: list, tuple: type(pin_memory(()))}
 
 
 def page_locked(batch: Any, device: str | None, allocate: Allocate = torch.empty_like) -> Any:
@@ -33,8 +35,8 @@ def page_locked(batch: Any, device: str | None, allocate: Allocate = torch.empty
     kind = type(batch)
     if kind is torch.Tensor:
         return batch if batch.is_pinned() else _copied(batch, allocate)
-    if kind is tuple or kind is list:
-        return kind([page_locked(part, device, allocate) for part in batch])
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind]([page_locked(part, device, allocate) for part in batch])
     if kind is dict:
         return {key: page_locked(part, device, allocate) for key, part in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields") and not hasattr(batch, "pin_memory"):

@@ -129,6 +129,8 @@ def require_threads(count: int) -> None:
                 _thread.start_new_thread(wait, ())
                 started += 1
         except RuntimeError as error:
+            if "interpreter shutdown" in str(error):  # Python 3.12, in functions of atexit: no limit is reached
+                raise
             raise BlockingIOError(
                 errno.EAGAIN,
                 f"{error}: the loader needs {count} threads for its sockets and its workers; raise the limit "

@@ -17,7 +17,7 @@ import torch.utils.data
 
 from fastq_loader.system.unpatched import os
 
-#: Owner below `torch.utils.data` → its names that our loader does not use. Some are of newer releases.
+#: Owner below `torch.utils.data` → its names that our loader does not use. Some are of newer or older releases.
 NAMES = {
     "dataloader": "_DatasetKind _InfiniteConstantSampler _get_distributed_settings _sharding_worker_init_fn "
     "_share_dist_seed _BaseDataLoaderIter _SingleProcessDataLoaderIter _MultiProcessingDataLoaderIter",
@@ -29,7 +29,7 @@ NAMES = {
     "dataloader._SingleProcessDataLoaderIter": "__init__ _next_data",
     "dataloader._MultiProcessingDataLoaderIter": "__init__ _reset _try_get_data _get_data _next_data "
     "_try_put_index _process_data _mark_worker_as_unavailable _shutdown_workers "
-    "_clean_up_persistent_workers_atexit _register_persistent_workers_atexit __del__",
+    "_clean_up_worker _clean_up_persistent_workers_atexit _register_persistent_workers_atexit __del__",
     "_utils.fetch": "_BaseDatasetFetcher _IterableDatasetFetcher _MapDatasetFetcher",
     "_utils.fetch._BaseDatasetFetcher": "__init__ fetch",
     "_utils.fetch._IterableDatasetFetcher": "__init__ fetch",

@@ -564,6 +564,8 @@ QUEUES_AND_TASK_TABLES = [
     *("_worker_pids_set", "_worker_queue_idx_cycle", "_worker_result_queue", "_workers_done_event"),
     *("_workers_num_tasks", "_workers_status"),
 ]
+if "_workers_num_tasks" not in inspect.getsource(_MultiProcessingDataLoaderIter):  # older releases
+    QUEUES_AND_TASK_TABLES.remove("_workers_num_tasks")
 #: What torch's class says, and what ours does.
 ON_PURPOSE = {
     "copies_while_workers_stay": ("NotImplementedError", [[[0, 1], [2, 3]]] * 3),

@@ -252,8 +252,11 @@ IN_EVERY_STATE = f"""
     def begin():
         for restarts in (0, 2):  # "fork", as the fork server's folder is gone
             options = dict(workers=fastq_loader.Processes(restarts), multiprocessing_context="fork")
-            kept.append(iter(DataLoader(range(8), num_workers=2, **options)))
-            assert next(kept[-1]).item() == 0
+            try:
+                kept.append(iter(DataLoader(range(8), num_workers=2, **options)))
+                assert next(kept[-1]).item() == 0
+            except RuntimeError as error:  # from Python 3.12 on, nothing can be started any more
+                assert sys.version_info >= (3, 12) and "interpreter shutdown" in str(error), error
 
     over = DataLoader(Rows(8), num_workers=2, persistent_workers=True)
     kept = list(over)
