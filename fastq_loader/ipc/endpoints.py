@@ -129,7 +129,7 @@ def require_threads(count: int) -> None:
                 _thread.start_new_thread(wait, ())
                 started += 1
         except RuntimeError as error:
-            if "interpreter shutdown" in str(error):  # Python 3.12, in functions of atexit: no limit is reached
+            if "interpreter shutdown" in str(error):  # Python 3.12, in a function of atexit
                 raise
             raise BlockingIOError(
                 errno.EAGAIN,

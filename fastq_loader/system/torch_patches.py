@@ -17,7 +17,7 @@ import torch.utils.data
 
 from fastq_loader.system.unpatched import os
 
-#: Owner below `torch.utils.data` → its names that our loader does not use. Some are of newer or older releases.
+#: Owner below `torch.utils.data` → its names that our loader does not use. Not each release has all.
 NAMES = {
     "dataloader": "_DatasetKind _InfiniteConstantSampler _get_distributed_settings _sharding_worker_init_fn "
     "_share_dist_seed _BaseDataLoaderIter _SingleProcessDataLoaderIter _MultiProcessingDataLoaderIter",

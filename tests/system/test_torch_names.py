@@ -62,7 +62,7 @@ def test_the_list_of_sparse_tensors_is_torchs() -> None:
 
 @pytest.mark.processes
 @pytest.mark.skipif(
-    not hasattr(torch._C._dynamo.eval_frame, "_FrameAction"), reason="this torch compiles what our methods call"
+    not hasattr(torch._C._dynamo.eval_frame, "_FrameAction"), reason="this torch compiles our calls"
 )
 def test_a_loop_under_torch_compile_is_that_of_torchs_loader(tmp_path: Path) -> None:
     """Nothing of ours is traced or compiled; torch.compile is not imported by us."""

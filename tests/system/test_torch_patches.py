@@ -28,8 +28,8 @@ NOT_REPLACED = {
     "DataLoader.check_worker_number_rationality",
     "_utils.fetch": "",
     "_utils.pin_memory": "",
-    "_utils.worker": "WorkerInfo WorkerInfo.__init__ WorkerInfo.__setattr__ WorkerInfo.__repr__ get_worker_info "
-    "_IterableDatasetStopIteration _ResumeIteration _RNG",
+    "_utils.worker": "WorkerInfo WorkerInfo.__init__ WorkerInfo.__setattr__ WorkerInfo.__repr__ "
+    "get_worker_info _IterableDatasetStopIteration _ResumeIteration _RNG",
     "_utils.collate": "default_convert default_collate collate_tensor_fn collate_numpy_array_fn "
     "collate_numpy_scalar_fn collate_float_fn collate_int_fn collate_str_fn",
 }
