@@ -18,7 +18,7 @@ from fastq_loader.system.torch_names import pin_memory
 #: `torch.empty_like`, or what replaces it in a test.
 Allocate = Callable[..., torch.Tensor]
 #: Containers, and what torch makes of them: older releases make a list of a tuple.
-_SEQUENCES = {list: list, tuple: type(pin_memory(()))}
+_SEQUENCES: dict[type, type] = {list: list, tuple: type(pin_memory(()))}
 
 
 def page_locked(batch: Any, device: str | None, allocate: Allocate = torch.empty_like) -> Any:
