@@ -138,8 +138,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
                 "which is 2"
             )
         more = {"schedule": schedule, "device": device, "errors": errors, "workers": workers}
-        vars(self)["_options"] = options.with_arguments(self, more)
-        vars(self).update((name, each) for name, each in more.items() if not options.is_own_name(self, name))
+        options.put(self, more)
+        options.check_workers(self, options.of(self))
 
     # Defaults for instances that this constructor did not initialise.
     schedule: str | Schedule = "round_robin"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -30,47 +30,12 @@ from fastq_loader.workers.config import Plan, Rules
 from fastq_loader.workers.kinds import Auto, Processes, WorkerKind, read_workers
 from fastq_loader.workers.payload import Payload
 
-
-class Loader(Protocol):
-    """Interface of a loader to the modules below it: torch's arguments, under torch's names. By torch's
-    contract, which wrappers rely on, iterators are made from a loader and reset with one."""
-
-    dataset: Any
-    num_workers: Any
-    prefetch_factor: int | None
-    batch_size: int | None
-    collate_fn: Any
-    generator: Any
-    worker_init_fn: Any
-    multiprocessing_context: Any
-    pin_memory: bool
-    pin_memory_device: str
-    persistent_workers: bool
-    drop_last: bool
-    timeout: float
-    in_order: bool
-    _dataset_kind: Any
-    _IterableDataset_len_called: Any
-
-    @property
-    def _auto_collation(self) -> bool: ...
-    @property
-    def _index_sampler(self) -> Any: ...
-    def check_worker_number_rationality(self) -> None: ...
-
+#: A loader, to the modules below ours: torch's arguments, under torch's names. By torch's contract, which
+#: wrappers rely on, iterators are made from a loader and reset with one.
+Loader: TypeAlias = torch.utils.data.DataLoader[Any]
 
 #: Values of the worker arguments in a loader without workers.
 WITHOUT_WORKERS = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "timeout": 0}
-#: The arguments that torch lacks, with their defaults, in the order in which they are checked.
-DEFAULTS: dict[str, Any] = {
-    "schedule": "round_robin",
-    "device": None,
-    "errors": "raise",
-    "workers": "processes",
-}
-
-#: The attributes of a loader that are checked when they are assigned.
-ASSIGNED = {"num_workers", *DEFAULTS}
 
 
 @dataclass(frozen=True)
@@ -106,12 +71,15 @@ class Options:
         return {**vars(self), "errors": self.errors or "raise"}
 
 
-_READ: dict[str, Callable[[Any, Any], Any]] = {
+#: The arguments that torch lacks, in the order in which they are read, and how each is read for a loader.
+ARGUMENTS: dict[str, Callable[[Any, Any], Any]] = {
     "schedule": lambda loader, value: read_schedule(value),
     "device": lambda loader, value: read_device(value),
     "errors": lambda loader, value: read_errors(value, is_iterable(loader)),
     "workers": lambda loader, value: read_workers(value),
 }
+#: The attributes of a loader that are checked when they are assigned.
+ASSIGNED = {"num_workers", *ARGUMENTS}
 #: Options of a loader without the keywords.
 _NONE = Options(RoundRobin(), None, None, Processes())
 
@@ -122,19 +90,14 @@ def of(loader: Any) -> Options:
     return options
 
 
-def with_arguments(loader: Loader, arguments: Mapping[str, Any]) -> Options:
-    """The options of a loader with other values of some arguments, which are checked.
+def _with_arguments(loader: Loader, arguments: Mapping[str, Any]) -> Options:
+    """The options of a loader with other values of some arguments, each of which is checked by itself.
 
     Raises:
-        TypeError, ValueError, RuntimeError: an argument is invalid, or cannot be used with the others.
+        TypeError, ValueError: an argument is invalid.
     """
-    changed = {name: _READ[name](loader, arguments[name]) for name in DEFAULTS if name in arguments}
-    options = replace(of(loader), **changed)
-    if "schedule" in changed:
-        check_auto(loader, options.schedule)
-    if "workers" in changed:
-        check_workers(loader, options)
-    return options
+    given = {name: read(loader, arguments[name]) for name, read in ARGUMENTS.items() if name in arguments}
+    return replace(of(loader), **given)
 
 
 def assigned(loader: Loader, name: str, value: Any) -> None:
@@ -144,7 +107,7 @@ def assigned(loader: Loader, name: str, value: Any) -> None:
     it defines the name, or one of its methods assigns it, before or after `super().__init__()`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `with_arguments`.
+        TypeError, ValueError, RuntimeError: it is invalid, or cannot be used with the others.
     """
     if name == "num_workers":
         if isinstance(value, str):
@@ -154,19 +117,18 @@ def assigned(loader: Loader, name: str, value: Any) -> None:
     elif _is_in_own_method(loader):
         vars(loader)["_own_names"] = vars(loader).get("_own_names", frozenset()) | {name}
     elif not is_own_name(loader, name):
-        vars(loader)["_options"] = with_arguments(loader, {name: value})
+        options = _with_arguments(loader, {name: value})
+        check_workers(loader, options)
+        vars(loader)["_options"] = options
 
 
 def put(loader: Any, arguments: Mapping[str, Any]) -> None:
-    """Set arguments of a copy of a loader, also those that torch lets only its constructor set. They are not
+    """Set arguments of a new loader, also those that torch lets only its constructor set. They are not
     checked against each other."""
-    names = DEFAULTS.keys() & arguments.keys()
     for name, value in arguments.items():
-        if name not in names or not is_own_name(loader, name):
+        if name not in ARGUMENTS or not is_own_name(loader, name):
             object.__setattr__(loader, name, value)
-    if names:
-        read = {name: _READ[name](loader, arguments[name]) for name in names}
-        vars(loader)["_options"] = replace(of(loader), **read)
+    vars(loader)["_options"] = _with_arguments(loader, arguments)
 
 
 def is_own_name(loader: Loader, name: str) -> bool:
@@ -234,7 +196,7 @@ def check_workers(loader: Loader, options: Options, resumes: bool = False) -> No
         ValueError: there are too many, the dataset does not allow workers to be replaced, or `device` does
             not go with workers.
     """
-    check_auto(loader, options.schedule)
+    _check_auto(loader, options.schedule)
     kind = options.workers
     number = getattr(loader, "num_workers", 0)
     if not number:
@@ -263,7 +225,7 @@ def check_workers(loader: Loader, options: Options, resumes: bool = False) -> No
         )
 
 
-def check_auto(loader: Loader, schedule: Schedule) -> None:
+def _check_auto(loader: Loader, schedule: Schedule) -> None:
     """Raise if the number of workers is chosen automatically, but the batches would depend on it.
 
     Raises:

@@ -283,7 +283,6 @@ MOST_COMPLEX = 12
 MOST_ATTRIBUTES = 15
 LARGE = {
     # What users and torch's interfaces see.
-    "options.Loader": 16,
     "statistics.snapshots.EpochStatistics": 16,
     "statistics.snapshots.LoaderStatistics": 21,
     "statistics.snapshots.WorkerStatistics": 16,

@@ -160,7 +160,7 @@ def test_without_memfd_epochs_are_resumed_without_workers(
 @pytest.mark.parametrize("make", SUBCLASSES)
 def test_names_of_options_are_a_subclasss_own_as_with_torchs_loader(make: Callable[[Any], Any]) -> None:
     torchs, ours = make(TorchLoader), make(DataLoader)
-    used = [name for name in options.DEFAULTS if hasattr(torchs, name)]
+    used = [name for name in options.ARGUMENTS if hasattr(torchs, name)]
     assert used
     for name in set(used) - {"schedule"}:
         assert getattr(ours, name) == getattr(torchs, name)

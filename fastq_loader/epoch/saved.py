@@ -218,13 +218,14 @@ def take(loaded: Saved, loader: Loader) -> None:
         Exception: whatever `load_state_dict` of the dataset raises.
     """
     sampler = loader._index_sampler
-    own = samplers.own_generators(sampler, loader.generator, loader.dataset)
+    dataset: Any = loader.dataset
+    own = samplers.own_generators(sampler, loader.generator, dataset)
     resumes, states, epochs = loaded.start.resumes, loaded.now.generators, loaded.start.epochs
     if not resumes and "dataset" in loaded.place:
         with generators.restored({**generators.GLOBAL, **own}, states):
             _put(samplers.stateful_sampler(sampler), sampler, loaded)
     if _DATASET in loaded.state:
-        loader.dataset.load_state_dict(copy.deepcopy(loaded.state[_DATASET]))
+        dataset.load_state_dict(copy.deepcopy(loaded.state[_DATASET]))
     generators.set_states(own, states)
     if not resumes:  # an epoch begins, whose number the user may have set already
         now = samplers.epochs(sampler)

@@ -69,8 +69,9 @@ def _described(loader: Loader) -> dict[str, Any]:
 
 
 def _length(loader: Loader) -> dict[str, Any]:
+    dataset: Any = loader.dataset
     try:
-        return {"dataset_length": None if options.is_iterable(loader) else len(loader.dataset)}
+        return {"dataset_length": None if options.is_iterable(loader) else len(dataset)}
     except Exception:  # no length, or `__len__` fails
         return {"dataset_length": None}
 

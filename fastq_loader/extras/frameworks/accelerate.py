@@ -66,7 +66,7 @@ def _made(dataset: Any, **arguments: Any) -> Any:
         )
     made: Any = type(given).__new__(type(given))  # its constructor may have other arguments
     DataLoader.__init__(made, dataset, **{**arguments, **options.of(given).as_arguments()})
-    short_forms = {name: value for name, value in vars(given).items() if name in options.DEFAULTS}
+    short_forms = {name: value for name, value in vars(given).items() if name in options.ARGUMENTS}
     vars(made).update({**given.__getstate__(), **vars(made), **short_forms})
     resources.forget(made)
     return made
