@@ -252,8 +252,9 @@ FAULTS = (
     Fault(
         "the seed is drawn before the sampler's",
         "epoch/base.py",
-        "        self._restart_sampler()\n        self._base_seed = self._draw_base_seed(loader)\n",
-        "        self._base_seed = self._draw_base_seed(loader)\n        self._restart_sampler()\n",
+        "        self._restart_sampler()\n        self._base_seed = self._record.draw_base_seed(",
+        "        self._base_seed = self._record.draw_base_seed(loader.generator)\n"
+        "        self._restart_sampler()\n        int(",
         "row R1",
         "epoch/test_iteration.py",
     ),

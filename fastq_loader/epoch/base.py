@@ -83,7 +83,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             self._pin_memory, self._pin_memory_device = options.pinning(loader)
             self._finishes = self._pin_memory or self._options.device is not None  # device="cpu"
         self._restart_sampler()
-        self._base_seed = self._draw_base_seed(loader)
+        self._base_seed = self._record.draw_base_seed(loader.generator)
         self._num_yielded = self._record.progress.delivered
         self.outcome: Outcome | None = None
 
@@ -215,9 +215,6 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
                 "long as it took before. Give the dataset both methods to go on at once.",
                 UserWarning,
             )
-
-    def _draw_base_seed(self, loader: Loader) -> int:
-        return self._record.draw_base_seed(loader.generator)
 
     def _share_seed(self, loader: Loader) -> None:
         if self._record.saved is not None:

@@ -68,15 +68,10 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             return
         super()._reset(loader, first_iter)
         if self._options.is_dynamic:
-            self._base_seed = self._draw_base_seed(loader)
+            self._base_seed = self._record.draw_base_seed(loader.generator)
         else:
             self._record.follow_base_seed(self._base_seed)
         self._start_epoch(loader, self._shared_seed)
-
-    def _draw_base_seed(self, loader: Loader) -> int:
-        if self._record.continues_workers:
-            return self._record.follow_base_seed(self._record.start.base_seed)
-        return super()._draw_base_seed(loader)
 
     def _start_epoch(self, loader: Loader, shared_seed: int | None) -> None:
         self._exhausted = False

@@ -118,19 +118,22 @@ class Order(Iterator[Any]):
         drawn, states = self.drawn, self._strategy.own_states()
         return drawn if self.drawing or self.drawn is not drawn else (*drawn[:2], states, drawn[3])
 
-    def snapshot(self) -> tuple[Progress, Drawn, dict[str, Any], list[Any]]:
-        """Return a consistent snapshot: progress and draws; for a stateful sampler also its state, and the
-        indices that were drawn and not delivered.
+    def snapshot(self) -> tuple[Progress, Drawn, dict[str, Any], dict[str, Any], list[Any]]:
+        """Return a consistent snapshot: progress; draws; the states from which the first index will be drawn,
+        if it was not yet; and for a stateful sampler its state, and the indices that were drawn and not
+        delivered.
 
         Raises:
             RuntimeError: called in a signal handler in the middle of a draw of a stateful sampler.
             Exception: raised by the sampler's `state_dict`.
         """
         strategy = self._strategy
+        # The draws last: if another thread draws meanwhile, they include all delivered batches, and the index
+        # for which `first` is too late.
+        first = {} if self.drawn[0] else self.pending or self.shared_now()
         if not isinstance(strategy, StatefulOrder):
-            # Progress first: if another thread draws meanwhile, the draws include all delivered batches.
             progress = self.progress
-            return progress, self.drawn_now(), {}, []
+            return progress, self.drawn_now(), first, {}, []
         with self._lock:
             if self.drawing:
                 raise RuntimeError(
@@ -138,7 +141,8 @@ class Order(Iterator[Any]):
                     "is valid only between two draws: call it between two batches"
                 )
             progress = self.progress
-            return progress, self.drawn_now(), *strategy.asked(self.source, progress, self.position)
+            asked = strategy.asked(self.source, progress, self.position)
+            return progress, self.drawn_now(), first, *asked
 
     def show(self, progress: Progress | None) -> None:
         """Set the generators to their states after the delivered batches; None: after the whole epoch."""

@@ -59,8 +59,7 @@ class EpochRecord:
     def __init__(self, order: Order, saved: Saved | None, readers: int) -> None:
         self.order, self.start = order, order.start
         self.saved = saved
-        self.continues_workers = self.persistent = False
-        self.tells_readers = saved is not None
+        self.continues_workers = self.tells_readers = self.persistent = False
         self.constant: tuple[dict[str, Any], str] | None = None
         self.bad_samples: BadSampleCounter | None = None
         self.shown: tuple[Callable[[], dict[str, Any]], Position] | None = None
@@ -89,11 +88,6 @@ class EpochRecord:
         )
 
     @property
-    def next_position(self) -> Position:
-        """Position at which the next epoch begins, even if this one is broken off."""
-        return Position(self.start.epoch + 1, 0, self.shown_position.batches)
-
-    @property
     def shown_position(self) -> Position:
         """Position visible to the user, which lags behind if a `Prefetcher` reads ahead."""
         return self.position if self.shown is None else self.shown[1]
@@ -101,7 +95,10 @@ class EpochRecord:
     # ---- used by an iterator when the epoch begins --------------------------------------------
 
     def draw_base_seed(self, generator: torch.Generator | None) -> int:
-        """Return the seed of the iteration, drawn unless the epoch was resumed."""
+        """Return the seed of the iteration, drawn unless the epoch was resumed, or its workers would have
+        lived on."""
+        if self.continues_workers:
+            return self.follow_base_seed(self.start.base_seed)
         if self.saved is None:
             self.start.base_seed = generators.draw_base_seed(generator)
         return self.start.base_seed
@@ -175,45 +172,34 @@ def begin(
     dynamic = options.of(loader).is_dynamic
     if newest is not None and saved is None and not newest.over and dynamic:
         newest.order.break_off()
+    parts = index_sampler, loader.generator, loader.dataset
     if saved is not None and saved.start.resumes:
-        record = _resumed(loader, index_sampler, saved)
+        order = Order(*parts, copy.deepcopy(saved.start), saved.progress, saved)
+        record = EpochRecord(order, saved, _readers(loader))
     else:
-        record = _new(loader, index_sampler, newest, saved, same_readers)
+        order = _whole_order(parts, newest, saved, same_readers)
+        record = EpochRecord(order, None, _readers(loader))
         if saved is not None and saved.start.lives_on and loader.persistent_workers:
             record.continues_workers = loader.num_workers > 0 and not dynamic
             record.start.base_seed = saved.start.base_seed
+    record.tells_readers = saved is not None
     record.persistent = loader.persistent_workers or loader.num_workers == 0
     return record
 
 
-def _resumed(loader: Loader, index_sampler: Any, saved: Saved) -> EpochRecord:
-    """The record of the rest of an epoch."""
-    parts = index_sampler, loader.generator, loader.dataset
-    order = Order(*parts, copy.deepcopy(saved.start), saved.progress, saved)
-    return EpochRecord(order, saved, _readers(loader))
-
-
-def _new(
-    loader: Loader,
-    index_sampler: Any,
-    newest: EpochRecord | None,
-    saved: Saved | None,
-    same_readers: bool,
-) -> EpochRecord:
-    """The record of a whole epoch. See `begin` for the arguments."""
+def _whole_order(
+    parts: tuple[Any, Any, Any], newest: EpochRecord | None, saved: Saved | None, same_readers: bool
+) -> Order:
+    """The order of a whole epoch. `parts`: the first arguments of `Order`; see `begin` for the others."""
     position, workers, traits = Position(), START.workers, None
     if newest is not None:
-        position, traits = newest.next_position, newest.order.traits
-        workers = newest.left() if same_readers else ()
+        # Even if the newest epoch is broken off, this is the next one.
+        position = Position(newest.start.epoch + 1, 0, newest.shown_position.batches)
+        workers, traits = newest.left() if same_readers else (), newest.order.traits
     if saved is not None:
         position, workers = saved.position, saved.progress.workers
-    epochs = samplers.epochs(index_sampler)
-    start = EpochStart(position.epoch, position.batches, resumes=True, epochs=epochs)
-    parts = index_sampler, loader.generator, loader.dataset
-    order = Order(*parts, start, Progress(workers=workers), traits=traits)
-    record = EpochRecord(order, None, _readers(loader))
-    record.tells_readers = saved is not None
-    return record
+    start = EpochStart(position.epoch, position.batches, resumes=True, epochs=samplers.epochs(parts[0]))
+    return Order(*parts, start, Progress(workers=workers), traits=traits)
 
 
 def _readers(loader: Loader) -> int:

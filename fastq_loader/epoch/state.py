@@ -21,7 +21,7 @@ from zlib import crc32
 from fastq_loader import options
 from fastq_loader.epoch import resources, samplers
 from fastq_loader.epoch.fields import EpochSnapshot, EpochStart, Position
-from fastq_loader.epoch.order import Drawn, Order
+from fastq_loader.epoch.order import Drawn
 from fastq_loader.epoch.record import EpochRecord
 from fastq_loader.options import Loader
 from fastq_loader.reading import generators, position
@@ -165,10 +165,13 @@ def state_of(loader: Loader, record: EpochRecord | None, drawn: Drawn | None = N
         states = (drawn or order.drawn_now())[2]
         workers = [_worker(*worker) for worker in order.progress.workers if record.persistent]
         return _between_epochs(loader, record, order.progress, states, workers)
-    progress, drawn, place, ahead, first = _snapshot(order)
+    progress, drawn, first, place, ahead = order.snapshot()
     # This may be called after every step, and must cost next to nothing: the constant part is cached.
-    constant = record.constant or _constant(loader, record, first)
-    record.constant = constant if drawn[0] else None
+    constant = record.constant
+    if constant is None:
+        start = record.start if drawn[0] else replace(record.start, first=first)
+        constant = {**_described(loader), **order.traits.compared}, generators.dump(vars(start))
+        record.constant = constant if drawn[0] else None
     now = EpochSnapshot(
         generators=drawn[2],
         beyond=tuple(sorted(progress.beyond)),
@@ -179,23 +182,6 @@ def state_of(loader: Loader, record: EpochRecord | None, drawn: Drawn | None = N
     )
     workers = [_worker(*worker) for worker in progress.workers]
     return {**_whole(constant, progress, now, workers, record), **_said(place), "_sampler_ahead": ahead}
-
-
-def _snapshot(order: Order) -> tuple[Progress, Drawn, dict[str, Any], list[Any], dict[str, Any] | None]:
-    """`Order.snapshot`, and the states from which the first index will be drawn; None once it was drawn."""
-    while True:
-        progress, drawn, place, ahead = order.snapshot()
-        first = None if drawn[0] else order.pending or order.shared_now()
-        if drawn[0] or not order.drawn[0]:  # else another thread has drawn it meanwhile, perhaps from these
-            return progress, drawn, place, ahead, first
-
-
-def _constant(
-    loader: Loader, record: EpochRecord, first: dict[str, Any] | None
-) -> tuple[dict[str, Any], str]:
-    """See `EpochRecord.constant`."""
-    start = record.start if first is None else replace(record.start, first=first)
-    return {**_described(loader), **record.order.traits.compared}, generators.dump(vars(start))
 
 
 def _between_epochs(
