@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
 from fastq_loader.api import Auto, Counters, calls
 from fastq_loader.extras.insight import machine
@@ -86,14 +85,13 @@ def _with_transport(seen: Sequence[Measurement]) -> Costs:
 # ---- the interface for loaders -------------------------------------------------------------------
 
 
-def given(num_workers: Any) -> Any:
-    """Read the argument `num_workers`; "auto" becomes the number of workers of the first epoch.
+def given(num_workers: str) -> Auto:
+    """Read the argument `num_workers` that is a string; "auto" becomes the number of workers of the first
+    epoch.
 
     Raises:
         ValueError: it is another string.
     """
-    if not isinstance(num_workers, str):
-        return num_workers
     if num_workers != "auto":
         raise ValueError(f"num_workers={num_workers!r} is unknown: use a number of workers, or 'auto'")
     return Auto(0 if calls.missing() else min(math.ceil(machine.cpus()), _MOST_AT_FIRST))

@@ -10,6 +10,7 @@ torch's pass has then run twice, data that are not reproducible are not blamed o
 
 from __future__ import annotations
 
+import os
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -190,7 +191,7 @@ def _runner(method: str, epochs: int, batches: int | None) -> Callable[..., Pass
             most, wait = max(most, pages.proportional(pid)), min(wait * _LONGER, _MOST_LOOK)
             return wait
 
-        task = _LoaderRun(name, loader, seeds, epochs, batches, step, keep)
+        task = _LoaderRun(loader, name, seeds, epochs, batches, step, keep)
         seen: PassResult = trials.in_child(task, method, look=look)
         return seen._replace(costs=replace(seen.costs, memory_bytes=most))
 
@@ -293,12 +294,11 @@ class PassResult(NamedTuple):
 
 
 @dataclass
-class _LoaderRun:
+class _LoaderRun(trials.Task):
     """A pass over the data: timed if `step` is a number of seconds, else with digests. `keep`: number of the
     digest whose parts are returned, too."""
 
     name: str
-    loader: Any
     seeds: dict[str, Any]
     epochs: int
     batches: int | None
@@ -351,30 +351,20 @@ class _LoaderRun:
     def result(self) -> PassResult:
         return self.seen
 
-    def close(self) -> None:
-        if isinstance(self.loader, DataLoader):
-            self.loader.close()
-        elif (iterator := vars(self.loader).pop("_iterator", None)) is not None:  # of persistent workers
-            iterator._shutdown_workers()
-
 
 def _cpu_seconds() -> float:
     """CPU seconds of this process and of its children that have ended."""
-    import resource  # not every system has it
-
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+    return sum(os.times()[:4])
 
 
 @dataclass
-class _Probe:
+class _Probe(trials.Task):
     """Reads and collates the first samples twice with the same seeds, to find what differs."""
 
-    loader: Any
     found: str = ""
 
     def run(self) -> None:
-        loader: Any = self.loader
+        loader = self.loader
         make: Any = _DatasetKind.create_fetcher
         rules = loader.dataset, loader._auto_collation, _same, loader.drop_last
         with suppress(Exception):  # of user code, which may expect to run in a worker
@@ -398,9 +388,6 @@ class _Probe:
 
     def result(self) -> str:
         return self.found
-
-    def close(self) -> None:
-        """Do nothing: there are no workers."""
 
 
 def _same(samples: Any) -> Any:

@@ -20,10 +20,11 @@ import os
 import signal
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -141,17 +142,30 @@ def measure(
     return measured
 
 
-class Task(Protocol):
-    """Work of a child. A spawned child receives it as a pickle."""
+@dataclass
+class Task(ABC):
+    """Work with a loader in a child. A spawned child receives it as a pickle.
 
+    Attributes:
+        loader: torch's or ours.
+    """
+
+    loader: Any
+
+    @abstractmethod
     def run(self) -> None:
         """Do the work; may be interrupted."""
 
+    @abstractmethod
     def result(self) -> Any:
         """Return the result so far; None if it is not enough."""
 
     def close(self) -> None:
         """End the workers that `run` started."""
+        if isinstance(self.loader, DataLoader):
+            self.loader.close()
+        elif (iterator := vars(self.loader).pop("_iterator", None)) is not None:  # of persistent workers
+            iterator._shutdown_workers()
 
 
 def in_child(
@@ -265,22 +279,19 @@ class _Times(NamedTuple):
     ended: list[float]
 
 
-class _Trial:
+@dataclass
+class _Trial(Task):
     """Iterates a loader for some seconds.
 
     Args:
-        loader: the loader to iterate.
         step_seconds: seconds of the step after each batch.
         seconds: seconds to measure, from the first batch on.
     """
 
-    def __init__(self, loader: DataLoader[Any], step_seconds: float, seconds: float) -> None:
-        self._loader = loader
-        self._step_seconds = step_seconds
-        self._seconds = seconds
-        self._batches: Any = None
-        self._epochs: list[_Times] = []
-        self._worker_bytes = 0
+    step_seconds: float
+    seconds: float
+    _epochs: list[_Times] = field(default_factory=list)
+    _worker_bytes: int = 0  # the most private memory of a worker
 
     def run(self) -> None:
         """Iterate epochs, and record when batches arrive."""
@@ -288,47 +299,40 @@ class _Trial:
         while True:
             epoch = _Times(time.monotonic(), [], [])
             self._epochs.append(epoch)
-            self._batches = iter(self._loader)  # an attribute, so that it outlives `run`
+            self._batches = iter(self.loader)  # an attribute, so that it outlives `run`
             for _ in self._batches:
                 now = time.monotonic()
                 epoch.came.append(now)
-                until = until or now + self._seconds
+                until = until or now + self.seconds
                 if len(epoch.came) == 2 and not self._worker_bytes:
-                    self._weigh()
+                    workers = self.loader.statistics().workers
+                    self._worker_bytes = max((worker.private_bytes for worker in workers), default=0)
                 if now >= until and len(epoch.came) > 1:
                     return
-                if self._step_seconds:
-                    time.sleep(self._step_seconds)
+                if self.step_seconds:
+                    time.sleep(self.step_seconds)
             epoch.ended.append(time.monotonic())
             if not epoch.came:
                 raise ValueError("the loader gives no batch: its dataset is empty, or its sampler is")
             if until and epoch.ended[0] >= until:
                 return
 
-    def _weigh(self) -> None:
-        """Record the most private memory of a worker."""
-        for worker in self._loader.statistics().workers:
-            self._worker_bytes = max(self._worker_bytes, worker.private_bytes)
-
-    def close(self) -> None:
-        self._loader.close()
-
     def result(self) -> Measured | None:
         """Evaluate the times; None if there are too few."""
-        self._loader.statistics()  # adds the CPU time so far
-        counters = resources.of(self._loader).counters
+        self.loader.statistics()  # adds the CPU time so far
+        counters = resources.of(self.loader).counters
         begun = [
             cost.load + cost.pack for epoch in counters.history for cost in epoch.costs.last if not cost.seq
         ]
         first = begun[-1] / 1e9 if begun else 0.0
-        found = _rate(self._loader, self._epochs, first)
+        found = _rate(self.loader, self._epochs, first)
         if found is None:
             return None
         filled = [epoch for epoch in counters.history if epoch.batches]
         costs = costs_of(filled[-1], counters.workers, counters.batch_bytes) if filled else None
         return Measured(
             *found,
-            costs=costs and replace(costs, step=self._step_seconds, step_cpu=0.0),
+            costs=costs and replace(costs, step=self.step_seconds, step_cpu=0.0),
             worker_bytes=self._worker_bytes,
         )
 
