@@ -203,8 +203,8 @@ def check_workers(loader: Loader, options: Options, resumes: bool = False) -> No
         return
     if options.device is not None:
         options.device.check_workers()
-    if lacking := calls.missing():
-        _check_torchs(loader, options, lacking, resumes)
+    if _lacking(loader):
+        _check_torchs(loader, options, resumes)
         return
     context = getattr(loader, "multiprocessing_context", None)
     process = getattr(context, "Process", None)
@@ -297,26 +297,22 @@ def _lacking(loader: Loader) -> str:
     return calls.missing() if getattr(loader, "num_workers", 0) else ""
 
 
-def check_ours(loader: Loader, what: str) -> None:
-    """Raise if torch's own workers run for a loader; they cannot do `what`.
+def check_ours(loader: Loader, what: str, remedy: str = "") -> None:
+    """Raise if torch's own workers run for a loader; they cannot do `what`. `remedy`: another one than no
+    workers.
 
     Raises:
         RuntimeError: they run.
     """
     if lacking := _lacking(loader):
-        raise _cannot(loader, what, lacking)
+        raise RuntimeError(
+            f"{what} cannot go with num_workers={loader.num_workers} here: this system or sandbox lacks "
+            f"{lacking}, so torch's own workers run. Use num_workers=0{remedy}"
+        )
 
 
-def _cannot(loader: Loader, what: str, lacking: str, remedy: str = "") -> RuntimeError:
-    """The error for something that torch's own workers cannot do."""
-    return RuntimeError(
-        f"{what} cannot go with num_workers={loader.num_workers} here: this system or sandbox lacks "
-        f"{lacking}, so torch's own workers run. Use num_workers=0{remedy}"
-    )
-
-
-def _check_torchs(loader: Loader, options: Options, lacking: str, resumes: bool) -> None:
-    """Raise unless torch's own workers support the loader's arguments and its loaded state.
+def _check_torchs(loader: Loader, options: Options, resumes: bool) -> None:
+    """Raise unless torch's own workers, which run here, support the loader's arguments and its loaded state.
 
     Raises:
         RuntimeError: they do not.
@@ -331,19 +327,7 @@ def _check_torchs(loader: Loader, options: Options, lacking: str, resumes: bool)
         (resumes, "load_state_dict()", ""),
     ):
         if asked:
-            raise _cannot(loader, argument, lacking, remedy)
-
-
-def window(loader: Loader) -> Window:
-    """The window: how many batches may be in flight."""
-    assert loader.prefetch_factor is not None, "torch's constructor sets it for num_workers > 0"
-    return Window.of(
-        of(loader).schedule,
-        workers=loader.num_workers,
-        prefetch=loader.prefetch_factor,
-        iterable=is_iterable(loader),
-        memory_bytes=pages.installed(),
-    )
+            check_ours(loader, argument, remedy)
 
 
 def plan(loader: Loader, for_device: bool = False, kept: dict[str, Any] | None = None) -> Plan:
@@ -355,7 +339,7 @@ def plan(loader: Loader, for_device: bool = False, kept: dict[str, Any] | None =
         kept: objects that one pool after the other uses.
     """
     options = of(loader)
-    kind = options.workers
+    kind, prefetch, iterable = options.workers, loader.prefetch_factor or 2, is_iterable(loader)
     return Plan(
         make_pool=kind.make_pool,
         payload=Payload(
@@ -366,11 +350,17 @@ def plan(loader: Loader, for_device: bool = False, kept: dict[str, Any] | None =
         ),
         rules=rules(loader),
         workers=int(loader.num_workers),
-        prefetch=loader.prefetch_factor or 2,
+        prefetch=prefetch,
         in_order=loader.in_order,
         dynamic=options.is_dynamic,
-        window=window(loader),
-        restarts=kind.restarts(is_iterable(loader)),
+        window=Window.of(
+            options.schedule,
+            workers=loader.num_workers,
+            prefetch=prefetch,
+            iterable=iterable,
+            memory_bytes=pages.installed(),
+        ),
+        restarts=kind.restarts(iterable),
         timeout=float(loader.timeout) if isinstance(loader.timeout, np.generic) else loader.timeout,
         persistent=loader.persistent_workers,
         context=loader.multiprocessing_context,

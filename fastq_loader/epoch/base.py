@@ -208,10 +208,11 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._hints = Hints(loader, mine.record, self._record, self._log)
         mine.place = self._record, None
         mine.begun.append(self._record)
-        if self._record.replayed:
+        replayed = sum(count for count, state in self._record.resume if "position" not in (state or {}))
+        if replayed and options.is_iterable(loader):
             warn_user(
                 f"Neither the dataset nor its iterator has state_dict and load_state_dict, so "
-                f"{self._record.replayed} batches that were handed out before are read again, which takes as "
+                f"{replayed} batches that were handed out before are read again, which takes as "
                 "long as it took before. Give the dataset both methods to go on at once.",
                 UserWarning,
             )

@@ -96,7 +96,6 @@ class Saved:
         progress: of the epoch that it continues; else of the workers only.
         place: state of a stateful sampler; see `reading.position.place_of`.
         ahead: of a stateful sampler, the indices drawn and not delivered; see `strategies.as_json`.
-        iterable: whether the dataset is iterable.
     """
 
     state: dict[str, Any]
@@ -105,7 +104,6 @@ class Saved:
     progress: Progress = START
     place: dict[str, Any] = field(default_factory=dict)
     ahead: tuple[Any, ...] = ()
-    iterable: bool = False
 
     @property
     def position(self) -> Position:

@@ -123,13 +123,6 @@ class EpochRecord:
         return mixed(self.start.base_seed, progress.delivered)
 
     @property
-    def replayed(self) -> int:
-        """Number of batches of an iterable dataset that are read again before the epoch resumes."""
-        if self.saved is None or not self.saved.iterable:
-            return 0
-        return sum(count for count, state in self.resume if "position" not in (state or {}))
-
-    @property
     def resume(self) -> list[tuple[int, dict[str, Any] | None]]:
         """For each worker: the number of its delivered batches, and its state."""
         return [self._of_worker(worker) for worker in self.progress.workers] if self.tells_readers else []

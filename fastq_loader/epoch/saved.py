@@ -73,8 +73,7 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
         _fit(start.states, own)
         _fit(start.first, own)
         progress = Progress(delivered, frozenset(now.beyond), progress.workers)
-    ahead = tuple(fields.get("_sampler_ahead", ()))
-    return Saved(state, start, now, progress, place, ahead, options.is_iterable(loader))
+    return Saved(state, start, now, progress, place, tuple(fields.get("_sampler_ahead", ())))
 
 
 def _delivered(fields: Fields, now: EpochSnapshot) -> int:

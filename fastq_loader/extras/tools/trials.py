@@ -309,8 +309,7 @@ class _Trial(Task):
                     self._worker_bytes = max((worker.private_bytes for worker in workers), default=0)
                 if now >= until and len(epoch.came) > 1:
                     return
-                if self.step_seconds:
-                    time.sleep(self.step_seconds)
+                time.sleep(self.step_seconds)
             epoch.ended.append(time.monotonic())
             if not epoch.came:
                 raise ValueError("the loader gives no batch: its dataset is empty, or its sampler is")

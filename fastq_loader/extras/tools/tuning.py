@@ -194,16 +194,14 @@ def tune(
 def _trying(
     loader: DataLoader[Any], step: float, seconds: float, progress: bool
 ) -> Callable[[Setting, float, float], Measured]:
-    """Return a function that measures a setting; if `progress`, it reports each tenth of the time."""
-    began, told = time.monotonic(), -1
+    """Return a function that measures a setting; if `progress`, it says which one."""
+    began = time.monotonic()
 
     def measure(setting: Setting, duration: float, patience: float) -> Measured:
-        nonlocal told
-        passed = min(time.monotonic() - began, seconds)
-        if progress and (tenth := int(10 * passed / seconds)) > told:
-            told = tenth
+        if progress:
+            passed = f"{min(time.monotonic() - began, seconds):.0f} of {seconds:.0f} s"
             with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr is missing or closed
-                sys.stderr.write(f"tune: {passed:.0f} of {seconds:.0f} s: {_words(settings_of(setting))}\n")
+                sys.stderr.write(f"tune: {passed}: {_words(settings_of(setting))}\n")
                 sys.stderr.flush()
         return trials.measure(loader, setting, step, duration, patience)
 
