@@ -56,20 +56,6 @@ class Options:
         """Whether every batch has random numbers of its own."""
         return isinstance(self.schedule, Dynamic)
 
-    @property
-    def saves_generators(self) -> bool:
-        """Whether workers send the states of their generators with each batch."""
-        return isinstance(self.schedule, RoundRobin) and self.schedule.save_generators
-
-    @property
-    def reseeds(self) -> bool:
-        """Whether the generators of dataset and collate function are seeded for each batch, too."""
-        return isinstance(self.schedule, Dynamic) and self.schedule.reseed
-
-    def as_arguments(self) -> dict[str, Any]:
-        """The arguments of a constructor for these options."""
-        return {**vars(self), "errors": self.errors or "raise"}
-
 
 #: The arguments that torch lacks, in the order in which they are read, and how each is read for a loader.
 ARGUMENTS: dict[str, Callable[[Any, Any], Any]] = {
@@ -365,8 +351,8 @@ def plan(loader: Loader, for_device: bool = False, kept: dict[str, Any] | None =
         persistent=loader.persistent_workers,
         context=loader.multiprocessing_context,
         for_device=for_device,
-        save_generators=options.saves_generators,
-        reseed=options.reseeds,
+        save_generators=options.schedule.save_generators,
+        reseed=options.schedule.reseed,
         grace=kind.grace,
         kept={} if kept is None else kept,
     )

@@ -75,17 +75,15 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
 
     def _start_epoch(self, loader: Loader, shared_seed: int | None) -> None:
         self._exhausted = False
-        record = self._record
+        record, log = self._record, self._log
         record.start.shared_seed = shared_seed
         record.start.lives_on = self._persistent_workers and not self._options.is_dynamic
         base_seed = record.start.base_seed if self._options.is_dynamic else None
-        resume = record.resume
-        done, bad_samples = record.progress, record.bad_samples
         seeds = shared_seed, base_seed, record.start.base_seed
-        start = EpochStart(self._order, *seeds, self._log, done, resume, bad_samples)
+        start = EpochStart(record.order, *seeds, log, record.progress, record.resume, record.bad_samples)
         self._epoch = self.engine.start_epoch(start)
         self._epoch_has_begun(loader)
-        self._log.leave(ITER, time.monotonic_ns())
+        log.leave(ITER, time.monotonic_ns())
 
     def successor(self) -> MultiprocessIterator:
         """The iterator of the next epoch, not reset yet. It is another object, so that `next()` on this one

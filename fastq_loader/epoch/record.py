@@ -78,10 +78,8 @@ class EpochRecord:
 
     @property
     def position(self) -> Position:
-        return self.position_at(self.progress)
-
-    def position_at(self, progress: Progress) -> Position:
-        """The loader's position at some progress of this epoch."""
+        """The loader's position in this epoch."""
+        progress = self.progress
         epoch, batches = self.start.epoch, self.start.batches + progress.delivered
         return (
             Position(epoch + 1, 0, batches) if progress.over else Position(epoch, progress.delivered, batches)
@@ -197,7 +195,7 @@ def _whole_order(
 
 def _readers(loader: Loader) -> int:
     """Number of dataset readers, if each has a state or a part of the data of its own; else 0."""
-    saves = loader.num_workers > 0 and options.of(loader).saves_generators
+    saves = loader.num_workers > 0 and options.of(loader).schedule.save_generators
     if options.is_iterable(loader) or saves:
         return max(1, int(loader.num_workers))
     return 0

@@ -58,7 +58,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._lock = threading.RLock()  # threads may share the iterator
         self._busy = False  # in the middle of a step that cannot be repeated
         rules = vars(options.rules(loader))
-        reseeds = options.of(loader).reseeds
+        reseeds = self._options.schedule.reseed
         self._reader = Reader(self._dataset, self._collate_fn, self._options.errors, rules, reseeds=reseeds)
         with self._reader.put_back() if self._dynamic else nullcontext():
             self._begin_reading()

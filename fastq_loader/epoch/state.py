@@ -157,14 +157,9 @@ def state_of(loader: Loader, record: EpochRecord | None, drawn: Drawn | None = N
         drawn: the `drawn_now()` of the record's order at the moment to be saved, if its epoch is over; None
             for now.
     """
-    if record is None:
-        own = samplers.own_generators(loader._index_sampler, loader.generator, loader.dataset)
-        return _between_epochs(loader, None, START, generators.states_of(own), _before_first(loader))
+    if record is None or record.over:
+        return _between_epochs(loader, record, drawn)
     order = record.order
-    if order.progress.over:
-        states = (drawn or order.drawn_now())[2]
-        workers = [_worker(*worker) for worker in order.progress.workers if record.persistent]
-        return _between_epochs(loader, record, order.progress, states, workers)
     progress, drawn, first, place, ahead = order.snapshot()
     # This may be called after every step, and must cost next to nothing: the constant part is cached.
     constant = record.constant
@@ -184,20 +179,24 @@ def state_of(loader: Loader, record: EpochRecord | None, drawn: Drawn | None = N
     return {**_whole(constant, progress, now, workers, record), **_said(place), "_sampler_ahead": ahead}
 
 
-def _between_epochs(
-    loader: Loader, record: EpochRecord | None, progress: Progress, states: dict[str, Any], workers: list[Any]
-) -> dict[str, Any]:
+def _between_epochs(loader: Loader, record: EpochRecord | None, drawn: Drawn | None) -> dict[str, Any]:
+    """The state of a loader whose newest epoch is over, or that had none; see `state_of`."""
     sampler = loader._index_sampler
-    asked = samplers.stateful_sampler(sampler)
-    before, at = (
-        (EpochStart(), Position()) if record is None else (record.start, record.position_at(progress))
-    )
+    if record is None:
+        own = samplers.own_generators(sampler, loader.generator, loader.dataset)
+        states, workers, progress = generators.states_of(own), _before_first(loader), START
+        before, at = EpochStart(), Position()
+    else:
+        states, progress = (drawn or record.order.drawn_now())[2], record.progress
+        workers = [_worker(*worker) for worker in progress.workers if record.persistent]
+        before, at = record.start, record.position
     start = EpochStart(
         *(at.epoch, at.batches, False, before.base_seed, before.shared_seed, before.lives_on),
         epochs=samplers.epochs(sampler),
         shared=resources.of(loader).shared,
     )
     constant = _described(loader), generators.dump(vars(start))
+    asked = samplers.stateful_sampler(sampler)
     place = {} if asked is None else copy.deepcopy(position.place_of(asked, None))
     return {**_whole(constant, progress, EpochSnapshot(states), workers, record), **_said(place)}
 

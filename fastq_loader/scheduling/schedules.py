@@ -28,6 +28,7 @@ class Schedule:
     """
 
     window: int | None = None
+    save_generators = reseed = False
 
     def __post_init__(self) -> None:
         if self.window is not None and not is_int(self.window):
@@ -35,7 +36,7 @@ class Schedule:
         if self.window is not None and not 1 <= self.window <= WIDEST_WINDOW:
             raise ValueError(f"{self}: window must be from 1 to {WIDEST_WINDOW} batches, or None")
         for name in ("save_generators", "reseed"):
-            if not isinstance(getattr(self, name, False), bool):
+            if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{self}: {name} must be True or False")
 
 

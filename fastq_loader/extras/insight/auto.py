@@ -106,7 +106,7 @@ class Chooser:
 
     def __init__(self) -> None:
         self.seen: list[Measurement] = []
-        self._started: int | None = None  # number of workers of which only the starting epoch was measured
+        self._before: int | None = None  # number of workers of the epoch before
 
     def next_number(self, number: int, counters: Counters, prefetch: int, persistent: bool) -> int:
         """Choose the number of workers of the epoch that begins now.
@@ -124,20 +124,14 @@ class Chooser:
             return number
         epoch = history[-1]
         costs = costs_of(epoch, counters.workers if number else (), counters.batch_bytes)
-        if costs is None or self._has_just_started(number if persistent else 0):
+        if costs is None:
+            return number
+        before, self._before = self._before, number
+        # Persistent workers have just started: that epoch is not representative, and the next one counts.
+        if persistent and number and before not in (None, number):
             return number
         took = epoch.nanoseconds - (epoch.by_cause["start_up"] if persistent else 0)
         remember(self.seen, Measurement(number, took / 1e9 / epoch.batches, costs))
         limits = machine.limits(Setting(number, prefetch, dynamic=True))
         held = limits.needed(limits.own, costs) if persistent else 0.0  # memory that workers have already
         return decide(self.seen, replace(limits, memory_bytes=limits.memory_bytes + held))
-
-    def _has_just_started(self, number: int) -> bool:
-        """Whether persistent workers of this number started in the last epoch: it is not representative, and
-        the next one counts."""
-        if number and self.seen and self.seen[-1].workers != number:
-            started, self._started = self._started, number
-            if started != number:
-                return True
-        self._started = None
-        return False

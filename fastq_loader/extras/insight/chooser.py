@@ -127,15 +127,11 @@ def most_workers(costs: Costs, cpus: float) -> int:
     the low side, because the time that a load waits for a CPU counts as CPU time."""
     waiting = math.ceil(cpus / max(costs.load_cpu, _IDLE_SHARE))
     most = max(1, min(waiting, max(_MOST_WAITING, math.ceil(cpus))))
-    return next(number for number in _steps(cpus) if number >= most)
+    return next(number for number in numbers(math.inf, cpus) if number >= most)
 
 
 def numbers(most: float, cpus: float) -> list[int]:
     """Numbers of workers to try: from 4 on, each is a third or a half larger than the previous one. The
     number of CPUs is one of them."""
-    return [number for number in _steps(cpus) if number <= most]
-
-
-def _steps(cpus: float) -> list[int]:
     steps = {*range(1, 5), *(base << shift for base in (2, 3) for shift in range(1, 12)), math.ceil(cpus)}
-    return sorted(steps)
+    return sorted(number for number in steps if number <= most)

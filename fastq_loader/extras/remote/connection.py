@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from fastq_loader.api import ProtocolError, readable
+from fastq_loader.api import ProtocolError
 
 T = TypeVar("T")
 
@@ -276,16 +276,13 @@ class Connection:
         self.settimeout = self._socket.settimeout
         self.close = self._socket.close
 
-    def receive(self, block: bool = True) -> Frame | None:
-        """Return the next frame; without `block`, None if none has begun to arrive. The caller then receives
-        its body.
+    def receive(self) -> Frame:
+        """Return the next frame. The caller then receives its body.
 
         Raises:
             Lost: the connection has ended.
             ProtocolError: the other side violated the protocol.
         """
-        if not block and not readable([self.fileno()], 0):
-            return None
         kind, payload, body = _HEADER.unpack(self.receive_exactly(_HEADER.size))
         if kind not in self._kinds:
             raise ProtocolError(f"a frame of kind {kind}, which the other side must not send")
@@ -395,7 +392,6 @@ def connect(
         connection = Connection(sock, *kinds)
         _introduce(connection, token, request)
         frame = connection.receive()
-        assert frame is not None, "it was waited for"
         connection.settimeout(None)
         return connection, frame
     except BaseException as error:

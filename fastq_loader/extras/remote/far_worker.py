@@ -307,8 +307,9 @@ class ProxySocket(Inbox):
 
     def _frame(self, block: bool) -> bytes | None:
         """As in the base class. Raises Lost if the connection has ended."""
-        frame = self._connection.receive(block)
-        return None if frame is None else frame.payload
+        if not block and not calls.readable([self._connection.fileno()], 0):
+            return None
+        return self._connection.receive().payload
 
     def send(self, message: Message) -> None:
         """Send an answer after those already queued.

@@ -281,8 +281,8 @@ class Proxy:
             return
         with contextlib.suppress(Lost, ProtocolError):
             self._far.send(MESSAGE, encode(Stop()))
-            while (frame := self._far.receive()) is not None:
-                self._far.receive_exactly(frame.body)
+            while True:
+                self._far.receive_exactly(self._far.receive().body)
 
     # ---- from the far worker ------------------------------------------------------------------
 
@@ -293,7 +293,6 @@ class Proxy:
             Lost, ProtocolError: the connection to the far worker has failed.
         """
         frame = connection.receive()
-        assert frame is not None, "it was waited for"
         arrived = time.monotonic_ns()
         answer = decode_for_consumer(frame.payload)
         if not isinstance(answer, Answer) or not self._due or answer[:3] != self._due[0][:3]:

@@ -82,6 +82,7 @@ class _Actor:
     deadline: float = math.inf
 
 
+@dataclass
 class _Failures:
     """Consecutive failures of actors, without any success between them.
 
@@ -90,8 +91,8 @@ class _Failures:
         why: reason of the last one.
     """
 
-    def __init__(self) -> None:
-        self.number, self.why = 0, ""
+    number: int = 0
+    why: str = ""
 
     @property
     def are_too_many(self) -> bool:

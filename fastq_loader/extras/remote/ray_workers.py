@@ -158,9 +158,8 @@ class RayWorkers(WorkerKind):
         return f"ray {RAY[0]}.{RAY[1]} or newer, which {found}: {install}"
 
     def make_pool(self, plan: Plan) -> WorkerPool:
-        from fastq_loader.extras.remote.proxy_pool import (
-            ProxyPool,  # imports system calls that some systems lack
-        )
+        # Some systems lack the calls that these import.
+        from fastq_loader.extras.remote.proxy_pool import ProxyPool
         from fastq_loader.extras.remote.ray_placement import RayPlacement
 
         return ProxyPool(plan, RayPlacement(self, plan.shared_tasks), self._encryption())

@@ -366,7 +366,7 @@ class _Probe(trials.Task):
     def run(self) -> None:
         loader = self.loader
         make: Any = _DatasetKind.create_fetcher
-        rules = loader.dataset, loader._auto_collation, _same, loader.drop_last
+        rules = loader.dataset, loader._auto_collation, lambda samples: samples, loader.drop_last
         with suppress(Exception):  # of user code, which may expect to run in a worker
             index = next(iter(loader._index_sampler))
             samples, _ = self._twice("the dataset", lambda: make(loader._dataset_kind, *rules).fetch(index))
@@ -388,7 +388,3 @@ class _Probe(trials.Task):
 
     def result(self) -> str:
         return self.found
-
-
-def _same(samples: Any) -> Any:
-    return samples

@@ -99,8 +99,8 @@ class Scene:
     def heard(self) -> list[Any]:
         """What the far worker has been told since it was asked last."""
         found = []
-        while (frame := self.far.receive(block=False)) is not None:
-            found.append(decode_for_worker(frame.payload))
+        while calls.readable([self.far.fileno()], 0):
+            found.append(decode_for_worker(self.far.receive().payload))
         return found
 
     def answer(self, answer: Answer, *body: bytes) -> Any:
