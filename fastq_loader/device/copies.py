@@ -11,6 +11,7 @@ The rules, and the wait that enforces each:
 - a batch is read only after it has arrived: the consumer's current stream waits for the event of that copy,
   and for no later copy;
 - host memory is written again only after its copy has run: `reap` queries the event, `drain` waits for it;
+- a batch without bytes for the device takes its turn like the others, so transforms are called in order;
 - device memory that is read on another stream than its own is shared with that stream, so that it is not
   allocated again before the read has run; where memory cannot be shared, the batch is copied to memory of
   that stream.
@@ -109,35 +110,42 @@ class DeviceBackend(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Copy:
-    """One batch on its way to the device, or there.
+    """One batch on its way to the device, or there: of workers, of a loader without them, or of `Prefetcher`.
 
     Attributes:
         memory: device memory, allocated on the stream `home`. `nbytes`: number of bytes copied.
+        build: makes the batch from the memory; None once the batch was delivered.
         blocks: host memory that may be written again once the batch was delivered and has arrived.
-        done: event: the bytes have arrived.
-        result: built from them on the side stream, after the copy. `ready`: event: the result is there.
         began: start, in seconds of the stager's clock.
-        over: whether the bytes were seen to have arrived.
+        done: event: the bytes have arrived. `ready`: event: the batch is there.
+        built: a `CapturedCall` of `build` on the side stream, after the copy; None: the call follows at
+            delivery.
+        over: whether the bytes were seen to have arrived. `delivered`: whether the batch was.
     """
 
     memory: Memory
     home: Stream
     nbytes: int
+    build: Callable[[Memory], Any] | None
     blocks: tuple[int, ...]
-    done: Event
-    ready: Event
-    result: Any = None
-    began: float = 0.0
+    began: float
+    done: Event = None
+    ready: Event = None
+    built: Any = None
     over: bool = False
+    delivered: bool = False
 
 
 class Copies:
-    """The copies of one pool of workers, in the order of their start.
+    """The copies of one pool of workers, or of one loader without them, in the order of their start.
 
     Args:
         stager: the device.
         prefetch: number of batches copied ahead of `next()`.
         statistics: the loader's.
+
+    Attributes:
+        free: blocks that `reap` will return.
     """
 
     def __init__(self, stager: DeviceBackend, prefetch: int, statistics: StagingCounters) -> None:
@@ -147,29 +155,24 @@ class Copies:
         # many blocks.
         self._most = 2 * prefetch
         self._running: deque[Copy] = deque()  # not yet seen to be over, in the order of the side stream
-        self._staged: dict[int, Copy] = {}  # not delivered
-        self._taken: list[Copy] = []  # delivered, with blocks that `reap` has not returned
-
-    def __contains__(self, key: int) -> bool:
-        """Whether the copy of a batch was begun, and the batch not delivered."""
-        return key in self._staged
+        self.free: list[int] = []
 
     def begin(
         self,
-        key: int,
         source: Memory,
         nbytes: int,
-        blocks: tuple[int, ...],
-        then: Callable[[Memory], Any] | None = None,
+        build: Callable[[Memory], Any],
+        blocks: tuple[int, ...] = (),
+        beside: Callable[..., Any] | None = None,
     ) -> Copy:
         """Begin to copy a batch.
 
         Args:
-            key: identifies the batch.
-            source: page-locked or pageable host memory.
+            source: page-locked or pageable host memory; not used for a batch without bytes for the device.
             nbytes: number of bytes to copy.
+            build: makes the batch from device memory.
             blocks: returned by `reap` once the batch was delivered and has arrived.
-            then: called after the copy, on the side stream; its result is the batch's `result`.
+            beside: `CapturedCall`, to call `build` now, on the side stream; None: it is called at delivery.
         """
         stager, statistics = self._stager, self._statistics
         if self.full:
@@ -177,14 +180,14 @@ class Copies:
             self.wait_for(self._running[0])
             statistics.block_wait_seconds += stager.clock() - began
         memory, home = stager.empty(nbytes), stager.current_stream()
-        started = stager.clock()
-        done = self._queue(memory, home, source, nbytes)
-        copy = self._staged[key] = Copy(memory, home, nbytes, blocks, done, ready=done, began=started)
-        self._running.append(copy)
-        statistics.copies += 1
-        statistics.copied_bytes += nbytes
-        if then is not None:
-            copy.result = stager.on_side(lambda: then(memory))
+        copy = Copy(memory, home, nbytes, build, blocks, stager.clock(), over=not nbytes)
+        copy.done = copy.ready = self._queue(memory, home, source, nbytes)
+        if nbytes:
+            self._running.append(copy)
+            statistics.copies += 1
+            statistics.copied_bytes += nbytes
+        if beside is not None:
+            copy.built = stager.on_side(lambda: beside(build, memory))
             copy.ready = stager.record(stager.side)
         return copy
 
@@ -193,14 +196,18 @@ class Copies:
         """Whether `begin` would wait."""
         return len(self._running) >= self._most
 
-    def take(self, key: int) -> Copy:
-        """Deliver a batch: work that the consumer queues on its current stream from here on sees it.
+    def take(self, copy: Copy) -> Any:
+        """Return the batch of a copy: work that the consumer queues on its current stream from here on sees
+        it.
 
         Raises:
             RuntimeError: no memory is left on the stream to which the batch has to be copied.
+            Exception: any error of `build`.
         """
-        copy = self._staged.pop(key)
-        self._taken.append(copy)  # its blocks are returned even if an error follows
+        copy.delivered = True  # its blocks are returned even if an error follows
+        if copy.over:
+            self.free += copy.blocks
+        build, copy.build = copy.build, None  # what it holds is the batch's
         stager = self._stager
         stream = stager.current_stream()
         self._statistics.late_copies += not (copy.over or stager.query(copy.done))
@@ -210,9 +217,11 @@ class Copies:
                 stager.share(copy.memory, stream)
             else:
                 self._move(copy, stream)
-        if copy.result is not None:
-            stager.share(copy.result, stream)
-        return copy
+        if copy.built is not None:
+            stager.share(copy.built.result, stream)
+            return copy.built.take()
+        assert build is not None, "a batch is delivered once"
+        return build(copy.memory)
 
     def _move(self, copy: Copy, stream: Stream) -> None:
         """Copy a batch to memory of the current stream, `stream`."""
@@ -227,7 +236,7 @@ class Copies:
         running, query = self._running, self._stager.query
         while running and query(running[0].done):
             self._arrived(self._running.popleft())
-        return self._leave()
+        return self._freed()
 
     def settle(self) -> None:
         """Wait until every copy that was begun has run."""
@@ -244,10 +253,12 @@ class Copies:
     def _arrived(self, copy: Copy) -> None:
         """Note that a copy is over."""
         copy.over = True
+        if copy.delivered:
+            self.free += copy.blocks
         self._statistics.copied(copy.nbytes, copy.began, self._stager.clock())
 
     def drain(self) -> list[int]:
-        """Wait until all copies that were begun have run, and drop the batches that were not delivered.
+        """Wait until all copies that were begun have run. Those that were not delivered are dropped.
 
         Returns:
             The blocks of delivered batches; the other blocks may be written again as well.
@@ -256,18 +267,16 @@ class Copies:
         self._stager.synchronize(self._stager.record(self._stager.side))
         while self._running:
             self._arrived(self._running.popleft())
-        self._staged.clear()
-        return self._leave()
+        return self._freed()
 
-    def _leave(self) -> list[int]:
-        left = [copy for copy in self._taken if copy.over]
-        if left:
-            self._taken = [copy for copy in self._taken if not copy.over]
-        return [offset for copy in left for offset in copy.blocks]
+    def _freed(self) -> list[int]:
+        free, self.free = self.free, []
+        return free
 
     def _queue(self, memory: Memory, home: Stream, source: Memory, nbytes: int) -> Event:
-        """Queue a copy to memory that was just allocated on `home`. Returns the copy's event."""
+        """Queue a copy to memory that was just allocated on `home`. Return the copy's event."""
         stager = self._stager
         stager.wait(stager.side, stager.record(home))
-        stager.copy_async(memory, source, nbytes)
+        if nbytes:
+            stager.copy_async(memory, source, nbytes)
         return stager.record(stager.side)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fastq_loader.device.copies import Copies, Copy, DeviceBackend, Memory
 from fastq_loader.errors import PinFailed, PinFallback, warn_user
@@ -104,15 +104,6 @@ class PinPolicy:
         return False
 
 
-class HostMemory(NamedTuple):
-    """Location of a batch: `nbytes` from `start` bytes into the block (offset, size)."""
-
-    offset: int
-    size: int
-    start: int
-    nbytes: int
-
-
 class Pinner:
     """Page-locks the blocks of one pool of workers.
 
@@ -131,11 +122,12 @@ class Pinner:
         self._statistics = policy.statistics
         self._registered: dict[int, int] = {}  # offset → size of the page-locked blocks
 
-    def prepare(self, source: HostMemory) -> Memory:
-        """Return the memory of a batch, in its block, which is page-locked if possible."""
-        if source.offset not in self._registered and self._statistics.pin == REGISTER:
-            self._register(source.offset, source.size)
-        return self._stager.view(self._mapping.base + source.offset + source.start, source.nbytes)
+    def prepare(self, offset: int, size: int, start: int, nbytes: int) -> Memory:
+        """Return the memory of a batch: `nbytes` from `start` on in the block of `size` bytes at `offset`,
+        which is page-locked if possible."""
+        if offset not in self._registered and self._statistics.pin == REGISTER:
+            self._register(offset, size)
+        return self._stager.view(self._mapping.base + offset + start, nbytes)
 
     def _register(self, offset: int, size: int) -> None:
         statistics, clock = self._statistics, self._stager.clock
@@ -205,7 +197,6 @@ class Buffers:
 
     def take(self, nbytes: int) -> Buffer:
         """Return a buffer of at least `nbytes` that no copy reads from."""
-        nbytes = max(nbytes, 1)  # a batch of empty tensors has a buffer, too
         buffer = self._buffers[0]
         if buffer.copy is not None and not buffer.copy.over:
             began = self._stager.clock()

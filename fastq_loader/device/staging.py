@@ -4,7 +4,8 @@ Runs in the consumer, on the thread that calls `next()`: a thread of its own wou
 break the capture of CUDA graphs. A `DeviceSession` lasts from epoch to epoch. It owns one side stream (a new
 one in each epoch would strand the memory that torch cached for the old one), the statistics, and the results
 of page-locking. `Staging` serves one pool of workers, whose batches lie in blocks, each ready for a single
-copy; `SerialStaging` does the same without workers.
+copy; `SerialStaging` does the same without workers, and for `Prefetcher`. Both give each `Copy` a function
+that builds the batch from its device memory.
 
 The order in a call of `next()`: find finished copies, whose blocks are free again; take the head, whose copy
 was begun earlier, or begin it; make the consumer's stream wait for that copy; begin the copies of the next
@@ -27,15 +28,15 @@ import numpy as np
 import torch
 
 from fastq_loader.device.accelerator import ToDevice, TorchBackend
-from fastq_loader.device.copies import Copies, Memory
-from fastq_loader.device.pinning import Buffer, Buffers, HostMemory, Pinner, PinPolicy
+from fastq_loader.device.copies import Copies, Copy, Memory
+from fastq_loader.device.pinning import Buffer, Buffers, Pinner, PinPolicy
 from fastq_loader.errors import UnpicklableError, WorkerTraceback
-from fastq_loader.ipc.messages import Answer
+from fastq_loader.ipc.messages import Answer, BatchHandle
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import device_aligned
 from fastq_loader.packing import pickling
 from fastq_loader.packing.spec import BatchLayout, LayoutCache
-from fastq_loader.packing.tensors import cloned, moved, tensors_of
+from fastq_loader.packing.tensors import cloned, moved
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.packing.walker import Metas, Span, TreeFlattener, device_segments, segments_of
 from fastq_loader.statistics.counters import StagingCounters
@@ -95,10 +96,12 @@ class DeviceSession:
     Attributes:
         statistics: counters of all copies.
         policy: the mode of page-locking.
+        beside: how a transform on the side stream is called; None: transforms run at delivery.
     """
 
     def __init__(self, options: ToDevice) -> None:
         self.options = options
+        self.beside = CapturedCall if options.transform_stream == "side" else None
         self.statistics = StagingCounters(str(options.target))
         self.policy = PinPolicy(options.pin, options.pin_limit_bytes, self.statistics)
 
@@ -137,57 +140,29 @@ class DeviceSession:
             )
 
 
-class _Stage:
-    """Base class of `Staging` and `SerialStaging`.
-
-    Args:
-        session: the loader's.
-        in_blocks: whether batches lie in the blocks of workers.
-    """
-
-    def __init__(self, session: DeviceSession, in_blocks: bool) -> None:
-        self._session = session
-        self._options = session.options
-        self._beside = session.options.transform_stream == "side"
-        self._copies = session.open(in_blocks)
-
-    def _finish(self, key: int, build: Callable[[Memory], Any]) -> Any:
-        """Deliver the batch whose copy was begun."""
-        copy = self._copies.take(key)
-        return build(copy.memory) if copy.result is None else copy.result.take()
-
-    def _no_memory(self) -> torch.Tensor:
-        """Empty device buffer, for batches with nothing to copy."""
-        return torch.empty(0, dtype=torch.uint8, device=self._session.stager.device)
-
-
-class Staging(_Stage):
+class Staging:
     """The copies of one pool of workers.
 
     Args:
         session: the loader's.
         unpacker: of the pool.
         mapping: the pool's memory.
+
+    Attributes:
+        ahead: number of batches copied ahead of `next()`.
     """
 
     def __init__(self, session: DeviceSession, unpacker: Unpacker, mapping: Mapping) -> None:
-        super().__init__(session, in_blocks=True)
+        self.ahead = session.options.prefetch
+        self._copies = session.open(in_blocks=True)
         self._pinner = Pinner(session.stager, self._copies, mapping, session.policy)
         self._unpacker = unpacker
-        self._free: list[int] = []  # blocks of delivered batches that no copy reads
-
-    @property
-    def ahead(self) -> int:
-        """Number of batches copied ahead of `next()`."""
-        return self._options.prefetch
+        self._session = session
+        self._begun: dict[int, Copy] = {}  # number of the batch → its copy, until it is delivered
 
     def reap(self) -> list[int]:
         """Return the offsets of blocks that have become free to write since the last call."""
-        return self._freed(self._copies.reap())
-
-    def _freed(self, offsets: list[int]) -> list[int]:
-        free, self._free = self._free + offsets, []
-        return free
+        return self._copies.reap()
 
     def begin(self, answers: Iterable[Answer], wait: bool = True) -> None:
         """Begin the copies of these batches, unless they are under way; with `wait`, also if an older copy
@@ -196,30 +171,19 @@ class Staging(_Stage):
         for answer in answers:
             if not wait and self._copies.full:
                 return
-            if answer.seq not in self._copies:
-                if (source := self._source(answer)) is None:
-                    return
+            if answer.seq not in self._begun:
                 try:
-                    self._copy(answer, source)
+                    self._begun[answer.seq] = self._copy(answer)
                 except Exception as error:
                     refuse_interrupt(error)
                     return
 
-    def _source(self, answer: Answer) -> HostMemory | None:
-        """Location of the part of a batch that goes to the device, or None."""
-        assert answer.handle is not None
-        part = self._unpacker.part(answer.handle)
-        return None if part is None else HostMemory(*part)
-
-    def _copy(self, answer: Answer, source: HostMemory) -> None:
-        memory, build = self._pinner.prepare(source), partial(self._build, answer)
-        then = partial(CapturedCall, build) if self._beside else None
-        self._copies.begin(answer.seq, memory, source.nbytes, _blocks(answer), then)
-
-    def _build(self, answer: Answer, memory: torch.Tensor) -> Any:
-        assert answer.handle is not None
-        pickled = self._unpacker.open(answer.handle)[2]
-        return self._options.apply_transform(self._unpacker.unpack(answer.handle, pickled, memory))
+    def _copy(self, answer: Answer) -> Copy:
+        assert answer.handle is not None, "it is a batch"
+        part = self._unpacker.part(answer.handle) or (0, 0, 0, 0)
+        source = self._pinner.prepare(*part) if part[-1] else None
+        build = partial(_unpacked, self._unpacker, self._session.options, answer.handle)
+        return self._copies.begin(source, part[-1], build, _blocks(answer), self._session.beside)
 
     def deliver(self, answer: Answer) -> Any:
         """Return the batch of an answer, on the device, ready for work queued on the current stream.
@@ -229,17 +193,14 @@ class Staging(_Stage):
             Exception: any error of unpickling, or of the user's transform.
             RuntimeError: the device failed, or is out of memory; with torch's text.
         """
-        source = self._source(answer)
-        if source is None:
-            self._free += _blocks(answer)
-            return self._build(answer, self._no_memory())
-        if answer.seq not in self._copies:
+        copy = self._begun.pop(answer.seq, None)
+        if copy is None:
             try:
-                self._copy(answer, source)
+                copy = self._copy(answer)
             except BaseException:
-                self._free += _blocks(answer)
+                self._copies.free += _blocks(answer)
                 raise
-        return self._finish(answer.seq, partial(self._build, answer))
+        return self._copies.take(copy)
 
     def drain(self) -> list[int]:
         """Wait for every copy, and drop the batches that were not delivered: the scheduler frees their
@@ -248,7 +209,9 @@ class Staging(_Stage):
         Returns:
             Offsets of the blocks of delivered batches.
         """
-        return self._freed(self._copies.drain())
+        free = self._copies.drain()
+        self._begun.clear()
+        return free
 
     def forget(self, offset: int) -> None:
         """Unlock a block whose pages are about to be returned to the system."""
@@ -261,12 +224,34 @@ class Staging(_Stage):
         return offsets
 
 
+# Functions, and not methods: a copy under way must not keep alive what keeps the copy.
+def _unpacked(unpacker: Unpacker, options: ToDevice, handle: BatchHandle, memory: torch.Tensor) -> Any:
+    """The batch of workers whose bytes are in device memory."""
+    return options.apply_transform(unpacker.unpack(handle, unpacker.open(handle)[2], memory))
+
+
+def _rebuilt(
+    layout: BatchLayout,
+    leaves: list[Any],
+    values: list[Any],
+    objects: list[_Carried],
+    options: ToDevice,
+    memory: torch.Tensor,
+) -> Any:
+    """The batch of a loader without workers whose bytes are in device memory."""
+    layout.fill_device(memory, leaves)
+    arrived = [pickling.load(data, leaves) if data else moved(kept, memory.device) for data, kept in objects]
+    return options.apply_transform(layout.build(leaves, iter(values), arrived))
+
+
 def _blocks(answer: Answer) -> tuple[int, ...]:
     return tuple(offset for offset, _ in answer.used)
 
 
 #: Start and end address of a segment, and its offset in the batch on the device.
 _Segment = tuple[int, int, int]
+#: An object of a batch that is no leaf: its pickle, or b"" and the object itself.
+_Carried = tuple[bytes, Any]
 
 
 class _Walker(TreeFlattener):
@@ -291,38 +276,38 @@ def _owned(leaf: Any) -> Any:
     return leaf.copy("K") if isinstance(leaf, np.ndarray) else leaf
 
 
-class SerialStaging(_Stage):
+class SerialStaging:
     """The same without workers: each batch is packed into a buffer, and its copy begins at once.
 
     Args:
         session: the loader's.
+        ahead: whether the loader continues before a batch is delivered, and may write to it then. If so,
+            everything that can be copied is copied at once, and the device memory is shared with the stream
+            of the copies, so that its next owner writes to it only after the copy even if the batch is never
+            delivered.
     """
 
-    def __init__(self, session: DeviceSession) -> None:
-        super().__init__(session, in_blocks=False)
-        count = session.options.prefetch + 1
-        self._buffers = Buffers(session.stager, self._copies, session.policy, count)
+    def __init__(self, session: DeviceSession, ahead: bool = False) -> None:
+        self.session = session
+        self._ahead = ahead
+        self._copies = session.open(in_blocks=False)
+        self._buffers = Buffers(session.stager, self._copies, session.policy, session.options.prefetch + 1)
         self._walker = _Walker()
-        self._specs = LayoutCache()
-        self._batches = 0
-        # Whether a batch begun ahead is built only at its delivery; then so are the batches after it, so
-        # that transforms are called in the order of the batches.
-        self._deferred = False
+        self._layouts = LayoutCache()
 
     @classmethod
     def of(cls, session: DeviceSession, idle: list[SerialStaging]) -> SerialStaging:
         """Return one of `idle`, which no iteration uses any more, or a new one."""
         while idle:
             staging = idle.pop()
-            if staging._session is session:
+            if staging.session is session:
                 staging.drain()  # an interrupt may have left a batch behind
                 return staging
             staging.close()
         return cls(session)
 
     def drain(self) -> None:
-        """Wait for every copy, and drop the batches that were not delivered."""
-        self._deferred = False
+        """Wait for every copy."""
         self._copies.drain()
 
     def close(self) -> None:
@@ -332,80 +317,60 @@ class SerialStaging(_Stage):
 
     def stage(self, batch: Any) -> Any:
         """Return a batch with its tensors on the device, ready for work queued on the current stream. Arrays,
-        values and objects without tensors remain the same objects.
+        values and objects without tensors remain the same objects, unless the loader continues before.
 
         Raises:
             UnpicklableError: an object that contains tensors cannot be pickled, which is how they are found.
             Exception: any error of the user's transform.
             RuntimeError: the device failed, or is out of memory; with torch's text.
         """
-        self.turn()
-        return self.begin(batch)()
+        return self.deliver(self.begin(batch))
 
-    def turn(self) -> None:
-        """Prepare for the next batch.
+    def deliver(self, copy: Copy) -> Any:
+        """Return the batch whose copy was begun, as `stage` does."""
+        return self._copies.take(copy)
 
-        Raises:
-            RuntimeError: while a CUDA graph is captured.
-        """
-        self._session.refuse_capture()
-        self._copies.reap()
-
-    def begin(self, batch: Any, ahead: bool = False) -> Callable[[], Any]:
-        """Begin the copy of a batch. Returns a function that delivers the batch as `stage` does.
-
-        Args:
-            batch: as in `stage`.
-            ahead: whether the loader continues before the batch is delivered, and may write to it then. If
-                so, everything that can be copied is copied at once, and the device memory is shared with the
-                stream of the copies, so that its next owner writes to it only after the copy even if the
-                batch is never delivered.
+    def begin(self, batch: Any) -> Copy:
+        """Begin the copy of a batch.
 
         Raises:
             UnpicklableError, RuntimeError: as in `stage`.
         """
+        self._copies.reap()
+        beside, stager = self.session.beside, self.session.stager
         try:
-            segments, nbytes, build, beside = self._pack(batch, ahead)
+            layout, segments, objects, build = self._pack(batch)
         finally:
             self._walker.clear()
-        if not segments:
-            return lambda: build(self._no_memory())
-        self._batches += 1
-        buffer, then = self._fill_buffer(nbytes, segments), partial(CapturedCall, build) if beside else None
-        buffer.copy = copy = self._copies.begin(self._batches, buffer.memory, nbytes, (), then)
-        if ahead:
-            self._session.stager.share(copy.memory, self._session.stager.side)
-        return partial(self._finish, self._batches, build)
+        buffer = self._fill_buffer(layout.device_bytes, segments)
+        copy = self._copies.begin(buffer.memory, layout.device_bytes, build, (), beside)
+        buffer.copy = copy
+        if self._ahead:
+            stager.share(copy.memory, stager.side)
+            if beside:  # tensors that are on the device already
+                stager.share(objects, stager.side)
+        return copy
 
-    def _pack(self, batch: Any, ahead: bool) -> tuple[list[_Segment], int, Callable[[Memory], Any], bool]:
+    def _pack(
+        self, batch: Any
+    ) -> tuple[BatchLayout, list[_Segment], list[_Carried], Callable[[Memory], Any]]:
         """Take a batch apart.
 
         Returns:
-            The segments that go to the device, and their total size there in bytes; a function that builds
-            the batch once they have arrived, and whether it may run on the side stream.
+            Its layout; the segments that go to the device; the objects that are no leaves; and a function
+            that builds the batch once the segments have arrived.
         """
-        walker, apply_transform = self._walker, self._options.apply_transform
+        walker = self._walker
         tree = walker.walk(batch)
-        values, objects = walker.values, [self._carry(value, ahead) for value in walker.objects]
-        # Tensors that are on the device already were computed on the consumer's stream.
-        device = self._session.stager.device
-        there = any(tensor.device == device for tensor in tensors_of(walker.objects))
+        values, objects = walker.values, [self._carry(value) for value in walker.objects]
         # The user's own arrays, unless the loader continues; those in the walker's list are contiguous.
-        leaves = [_owned(leaf) for leaf in walker.leaves] if ahead else list(walker.leaves)
-        metas, spans = segments_of(walker.leaves)
-        spec, segments = self._lay_out(tree, metas, spans)
-        beside = self._beside and bool(segments) and not (there or self._deferred)
-        self._deferred = ahead and not beside
-
-        def build(memory: torch.Tensor) -> Any:
-            spec.fill_device(memory, leaves)
-            arrived = [carried(leaves, memory.device) for carried in objects]
-            return apply_transform(spec.build(leaves, iter(values), arrived))
-
-        return segments, spec.device_bytes, build, beside
+        leaves = [_owned(leaf) for leaf in walker.leaves] if self._ahead else list(walker.leaves)
+        layout, segments = self._lay_out(tree, *segments_of(walker.leaves))
+        build = partial(_rebuilt, layout, leaves, values, objects, self.session.options)
+        return layout, segments, objects, build
 
     def _lay_out(self, tree: Any, metas: Metas, spans: list[Span]) -> tuple[BatchLayout, list[_Segment]]:
-        """The spec of a batch, and the segments that go to the device, one after the other."""
+        """The layout of a batch, and the segments that go to the device, one after the other."""
         segments: list[_Segment] = []
         offsets, nbytes = [-1] * len(spans), 0
         for segment in device_segments(metas):
@@ -413,18 +378,18 @@ class SerialStaging(_Stage):
             offsets[segment] = nbytes
             nbytes += device_aligned(spans[segment][1] - spans[segment][0])
         plain = (tree, metas, tuple([end - start for start, end in spans]), tuple(offsets))
-        spec = self._specs.get(plain)
-        if spec is None:
-            spec = BatchLayout(plain)
-            self._specs.remember(plain, spec, plain)
-        return spec, segments
+        layout = self._layouts.get(plain)
+        if layout is None:
+            layout = BatchLayout(plain)
+            self._layouts.remember(plain, layout, plain)
+        return layout, segments
 
-    def _carry(self, value: Any, ahead: bool) -> Callable[[list[Any], torch.device], Any]:
-        """Return a rebuilder for an opaque object; tensors in it are moved to the device."""
+    def _carry(self, value: Any) -> _Carried:
+        """Take an object apart that contains tensors, which go to the device as leaves."""
         if isinstance(value, torch.Tensor):  # sparse, of a subclass, that requires grad, …
             # A copy from page-locked memory would not be waited for, so it is moved from a clone.
-            own = cloned(value) if ahead or value.device != self._session.stager.device else value
-            return lambda leaves, device: moved(own, device)
+            own = self._ahead or value.device != self.session.stager.device
+            return b"", cloned(value) if own else value
         has_tensors = False
 
         def add_leaf(leaf: Any) -> int:
@@ -439,13 +404,12 @@ class SerialStaging(_Stage):
             if has_tensors:
                 raise
         if has_tensors:
-            return lambda leaves, device: pickling.load(data, leaves)
-        kept = _copied(value) if ahead else value
-        return lambda leaves, device: kept
+            return data, None
+        return b"", _copied(value) if self._ahead else value
 
     def _fill_buffer(self, nbytes: int, segments: list[_Segment]) -> Buffer:
         """Return a buffer filled with these segments."""
-        stager, buffer = self._session.stager, self._buffers.take(nbytes)
+        stager, buffer = self.session.stager, self._buffers.take(nbytes)
         for start, end, offset in segments:
             if size := end - start:
                 stager.fill(buffer.memory[offset : offset + size], stager.view(start, size), size)

@@ -18,6 +18,7 @@ import torch
 
 from fastq_loader import options
 from fastq_loader.device.accelerator import ToDevice, can_share
+from fastq_loader.device.copies import Copy
 from fastq_loader.device.staging import CapturedCall, DeviceSession, SerialStaging
 from fastq_loader.epoch import resources
 from fastq_loader.epoch.state import state_of
@@ -112,7 +113,7 @@ class Prefetcher:
         self._leave("a newer one has begun")
         batches = iter(self.loader)  # starts workers, which inherit nothing of a device not yet initialised
         if self._session is not None and self._staging is None:
-            self._staging = SerialStaging(self._session)
+            self._staging = SerialStaging(self._session, ahead=True)
         own = resources.of(self.loader).record if isinstance(self.loader, resources.Owner) else None
         self._epoch = _PrefetchIterator(
             batches, self._options, self._staging, self.loader, own or self._record
@@ -210,8 +211,8 @@ class _PrefetchIterator(Iterator[Any]):
         self._loader, self._record = loader, record
         self._reached = record.shown = None if staging is None else self._standing()
         self._invalid = ""  # why it cannot continue
-        # For each batch fetched ahead a function that delivers it, or an error (the loader's StopIteration
-        # is one); and the state and position of the loader at that point.
+        # For each batch fetched ahead its copy, or an error (the loader's StopIteration is one); and the
+        # state and position of the loader at that point.
         self._ahead: deque[tuple[CapturedCall, _Standing | None]] = deque()
 
     def __next__(self) -> Any:
@@ -230,16 +231,16 @@ class _PrefetchIterator(Iterator[Any]):
     def _advance(self) -> Any:
         if self._staging is None:
             return self._options.apply_transform(next(self._batches))
-        self._staging.turn()
+        self._staging.session.refuse_capture()
         ahead = self._ahead
         # Nothing is fetched after an error before it was raised: some loaders end with one.
         while len(ahead) <= self._options.prefetch and (not ahead or ahead[-1][0].error is None):
             ahead.append((CapturedCall(self._begin, self._staging), self._standing()))
         attempt, self._reached = ahead.popleft()
-        return attempt.take()()
+        return self._staging.deliver(attempt.take())
 
-    def _begin(self, staging: SerialStaging) -> Callable[[], Any]:
-        return staging.begin(next(self._batches), ahead=True)
+    def _begin(self, staging: SerialStaging) -> Copy:
+        return staging.begin(next(self._batches))
 
     def _standing(self) -> _Standing | None:
         """The loader's current state and position; None if it has none. An error of its `state_dict` is

@@ -9,10 +9,10 @@ import pytest
 
 from fastq_loader import DataLoader, PinFailed, PinFallback, ToDevice
 from fastq_loader.device.copies import Copies
-from fastq_loader.device.pinning import BOUNCE, PAGEABLE, REGISTER, Buffers, HostMemory, Pinner, PinPolicy
+from fastq_loader.device.pinning import BOUNCE, PAGEABLE, REGISTER, Buffers, Pinner, PinPolicy
 from fastq_loader.statistics.counters import StagingCounters
 from tests.conftest import of_kind
-from tests.support.datasets import Made
+from tests.support.datasets import Made, identity
 from tests.support.late_device import Late, image_and_label
 from tests.support.simulated_device import Host, SimulatedDevice
 from tests.support.staging_runs import options_for
@@ -36,7 +36,7 @@ class Pool:
         self.buffers = Buffers(self.device, self.copies, self.policy, given.prefetch + 1)
 
     def begin(self, key: int) -> Any:
-        return self.copies.begin(key, Host(64), 64, (key, key + 100))
+        return self.copies.begin(Host(64), 64, identity, (key, key + 100))
 
     def populate(self, offset: int, size: int) -> None:
         self.device.seconds += 1
@@ -78,8 +78,8 @@ def test_a_mode_that_the_driver_refused_is_not_chosen_again(in_blocks: bool, fir
 
 def test_seconds_are_counted() -> None:
     pool = Pool(in_blocks=True)
-    pool.pinner.prepare(HostMemory(0, KIB, 0, 64))
-    pool.pinner.prepare(HostMemory(0, KIB, 64, 64))
+    pool.pinner.prepare(0, KIB, 0, 64)
+    pool.pinner.prepare(0, KIB, 64, 64)
     assert (pool.statistics.populate_seconds, pool.statistics.register_seconds) == (1, 1), "once for a block"
     assert pool.device.registered == {0: KIB}
     assert pool.statistics.pinned_bytes == KIB
@@ -90,9 +90,9 @@ def test_seconds_are_counted() -> None:
 
 def test_waiting_for_a_buffer_is_counted() -> None:
     pool = Pool(in_blocks=False, prefetch=1)
-    for key in range(2):
+    for _ in range(2):
         buffer = pool.buffers.take(100)
-        buffer.copy = pool.copies.begin(key, buffer.memory, 100, ())
+        buffer.copy = pool.copies.begin(buffer.memory, 100, identity)
     assert pool.statistics.copy_wait_seconds == 0
     pool.buffers.take(100)
     assert pool.statistics.copy_wait_seconds > 0
@@ -101,12 +101,12 @@ def test_waiting_for_a_buffer_is_counted() -> None:
 def test_buffers_grow_and_are_locked_in_powers_of_two() -> None:
     pool = Pool(in_blocks=False, prefetch=1)
     sizes = []
-    for nbytes in (0, 100, 100, 200, 128):  # a batch of no bytes has a buffer, too
+    for nbytes in (0, 100, 100, 200, 128):  # nothing is locked for a batch without bytes
         buffer = pool.buffers.take(nbytes)
         sizes.append(buffer.nbytes)
-    assert sizes == [1, 128, 128, 256, 128]
+    assert sizes == [0, 128, 128, 256, 128]
     assert pool.statistics.pinned_bytes == 128 + 256
-    assert pool.statistics.register_seconds == 4, "the last one fits into what is there"
+    assert pool.statistics.register_seconds == 3, "the last one fits into what is there"
     pool.buffers.close()
     assert pool.statistics.pinned_bytes == 0
 
@@ -124,14 +124,13 @@ def test_without_blocks_a_buffer_that_is_not_locked_takes_the_place_of_one_that_
 
 def test_a_batch_that_is_taken_before_it_has_arrived_is_late() -> None:
     pool = Pool(in_blocks=False)
-    for key in range(4):
-        pool.begin(key)
-    pool.copies.take(0)
+    first, second, third, _ = [pool.begin(key) for key in range(4)]
+    pool.copies.take(first)
     assert pool.statistics.late_copies == 1
     pool.device.finish()
-    pool.copies.take(1)
+    pool.copies.take(second)
     pool.copies.reap()
-    pool.copies.take(2)
+    pool.copies.take(third)
     assert pool.statistics.late_copies == 1
     assert (pool.statistics.copies, pool.statistics.copied_bytes) == (4, 4 * 64)
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 from itertools import takewhile
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,9 +57,10 @@ class Loader:
 
 def simulated(kind: type) -> Any:
     class Simulated(kind):
-        def _pack(self, batch: Host, ahead: bool) -> Any:
-            value, transform = batch.value, self._options.apply_transform
-            return [batch], NBYTES, lambda memory: transform(Batch([(memory, value)])), True
+        def _pack(self, batch: Host) -> Any:
+            value, transform = batch.value, self.session.options.apply_transform
+            layout = SimpleNamespace(device_bytes=NBYTES)
+            return layout, [batch], [], lambda memory: transform(Batch([(memory, value)]))
 
         def _fill_buffer(self, nbytes: int, segments: list[Host]) -> Any:
             buffer = self._buffers.take(nbytes)

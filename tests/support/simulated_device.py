@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from fastq_loader.device.staging import CapturedCall
 from fastq_loader.errors import PinFailed
 
 SIDE, HOME, OTHER = "side", "home", "other"
@@ -260,8 +259,7 @@ class SimulatedDevice:
             memory.cell.shared.add(stream)
         else:
             # What a transform made on the side stream; None where it failed.
-            batch = memory.result if isinstance(memory, CapturedCall) else memory
-            for part, _ in batch.parts if batch else ():
+            for part, _ in memory.parts if memory else ():
                 part.cell.shared.add(stream)
 
     def on_side(self, call: Callable[[], Any]) -> Any:

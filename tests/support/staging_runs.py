@@ -16,6 +16,7 @@ from fastq_loader.device.copies import Copies
 from fastq_loader.device.pinning import PinPolicy
 from fastq_loader.device.staging import DeviceSession
 from fastq_loader.statistics.counters import StagingCounters
+from tests.support.datasets import identity
 from tests.support.simulated_device import (
     HOME,
     OTHER,
@@ -83,7 +84,7 @@ class Run:
             unpacker: Any = SimpleNamespace(
                 part=lambda handle: handle or None,
                 open=lambda handle: ([], [], b""),
-                unpack=lambda handle, pickled, memory: self.unpack(memory),
+                unpack=lambda handle, pickled, memory: self.unpack(handle, memory),
             )
             self.staging = staging_module.Staging(self.session, unpacker, mapping)
         self.epoch = self.unpacking = -1  # what is iterated, and which batch of it is put together
@@ -99,8 +100,8 @@ class Run:
         self.device.seconds += 1
         self.device.populated.add(BASE + offset)
 
-    def unpack(self, memory: Any) -> Batch:
-        return Batch([(memory, self.tag(self.unpacking))] if isinstance(memory, Memory) else [])
+    def unpack(self, handle: Any, memory: Memory) -> Batch:
+        return Batch([(memory, self.tag(self.unpacking))] if handle else [])
 
     def transform(self, batch: Batch) -> Batch:
         """As users' transforms do, it returns something new, what it got, both, works in place, or fails."""
@@ -229,7 +230,7 @@ class Run:
             if seq in self.answers:
                 self.unpacking = seq
                 self.staging.begin([self.answers[seq]])
-                begun = seq in self.staging._copies or not self.answers[seq].handle
+                begun = seq in self.staging._begun or not self.answers[seq].handle
                 if not begun and "memory" not in self.refuse:
                     raise Breach(f"the copy of batch {seq} could not be begun ahead")
 
@@ -255,7 +256,7 @@ class Run:
         finally:
             self.device.may_wait = True
         first = self.answers.get(head)
-        if idle and first and first.handle and not (head in self.staging._copies or "memory" in self.refuse):
+        if idle and first and first.handle and not (head in self.staging._begun or "memory" in self.refuse):
             raise Breach("poll begins nothing")
         # To fall back takes a wait, once.
         falls_back = {*self.refuse} - {"share"} or self.options.pin_limit_bytes is not None
@@ -316,7 +317,7 @@ def run_buffers(seed: int) -> None:
     policy.choose(device, in_blocks=False)
     buffers, seen, last = staging_module.Buffers(device, copies, policy, 3), dict[Any, Any](), None
     for key in range(14):
-        nbytes = draw.choice((0, 64, 100, 200, 256))
+        nbytes = draw.choice((64, 64, 100, 200, 256))
         buffer = buffers.take(nbytes)
         if buffer is last or buffer.nbytes < nbytes:
             raise Breach("a buffer in use, or one that is too small")
@@ -330,9 +331,9 @@ def run_buffers(seed: int) -> None:
         if statistics.pinned_bytes != locked or (limit is not None and locked > limit):
             raise Breach(f"{locked} bytes are page-locked, {statistics.pinned_bytes} were counted")
         buffer.memory.value = key
-        buffer.copy = copies.begin(key, buffer.memory, nbytes, ())
+        buffer.copy = copies.begin(buffer.memory, nbytes, identity)
         device.run(draw.randrange(8))
-        device.read(Batch([(copies.take(key).memory, key)]))
+        device.read(Batch([(copies.take(buffer.copy), key)]))
         if draw.random() < 0.3:
             copies.reap()
     buffers.close()
