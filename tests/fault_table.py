@@ -333,6 +333,14 @@ FAULTS = (
         "guarantee: device",
         "device/test_pinning.py",
     ),
+    Fault(
+        "a graph that another thread captures is broken by a loader's calls",
+        "device/captures.py",
+        "ctypes.c_int(_RELAXED)",
+        "ctypes.c_int(0)",
+        "guarantee: device",
+        "device/test_captures.py",
+    ),
     # ---- statistics, tracing and insight
     Fault(
         "the time of the training step is not counted",

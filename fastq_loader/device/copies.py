@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -45,6 +46,10 @@ class DeviceBackend(Protocol):
 
     def clock(self) -> float:
         """Time of the host's clock, in seconds."""
+
+    def relaxed(self) -> AbstractContextManager[None]:
+        """In the block, calls do not break a graph that another thread captures. The calls of `Copies` are
+        made in such a block, and the user's are not; those that page-lock memory do it by themselves."""
 
     def current_stream(self) -> Stream:
         """The stream on which the consumer queues its work now."""
@@ -175,20 +180,22 @@ class Copies:
             beside: `CapturedCall`, to call `build` now, on the side stream; None: it is called at delivery.
         """
         stager, statistics = self._stager, self._statistics
-        if self.full:
-            began = stager.clock()
-            self.wait_for(self._running[0])
-            statistics.block_wait_seconds += stager.clock() - began
-        memory, home = stager.empty(nbytes), stager.current_stream()
-        copy = Copy(memory, home, nbytes, build, blocks, stager.clock(), over=not nbytes)
-        copy.done = copy.ready = self._queue(memory, home, source, nbytes)
+        with stager.relaxed():
+            if self.full:
+                began = stager.clock()
+                self.wait_for(self._running[0])
+                statistics.block_wait_seconds += stager.clock() - began
+            memory, home = stager.empty(nbytes), stager.current_stream()
+            copy = Copy(memory, home, nbytes, build, blocks, stager.clock(), over=not nbytes)
+            copy.done = copy.ready = self._queue(memory, home, source, nbytes)
         if nbytes:
             self._running.append(copy)
             statistics.copies += 1
             statistics.copied_bytes += nbytes
         if beside is not None:
             copy.built = stager.on_side(lambda: beside(build, memory))
-            copy.ready = stager.record(stager.side)
+            with stager.relaxed():
+                copy.ready = stager.record(stager.side)
         return copy
 
     @property
@@ -210,13 +217,14 @@ class Copies:
         build, copy.build = copy.build, None  # what it holds is the batch's
         stager = self._stager
         stream = stager.current_stream()
-        self._statistics.late_copies += not (copy.over or stager.query(copy.done))
-        stager.wait(stream, copy.ready)
-        if stream != copy.home:
-            if stager.shares:
-                stager.share(copy.memory, stream)
-            else:
-                self._move(copy, stream)
+        with stager.relaxed():
+            self._statistics.late_copies += not (copy.over or stager.query(copy.done))
+            stager.wait(stream, copy.ready)
+            if stream != copy.home:
+                if stager.shares:
+                    stager.share(copy.memory, stream)
+                else:
+                    self._move(copy, stream)
         if copy.built is not None:
             stager.share(copy.built.result, stream)
             return copy.built.take()
@@ -233,9 +241,10 @@ class Copies:
 
     def reap(self) -> list[int]:
         """Return the blocks of batches that were delivered and have arrived since the last call."""
-        running, query = self._running, self._stager.query
-        while running and query(running[0].done):
-            self._arrived(self._running.popleft())
+        if running := self._running:
+            with self._stager.relaxed():
+                while running and self._stager.query(running[0].done):
+                    self._arrived(running.popleft())
         return self._freed()
 
     def settle(self) -> None:
@@ -246,7 +255,8 @@ class Copies:
     def wait_for(self, copy: Copy) -> None:
         """Wait until a copy, and so all earlier ones, have run."""
         if not copy.over:
-            self._stager.synchronize(copy.done)
+            with self._stager.relaxed():
+                self._stager.synchronize(copy.done)
             while not copy.over:
                 self._arrived(self._running.popleft())
 
@@ -264,7 +274,8 @@ class Copies:
             The blocks of delivered batches; the other blocks may be written again as well.
         """
         # Not the copies' own events: an interrupt may have come between a copy and its entry here.
-        self._stager.synchronize(self._stager.record(self._stager.side))
+        with self._stager.relaxed():
+            self._stager.synchronize(self._stager.record(self._stager.side))
         while self._running:
             self._arrived(self._running.popleft())
         return self._freed()

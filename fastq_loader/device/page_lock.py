@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fastq_loader.device.captures import relaxed
 from fastq_loader.system.torch_names import pin_memory
 
 #: `torch.empty_like`, or what replaces it in a test.
@@ -47,7 +48,8 @@ def page_locked(batch: Any, device: str | None, allocate: Allocate = torch.empty
 def _copied(tensor: torch.Tensor, allocate: Allocate) -> torch.Tensor:
     bytes_are_all = tensor.is_cpu and tensor.layout is torch.strided and not tensor.requires_grad
     if bytes_are_all and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg()):
-        copy = allocate(tensor, pin_memory=True)
+        with relaxed():
+            copy = allocate(tensor, pin_memory=True)
         if copy.stride() == tensor.stride():  # then the elements are one piece of memory, without gaps
             ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes)  # releases the GIL
             return copy

@@ -72,7 +72,7 @@ NOT_BY_RUNS: dict[str, str | Callable[[], None]] = {
 
 
 #: Between them, runs with these seeds find every defect that any of the first thousand finds.
-TELLING = (43, 198, 118, 214, 13, 26, 56, 19)
+TELLING = (43, 26, 198, 214, 19, 36, 38, 61, 94)
 
 
 def is_found(seeds: Iterable[int], run: Callable[[int], None]) -> bool:
@@ -95,7 +95,7 @@ def test_no_run_of_buffers_breaks_a_rule(seed: int) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "number", "run"),
     [
-        (copies, "Copies", 40, run),
+        (copies, "Copies", 47, run),
         (pinning, "Pinner", 18, run),
         (pinning, "Buffers", 20, run_buffers),
         (staging, "Staging", 13, run),

@@ -1,4 +1,4 @@
-"""Defects, one at a time: a module with one of its statements or conditions taken away.
+"""Defects, one at a time: a module with one of its statements, conditions or contexts taken away.
 
 What is taken away is found in the syntax tree, so that no test names a line of the source.
 """
@@ -54,6 +54,13 @@ def _changes(node: ast.AST) -> Iterator[Change]:
                 )
             elif field == "elts" and isinstance(node, ast.Set):
                 yield f"{ast.unparse(node)}, without {ast.unparse(part)}", field, others[0] + others[1]
+            elif isinstance(part, ast.With):
+                inside = ", ".join(map(ast.unparse, part.items))
+                yield (
+                    f"not with {inside}: {ast.unparse(part.body[0])}",
+                    field,
+                    [*others[0], *part.body, *others[1]],
+                )
             elif _does_something(part) and not (isinstance(node, ast.While) and not others[0] + others[1]):
                 yield f"no {ast.unparse(part)}", field, [*others[0], ast.Pass(), *others[1]]
 
