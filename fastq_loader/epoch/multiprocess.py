@@ -112,7 +112,9 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             case Ended():
                 self._end()
             case Handed(progress=progress) | Raised(progress=progress):
-                self._order.show(progress)
+                order = self._record.order
+                if order.strategy.read_ahead is not None:  # else nothing is hidden
+                    order.show(progress)
         if running and gate.end is not None:
             self._log.leave(CLOSE, time.monotonic_ns())
 

@@ -64,6 +64,7 @@ class Order(Iterator[Any]):
         pending: states that the shared generators get for the draw of the first index, if a saved state
             fixes them; None once the first index was drawn.
         first: the first indices of a new epoch, recorded if a sampler needs `set_epoch`; else None.
+        strategy: how the indices are drawn.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Order(Iterator[Any]):
             self.first = FirstIndices(traits.wants_epochs)
         self.drawing = False
         self._lock = threading.RLock()  # held during a draw: a stateful sampler is saved only between draws
-        self._strategy = OrderStrategy(traits, saved)
+        self.strategy = OrderStrategy(traits, saved)
         self._fast_until = 0  # below this position, indices come straight from `source`
         self.note_drawn()
 
@@ -98,7 +99,7 @@ class Order(Iterator[Any]):
 
     def note_drawn(self) -> None:
         """Record the draws so far, and the states of the loader's own generators."""
-        strategy = self._strategy
+        strategy = self.strategy
         strategy.states = strategy.own_states()
         drawn = self.position + len(strategy.due)
         self.drawn: Drawn = drawn, strategy.exhausted, strategy.states, strategy.digest
@@ -115,7 +116,7 @@ class Order(Iterator[Any]):
         """Return the draws so far, with the current states of the loader's own generators, from which other
         code may have drawn, too. During a draw (called on another thread, or in a signal handler), return
         the record from before the draw."""
-        drawn, states = self.drawn, self._strategy.own_states()
+        drawn, states = self.drawn, self.strategy.own_states()
         return drawn if self.drawing or self.drawn is not drawn else (*drawn[:2], states, drawn[3])
 
     def snapshot(self) -> tuple[Progress, Drawn, dict[str, Any], dict[str, Any], list[Any]]:
@@ -127,7 +128,7 @@ class Order(Iterator[Any]):
             RuntimeError: called in a signal handler in the middle of a draw of a stateful sampler.
             Exception: raised by the sampler's `state_dict`.
         """
-        strategy = self._strategy
+        strategy = self.strategy
         # The draws last: if another thread draws meanwhile, they include all delivered batches, and the index
         # for which `first` is too late.
         first = {} if self.drawn[0] else self.pending or self.shared_now()
@@ -146,7 +147,7 @@ class Order(Iterator[Any]):
 
     def show(self, progress: Progress | None) -> None:
         """Set the generators to their states after the delivered batches; None: after the whole epoch."""
-        read_ahead = self._strategy.read_ahead
+        read_ahead = self.strategy.read_ahead
         if read_ahead is not None:
             with self._lock:
                 self.drawing = True
@@ -178,16 +179,16 @@ class Order(Iterator[Any]):
             if self.traits.still:  # torch's samplers draw nothing before their first index
                 self._iterate_from(0, packed)
             else:
-                self.start.states = states = self._strategy.own_states()
+                self.start.states = states = self.strategy.own_states()
                 self._record_states(partial(self._iterate_from, 0, packed), states)
-        elif type(self._strategy) is OrderStrategy:
+        elif type(self.strategy) is OrderStrategy:
             if saved.place:
                 self._continue(saved)
             else:
                 self._begin_again(saved, packed)
         # For torch's own samplers, `break_off` restores the generators.
         if read_ahead and self.traits.own and not self.traits.torchs_only:
-            self._strategy.read_ahead = PrefetchedGenerators(self.traits.own)
+            self.strategy.read_ahead = PrefetchedGenerators(self.traits.own)
         return self
 
     def _iterate_from(self, skip: int, packed: bool, saved: Saved | None = None) -> int:
@@ -198,7 +199,7 @@ class Order(Iterator[Any]):
         self.source, skip = sampling.iterate_from(traits.sampler, skip, packed=packed, note=strategy.add)
         if traits.asked is not None or position.is_stateful(self.source):
             strategy = StatefulOrder(traits, saved)
-        self._strategy = strategy
+        self.strategy = strategy
         return skip
 
     def _begin_again(self, saved: Saved, packed: bool) -> None:
@@ -210,9 +211,9 @@ class Order(Iterator[Any]):
             self._set_first()
             ended = self._draw_again(skip + min(head, 1), 0)
             ended |= self._draw_again(0, max(0, saved.now.drawn - head) + saved.now.exhausted)
-        found = self._strategy.digest
+        found = self.strategy.digest
         too_few = ended and wanted is not None and (0 if found is None else found[0]) < wanted[0]
-        if self._strategy.differs or too_few:
+        if self.strategy.differs or too_few:
             raise ValueError(samplers.cannot_begin_again(self.traits.sampler))
 
     def _continue(self, saved: Saved) -> None:
@@ -225,7 +226,7 @@ class Order(Iterator[Any]):
                 set_by_sampler.update(generators.states_of(traits.own))
             return iter(traits.sampler)
 
-        self._strategy = strategy = StatefulOrder(traits, saved)
+        self.strategy = strategy = StatefulOrder(traits, saved)
         strategy.due.extend(map(from_json, saved.ahead))
         ended = saved.now.exhausted or not saved.now.drawn  # then its state is the start of an iteration
         with self.as_at_start():
@@ -246,11 +247,11 @@ class Order(Iterator[Any]):
         there were too few."""
         for number in range(dropped + kept):
             try:
-                drawn = self._strategy.draw(self.source, self.position)
+                drawn = self.strategy.draw(self.source, self.position)
             except StopIteration:
                 return True
             if number >= dropped:
-                self._strategy.due.append(drawn)
+                self.strategy.due.append(drawn)
         return False
 
     def break_off(self) -> None:
@@ -289,7 +290,7 @@ class Order(Iterator[Any]):
     def __next__(self) -> Any:
         if self.position >= self._fast_until:
             return self._next_recorded()
-        strategy = self._strategy
+        strategy = self.strategy
         self.drawing = True
         try:
             index = next(self.source)
@@ -311,7 +312,7 @@ class Order(Iterator[Any]):
             self.drawing = False
 
     def _next_recorded(self) -> Any:
-        due = self._strategy.due
+        due = self.strategy.due
         while True:
             progress = self.progress
             head = progress.delivered - len(progress.beyond)
@@ -322,7 +323,7 @@ class Order(Iterator[Any]):
                     index, error = due.popleft() if due else self._draw()
                     self._record_draw(index, error, head)
                 except StopIteration:
-                    self._strategy.exhausted = True
+                    self.strategy.exhausted = True
                     raise
                 finally:
                     self.note_drawn()
@@ -337,7 +338,7 @@ class Order(Iterator[Any]):
                 del error  # its traceback refers to this frame
 
     def _draw(self) -> IndexOrError:
-        strategy, start = self._strategy, self.start
+        strategy, start = self.strategy, self.start
         if self.pending is None:
             return strategy.draw(self.source, self.position)
         try:
@@ -349,7 +350,7 @@ class Order(Iterator[Any]):
             self.pending = None
 
     def _record_draw(self, index: Any, error: Exception | None, head: int) -> None:
-        strategy, first = self._strategy, self.first
+        strategy, first = self.strategy, self.first
         strategy.yields(self.position, (index, error), head)
         self.position += 1
         if first is not None and not first.complete:

@@ -109,9 +109,6 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     def _restart_sampler(self) -> None:
         self._order.begin(self._record.saved)
 
-    def _next_index(self) -> Any:
-        return next(self._record.order)
-
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)
         self._due, self._busy = None, False
@@ -189,7 +186,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._busy = True
         order, began = self._record.order, time.monotonic_ns()
         try:
-            index = self._next_index()
+            index = next(order)
         except StopIteration as stop:
             self.outcome = Ended(stop)
             self._record.end({})
