@@ -49,7 +49,7 @@ from fastq_loader.ipc.messages import (
     reencode,
 )
 from fastq_loader.ipc.sockets import WorkerSocket
-from fastq_loader.loader import DataLoader
+from fastq_loader.loader import DataLoader, T_co
 from fastq_loader.memory import allocator, mapped
 from fastq_loader.memory.allocator import Allocator, Used
 from fastq_loader.memory.arena import Arena

@@ -104,7 +104,6 @@ VARIABLES: dict[str, Any] = {
 }
 #: Names that lead nowhere here, and why they stand in the prose.
 ELSEWHERE = {
-    "TestSnapshotEnd.test_map_shuffle": "a test of torchdata's",
     "accelerator.register_for_checkpointing": "a method of Accelerate's",
 }
 

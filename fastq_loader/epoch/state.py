@@ -170,7 +170,8 @@ def state_of(loader: Loader, record: EpochRecord | None, drawn: Drawn | None = N
     now = EpochSnapshot(
         generators=drawn[2],
         beyond=tuple(sorted(progress.beyond)),
-        drawn=max(drawn[0], progress.head),
+        # Of an iterable dataset nothing is drawn; its tasks may be more after a resume.
+        drawn=progress.head if options.is_iterable(loader) else max(drawn[0], progress.head),
         exhausted=drawn[1],
         digest=drawn[3],
         part=samplers.part_of_data(loader._index_sampler),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import json
 import socket
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset
 
-from fastq_loader import DataLoader, Prefetcher, Processes, assert_active
+from fastq_loader import DataLoader, Prefetcher, Processes, StatefulDataLoader, assert_active
 from tests.conftest import run_script, running_script
 
 pytestmark = [pytest.mark.processes, pytest.mark.frameworks]
@@ -209,6 +210,17 @@ def test_accelerate_keeps_ours_and_makes_of_it_what_it_makes_of_torchs(ranks: in
     for name in CONFIGS:
         drawn = {index for seen in told for batch in seen[name] for [index] in batch}
         assert drawn == set(range(45)), name
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+def test_ours_takes_the_arguments_of_torchdatas_class_and_refuses_its_states() -> None:
+    torchdatas = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    kinds = StatefulDataLoader, inspect.getmro(StatefulDataLoader)[1]
+    names = {name for kind in kinds for name in inspect.signature(kind).parameters}
+    assert set(inspect.signature(torchdatas).parameters) <= names
+    state = torchdatas(range(4)).state_dict()
+    with pytest.raises(ValueError, match="this is not a loader's state"):
+        StatefulDataLoader(range(4)).load_state_dict(state)
 
 
 DDP = """

@@ -1,0 +1,80 @@
+"""A program of torchdata's resumes with our class of that name. torchdata's own tests are not run here."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from fastq_loader import Dynamic, RoundRobin, StatefulDataLoader
+from tests.support.datasets import Sized
+
+EVERY: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "snapshot_every_n_steps": 3}
+
+
+class Augmented(Sized, Dataset[Any]):
+    length = 16
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.rand(1).item(), random.random()
+
+
+class Endless(IterableDataset[int]):
+    """With a state, as torchdata wants it."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.at += 1
+            yield self.at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_the_arguments_are_torchdatas() -> None:
+    loader = StatefulDataLoader(range(4), 2, snapshot_every_n_steps=3)
+    assert (loader.snapshot_every_n_steps, loader.batch_size) == (3, 2)
+    assert loader.schedule == RoundRobin(save_generators=True)
+    assert copy.copy(loader).snapshot_every_n_steps == 3
+    assert StatefulDataLoader(range(4), schedule=Dynamic()).schedule == Dynamic()
+    with pytest.raises(TypeError, match="snapshot_every"):
+        StatefulDataLoader(range(4), snapshot_every=3)
+
+
+def resumed(dataset: Any, stop: int, take: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """The next batches and the state after them: of a run, and of one that resumes its state of before."""
+    first, second = (StatefulDataLoader(dataset, **EVERY) for _ in range(2))
+    with first, second:
+        batches = iter(first)
+        for _ in range(stop):
+            next(batches)
+        second.load_state_dict(first.state_dict())
+        again = iter(second)
+        run = [next(batches) for _ in range(take)], first.state_dict()
+        return run, ([next(again) for _ in range(take)], second.state_dict())
+
+
+@pytest.mark.processes
+def test_a_resumed_run_draws_the_same_random_numbers() -> None:
+    (expected, _), (batches, _) = resumed(Augmented(), 3, 5)
+    assert [[field.tolist() for field in batch] for batch in batches] == [
+        [field.tolist() for field in batch] for batch in expected
+    ]
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore::fastq_loader.DuplicateData")
+def test_a_resumed_run_has_the_same_states() -> None:
+    """However far its workers have read."""
+    (_, expected), (_, state) = resumed(Endless(), 5, 2)
+    assert state == expected
