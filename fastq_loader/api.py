@@ -16,6 +16,7 @@ from fastq_loader.errors import (
     LoaderHint,
     MemoryPressure,
     NotCached,
+    PinnedCopies,
     PrivateGenerators,
     ProtocolError,
     SameOrder,

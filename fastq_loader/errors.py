@@ -214,6 +214,17 @@ class PrivateGenerators(LoaderHint):
     """
 
 
+class PinnedCopies(LoaderHint):
+    """The copies of `pin_memory=True` to page-locked memory take more than 5 % of an epoch, on the thread of
+    the training step; with `device=` batches are copied to the device beside the step.
+
+    Issued at the end of an epoch that spent a second or more on them, with the expected gain, if that is 5 %
+    or more.
+
+    >>> warnings.simplefilter("ignore", PinnedCopies)
+    """
+
+
 class NotCached(LoaderHint):
     """The values of a function passed to `cached` are not stored: it drew from torch's, Python's or numpy's
     generator, so that cached values would repeat in every epoch; or its values cannot be pickled.

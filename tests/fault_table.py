@@ -343,6 +343,14 @@ FAULTS = (
     ),
     # ---- statistics, tracing and insight
     Fault(
+        "copies to page-locked memory are told of only where they are the limit",
+        "extras/insight/advice.py",
+        "            chosen[_pinning] = None",
+        "            chosen.pop(_pinning, None)",
+        "issue 49, item 3",
+        "extras/insight/test_advice.py",
+    ),
+    Fault(
         "the time of the training step is not counted",
         "statistics/epoch.py",
         'by_cause["consumer"] += began - self._left',

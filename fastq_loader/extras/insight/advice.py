@@ -26,6 +26,8 @@ _PLAIN = 100e-6
 _HIT, _HIT_BYTE, _CACHE = 25e-6, 0.1e-9, 0.5
 #: Minimum gain that justifies the memory of a cache.
 _LEAST_CACHED = 1.5
+#: Minimum share of an epoch in which batches are copied to page-locked memory.
+_LEAST_PINNING = 0.05
 
 
 def advice(run: RunProfile, limits: Sequence[str]) -> tuple[str, ...]:
@@ -40,11 +42,19 @@ def advice(run: RunProfile, limits: Sequence[str]) -> tuple[str, ...]:
     case = _Case(run, run.costs)
     for rules in (_RULES, _OTHERWISE):
         chosen = dict.fromkeys(rule for limit in limits for rule in rules.get(limit, ()))
+        if chosen:
+            chosen[_pinning] = None
         found = [advised for rule in chosen for advised in rule(case) if advised[0] >= _LEAST_GAIN]
         if found:
             found.sort(key=lambda advised: -advised[0])
             return tuple(line for _, line in found[:_LINES])
     return ()
+
+
+def pinning(run: RunProfile) -> str | None:
+    """Advice for `pin_memory=True` alone; None if the copies cost too little."""
+    found = () if run.costs is None else _pinning(_Case(run, run.costs))
+    return next((line for gain, line in found if gain >= _LEAST_GAIN), None)
 
 
 def duration(seconds: float) -> str:
@@ -206,12 +216,19 @@ def _other_sampler(case: _Case) -> Iterator[_Advised]:
         yield gain, f"{took}; {instead}fastq_loader.PermutationSampler, in its place: up to {_times(gain)}"
 
 
+def _pinning(case: _Case) -> Iterator[_Advised]:
+    """With a device the consumer only begins the copy of a batch, from the workers' own memory."""
+    took, share = case.costs.device, case.run.shares["device_copy"]
+    if case.run.pins and share > _LEAST_PINNING:
+        gain = case.gain(device=min(took, _PLAIN))
+        copies = f"copying a batch to page-locked memory takes {duration(took)}, {share:.0%} of the time"
+        yield gain, f"{copies}: device='cuda' instead of pin_memory=True: up to {_times(gain)}"
+
+
 def _on_the_way_to_the_device(case: _Case) -> Iterator[_Advised]:
     run, staging, gain = case.run, case.run.staging, case.gain(device=0.0)
     if staging is not None and staging.pin == "pageable":
         yield gain, f"host memory is not page-locked ({staging.pin_reason}): with it, up to {_times(gain)}"
-    if run.loader.pins and staging is None and not run.loader.transform:
-        yield gain, f"device=... instead of pin_memory=True, beside the step: up to {_times(gain)}"
     if run.loader.transform and staging is None:
         loads = tuple(load + case.costs.device for load in case.costs.loads)
         gain = case.gain(device=0.0, loads=loads)

@@ -51,7 +51,7 @@ def profile_of(
     # For workers the kernel reports the wait for a CPU by thread, if it can.
     contention = 0.0 if workers and calls.waited_for_cpu() else machine.contention()
     # A subclass may have no attributes before its first epoch.
-    setting, arguments = _of_arguments(loader) if statistics.epochs else (Setting(0), LoaderFacts())
+    setting, arguments = of_arguments(loader) if statistics.epochs else (Setting(0), LoaderFacts())
     return RunProfile(
         epoch=asked,
         costs=costs_of(loaded, workers, counters.batch_bytes, contention),
@@ -84,7 +84,8 @@ def _asked(statistics: LoaderStatistics, epoch: int | str | None) -> EpochStatis
     )
 
 
-def _of_arguments(loader: Any) -> tuple[Setting, LoaderFacts]:
+def of_arguments(loader: Any) -> tuple[Setting, LoaderFacts]:
+    """A loader's arguments, but for its number of workers."""
     mine, sampler = options.of(loader), loader._index_sampler
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -24,14 +25,18 @@ from fastq_loader.api import (
     IdleWorker,
     LoaderHint,
     MemoryPressure,
+    PinnedCopies,
     PrivateGenerators,
     SameOrder,
     TinyBatches,
+    options,
     resources,
     warn_user,
 )
-from fastq_loader.extras.insight.machine import memory_bytes
-from fastq_loader.extras.insight.model import Setting, costs_of, seconds_per_batch
+from fastq_loader.extras.insight.advice import pinning
+from fastq_loader.extras.insight.facts import of_arguments
+from fastq_loader.extras.insight.machine import cpus, memory_bytes
+from fastq_loader.extras.insight.model import RunProfile, Setting, costs_of, seconds_per_batch
 
 if TYPE_CHECKING:
     from fastq_loader.api import EpochLog, EpochRecord, Loader
@@ -54,6 +59,8 @@ _LEAST_DIFFERENT = 3
 _LEAST_BATCHES, _LEAST_SECONDS = 1000, 5.0
 #: Minimum factor by which the epoch would have to be faster.
 _LEAST_TIMES = 2
+#: Minimum seconds of an epoch in which batches are copied to page-locked memory.
+_LEAST_PINNING = 1.0
 #: Bytes of a window; a smaller one is not the cause of full memory.
 _LEAST_WINDOW = 64 << 20
 
@@ -85,6 +92,9 @@ class Hints:
             kinds.add(SameOrder)
         if loader.num_workers and record.saved is None:  # else the epoch is incomplete
             kinds |= {MemoryPressure, TinyBatches, DuplicateData, IdleWorker, PrivateGenerators}
+        if loader.pin_memory and options.of(loader).device is None:
+            kinds.add(PinnedCopies)
+            self._arguments = of_arguments(loader)
         if isinstance(loader.num_workers, Auto):  # it reduces them by itself
             kinds.discard(TinyBatches)
         self._kinds = kinds - self._resources.hinted
@@ -148,6 +158,22 @@ class Hints:
         if self._order.progress.delivered < _LEAST_BATCHES:  # counting takes time
             return None
         return tiny_batches(self._log.counted(), self._workers)
+
+    def _pinned_copies(self) -> str | None:
+        epoch, counters = self._log.counted(), self._resources.counters
+        if epoch.by_cause["device_copy"] < _LEAST_PINNING * 1e9:
+            return None
+        workers = counters.workers if self._workers else ()
+        setting, loader = self._arguments
+        return pinning(
+            RunProfile(
+                epoch=epoch.snapshot(),
+                costs=costs_of(epoch, workers, counters.batch_bytes),
+                setting=replace(setting, num_workers=len(workers)),
+                cpus=cpus(),
+                loader=loader,
+            )
+        )
 
     def _memory_pressure(self) -> str | None:
         self._resources.hinted.add(MemoryPressure)  # checked once, because it reads files
@@ -226,5 +252,6 @@ _JUDGES: dict[type[LoaderHint], Callable[[Hints], str | None]] = {
     DuplicateData: lambda of: duplicate_data(of._dataset, of._log.first_batches),
     IdleWorker: lambda of: idle_workers(of._dataset, of._log.first_batches, of._workers),
     TinyBatches: Hints._tiny_batches,
+    PinnedCopies: Hints._pinned_copies,
     PrivateGenerators: Hints._private_generators,
 }

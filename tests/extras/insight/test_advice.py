@@ -186,7 +186,32 @@ def test_the_way_to_the_device() -> None:
     in_workers = lines("device_copy", costs, transform="crop")
     assert in_workers == "crop in the workers, as part of collate_fn: about 2.9 ×"
     assert lines("device_copy", costs, Setting(0), transform="crop") == ""
-    assert "pin_memory=True" in lines("device_copy", costs, pins=True)
+
+
+@pytest.mark.parametrize(
+    ("took", "facts", "line"),
+    [
+        (0.02, {}, r"memory takes 20 ms, 67% of the time: device='cuda' .*pin_memory=True: up to about 3 ×"),
+        (0.001, {}, r"takes 1 ms, 9% of the time: .*: up to about 1.1 ×"),
+        (0.0005, {}, None),  # below 5 %
+        (0.02, {"pins": False}, None),
+        (0.02, {"staging": StagingStatistics("cuda")}, None),
+        (0.02, {"transform": "normalize"}, None),  # which may be what takes the time
+        (0.001, {"costs": Costs((0.2,), device=0.001, step=0.01)}, None),  # loading limits
+    ],
+)
+def test_copies_to_page_locked_memory_are_told_whatever_limits(
+    took: float, facts: dict[str, Any], line: str | None
+) -> None:
+    costs = Costs((0.001,), device=took, step=0.01)
+    epoch = EpochStatistics(1, 100, 100 * (took + 0.01), consumer_seconds=1.0, device_copy_seconds=100 * took)
+    for limit in ("consumer", "workers", "device_copy"):
+        found = [
+            each
+            for each in lines(limit, **{"costs": costs, "epoch": epoch, "pins": True, **facts}).splitlines()
+            if "page-locked" in each
+        ]
+        assert (not found) if line is None else re.search(line, found[0])
 
 
 def test_without_costs_there_is_no_advice() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import count, islice
@@ -26,10 +27,12 @@ from fastq_loader import (
     LoaderHint,
     MemoryPressure,
     PermutationSampler,
+    PinnedCopies,
     PrivateGenerators,
     SameOrder,
     TinyBatches,
 )
+from fastq_loader.api import options
 from fastq_loader.extras.insight import hints
 from tests.support.datasets import Stream
 from tests.support.graphs import many_objects, much_data
@@ -90,9 +93,17 @@ def noise(draws: bool = True, schedule: Any = "dynamic", workers: int = 2) -> Da
     return DataLoader(both[0], 4, collate_fn=both[1], num_workers=workers, schedule=schedule)
 
 
+def slowly(batch: Any, device: str | None) -> Any:
+    time.sleep(0.005)
+    return batch
+
+
 @pytest.fixture
 def easily_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small runs matter, and there is no memory."""
+    """Small runs matter, there is no memory, and batches are page-locked without an accelerator."""
+    monkeypatch.setattr(options, "pinning", lambda loader: (loader.pin_memory, None))
+    monkeypatch.setattr("fastq_loader.epoch.base.page_locked", slowly)
+    monkeypatch.setattr(hints, "_LEAST_PINNING", 0.0)
     monkeypatch.setattr(hints, "_LEAST_BATCHES", 1)
     monkeypatch.setattr(hints, "_LEAST_TIMES", 0.0)
     monkeypatch.setattr(hints, "_LEAST_SECONDS", float("-inf"))
@@ -111,6 +122,11 @@ CASES: dict[type[LoaderHint], tuple[Callable[[], DataLoader[Any]], int, str]] = 
     ),
     TinyBatches: (lambda: DataLoader(range(4), num_workers=2), 1, "4 batches would have taken about 0.0 s"),
     PrivateGenerators: (lambda: noise(), 1, r"Batches drew from collate_fn\.rng, dataset\.rng, and each"),
+    PinnedCopies: (
+        lambda: DataLoader(range(64), num_workers=2, pin_memory=True),  # type: ignore[arg-type]
+        1,
+        "takes 5.* of the time: device='cuda' instead of pin_memory=True: up to about .* ×",
+    ),
     MemoryPressure: (large, 1, "6 batches of 1.0 MB may be loaded ahead: 6 MB"),
 }
 KINDS = pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
