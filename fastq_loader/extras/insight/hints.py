@@ -99,13 +99,13 @@ class Hints:
             kinds.discard(TinyBatches)
         self._kinds = kinds - self._resources.hinted
         moments = ((at, kind) for kind, at in _MOMENTS.items() if kind in self._kinds)
-        self._moments = sorted(moments, key=lambda moment: moment[0])
-        self.due = self._moments[0][0] if self._moments else _NEVER
+        self._moments = [*sorted(moments, key=lambda moment: moment[0]), (_NEVER, LoaderHint)]
+        self.due = self._moments[0][0]
 
     def look(self) -> None:
         """Check for the hint that is due, after `due` batches."""
         kind = self._moments.pop(0)[1]
-        self.due = self._moments[0][0] if self._moments else _NEVER
+        self.due = self._moments[0][0]
         self._judge(kind)
 
     def look_back(self) -> None:
