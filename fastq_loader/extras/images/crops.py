@@ -6,8 +6,11 @@ Pure: sizes and numbers in, rectangles out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fastq_loader.api import is_int
 
 
 class Crop(NamedTuple):
@@ -86,3 +89,93 @@ def shorter_side(height: int, width: int, size: int) -> tuple[int, int]:
 def middle(height: int, width: int, size: tuple[int, int]) -> Crop:
     """The middle of an image that is at least of this size, as torchvision's `CenterCrop`."""
     return Crop(round((height - size[0]) / 2), round((width - size[1]) / 2), *size)
+
+
+class Cut(NamedTuple):
+    """How a result is made from an image.
+
+    Attributes:
+        crop: the part of the image that is resized.
+        shape: height and width that it is resized to.
+        middle: the part of that which is the result.
+        flipped: whether the result is flipped.
+    """
+
+    crop: Crop
+    shape: tuple[int, int]
+    middle: Crop
+    flipped: bool
+
+    def smallest(self, height: int, width: int) -> tuple[int, int]:
+        """The smallest size of the image, of this height and width, whose part need not be enlarged."""
+        crop, shape = self.crop, self.shape
+        return -(-height * shape[0] // crop.height), -(-width * shape[1] // crop.width)
+
+
+@dataclass(frozen=True, eq=False)
+class CropRule:
+    """The arguments of `DecodeImages` that say where an image is cut."""
+
+    size: int | tuple[int, int]
+    scale: tuple[float, float] | None = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: float | None = None
+    resize: int | None = None
+
+    def __post_init__(self) -> None:
+        text = "give pixels, at least 1: one number, or (height, width)"
+        self.check("size", lambda size: min(map(_whole, self.shape)) >= 1 and len(self.shape) == 2, text)
+        self.check("scale", self._is_share, "give two shares, 0 < lower <= upper <= 1, or None")
+        text = "give two numbers, 0 < lower <= upper"
+        self.check("ratio", lambda ratio: 0 < ratio[0] <= ratio[1] < math.inf and len(ratio) == 2, text)
+        self.check("flip", lambda flip: flip is None or 0 <= flip <= 1, "give a probability, or None")
+        least = max(self.shape)
+        text = f"with scale=None, give at least the size, {least}; else None"
+        valid = lambda length: length is None or (self.scale is None and _whole(length) >= least)  # noqa: E731
+        self.check("resize", valid, text)
+
+    @staticmethod
+    def _is_share(scale: Any) -> bool:
+        return scale is None or (0 < scale[0] <= scale[1] <= 1 and len(scale) == 2)
+
+    def check(self, name: str, holds: Callable[[Any], bool], text: str) -> None:
+        """Raise ValueError if an argument is not valid, whatever its type."""
+        value = getattr(self, name)
+        try:
+            valid = holds(value)
+        except Exception:  # it is of another type
+            valid = False
+        if not valid:
+            raise ValueError(f"DecodeImages({name}={value!r}): {text}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Height and width of the results."""
+        return (self.size, self.size) if isinstance(self.size, int) else self.size
+
+    @property
+    def flips(self) -> float:
+        """The probability of a flip."""
+        default = 0.0 if self.scale is None else 0.5
+        return default if self.flip is None else self.flip
+
+    @property
+    def draws(self) -> bool:
+        """Whether results depend on the sample's seed."""
+        return self.scale is not None or 0 < self.flips < 1
+
+    def cut(self, height: int, width: int, seed: int) -> Cut:
+        """How the result is made from an image of this size, with this seed."""
+        drawn, whole = numbers(seed), (height, width)
+        if self.scale is None:
+            crop, shape = Crop(0, 0, *whole), shorter_side(*whole, self.resize or max(self.shape))
+        else:
+            crop, shape = random_crop(*whole, self.scale, self.ratio, drawn), self.shape
+        return Cut(crop, shape, middle(*shape, self.shape), next(drawn) < self.flips)
+
+
+def _whole(value: Any) -> int:
+    """The value, if it is a whole number. Raises TypeError."""
+    if not is_int(value):
+        raise TypeError(f"{value!r} is no whole number")
+    return int(value)

@@ -1,11 +1,13 @@
 """`DecodeImages`: decodes images, and crops and resizes them to one size.
 
-Runs where it is called: in a worker, inside of a dataset's `__getitem__`; or in the consumer, on a batch.
+Runs where it is called: in a worker, inside of a dataset's `__getitem__`; or in the consumer, on a batch. As
+the transform of a loader with workers and a device, it decodes in a thread of its own (`ahead`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,16 +15,18 @@ import torch
 from torch.nn.functional import interpolate
 
 from fastq_loader import api
-from fastq_loader.extras.images import crops
-from fastq_loader.extras.images.crops import Crop
+from fastq_loader.extras.images import headers
+from fastq_loader.extras.images.ahead import Ahead, Target
+from fastq_loader.extras.images.crops import CropRule, Cut
 from fastq_loader.extras.images.decoders import Source
 from fastq_loader.extras.images.encoded import Encoded, EncodedBatch
+from fastq_loader.extras.images.gpu import Gpu
 
 _INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
 
 
 @dataclass(frozen=True, eq=False)
-class DecodeImages:
+class DecodeImages(CropRule):
     """Decode images, crop and flip them at random, and resize them to one size.
 
     In a dataset, it takes a result of `encoded`, and returns a uint8 tensor of shape (3, height, width):
@@ -48,21 +52,20 @@ class DecodeImages:
         same_crop: whether all encoded parts of a sample have the crop and flip of the first one.
         exif: whether the orientation in an image's EXIF data is applied, before the crop.
         draft: whether a JPEG may be decoded at 1/8 to 7/8 of its size, if its crop need not be enlarged then.
-            This is faster for photographs far larger than `size`; pixels differ slightly.
+            This is faster for photographs far larger than `size`; pixels differ slightly. On the CPU only.
         then: function that is applied to the result, in which pixels have replaced the encoded images.
-        device: device of the results; None: the CPU. A loader with `device=` sets it in its transform.
+        device: device of the results; None: the CPU. A loader with `device=` sets it in its transform. NVIDIA
+            GPUs decode baseline JPEG themselves, if torchcodec (0.17 or newer) or torchvision is installed;
+            the CPU decodes all else, and for other devices. `python -m fastq_loader doctor` shows the choice.
+        group_bytes: bytes of decoded pixels, before the crops, that a GPU has at a time.
 
     Raises:
         ValueError: an argument is invalid; in a call, there is no encoded image.
         DecodeError: in a call, a file cannot be decoded; the text has its name.
+        OutOfMemoryError: in a call, the device has no memory for the images.
         ImportError: in a call, neither simplejpeg nor pillow is installed.
     """
 
-    size: int | tuple[int, int]
-    scale: tuple[float, float] | None = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    flip: float | None = None
-    resize: int | None = None
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
     dtype: torch.dtype = torch.float32
@@ -72,102 +75,138 @@ class DecodeImages:
     draft: bool = False
     then: Callable[[Any], Any] | None = None
     device: torch.device | str | None = None
+    group_bytes: int = 512 << 20
     _normalize: api.normalize | None = field(default=None, init=False, repr=False)
+    _target: Target | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        height, width = self._shape
-        self._check("size", height >= 1 and width >= 1, "give pixels, at least 1")
-        in_order = self.scale is None or 0 < self.scale[0] <= self.scale[1] <= 1
-        self._check("scale", in_order, "give two shares, 0 < lower <= upper <= 1, or None")
-        self._check("ratio", 0 < self.ratio[0] <= self.ratio[1], "give two numbers, 0 < lower <= upper")
-        self._check("flip", 0 <= self._flip <= 1, "give a probability")
-        valid = self.resize is None or (self.scale is None and self.resize >= max(height, width))
-        self._check(
-            "resize", valid, f"with scale=None, give at least the size, {max(height, width)}; else None"
-        )
-        self._check("std", (self.std is None) == (self.mean is None), "give both mean and std, or neither")
-        modes = (self.interpolation,) if isinstance(self.interpolation, str) else tuple(self.interpolation)
-        known = bool(modes) and set(modes) <= set(_INTERPOLATIONS)
-        self._check("interpolation", known, f"use {', '.join(_INTERPOLATIONS)}")
+        super().__post_init__()
+        for name in ("mean", "std"):
+            text = "give three numbers, one for each channel, or None"
+            self.check(
+                name, lambda values: values is None or len([float(each) for each in values]) == 3, text
+            )
+        self.check("std", lambda std: (std is None) == (self.mean is None), "give mean and std, or neither")
+        self.check("std", lambda std: std is None or all(std), "it is divided by: give no 0")
+        self.check("dtype", lambda dtype: dtype.is_floating_point, "give a dtype such as torch.float16")
+        text = f"use {', '.join(_INTERPOLATIONS)}"
+        valid = lambda _: len(self._modes) > 0 and {*self._modes} <= {*_INTERPOLATIONS}  # noqa: E731
+        self.check("interpolation", valid, text)
+        for name in ("same_crop", "exif", "draft"):
+            self.check(name, lambda value: isinstance(value, bool), "give True or False")
+        self.check("then", lambda then: then is None or callable(then), "give a function, or None")
+        self.check("group_bytes", lambda size: api.is_int(size) and size > 0, "give a number of bytes")
+        self.check("device", lambda device: device is None or bool(torch.device(device)), "give a device")
         if self.mean is not None and self.std is not None:
             object.__setattr__(self, "_normalize", api.normalize(self.mean, self.std, self.dtype))
-
-    def _check(self, name: str, holds: bool, text: str) -> None:
-        if not holds:
-            raise ValueError(f"DecodeImages({name}={getattr(self, name)!r}): {text}")
+        if self.device is not None:
+            object.__setattr__(self, "_target", Target(torch.device(self.device)))
 
     @property
-    def _shape(self) -> tuple[int, int]:
-        return (self.size, self.size) if isinstance(self.size, int) else self.size
+    def _modes(self) -> tuple[str, ...]:
+        return (self.interpolation,) if isinstance(self.interpolation, str) else tuple(self.interpolation)
 
-    @property
-    def draws(self) -> bool:
-        """Whether results depend on the sample's seed."""
-        return self.scale is not None or 0 < self._flip < 1
-
-    @property
-    def _flip(self) -> float:
-        default = 0.0 if self.scale is None else 0.5
-        return default if self.flip is None else self.flip
+    # ---- on a device --------------------------------------------------------------------------
 
     def on_device(self, device: torch.device) -> DecodeImages:
-        """Return a copy whose results are on a device. Images are decoded on the CPU, then copied."""
+        """Return a copy whose results are on a device."""
         return replace(self, device=device)
+
+    def ahead(self) -> Ahead:
+        """Begin to decode in a thread, in the order of the batches. A loader does this for its transform."""
+        assert self._target is not None, "results go to a device"
+        return Ahead(self.decoded, self.result, self._target)
+
+    def paused(self) -> AbstractContextManager[object]:
+        """Context in which no other thread decodes with this object."""
+        return nullcontext() if self._target is None else self._target.turn
+
+    # ---- a batch ------------------------------------------------------------------------------
 
     def __call__(self, batch: Any) -> Any:
         """Decode an encoded image or batch, or all of them in a structure of lists, tuples and dicts."""
+        return self.result(batch, self.decoded(batch))
+
+    def decoded(self, batch: Any) -> list[torch.Tensor]:
+        """Decode the encoded parts of a batch to uint8 of shape (N, 3, height, width). @private"""
         parts = list(_encoded_parts(batch))
         if not parts:
             raise ValueError(f"DecodeImages got a {type(batch).__name__} without an encoded image")
-        if not isinstance(self.interpolation, str) and len(self.interpolation) != len(parts):
+        if not isinstance(self.interpolation, str) and len(self._modes) != len(parts):
             text = f"a sample has {len(parts)} encoded parts"
             raise ValueError(f"DecodeImages(interpolation={self.interpolation!r}): {text}")
+        modes = self._modes if len(self._modes) == len(parts) else self._modes * len(parts)
         of_first = _seeds(parts[0])
-        decoded: list[torch.Tensor] = []
-        for number, part in enumerate(parts):
-            decoded.append(self._decode(part, of_first if self.same_crop else _seeds(part), number))
-        result = _with_decoded(batch, iter(decoded))
+        seeds = [of_first if self.same_crop else _seeds(part) for part in parts]
+        if self._target is None:
+            return [self._decode(*each, None) for each in zip(parts, seeds, modes, strict=True)]
+        with self._target.working() as gpu:
+            return [self._decode(*each, gpu) for each in zip(parts, seeds, modes, strict=True)]
+
+    def result(self, batch: Any, decoded: list[torch.Tensor]) -> Any:
+        """The batch with its encoded parts replaced, for work on the current stream. @private"""
+        finished = [self._finish(*each) for each in zip(_encoded_parts(batch), decoded, strict=True)]
+        result = _with_decoded(batch, iter(finished))
         return result if self.then is None else self.then(result)
 
-    def _decode(self, part: Encoded | EncodedBatch, seeds: Sequence[int], number: int) -> torch.Tensor:
-        mode = self.interpolation if isinstance(self.interpolation, str) else self.interpolation[number]
-        if isinstance(part, Encoded):
-            images = self._pixels(part, seeds[0], mode)[None]
-        else:
-            images = torch.empty(len(part), 3, *self._shape, dtype=torch.uint8)
-            for image, seed, out in zip(part, seeds, images, strict=True):
-                out.copy_(self._pixels(image, seed, mode))
-        if self.device is not None:
-            images = images.to(self.device)
+    def _finish(self, part: Encoded | EncodedBatch, images: torch.Tensor) -> torch.Tensor:
+        if self._target is not None:
+            images = self._target.received(images)
         if self._normalize is not None:
             images = self._normalize.image(images)
         return images[0] if isinstance(part, Encoded) else images
 
-    def _pixels(self, image: Encoded, seed: int, interpolation: str) -> torch.Tensor:
-        """Decode one image to uint8 of shape (3, height, width)."""
-        source = Source(image, self.exif)
+    def _decode(
+        self, part: Encoded | EncodedBatch, seeds: Sequence[int], mode: str, gpu: Gpu | None
+    ) -> torch.Tensor:
         api.sample_seeds.reading.used += self.draws
-        drawn = crops.numbers(seed)
-        whole = source.height, source.width
-        if self.scale is None:
-            crop, shape = Crop(0, 0, *whole), crops.shorter_side(*whole, self.resize or max(self._shape))
-        else:
-            crop, shape = crops.random_crop(*whole, self.scale, self.ratio, drawn), self._shape
-        pixels = torch.from_numpy(source.pixels(_smallest_size(whole, crop, shape) if self.draft else None))
-        top, left, height, width = crop.scaled(pixels.shape[0] / whole[0], pixels.shape[1] / whole[1])
-        part = pixels[top : top + height, left : left + width].permute(2, 0, 1)[None]
-        antialias = interpolation != "nearest"
-        (resized,) = interpolate(part, shape, mode=interpolation, antialias=antialias)
-        if self.scale is None:
-            top, left, height, width = crops.middle(*shape, self._shape)
-            resized = resized[:, top : top + height, left : left + width]
-        flipped: torch.Tensor = resized.flip(-1) if next(drawn) < self._flip else resized
-        return flipped.contiguous()
+        files = dict(enumerate([part] if isinstance(part, Encoded) else part))
+        place = None if gpu is None else gpu.device
+        images = torch.empty(len(files), 3, *self.shape, dtype=torch.uint8, device=place)
+        if gpu is not None:
+            for group in [*self._groups(files)]:
+                for number, pixels in zip(group, gpu.decode([files[at] for at in group]), strict=False):
+                    del files[number]
+                    height, width = pixels.shape[1:]
+                    cut = self.cut(height, width, seeds[number])
+                    images[number] = _cut_out(pixels, (height, width), cut, mode)
+        for number, file in files.items():
+            source = Source(file, self.exif)
+            size = source.height, source.width
+            cut = self.cut(*size, seeds[number])
+            array = source.pixels(cut.smallest(*size) if self.draft else None)
+            images[number] = _cut_out(torch.from_numpy(array).permute(2, 0, 1), size, cut, mode)
+        return images
+
+    def _groups(self, files: dict[int, Encoded]) -> Iterator[list[int]]:
+        """The files that a GPU decodes, in groups of at most `group_bytes` of pixels."""
+        group: list[int] = []
+        left = self.group_bytes
+        for number, file in files.items():
+            height, width, kind = file.header
+            if kind == headers.BASELINE and not (self.exif and Source(file, exif=True).is_turned):
+                left -= 3 * height * width
+                if left < 0 and group:
+                    yield group
+                    group, left = [], self.group_bytes - 3 * height * width
+                group.append(number)
+        if group:
+            yield group
 
 
-def _smallest_size(whole: tuple[int, int], crop: Crop, shape: tuple[int, int]) -> tuple[int, int]:
-    """The smallest height and width of the whole image at which its crop need not be enlarged."""
-    return -(-whole[0] * shape[0] // crop.height), -(-whole[1] * shape[1] // crop.width)
+def _cut_out(pixels: torch.Tensor, size: tuple[int, int], cut: Cut, mode: str) -> torch.Tensor:
+    """Crop, resize and flip.
+
+    Args:
+        pixels: uint8, shape (3, height, width), of an image decoded at `size` or smaller.
+        cut: for an image of this size.
+    """
+    top, left, height, width = cut.crop.scaled(pixels.shape[1] / size[0], pixels.shape[2] / size[1])
+    part = pixels[None, :, top : top + height, left : left + width]
+    resized = interpolate(part, cut.shape, mode=mode, antialias=mode != "nearest")[0]
+    top, left, height, width = cut.middle
+    result = resized[:, top : top + height, left : left + width]
+    return result.flip(-1) if cut.flipped else result
 
 
 # ---- encoded parts of a structure -------------------------------------------------------------------

@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import functools
 import importlib
-import io
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from fastq_loader.extras.images import headers
 from fastq_loader.extras.images.encoded import Encoded
+from fastq_loader.extras.images.headers import DecodeError
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
-_JPEG = b"\xff\xd8\xff"
 #: The tag of the orientation in EXIF data.
 _ORIENTATION = 0x0112
-
-
-class DecodeError(ValueError):
-    """The bytes are no image that can be decoded; the text has the name of the file."""
 
 
 @functools.cache
@@ -34,15 +30,6 @@ def _simplejpeg() -> Any:
         return importlib.import_module("simplejpeg")
     except ImportError:
         return None
-
-
-@functools.cache
-def _pillow() -> Any:
-    try:
-        return importlib.import_module("PIL.Image")
-    except ImportError:
-        text = "to decode images install pillow, and simplejpeg for speed: pip install 'fastq-loader[images]'"
-        raise ImportError(text) from None
 
 
 def chosen() -> dict[str, str]:
@@ -59,6 +46,7 @@ class Source:
 
     Attributes:
         height, width: in pixels, at full size, after turning.
+        is_turned: whether the image is turned or mirrored.
 
     Raises:
         DecodeError: it is no image, or has more pixels than pillow's limit.
@@ -68,14 +56,10 @@ class Source:
     def __init__(self, image: Encoded, exif: bool = False) -> None:
         self._image = image
         self._opened: Any = None
-        size = _jpeg_size(image.data)
-        self._is_plain_jpeg = size is not None
+        height, width, kind = image.header
+        self._is_plain_jpeg = kind != headers.OTHER
         self._turn = _orientation(self._open()) if exif else 1
-        height, width = (self._open().height, self._open().width) if size is None else size
-        limit = _pixel_limit()
-        if limit is not None and height * width > limit:
-            text = f"{self._name} has {height} x {width} pixels; PIL.Image.MAX_IMAGE_PIXELS allows {limit}"
-            raise DecodeError(text)
+        self.is_turned = self._turn in _TURNS
         self._is_on_its_side = self._turn in (5, 6, 7, 8)
         self.height, self.width = (width, height) if self._is_on_its_side else (height, width)
 
@@ -92,10 +76,11 @@ class Source:
         Raises:
             DecodeError: it cannot be decoded.
         """
-        found = self._by_simplejpeg(smallest) if self._is_plain_jpeg else None
+        fast = self._is_plain_jpeg and _simplejpeg() is not None
+        found = self._by_simplejpeg(smallest) if fast else None
         if found is None:
             found = self._by_pillow()
-        return np.ascontiguousarray(_TURNS[self._turn](found)) if self._turn in _TURNS else found
+        return np.ascontiguousarray(_TURNS[self._turn](found)) if self.is_turned else found
 
     def _by_simplejpeg(self, smallest: tuple[int, int] | None) -> Pixels | None:
         """None for what it refuses, such as a damaged file: pillow decides, and has the better text."""
@@ -114,44 +99,13 @@ class Source:
         try:
             return np.array(self._open().convert("RGB"))
         except Exception as error:
-            raise DecodeError(f"{self._name} cannot be decoded: {error}") from error
+            name = headers.called(self._image.data, self._image.name)
+            raise DecodeError(f"{name} cannot be decoded: {error}") from error
 
     def _open(self) -> Any:
         if self._opened is None:
-            library = _pillow()
-            try:
-                self._opened = library.open(io.BytesIO(self._image.data))
-            except library.UnidentifiedImageError as error:  # its text has the address of the buffer
-                raise DecodeError(
-                    f"{self._name} cannot be decoded: it is no image that pillow knows"
-                ) from error
-            except Exception as error:
-                raise DecodeError(f"{self._name} cannot be decoded: {error}") from error
+            self._opened = headers.opened(self._image.data, self._image.name)
         return self._opened
-
-    @property
-    def _name(self) -> str:
-        return self._image.name or f"an image of {len(self._image)} bytes"
-
-
-def _jpeg_size(data: Any) -> tuple[int, int] | None:
-    """Height and width of a JPEG that simplejpeg decodes to RGB; None for other files."""
-    if bytes(data[:3]) != _JPEG or (library := _simplejpeg()) is None:
-        return None
-    try:
-        height, width, colors, _ = library.decode_jpeg_header(data)
-    except ValueError:
-        return None
-    return None if colors in ("CMYK", "YCCK") else (height, width)
-
-
-def _pixel_limit() -> int | None:
-    """Twice `PIL.Image.MAX_IMAGE_PIXELS`, above which pillow raises an error."""
-    try:
-        limit = _pillow().MAX_IMAGE_PIXELS
-    except ImportError:
-        limit = 1 << 26
-    return None if limit is None else 2 * limit
 
 
 def _orientation(opened: Any) -> int:

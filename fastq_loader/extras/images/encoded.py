@@ -17,6 +17,8 @@ import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from fastq_loader import api
+from fastq_loader.extras.images import headers
+from fastq_loader.extras.images.headers import Header
 
 api.sample_seeds.want()
 
@@ -30,11 +32,18 @@ class Encoded:
         seed: the number from which the random choices for this sample are made; 63 bits.
     """
 
-    __slots__ = ("_batch", "data", "name", "seed")
+    __slots__ = ("_batch", "_header", "data", "name", "seed")
 
-    def __init__(self, data: Any, name: str = "", seed: int = 0) -> None:
-        self.data, self.name, self.seed = data, name, seed
+    def __init__(self, data: Any, name: str = "", seed: int = 0, header: Header | None = None) -> None:
+        self.data, self.name, self.seed, self._header = data, name, seed, header
         self._batch = api.sample_seeds.current()  # the batch that the seed belongs to
+
+    @property
+    def header(self) -> Header:
+        """Its size in pixels, and the kind of file. Raises DecodeError, ImportError."""
+        if self._header is None:
+            self._header = headers.read(self.data, self.name)
+        return self._header
 
     def seed_of_this_batch(self) -> int:
         """The seed. A sample that a dataset keeps takes a new one for each batch of this package's loader."""
@@ -47,11 +56,11 @@ class Encoded:
         """Number of bytes."""
         return len(self.data)
 
-    def __getstate__(self) -> tuple[bytes, str, int]:
-        return bytes(self.data), self.name, self.seed
+    def __getstate__(self) -> tuple[Any, ...]:
+        return bytes(self.data), self.name, self.seed, self._header
 
-    def __setstate__(self, state: tuple[bytes, str, int]) -> None:
-        self.data, self.name, self.seed = state
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.data, self.name, self.seed, self._header = state
         self._batch = api.sample_seeds.current()
         if api.sample_seeds.reading.renews:
             self.seed = api.sample_seeds.take()
@@ -77,12 +86,18 @@ def encoded(source: str | os.PathLike[str] | Any, name: str | None = None) -> En
             tensor of one dimension.
         name: the name for errors; by default the path.
 
+    The header of the file is read, so that `errors=` of the loader applies to a file without a valid one. A
+    file that is damaged behind its header raises where it is decoded.
+
     Raises:
         OSError: the file cannot be read.
+        DecodeError: it is no image, or has more pixels than `PIL.Image.MAX_IMAGE_PIXELS` allows.
         TypeError: `source` is neither a path nor bytes.
+        ImportError: the file is no JPEG, and pillow is not installed.
 
     >>> encoded(b"...", name="photo")
-    Encoded('photo', 3 bytes)
+    Traceback (most recent call last):
+    DecodeError: photo cannot be decoded: it is no image that pillow knows
     """
     if isinstance(source, (str, os.PathLike)):
         data: Any = Path(source).read_bytes()
@@ -94,7 +109,8 @@ def encoded(source: str | os.PathLike[str] | Any, name: str | None = None) -> En
     else:
         kind = type(source).__name__
         raise TypeError(f"encoded(source={kind}): give the path of a file, or its contents as bytes")
-    return Encoded(data, name or "", api.sample_seeds.take())
+    seed = api.sample_seeds.take()  # first: a broken file takes one, too
+    return Encoded(data, name or "", seed, headers.read(data, name or ""))
 
 
 def _bytes_of(source: np.ndarray[Any, Any] | torch.Tensor) -> Any:
@@ -118,9 +134,10 @@ class EncodedBatch:
         offsets: array of int64, shape (N + 1,): file i is `data[offsets[i]:offsets[i + 1]]`.
         names: name of each file.
         seeds: seed of each file.
+        headers: array of int64, shape (N, 3): height, width and kind of each file.
     """
 
-    __slots__ = ("data", "names", "offsets", "seeds")
+    __slots__ = ("data", "headers", "names", "offsets", "seeds")
 
     def __init__(
         self,
@@ -128,8 +145,9 @@ class EncodedBatch:
         offsets: np.ndarray[Any, Any],
         names: Sequence[str],
         seeds: Sequence[int],
+        headers: np.ndarray[Any, Any],
     ) -> None:
-        self.data, self.offsets = data, offsets
+        self.data, self.offsets, self.headers = data, offsets, headers
         self.names, self.seeds = tuple(names), tuple(seeds)
 
     def __len__(self) -> int:
@@ -146,7 +164,8 @@ class EncodedBatch:
             return joined([self[i] for i in range(*index.indices(len(self)))])
         number = range(len(self))[index]
         begin, end = self.offsets[number : number + 2]
-        return Encoded(self.data[begin:end].data, self.names[number], self.seeds[number])
+        header = Header(*self.headers[number].tolist())
+        return Encoded(self.data[begin:end].data, self.names[number], self.seeds[number], header)
 
     def __iter__(self) -> Iterator[Encoded]:
         return map(self.__getitem__, range(len(self)))
@@ -160,10 +179,10 @@ class EncodedBatch:
         return self
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.data, self.offsets, self.names, self.seeds
+        return self.data, self.offsets, self.names, self.seeds, self.headers
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.data, self.offsets, self.names, self.seeds = state
+        self.data, self.offsets, self.names, self.seeds, self.headers = state
 
     def __repr__(self) -> str:
         return f"EncodedBatch({len(self)} files, {self.data.nbytes} bytes)"
@@ -182,7 +201,7 @@ def joined(samples: Sequence[Encoded], *, collate_fn_map: Any = None) -> Encoded
     for sample, begin, end in zip(samples, offsets, offsets[1:], strict=False):
         data[begin:end] = np.frombuffer(sample.data, np.uint8)
     names, seeds = [sample.name for sample in samples], [sample.seed_of_this_batch() for sample in samples]
-    return EncodedBatch(data, offsets, names, seeds)
+    return EncodedBatch(data, offsets, names, seeds, np.array([sample.header for sample in samples]))
 
 
 default_collate_fn_map[Encoded] = joined

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 import types
 from typing import Any
 
@@ -157,19 +158,48 @@ def test_normalised_pixels_are_normalizes() -> None:
     [
         {"size": 0},
         {"size": (3, -1)},
+        {"size": (3, 3, 3)},
+        {"size": 2.5},
+        {"size": "224"},
+        {"size": None},
         {"scale": (0, 1)},
         {"scale": (0.5, 0.4)},
+        {"scale": 0.5},
+        {"scale": (0.5, None)},
         {"ratio": (2, 1)},
+        {"ratio": 1},
+        {"ratio": ("a", "b")},
         {"flip": 1.5},
+        {"flip": "often"},
         {"resize": 256},
-        {"scale": None, "resize": 100},
-        {"mean": (1, 2, 3)},
+        {"resize": 100, "scale": None},
+        {"resize": 256.5, "scale": None},
+        {"std": None, "mean": (1, 2, 3)},
+        {"std": (1, 2)},
+        {"std": (1, 0, 1), "mean": (1, 2, 3)},
+        {"mean": "abc", "std": (1, 1, 1)},
+        {"mean": 0.5, "std": 0.5},
+        {"dtype": torch.uint8},
+        {"dtype": "float16"},
         {"interpolation": "cubic"},
         {"interpolation": ()},
+        {"interpolation": 3},
+        {"interpolation": ("nearest", 3)},
+        {"same_crop": 1},
+        {"exif": "yes"},
+        {"draft": None},
+        {"then": 3},
+        {"device": "no such"},
+        {"device": 1.5},
+        {"group_bytes": 0},
+        {"group_bytes": "512MB"},
     ],
 )
 def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"DecodeImages\(({'|'.join([*wrong, 'std'])})="):
+    """The first one is the wrong one."""
+    name, value = next(iter(wrong.items()))
+    text = rf"DecodeImages\({name}={re.escape(repr(value))}\): (give|use|with|it is) "
+    with pytest.raises(ValueError, match=text):
         DecodeImages(**{"size": 224, **wrong})
 
 

@@ -18,7 +18,8 @@ from fastq_loader.images import DecodeImages, Encoded, EncodedBatch, encoded
 from tests.support.photographs import file_of, photograph
 from tests.support.thorough import thorough
 
-FILES = [bytes([number]) * (number % 7) for number in range(24)]
+FILES = [file_of(photograph(1, 1 + number % 7, number), "PNG") for number in range(24)]
+SMALL, LARGE = FILES[0], file_of(photograph(400, 400), "BMP")
 
 
 class Files(Dataset[Any]):
@@ -70,19 +71,19 @@ def test_files_arrive_as_they_were_read(loader: Any, workers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", [b"abc", bytearray(b"abc"), memoryview(b"abc"), np.frombuffer(b"abc", np.uint8)]
+    "source", [SMALL, bytearray(SMALL), memoryview(SMALL), np.frombuffer(SMALL, np.uint8)]
 )
 def test_contents_may_be_given_in_any_form(source: Any) -> None:
     for given in (source, torch.tensor(list(source), dtype=torch.uint8)):
         file = encoded(given, name="x")
-        assert (bytes(file.data), file.name, len(file)) == (b"abc", "x", 3)
+        assert (bytes(file.data), file.name, len(file)) == (SMALL, "x", len(SMALL))
 
 
 def test_a_path_is_read_and_is_the_name(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    path.write_bytes(b"abc")
+    path.write_bytes(SMALL)
     for given in (path, str(path)):
-        assert (encoded(given).name, encoded(given).data) == (str(path), b"abc")
+        assert (encoded(given).name, encoded(given).data) == (str(path), SMALL)
     with pytest.raises(FileNotFoundError, match="missing"):
         encoded(tmp_path / "missing")
 
@@ -94,21 +95,21 @@ def test_what_is_no_file_is_refused(source: Any) -> None:
 
 
 def test_slices_and_pickles_have_their_own_part_only() -> None:
-    batch = default_collate([encoded(b"x" * 100_000, "large"), encoded(b"abc", "small")])
+    batch = default_collate([encoded(LARGE, "large"), encoded(SMALL, "small")])
     part = batch[1:]
-    assert (content(part), part.names, part.seeds) == ([b"abc"], ("small",), batch.seeds[1:])
-    assert part.data.base is None or part.data.base.nbytes == 3
+    assert (content(part), part.names, part.seeds) == ([SMALL], ("small",), batch.seeds[1:])
+    assert part.data.base is None or part.data.base.nbytes == len(SMALL)
     assert len(pickle.dumps(part)) < 2000
     assert len(pickle.dumps(batch[1])) < 500
     assert content(pickle.loads(pickle.dumps(batch))) == content(batch)
-    assert bytes(batch[-1].data) == b"abc"
+    assert bytes(batch[-1].data) == SMALL
     assert len(batch) == 2
     with pytest.raises(IndexError):
         batch[2]
 
 
 def test_no_library_takes_a_batch_apart() -> None:
-    batch = default_collate([encoded(b"abc")])
+    batch = default_collate([encoded(SMALL)])
     assert not isinstance(batch, (tuple, list, torch.Tensor))
     assert batch.to("meta") is batch.pin_memory() is batch
 
@@ -191,9 +192,9 @@ def test_a_streams_seeds_are_those_of_its_worker() -> None:
 def test_outside_of_a_loader_the_seed_is_drawn_from_torchs_generator() -> None:
     list(DataLoader(Files(), 4))
     torch.manual_seed(1)
-    first = [encoded(b"").seed for _ in range(3)]
+    first = [encoded(SMALL).seed for _ in range(3)]
     torch.manual_seed(1)
-    assert first == [encoded(b"").seed for _ in range(3)]
+    assert first == [encoded(SMALL).seed for _ in range(3)]
     assert len(set(first)) == 3
 
 

@@ -1,0 +1,161 @@
+"""Decoding in a thread of its own, ahead of the step.
+
+Runs in the consumer. The thread knows no loader: it takes functions from a queue, one after the other, and
+holds a reference to one of them at a time. A ticket that its owner has dropped is not begun any more, so an
+epoch that is broken off costs the batch that is being decoded. The thread is a daemon: it neither holds up
+the end of the process, nor outlives the owner of its queue.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from fastq_loader import api
+from fastq_loader.extras.images.gpu import Gpu
+
+#: Seconds that `close` waits for the batch that is being decoded.
+_PATIENCE = 5.0
+
+
+class Ticket:
+    """A call that a thread makes, and its result.
+
+    Args:
+        call: made once; a new exception of it is raised by `take`.
+    """
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call, self._made = call, threading.Event()
+        self._outcome: api.CapturedCall | None = None
+
+    def run(self) -> None:
+        """Make the call, on the thread."""
+        try:
+            self._outcome = api.CapturedCall(self._call)
+        finally:
+            self._made.set()
+
+    def take(self) -> Any:
+        """Wait for the result, and return it, or raise the error."""
+        self._made.wait()
+        assert self._outcome is not None, "the call was made"
+        return self._outcome.take()
+
+
+class Ahead:
+    """Decodes batches in their order, in a thread that the first of them starts.
+
+    Args:
+        decode: called with a batch, on the thread.
+        finish: called with the batch and the result of `decode`, on the thread that takes the batch.
+        target: whose turn `decode` waits for.
+    """
+
+    def __init__(
+        self, decode: Callable[[Any], Any], finish: Callable[[Any, Any], Any], target: Target
+    ) -> None:
+        self._decode, self._finish, self._target = decode, finish, target
+        self._queue: SimpleQueue[weakref.ref[Ticket] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, batch: Any) -> Callable[[], Any]:
+        """Decode a batch after those before it; not at all if the returned function, which waits and returns
+        the result, is dropped before its turn."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_run, args=(self._queue,), daemon=True, name="fastq_loader decodes images"
+            )
+            self._thread.start()
+            weakref.finalize(self, self._queue.put, None).atexit = False
+        ticket = Ticket(partial(self._decode, batch))
+        self._queue.put(weakref.ref(ticket))
+        return partial(_taken, self._finish, batch, ticket, self._target)
+
+    def close(self) -> None:
+        """End the thread, after the batch that it decodes. This waits for it for seconds at most."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(_PATIENCE)
+            self._thread = None
+
+
+def _taken(finish: Callable[[Any, Any], Any], batch: Any, ticket: Ticket, target: Target) -> Any:
+    if target.turn._is_owned():  # type: ignore[attr-defined]  # the thread waits for this one
+        raise RuntimeError("next() was called within paused(), in which no image is decoded: call it before")
+    return finish(batch, ticket.take())
+
+
+def _run(queue: SimpleQueue[weakref.ref[Ticket] | None]) -> None:
+    torch.set_num_threads(1)  # more would compete with the step and the workers
+    for reference in iter(queue.get, None):
+        ticket = reference()
+        if ticket is not None:
+            ticket.run()
+        del ticket
+
+
+class Target:
+    """The device of the results.
+
+    Args:
+        device: the device.
+
+    Attributes:
+        turn: lock that whoever decodes holds for a batch. A fork of this process waits for it, so that no
+            child inherits the locks of a library in the middle of a decode.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.turn = device, threading.RLock()
+        _targets.add(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Target, (self.device,)
+
+    @cached_property
+    def _gpu(self) -> Gpu | None:
+        return Gpu(self.device) if self.device.type == "cuda" and torch.version.cuda else None
+
+    @contextmanager
+    def working(self) -> Iterator[Gpu | None]:
+        """Context of the decode of one batch: the GPU on whose stream it runs, or None: on the CPU."""
+        with self.turn:
+            if self._gpu is None:
+                yield None
+            else:
+                with self._gpu.working():
+                    yield self._gpu
+
+    def received(self, images: torch.Tensor) -> torch.Tensor:
+        """Images on the device, for work on the current stream."""
+        if self._gpu is None:
+            return images.to(self.device)
+        images.record_stream(torch.cuda.current_stream(self.device))
+        return images
+
+
+_targets: weakref.WeakSet[Target] = weakref.WeakSet()
+_held: list[Target] = []
+
+
+def _before_fork() -> None:
+    for target in list(_targets):
+        target.turn.acquire()
+        _held.append(target)
+
+
+def _after_fork() -> None:
+    while _held:
+        _held.pop().turn.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

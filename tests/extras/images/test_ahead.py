@@ -1,0 +1,205 @@
+"""Decoding in a thread: results in order, errors at their turn, and an end to it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from fastq_loader.extras.images import ahead
+from fastq_loader.extras.images.ahead import Ahead, Target
+from fastq_loader.extras.images.decoders import Source
+from fastq_loader.images import DecodeError, DecodeImages, Encoded, EncodedBatch, encoded
+from tests.conftest import run_script, wait_until
+from tests.extras.images.test_decode_images import FILES, Photos, loaded
+from tests.support.photographs import file_of, photograph
+
+TARGET = Target(torch.device("cpu"))
+ON_CPU = DecodeImages(16, device="cpu")
+
+
+class Gated:
+    """Decodes numbers: their squares, or an error. The first one waits until `gate` is set."""
+
+    def __init__(self) -> None:
+        self.gate, self.began = threading.Event(), []
+        self.ahead = Ahead(self.decode, lambda number, found: (number, found), TARGET)
+
+    def decode(self, number: int) -> int:
+        self.began.append(number)
+        assert self.gate.wait(5)
+        if number == 3:
+            raise DecodeError("photo 3 cannot be decoded")
+        return number**2
+
+
+@pytest.fixture
+def gated() -> Iterator[Gated]:
+    made = Gated()
+    yield made
+    made.gate.set()
+    made.ahead.close()
+
+
+def test_results_come_in_order_and_errors_at_their_turn(gated: Gated) -> None:
+    waiting = [gated.ahead.begin(number) for number in range(5)]
+    gated.gate.set()
+    for number in (0, 1, 2, 4):
+        assert waiting[number]() == (number, number**2)
+    with pytest.raises(DecodeError, match="photo 3 cannot be decoded") as raised:
+        waiting[3]()
+    assert "in decode" in str(raised.value.__cause__)  # its traceback, as text
+    assert gated.began == list(range(5))
+
+
+def test_a_batch_that_is_dropped_is_not_begun(gated: Gated) -> None:
+    waiting = [gated.ahead.begin(number) for number in range(5)]
+    assert wait_until(lambda: gated.began == [0], 5)
+    del waiting[1:3]
+    gated.gate.set()
+    waiting[-1]()
+    assert gated.began == [0, 3, 4]
+
+
+def test_the_end_waits_for_the_batch_that_is_decoded(gated: Gated) -> None:
+    first, second = gated.ahead.begin(0), gated.ahead.begin(1)
+    thread = gated.ahead._thread
+    assert thread is not None
+    assert wait_until(lambda: gated.began == [0], 5)
+    del second
+    threading.Timer(0.1, gated.gate.set).start()
+    gated.ahead.close()
+    assert not thread.is_alive()
+    assert first() == (0, 0)
+    assert gated.began == [0]
+    gated.ahead.close()
+    assert gated.ahead.begin(2)() == (2, 4)  # begins another one
+
+
+def test_the_end_does_not_wait_for_ever(gated: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_PATIENCE", 0.01)
+    gated.ahead.begin(0)
+    gated.ahead.close()
+    assert not gated.gate.is_set()
+
+
+def test_the_thread_ends_with_its_owner() -> None:
+    owner = Gated()
+    owner.gate.set()
+    assert owner.ahead.begin(2)() == (2, 4)
+    thread, gone = owner.ahead._thread, weakref.ref(owner.ahead)
+    assert thread is not None
+    del owner
+    gc.collect()
+    assert gone() is None
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+@pytest.mark.processes
+def test_a_process_ends_in_the_middle_of_a_batch() -> None:
+    result = run_script(
+        """
+        import time
+        import torch
+        from fastq_loader.extras.images.ahead import Ahead, Target
+
+        target = Target(torch.device("cpu"))
+        ahead = Ahead(lambda batch: time.sleep(30), lambda batch, found: None, target)
+        waiting = ahead.begin(0)
+        time.sleep(0.1)
+        print("leaves", flush=True)
+        """
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "leaves\n", "")
+
+
+@pytest.mark.processes
+def test_a_fork_waits_for_the_batch() -> None:
+    target, inside, end = Target(torch.device("cpu")), threading.Event(), []
+
+    def decode() -> None:
+        with target.working():
+            inside.set()
+            time.sleep(0.2)
+            end.append(time.monotonic())
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    inside.wait()
+    child = os.fork()
+    if child == 0:  # the lock is free here, too
+        os._exit(0 if target.turn.acquire(timeout=5) else 1)
+    assert end
+    assert os.waitpid(child, 0)[1] == 0
+    thread.join()
+    with target.working():
+        assert end[0] <= time.monotonic()
+
+
+def test_decoding_pauses() -> None:
+    decoding = ON_CPU.ahead()
+    batch = next(iter(loaded(Photos())))[0]
+    try:
+        with ON_CPU.paused():
+            waiting = decoding.begin(batch)
+            time.sleep(0.1)
+            assert ON_CPU(batch).shape == (5, 3, 16, 16)  # on this thread it goes on
+            with pytest.raises(RuntimeError, match="paused"):
+                waiting()
+        assert torch.equal(waiting(), DecodeImages(16)(batch))
+    finally:
+        decoding.close()
+
+
+class FakeGpu:
+    """Decodes on the CPU what a GPU can. `refused`: a file that it cannot decode."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, refused: str = "") -> None:
+        self.refused, self.groups = refused, []
+
+    def working(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def decode(self, files: list[Encoded]) -> Any:
+        self.groups.append([file.name for file in files])
+        if self.refused in self.groups[-1]:
+            return ()
+        return [torch.from_numpy(Source(file).pixels()).permute(2, 0, 1) for file in files]
+
+
+def batch_of(*files: bytes) -> EncodedBatch:
+    made: EncodedBatch = default_collate([encoded(file, str(number)) for number, file in enumerate(files)])
+    return made
+
+
+@pytest.mark.parametrize("refused", ["", "3"])
+def test_a_gpu_decodes_baseline_jpeg_in_groups(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    photos = [file_of(photograph(40, 50, seed), "JPEG") for seed in range(6)]
+    turned = file_of(photograph(40, 50), "JPEG", exif=_turned())
+    batch = batch_of(*photos, FILES[0], file_of(photograph(40, 50), "JPEG", progressive=True), turned)
+    gpu = FakeGpu(refused)
+    pixels = DecodeImages(16, device="cpu", exif=True, group_bytes=2 * 3 * 40 * 50 + 1)
+    monkeypatch.setattr(Target, "_gpu", gpu)
+    monkeypatch.setattr(Target, "received", lambda self, images: images)
+    assert torch.equal(pixels(batch), DecodeImages(16, exif=True)(batch))
+    assert gpu.groups == [["0", "1"], ["2", "3"], ["4", "5"]]
+
+
+def _turned() -> Any:
+    from PIL import Image
+
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return exif
