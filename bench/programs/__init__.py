@@ -1,8 +1,9 @@
-"""Four complete programs, to be copied and changed, and what runs them beside torch's loader.
+"""Five complete programs, to be copied and changed, and what runs them beside torch's loader.
 
-`files_by_id`, `image_table`, `prefetch` and `csv_table` import nothing from the bench. `data` writes what
-they read, `run` runs one of them in a fresh process, `track` says what that costs, `limits` takes memory away
-from it, `case` has loaders take turns, `command` is the command line, and `report` has the tables.
+`files_by_id`, `image_table`, `photographs`, `prefetch` and `csv_table` import nothing from the bench. `data`
+writes what they read, `run` runs one of them in a fresh process, `track` says what that costs, `limits` takes
+memory away from it, `case` has loaders take turns, `command` is the command line, and `report` has the
+tables.
 """
 
 from __future__ import annotations
@@ -45,6 +46,15 @@ PROGRAMS = {
         "jpeg_table",
         {"nbytes": 200_000, "width": 160},
         part="part_of_table",
+    ),
+    "photographs": Program(
+        "JPEGs of 500x375, cropped and flipped by DecodeImages",
+        "photographs",
+        {"nbytes": 500_000, "width": 120},
+        loaders={
+            "fastq_loader": "bench.programs.photographs:on_device",
+            "in_workers": "bench.programs.photographs:in_workers",
+        },
     ),
     "prefetch": Program(
         "images normalised on the device, beside the step",

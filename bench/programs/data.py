@@ -48,6 +48,11 @@ def jpeg_table(folder: Path, nbytes: int = 800_000_000, width: int = 4000) -> No
     pd.DataFrame(rows).to_csv(folder / "table.csv", index=False)
 
 
+def photographs(folder: Path, nbytes: int = 60_000_000, width: int = 500) -> None:
+    """The same, of the size that photographs of ImageNet have."""
+    jpeg_table(folder, nbytes, width)
+
+
 def part_of_table(whole: Path, folder: Path, rows: int = 32) -> None:
     """The first rows of a table of images, with links to their files."""
     table = pd.read_csv(whole / "table.csv")[:rows]

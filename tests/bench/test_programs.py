@@ -21,7 +21,7 @@ from bench.__main__ import main
 from bench.output.rows import CaseRows, Results
 from bench.peers import LoaderSettings
 from bench.peers.torch_loader import loader_arguments
-from bench.programs import PROGRAMS, case, report, run
+from bench.programs import PROGRAMS, case, photographs, report, run
 from bench.programs.track import Track
 from bench.timing.ceiling import as_worker
 from bench.workloads import Load, all_workloads, files, find_workload, jpeg, ready_made, tables
@@ -100,6 +100,22 @@ def test_every_loader_trains_the_same_to_the_bit(name: str, folder: Path) -> Non
             0 < this.waited <= this.seconds and this.batches * this.memory > 0 for this in track.passes
         )
     assert len(ends) == 1
+
+
+def photographs_end(own: Path, workers: int, **options: Any) -> Any:
+    torch.manual_seed(0)
+    loss, predictions = photographs.train(own, num_workers=workers, epochs=2, **options)
+    return loss, predictions.tolist()
+
+
+@pytest.mark.processes
+def test_photographs_end_the_same_with_other_workers_and_after_a_resume(folder: Path, tmp_path: Path) -> None:
+    own, saved = program_files(folder, "photographs"), tmp_path / "checkpoint"
+    expected = photographs_end(own, 0)
+    assert expected == photographs_end(own, 0) == photographs_end(own, 2)
+    photographs_end(own, 2, checkpoint=saved, stop=8)
+    torch.rand(3)
+    assert photographs_end(own, 1, checkpoint=saved) == expected
 
 
 ALONE = """

@@ -1,0 +1,111 @@
+"""Photographs decoded, cropped and flipped beside the step; a run that is stopped goes on where it was.
+
+    python photographs.py FOLDER
+
+FOLDER holds JPEGs, and `table.csv` with the columns kind (0, 1, ...) and path. For photographs of your own,
+change `Photographs`. `on_device` decodes for the GPU, `in_workers` on the CPUs; without a GPU the pixels, and
+so the losses, are the same to the bit. The crops are those of the sample in any case. Needs pillow, and
+simplejpeg for speed.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from fastq_loader import DataLoader, ToDevice
+from fastq_loader.images import DecodeImages, encoded
+
+SIDE, KINDS = 64, 5
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Photographs(Dataset[tuple[Any, int]]):
+    """`photographs[i]` is a file, or what `pixels` makes of it, and its kind."""
+
+    def __init__(self, folder: Path, pixels: Callable[[Any], Any] = lambda file: file) -> None:
+        with (folder / "table.csv").open(newline="") as table:
+            rows = list(csv.DictReader(table))
+        self.paths = [folder / row["path"] for row in rows]
+        self.kinds = [int(row["kind"]) for row in rows]
+        self.pixels = pixels
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self.pixels(encoded(self.paths[index])), self.kinds[index]
+
+
+def on_device(folder: Path, device: torch.device, pixels: DecodeImages, **options: Any) -> DataLoader[Any]:
+    """Workers read the files; they are decoded on the device, ahead of the step."""
+    return DataLoader(Photographs(folder), device=ToDevice(device, transform=pixels), **options)
+
+
+def in_workers(folder: Path, device: torch.device, pixels: DecodeImages, **options: Any) -> DataLoader[Any]:
+    """Workers read and decode the files."""
+    return DataLoader(Photographs(folder, pixels), device=device, **options)
+
+
+def train(
+    folder: Path,
+    make_loader: Callable[..., DataLoader[Any]] = on_device,
+    num_workers: int = 4,
+    epochs: int = 3,
+    track: Callable[[Iterable[Any], str], Iterable[Any]] = lambda batches, description: batches,
+    checkpoint: Path = Path(os.devnull),
+    stop: int | None = None,
+) -> tuple[float, Tensor]:
+    """Train; the mean loss of the last epoch, and the kinds that were predicted in it.
+
+    Args:
+        make_loader: `on_device` or `in_workers`.
+        track: wraps each pass over the loader, as `rich.progress.track` does.
+        checkpoint: file from which the run goes on, if it exists.
+        stop: number of the step, from the beginning of the run, after which `checkpoint` is written.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cudnn.deterministic = True
+    pixels = DecodeImages(SIDE, scale=(0.2, 1), mean=MEAN, std=STD)
+    options = {"num_workers": num_workers, "persistent_workers": num_workers > 0, "schedule": "dynamic"}
+    loader = make_loader(folder, device, pixels, batch_size=16, shuffle=True, **options)
+    body = nn.Sequential(nn.Conv2d(3, 16, 5, stride=4), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU())
+    model = body.extend([nn.Flatten(), nn.Linear(1568, KINDS)]).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    epoch, losses, found = 1, list[Tensor](), list[Tensor]()
+    if checkpoint.is_file():
+        state, epoch, losses, found, *states = torch.load(checkpoint, weights_only=False)
+        loader.load_state_dict(state)
+        model.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+    for epoch in range(epoch, epochs + 1):  # noqa: B020
+        for images, kinds in track(loader, f"epoch {epoch}"):
+            optimizer.zero_grad()
+            scores = model(images)
+            loss = nn.functional.cross_entropy(scores, kinds)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+            found.append(scores.detach().argmax(dim=1))
+            if stop is not None and (epoch - 1) * len(loader) + len(losses) == stop:
+                states = [model.state_dict(), optimizer.state_dict()]
+                torch.save([loader.state_dict(), epoch, losses, found, *states], checkpoint)
+                return float(losses[-1]), scores.detach()
+        mean, predictions = float(torch.stack(losses).mean()), torch.cat(found).cpu()
+        print(f"epoch {epoch}: loss {mean:.4f}")
+        losses.clear()
+        found.clear()
+    return mean, predictions
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    train(Path(sys.argv[1]))
