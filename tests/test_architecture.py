@@ -34,7 +34,7 @@ ROOMS = {
     "__main__": Room("extras.tools api"),
     "integrations": Room("extras.frameworks"),
     "images": Room("extras.images"),
-    "extras.tools": Room("extras.insight api"),
+    "extras.tools": Room("extras.insight extras.images api"),
     "extras.frameworks": Room("api"),
     "extras.recovery": Room("api"),
     "extras.images": Room("api", pure="crops"),

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fastq_loader.extras.images import headers
+from fastq_loader.extras.images import gpu, headers
 from fastq_loader.extras.images.encoded import Encoded
 from fastq_loader.extras.images.headers import DecodeError
 
@@ -33,8 +33,18 @@ def _simplejpeg() -> Any:
 
 
 def chosen() -> dict[str, str]:
-    """The library that decodes each kind of file in this process."""
-    return {"JPEG": "pillow" if _simplejpeg() is None else "simplejpeg", "other": "pillow"}
+    """The library that decodes each kind of file in this process, and why: the doctor shows it."""
+    try:
+        headers.pillow()
+        by_pillow = "pillow"
+    except ImportError as error:
+        by_pillow = f"none: {error}"
+    for_gpus, text = gpu.decoder()
+    return {
+        "JPEG": "simplejpeg" if _simplejpeg() else f"{by_pillow}, because simplejpeg is not installed",
+        "other files": by_pillow,
+        "baseline JPEG on GPUs": text if for_gpus else f"as on the CPU, because {text}",
+    }
 
 
 class Source:

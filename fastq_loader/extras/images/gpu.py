@@ -40,9 +40,11 @@ def decoder() -> tuple[Callable[..., Any] | None, str]:
                 found = importlib.import_module(module)
                 return functools.partial(found.decode_jpeg, mode=found.ImageReadMode.RGB), f"{name} {version}"
             reasons.append(f"{name} {version} is older than {oldest[0]}.{oldest[1]}")
-        except Exception as error:  # whatever a library says that was made for another torch
-            reasons.append(f"{name} cannot be loaded: {error!r}")
-    return None, "; ".join(reasons)
+        except metadata.PackageNotFoundError:
+            reasons.append(f"{name} is not installed")
+        except Exception as error:  # some builds of a library do not load beside some of torch
+            reasons.append(f"{name} {version} cannot be loaded: {error!r}")
+    return None, " and ".join(reasons)
 
 
 class Gpu:

@@ -204,6 +204,14 @@ def _batches() -> Iterator[Finding]:
     yield _judged(equal, "batches", seen, "make the changes above; without any, please report it")
 
 
+def _images() -> Iterator[Finding]:
+    """The decoders of `fastq_loader.images`. They are needed only there, so nothing has to be changed."""
+    from fastq_loader.extras.images import decoders  # from then on, loaders keep the place of each sample
+
+    for kind, library in decoders.chosen().items():
+        yield Finding(NOTE, f"decoder of {kind}", library)
+
+
 def _accelerator() -> Iterator[Finding]:
     """Runs after the workers, which must not inherit an initialised device."""
     if torch.accelerator.is_available():
@@ -222,7 +230,7 @@ def _accelerator() -> Iterator[Finding]:
 #: All checks in order: the one that initialises a device is the last.
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     *(_versions, _workers, _locks, _memory, _descriptors_and_threads, _sockets, _cpus),
-    *(_start_method, _batches, _accelerator),
+    *(_start_method, _batches, _images, _accelerator),
 )
 #: Checks for a system on which torch's own workers run, whatever is changed.
-ANYWHERE = (_versions, _workers, _cpus, _start_method, _batches, _accelerator)
+ANYWHERE = (_versions, _workers, _cpus, _start_method, _batches, _images, _accelerator)

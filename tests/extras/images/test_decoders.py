@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 import io
+import random
+import sys
+from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from fastq_loader.extras.images import decoders, gpu, headers
 from fastq_loader.extras.images.decoders import DecodeError, Source
-from fastq_loader.extras.images.encoded import Encoded
-from tests.support.photographs import KINDS, file_of, photograph
+from fastq_loader.extras.images.encoded import Encoded, encoded
+from tests.support.photographs import KINDS, drawn_file, file_of, photograph
+from tests.support.thorough import seeds
 
 Image = pytest.importorskip("PIL.Image")
 ImageOps = pytest.importorskip("PIL.ImageOps")
@@ -85,3 +93,96 @@ def test_more_pixels_than_pillow_allows_are_refused(kind: str, monkeypatch: pyte
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1199)
     with pytest.raises(DecodeError, match=r"large|MAX_IMAGE_PIXELS"):
         Source(Encoded(data, "large"))
+
+
+class Library:
+    """A decoder for GPUs."""
+
+    ImageReadMode = SimpleNamespace(RGB="RGB")
+
+    @staticmethod
+    def decode_jpeg(files: Any, mode: str, device: str) -> Any:
+        return [f"{file} in {mode} on {device}" for file in files]
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        ({"torchcodec": "0.17.0", "torchvision": "0.29.0"}, "torchcodec 0.17.0"),
+        ({"torchcodec": "0.16.1", "torchvision": "0.29.0+cu130"}, "torchvision 0.29.0+cu130"),
+        ({"torchcodec": "0.17 broken", "torchvision": "0.20.1"}, "torchvision 0.20.1"),
+        ({}, "torchcodec is not installed and torchvision is not installed"),
+        (
+            {"torchcodec": "0.9", "torchvision": "1 broken"},
+            "9 is older than 0.17 and torchvision 1 broken cannot",
+        ),
+    ],
+)
+def test_the_decoder_of_gpus_is_chosen_by_what_loads(
+    versions: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    def load(name: str) -> type[Library]:
+        if "broken" in versions[name.partition(".")[0]]:
+            raise OSError("libtorch_cuda.so: cannot open shared object file")
+        return Library
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(gpu.metadata, "version", version)
+    monkeypatch.setattr(gpu.importlib, "import_module", load)
+    decode, text = gpu.decoder.__wrapped__()
+    assert expected in text
+    if " is " in expected:
+        assert decode is None
+        return
+    assert decode is not None
+    assert decode(["a"], device="cuda:1") == ["a in RGB on cuda:1"]
+
+
+def test_the_choice_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "decoder", lambda: (None, "torch was built without CUDA"))
+    shown = decoders.chosen()
+    assert shown["baseline JPEG on GPUs"] == "as on the CPU, because torch was built without CUDA"
+    assert shown["other files"] == "pillow"
+    monkeypatch.setattr(decoders, "_simplejpeg", lambda: None)
+    assert decoders.chosen()["JPEG"] == "pillow, because simplejpeg is not installed"
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    headers.pillow.cache_clear()
+    assert "pip install 'fastq-loader[images]'" in decoders.chosen()["other files"]
+
+
+def decoded_or_refused(data: bytes, name: str) -> tuple[Any, str]:
+    try:
+        return Source(encoded(data, name)).pixels(), ""
+    except DecodeError as error:
+        return None, str(error)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")
+@seeds(2, 20)
+def test_files_of_all_kinds_are_pillows(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 files; pillow refuses some of the damaged ones."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1_000_000)
+    draw, outcomes = random.Random(seed), collections.Counter[str]()
+    for number in range(100):
+        data, is_whole = drawn_file(draw)
+        try:
+            expected = by_pillow(data)
+        except Exception:  # pillow raises all kinds
+            expected = None
+        assert expected is not None or not is_whole
+        ours, refusal = decoded_or_refused(data, f"photo {number}.")
+        outcomes["refused" if ours is None else "decoded"] += 1
+        assert ours is not None or expected is None, f"seed {seed}: {refusal}"
+        if ours is None:
+            assert f"photo {number}. " in refusal
+        elif expected is not None:
+            assert ours.shape == expected.shape
+            limit = 255 if not is_whole else 2 if data[:2] == b"\xff\xd8" else 0
+            assert np.abs(ours.astype(int) - expected).mean() <= limit, f"seed {seed}, {number}"
+    assert outcomes["refused"] > 5
+    assert outcomes["decoded"] > 50

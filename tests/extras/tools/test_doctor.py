@@ -31,6 +31,7 @@ def test_a_machine_that_has_all_is_fine_and_batches_move(capsys: pytest.CaptureF
     page = capsys.readouterr().out
     assert {line.split()[0] for line in page.splitlines()[:-2]} <= {OK, NOTE}
     assert "\nok      batches: 16 from two workers equal those without any\n" in page
+    assert re.search("\nnote    decoder of baseline JPEG on GPUs: .+\n", page)
     assert page.endswith("\n\nAll is fine.\n")
 
 
