@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -51,7 +51,8 @@ class ToDevice:
             needed with it.
         prefetch: number of batches copied ahead of `next()`, at least 1.
         transform: applied to every batch on the device, for example `normalize(mean, std)`. If it has a
-            method `on_device(device)`, the result of that is applied (`DecodeImages`).
+            method `on_device(device)`, the result of that is applied. `DecodeImages` decodes in a thread,
+            `prefetch` batches ahead, if the loader has workers and the device's tensors `record_stream`.
         transform_stream: "consumer" applies it on the stream that is current in `next()`; "side" applies it
             on the stream of the copies, during the previous step, and needs a device whose tensors have
             `record_stream`. Both call it in the order of the batches. If an epoch is broken off, "side" has
@@ -124,18 +125,44 @@ class ToDevice:
             raise error(f"ToDevice({self.device!r}, {name}={getattr(self, name)!r}): {text}")
 
     def apply_transform(self, batch: Any) -> Any:
-        """Apply the user's transform to a batch, on the current stream. @private
+        """Apply the user's transform to a batch, on the current stream; see `called`. @private"""
+        return batch if self._applied is None else called(self._applied, batch)
 
-        Raises:
-            RuntimeError: it raised StopIteration, which out of `next()` would end the epoch silently.
-            Exception: any other error of the transform.
-        """
-        if self._applied is None:
-            return batch
-        try:
-            return self._applied(batch)
-        except StopIteration as stopped:
-            raise RuntimeError(f"the transform raised StopIteration: {stopped}") from stopped
+    def start_ahead(self) -> TransformAhead | None:
+        """Begin to transform in a thread, for one pool of workers; None if the transform runs on the thread
+        that calls `next()`. @private"""
+        assert self.target is not None, "batches go to a device"
+        start = getattr(self._applied, "start_ahead", None) if can_share(self.target) else None
+        return None if start is None else start()
+
+    def paused(self) -> AbstractContextManager[object]:
+        """Context in which no thread transforms. @private"""
+        applied: Any = self._applied
+        return applied.paused() if hasattr(applied, "start_ahead") else nullcontext()
+
+
+class TransformAhead(Protocol):
+    """A transform in a thread of its own, which takes the batches one after the other."""
+
+    def begin(self, batch: Any) -> Callable[[], Any]:
+        """Begin to transform a batch, whose tensors have not arrived on the device yet. Returns a function
+        that waits, and returns the result for the current stream. If it is dropped, so is the batch."""
+
+    def close(self) -> None:
+        """End the thread."""
+
+
+def called(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a transform.
+
+    Raises:
+        RuntimeError: it raised StopIteration, which out of `next()` would end the epoch silently.
+        Exception: any other error of the transform.
+    """
+    try:
+        return function(*arguments)
+    except StopIteration as stopped:
+        raise RuntimeError(f"the transform raised StopIteration: {stopped}") from stopped
 
 
 def read_device(device: Any) -> ToDevice | None:

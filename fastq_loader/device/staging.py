@@ -5,7 +5,7 @@ break the capture of CUDA graphs. A `DeviceSession` lasts from epoch to epoch. I
 one in each epoch would strand the memory that torch cached for the old one), the statistics, and the results
 of page-locking. `Staging` serves one pool of workers, whose batches lie in blocks, each ready for a single
 copy; `SerialStaging` does the same without workers, and for `Prefetcher`. Both give each `Copy` a function
-that builds the batch from its device memory.
+that builds the batch from its device memory. Only `DecodeImages` works on a thread of its own, for workers.
 
 The order in a call of `next()`: find finished copies, whose blocks are free again; take the head, whose copy
 was begun earlier, or begin it; make the consumer's stream wait for that copy; begin the copies of the next
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastq_loader.device.accelerator import ToDevice, TorchBackend
+from fastq_loader.device.accelerator import ToDevice, TorchBackend, called
 from fastq_loader.device.copies import Copies, Copy, Memory
 from fastq_loader.device.pinning import Buffer, Buffers, Pinner, PinPolicy
 from fastq_loader.errors import UnpicklableError, WorkerTraceback
@@ -158,6 +158,7 @@ class Staging:
         self._pinner = Pinner(session.stager, self._copies, mapping, session.policy)
         self._unpacker = unpacker
         self._session = session
+        self._transform = session.options.start_ahead()  # in a thread; None: it is called here
         self._begun: dict[int, Copy] = {}  # number of the batch → its copy, until it is delivered
 
     def reap(self) -> list[int]:
@@ -182,8 +183,11 @@ class Staging:
         assert answer.handle is not None, "it is a batch"
         part = self._unpacker.part(answer.handle) or (0, 0, 0, 0)
         source = self._pinner.prepare(*part) if part[-1] else None
-        build = partial(_unpacked, self._unpacker, self._session.options, answer.handle)
-        return self._copies.begin(source, part[-1], build, _blocks(answer), self._session.beside)
+        if self._transform is None:
+            build = partial(_unpacked, self._unpacker, self._session.options, answer.handle)
+            return self._copies.begin(source, part[-1], build, _blocks(answer), self._session.beside)
+        build = partial(_transforming, self._unpacker, self._transform.begin, answer.handle)
+        return self._copies.begin(source, part[-1], build, _blocks(answer), CapturedCall)
 
     def deliver(self, answer: Answer) -> Any:
         """Return the batch of an answer, on the device, ready for work queued on the current stream.
@@ -200,7 +204,8 @@ class Staging:
             except BaseException:
                 self._copies.free += _blocks(answer)
                 raise
-        return self._copies.take(copy)
+        batch = self._copies.take(copy)
+        return batch if self._transform is None else called(batch[1])
 
     def drain(self) -> list[int]:
         """Wait for every copy, and drop the batches that were not delivered: the scheduler frees their
@@ -218,8 +223,11 @@ class Staging:
         self._pinner.forget(offset)
 
     def close(self) -> list[int]:
-        """End the pool: wait for every copy, and undo every page-lock. Returns the same as `drain`."""
+        """End the pool: wait for every copy, end a transform's thread, and undo every page-lock. Returns the
+        same as `drain`."""
         offsets = self.drain()
+        if self._transform is not None:
+            self._transform.close()
         self._pinner.close()
         return offsets
 
@@ -228,6 +236,17 @@ class Staging:
 def _unpacked(unpacker: Unpacker, options: ToDevice, handle: BatchHandle, memory: torch.Tensor) -> Any:
     """The batch of workers whose bytes are in device memory."""
     return options.apply_transform(unpacker.unpack(handle, unpacker.open(handle)[2], memory))
+
+
+def _transforming(
+    unpacker: Unpacker,
+    begin: Callable[[Any], Callable[[], Any]],
+    handle: BatchHandle,
+    memory: torch.Tensor,
+) -> tuple[Any, Callable[[], Any]]:
+    """The batch of workers whose bytes will be in device memory; and what returns it, transformed."""
+    batch = unpacker.unpack(handle, unpacker.open(handle)[2], memory)
+    return batch, begin(batch)
 
 
 def _rebuilt(

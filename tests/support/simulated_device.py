@@ -278,8 +278,9 @@ class SimulatedDevice:
         if isinstance(memory, Memory):
             memory.cell.shared.add(stream)
         else:
-            # What a transform made on the side stream; None where it failed.
-            for part, _ in memory.parts if memory else ():
+            # What a transform made on the side stream; None where it failed. A tuple: it runs in a thread.
+            batch = memory if memory is None or isinstance(memory, Batch) else memory[0]
+            for part, _ in batch.parts if batch else ():
                 part.cell.shared.add(stream)
 
     def on_side(self, call: Callable[[], Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 
+from fastq_loader.device import accelerator
 from fastq_loader.device import staging as staging_module
 from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.device.copies import Copies
@@ -69,6 +71,30 @@ def options_for(device: str = "cpu", **given: Any) -> ToDevice:
     return options
 
 
+class ThreadedTransform:
+    """A transform in a thread, without the thread: each batch comes once, and is transformed late."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.begun = run, set[tuple[int, int]]()
+
+    def __call__(self, batch: Batch) -> Batch:
+        raise Breach("it was called on the consumer's thread")
+
+    def start_ahead(self) -> ThreadedTransform:
+        self.run.threads += 1
+        return self
+
+    def begin(self, batch: Batch) -> Callable[[], Batch]:
+        key = (self.run.epoch, self.run.unpacking)
+        if key in self.begun:
+            raise Breach(f"{key} was begun twice")
+        self.begun.add(key)
+        return lambda: self.run.transform(batch)
+
+    def close(self) -> None:
+        self.run.threads -= 1
+
+
 class Run:
     """Some epochs of one pool, all of it drawn from a seed."""
 
@@ -76,10 +102,16 @@ class Run:
         options, self.refuse = choose(seed)
         self.random = random.Random(seed)
         self.device = SimulatedDevice(seed, self.refuse)
-        transform = self.transform if self.random.random() < 0.6 else None
+        transform: Any = self.transform if self.random.random() < 0.6 else None
+        self.threads = 0  # of a transform in a thread: how many run
+        if seed % 16 == 5 and options["transform_stream"] == "consumer" and "share" not in self.refuse:
+            transform = ThreadedTransform(self)
         self.options = options_for(**options, transform=transform)
         self.session = DeviceSession(self.options)
-        with patch.object(staging_module, "TorchBackend", lambda device: self.device):
+        with (
+            patch.object(staging_module, "TorchBackend", lambda device: self.device),
+            patch.object(accelerator, "can_share", lambda device: True),
+        ):
             mapping: Any = SimpleNamespace(base=BASE, populate=self.populate)
             unpacker: Any = SimpleNamespace(
                 part=lambda handle: handle or None,
@@ -173,6 +205,8 @@ class Run:
                 self.device.run(5)
         if len(self.free) != self.made:
             raise Breach(f"{self.made - len(self.free)} blocks were never given back")
+        if self.threads:
+            raise Breach("the transform's thread was not ended")
         staging = self.session.statistics
         if self.device.registered or staging.pinned_bytes:
             raise Breach("something is page-locked after the end")

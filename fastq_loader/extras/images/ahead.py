@@ -78,7 +78,14 @@ class Ahead:
             weakref.finalize(self, self._queue.put, None).atexit = False
         ticket = Ticket(partial(self._decode, batch))
         self._queue.put(weakref.ref(ticket))
-        return partial(_taken, self._finish, batch, ticket, self._target)
+        finish, turn = self._finish, self._target.turn
+
+        def take() -> Any:
+            if turn._is_owned():  # type: ignore[attr-defined]  # the thread waits for this one
+                raise RuntimeError("next() was called within paused(), in which no image is decoded")
+            return finish(batch, ticket.take())
+
+        return take
 
     def close(self) -> None:
         """End the thread, after the batch that it decodes. This waits for it for seconds at most."""
@@ -86,12 +93,6 @@ class Ahead:
             self._queue.put(None)
             self._thread.join(_PATIENCE)
             self._thread = None
-
-
-def _taken(finish: Callable[[Any, Any], Any], batch: Any, ticket: Ticket, target: Target) -> Any:
-    if target.turn._is_owned():  # type: ignore[attr-defined]  # the thread waits for this one
-        raise RuntimeError("next() was called within paused(), in which no image is decoded: call it before")
-    return finish(batch, ticket.take())
 
 
 def _run(queue: SimpleQueue[weakref.ref[Ticket] | None]) -> None:

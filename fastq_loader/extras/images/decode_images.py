@@ -112,7 +112,7 @@ class DecodeImages(CropRule):
         """Return a copy whose results are on a device."""
         return replace(self, device=device)
 
-    def ahead(self) -> Ahead:
+    def start_ahead(self) -> Ahead:
         """Begin to decode in a thread, in the order of the batches. A loader does this for its transform."""
         assert self._target is not None, "results go to a device"
         return Ahead(self.decoded, self.result, self._target)

@@ -147,7 +147,7 @@ def test_a_fork_waits_for_the_batch() -> None:
 
 
 def test_decoding_pauses() -> None:
-    decoding = ON_CPU.ahead()
+    decoding = ON_CPU.start_ahead()
     batch = next(iter(loaded(Photos())))[0]
     try:
         with ON_CPU.paused():
