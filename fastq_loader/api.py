@@ -5,6 +5,7 @@ core that keeps these names and their meaning breaks no extra. Has no code; runs
 """
 
 from fastq_loader import options
+from fastq_loader.device import captures
 from fastq_loader.device.staging import CapturedCall
 from fastq_loader.device.transforms import members_of, normalize, rebuilt
 from fastq_loader.epoch import resources, samplers, saved

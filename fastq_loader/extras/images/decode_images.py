@@ -169,7 +169,7 @@ class DecodeImages(CropRule):
                     del files[number]
                     height, width = pixels.shape[1:]
                     cut = self.cut(height, width, seeds[number])
-                    images[number] = _cut_out(pixels, (height, width), cut, mode)
+                    images[number] = _cut_out(pixels, (height, width), cut, mode, in_floats=True)
         for number, file in files.items():
             source = Source(file, self.exif)
             size = source.height, source.width
@@ -194,16 +194,22 @@ class DecodeImages(CropRule):
             yield group
 
 
-def _cut_out(pixels: torch.Tensor, size: tuple[int, int], cut: Cut, mode: str) -> torch.Tensor:
+def _cut_out(
+    pixels: torch.Tensor, size: tuple[int, int], cut: Cut, mode: str, in_floats: bool = False
+) -> torch.Tensor:
     """Crop, resize and flip.
 
     Args:
         pixels: uint8, shape (3, height, width), of an image decoded at `size` or smaller.
         cut: for an image of this size.
+        in_floats: whether the resize computes in float32, because CUDA has no antialiased one for uint8.
     """
     top, left, height, width = cut.crop.scaled(pixels.shape[1] / size[0], pixels.shape[2] / size[1])
     part = pixels[None, :, top : top + height, left : left + width]
+    part = part.float() if in_floats else part
     resized = interpolate(part, cut.shape, mode=mode, antialias=mode != "nearest")[0]
+    if in_floats:
+        resized = resized.round_().clamp_(0, 255).to(torch.uint8)
     top, left, height, width = cut.middle
     result = resized[:, top : top + height, left : left + width]
     return result.flip(-1) if cut.flipped else result

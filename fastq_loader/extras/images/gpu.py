@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from fastq_loader import api
 from fastq_loader.extras.images.encoded import Encoded
 
 #: Where `decode_jpeg` takes a list of files for CUDA, and from which version on.
 _LIBRARIES = {"torchcodec": ("torchcodec.decoders", (0, 17)), "torchvision": ("torchvision.io", (0, 20))}
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_NON_BLOCKING = 1  # cudaStreamNonBlocking: it does not wait for the default stream
 
 
 @functools.cache
@@ -57,34 +57,22 @@ class Gpu:
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        self._driver: Any = ctypes.CDLL("libcuda.so.1")
-        with torch.cuda.device(self.device), self._relaxed():
-            torch.cuda.current_stream().query()  # the driver needs the device's context
-            stream = ctypes.c_void_p()
-            # Not one of torch's, which are handed out again after 32.
-            failed = self._driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING)
-        if failed:
-            raise RuntimeError(f"no stream to decode on: the CUDA driver's error {failed}")
-        self._stream = torch.cuda.ExternalStream(stream.value, self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self.device), api.captures.relaxed():
+            self.stream = _own_stream()
 
     @contextmanager
     def working(self) -> Iterator[None]:
         """Context in which this thread's work runs on the stream; it has run when the context is left. In it,
         the CUDA calls of this thread do not end the capture of a graph by another one."""
-        with self._relaxed(), torch.cuda.stream(self._stream):
+        with api.captures.relaxed(), torch.cuda.stream(self.stream):
             try:
                 yield
             finally:
-                self._stream.synchronize()
+                self.wait()
 
-    @contextmanager
-    def _relaxed(self) -> Iterator[None]:
-        mode = ctypes.c_int(_RELAXED)
-        self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-        try:
-            yield
-        finally:
-            self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    def wait(self) -> None:
+        """Wait until all work on the stream has run."""
+        self.stream.synchronize()
 
     def decode(self, files: Sequence[Encoded]) -> Sequence[torch.Tensor]:
         """Decode JPEG files, in `working`.
@@ -98,7 +86,7 @@ class Gpu:
         decode, _ = decoder()
         if decode is None:
             return ()
-        self._stream.synchronize()  # queued work still reads what is free already; see above
+        self.wait()  # queued work may still read what is free already; see above
         try:
             found: list[torch.Tensor] = decode([*map(_tensor, files)], device=self.device)
         except torch.OutOfMemoryError:
@@ -106,6 +94,14 @@ class Gpu:
         except RuntimeError:
             return ()
         return found
+
+
+def _own_stream() -> Any:
+    """A new stream of the current device. torch's own are handed out again after 32."""
+    create, handle = api.captures.runtime_function("cudaStreamCreateWithFlags"), ctypes.c_void_p()
+    if create is None or create(ctypes.byref(handle), _NON_BLOCKING):
+        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    return torch.cuda.ExternalStream(handle.value)  # type: ignore[no-untyped-call]
 
 
 def _tensor(file: Encoded) -> torch.Tensor:

@@ -1,0 +1,194 @@
+"""Images on a real GPU: its pixels beside pillow's, who waits for whom, and captures of graphs meanwhile."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from fastq_loader import DataLoader, Prefetcher, ToDevice
+from fastq_loader.extras.images import ahead, gpu, headers
+from fastq_loader.extras.images.gpu import Gpu
+from fastq_loader.images import DecodeImages, EncodedBatch, encoded
+from tests.support.gpu import MARKS, Guard, guarded, lag
+from tests.support.photographs import KINDS, file_of, photograph
+
+pytestmark = [*MARKS, pytest.mark.skipif(gpu.decoder()[0] is None, reason=gpu.decoder()[1])]
+BATCH, BATCHES = 32, 8
+JPEGS = [file_of(photograph(375, 500, seed), "JPEG") for seed in range(BATCH)]
+#: As JPEGS, of the same sizes.
+OTHERS = [file_of(255 - photograph(375, 500, seed), "JPEG") for seed in range(BATCH)]
+
+
+class Photographs(Dataset[Any]):
+    def __len__(self) -> int:
+        return BATCH * BATCHES
+
+    def __getitem__(self, index: int) -> Any:
+        return encoded((JPEGS, OTHERS)[index // BATCH % 2][index % BATCH], str(index)), index
+
+
+def batch_of(files: list[bytes]) -> EncodedBatch:
+    batch: EncodedBatch = default_collate([encoded(file, str(number)) for number, file in enumerate(files)])
+    return batch
+
+
+@pytest.fixture
+def device() -> Gpu:
+    """A GPU that has decoded before, so that its library is set up."""
+    made = Gpu(torch.device("cuda"))
+    with made.working():
+        assert made.decode(list(batch_of(JPEGS)))
+    return made
+
+
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
+def test_pixels_are_the_cpus(subsampling: str) -> None:
+    files = [file_of(photograph(375, 500, 3), "JPEG", subsampling=subsampling, quality=95)]
+    batch = batch_of([*files, *[make() for make in KINDS.values()]])
+    pixels = DecodeImages(64)
+    expected, found = pixels(batch), pixels.on_device(torch.device("cuda"))(batch)
+    assert found.is_cuda
+    differences = (found.cpu().int() - expected.int()).abs().float().mean(dim=(1, 2, 3)).tolist()
+    baseline = [file.header.kind == headers.BASELINE for file in batch]
+    assert sum(baseline) == 3
+    for difference, is_decoded_there in zip(differences, baseline, strict=True):
+        assert difference <= (2 if is_decoded_there else 0)
+
+
+@guarded
+def test_a_decode_waits_for_queued_work(guard: Guard, device: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decoder of this hardware writes at once; it is in data-centre GPUs."""
+    if torch.cuda.get_device_capability() not in [(8, 0), (9, 0), (10, 0)]:
+        pytest.skip("a GPU without a hardware decoder of JPEG: its decoder keeps the order")
+    with device.working():
+        expected = torch.stack([image.long().sum() for image in device.decode(list(batch_of(JPEGS)))])
+    wrong = 0
+    for _ in range(10):
+        with device.working():
+            images = device.decode(list(batch_of(JPEGS)))
+            lag(device.stream)
+            sums = torch.stack([image.long().sum() for image in images])
+            del images  # their memory is free now, and is read later
+            with monkeypatch.context() as patch:
+                guard.remove(patch, Gpu, "wait", lambda self: None)
+                device.decode(list(batch_of(OTHERS)))
+        wrong += not torch.equal(sums, expected)
+    with guard.outcome:
+        assert not wrong
+
+
+@guarded
+@pytest.mark.processes
+def test_a_batch_is_read_after_it_was_dropped(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is the thread's stream's, which uses it again only after the consumer's has read it."""
+    guard.remove(monkeypatch, ahead.Target, "received", lambda self, images: images)
+    pixels = DecodeImages(224, scale=None)
+    loader = DataLoader(
+        Photographs(),
+        BATCH,
+        num_workers=2,
+        device=ToDevice("cuda", transform=pixels),
+        persistent_workers=True,
+    )
+    expected = [images.long().sum().item() for images, _ in loader]
+    sums = []
+    for images, _ in loader:
+        lag(times=3)
+        sums.append(images.long().sum())
+        del images
+    with guard.outcome:
+        assert torch.stack(sums).tolist() == expected
+    loader.close()
+
+
+@pytest.mark.processes
+def test_a_thread_and_a_call_have_the_same_pixels() -> None:
+    pixels = DecodeImages(96, mean=(0.5,) * 3, std=(0.2,) * 3)
+    to_device = ToDevice("cuda", transform=pixels)
+
+    def loaded(**options: Any) -> list[Any]:
+        torch.manual_seed(0)
+        return list(DataLoader(Photographs(), BATCH, shuffle=True, **options))
+
+    expected = loaded(device=to_device)
+    found = loaded(device=to_device, num_workers=3)
+    torch.manual_seed(0)
+    prefetched = list(Prefetcher(DataLoader(Photographs(), BATCH, shuffle=True), to_device))
+    for (images, labels), *others in zip(expected, found, prefetched, strict=True):
+        for other_images, other_labels in others:
+            assert torch.equal(images, other_images)
+            assert torch.equal(labels, other_labels)
+
+
+def test_groups_bound_the_memory_of_a_batch() -> None:
+    def peak(group_bytes: int) -> int:
+        pixels = DecodeImages(32, group_bytes=group_bytes, device="cuda")
+        pixels(batch_of(JPEGS))
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        pixels(batch_of(JPEGS))
+        return torch.cuda.max_memory_allocated() - before
+
+    one = 3 * 375 * 500
+    assert peak(4 * one) <= 10 * one  # also a crop in float32
+    assert peak(BATCH * one) >= BATCH * one
+
+
+@pytest.mark.processes
+def test_out_of_memory_raises_at_its_batch_and_the_loop_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = DecodeImages(64, scale=None)
+    loader = DataLoader(Photographs(), BATCH, num_workers=2, device=ToDevice("cuda", transform=pixels))
+    batches = iter(loader)
+    first = next(batches)[0]
+    decode = gpu.Gpu.decode
+    failing = iter([True])
+
+    def full(self: Gpu, files: Any) -> Any:
+        if next(failing, False):
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+        return decode(self, files)
+
+    monkeypatch.setattr(Gpu, "decode", full)
+    seen, errors = 1, 0
+    while True:
+        try:
+            images, _ = next(batches)
+        except torch.OutOfMemoryError:
+            errors += 1
+        except StopIteration:
+            break
+        else:
+            seen += 1
+            assert images.shape == first.shape
+    assert (seen, errors) in {(BATCHES - 1, 1), (BATCHES, 0)}  # 0: all was decoded already
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_graphs_are_captured_while_images_are_decoded(mode: str) -> None:
+    pixels = DecodeImages(224)
+    loader = DataLoader(
+        Photographs(),
+        BATCH,
+        num_workers=2,
+        device=ToDevice("cuda", transform=pixels),
+        persistent_workers=True,
+    )
+    weight, inputs = torch.rand(64, 64, device="cuda"), torch.rand(64, 64, device="cuda")
+    expected, captured = weight @ inputs, 0
+    torch.cuda.synchronize()
+    while captured < 50:
+        for images, _ in loader:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode=mode):
+                outputs = weight @ inputs
+            graph.replay()
+            torch.testing.assert_close(outputs, expected)
+            assert images.shape == (BATCH, 3, 224, 224)
+            captured += 1
+    loader.close()
