@@ -279,7 +279,7 @@ class SimulatedDevice:
             memory.cell.shared.add(stream)
         else:
             # What a transform made on the side stream; None where it failed. A tuple: it runs in a thread.
-            batch = memory if memory is None or isinstance(memory, Batch) else memory[0]
+            batch = memory[0] if type(memory) is tuple else memory
             for part, _ in batch.parts if batch else ():
                 part.cell.shared.add(stream)
 
