@@ -6,7 +6,7 @@ and the capture with it. No call of ours takes part in a capture, so they are ma
 
 torch has no Python function for this. It is looked up in the libcudart that torch has loaded: a look-up in
 torch's extension module includes the libraries that it depends on. Where libcudart is part of another library
-(static linking), or there is none, nothing changes.
+(static linking), or is missing, nothing changes.
 """
 
 from __future__ import annotations

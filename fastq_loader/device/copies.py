@@ -49,7 +49,8 @@ class DeviceBackend(Protocol):
 
     def relaxed(self) -> AbstractContextManager[None]:
         """In the block, calls do not break a graph that another thread captures. The calls of `Copies` are
-        made in such a block, and the user's are not; those that page-lock memory do it by themselves."""
+        made in such a block, the user's outside of it; `register`, `unregister`, `prove` and `pinned` need
+        none."""
 
     def current_stream(self) -> Stream:
         """The stream on which the consumer queues its work now."""
@@ -214,7 +215,7 @@ class Copies:
         copy.delivered = True  # its blocks are returned even if an error follows
         if copy.over:
             self.free += copy.blocks
-        build, copy.build = copy.build, None  # what it holds is the batch's
+        build, copy.build = copy.build, None  # its leaves belong to the batch
         stager = self._stager
         stream = stager.current_stream()
         with stager.relaxed():
@@ -268,7 +269,7 @@ class Copies:
         self._statistics.copied(copy.nbytes, copy.began, self._stager.clock())
 
     def drain(self) -> list[int]:
-        """Wait until all copies that were begun have run. Those that were not delivered are dropped.
+        """Wait until all copies that were begun have run. Undelivered batches are dropped.
 
         Returns:
             The blocks of delivered batches; the other blocks may be written again as well.

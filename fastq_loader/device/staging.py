@@ -258,7 +258,7 @@ def _rebuilt(
     memory: torch.Tensor,
 ) -> Any:
     """The batch of a loader without workers whose bytes are in device memory."""
-    layout.fill_device(memory, leaves)
+    layout.on_device.fill(memory, leaves)
     arrived = [pickling.load(data, leaves) if data else moved(kept, memory.device) for data, kept in objects]
     return options.apply_transform(layout.build(leaves, iter(values), arrived))
 

@@ -31,6 +31,7 @@ import torch
 from fastq_loader.errors import ProtocolError
 from fastq_loader.memory.allocator import TYPESTR
 from fastq_loader.memory.blocks import SMALLEST
+from fastq_loader.packing.device_views import DeviceLeaf, DeviceViews
 from fastq_loader.system.interrupts import refuse_interrupt
 
 #: Encoded bytes of the specs that are remembered, plus `SPEC_BYTES` for each. They take 20 times as much
@@ -150,8 +151,7 @@ class BatchLayout:
         packet: the segments in the packet: (segment, start in the packet, end, view).
         large: the segments that each lie in a block: (segment, bytes, view).
         first_large: the (negative) index of the first of these in a handle's segments; None without any.
-        on_device: the leaves of the part that goes to a device: (leaf, dtype, shape, strides and offset in
-            elements).
+        on_device: the leaves of the part that goes to a device.
         packet_bytes, device_bytes, nbytes: size of the packet, of that part, and of all segments.
         tails: for each of a handle's segments but the packet, the bytes that follow its start.
         values, objects: number of plain values and of objects in the tree.
@@ -187,7 +187,7 @@ class BatchLayout:
                 raise ProtocolError(f"leaves of {reach} bytes in a segment of {size}")
 
     def _lay_out_device(self, offsets: Any) -> None:
-        self.on_device: list[tuple[int, torch.dtype, Any, Any, int]] = []
+        leaves: list[DeviceLeaf] = []
         self.device_bytes = 0
         for offset, size, members in zip(offsets, self.sizes, self.members, strict=True):
             if offset < 0:
@@ -196,12 +196,14 @@ class BatchLayout:
             for number in members:
                 leaf = self.leaves[number]
                 at = (offset + leaf.start) // leaf.dtype.itemsize
-                self.on_device.append((number, leaf.dtype, leaf.shape, leaf.steps, at))
+                plain = bool(leaf.count and leaf.shape and leaf.strides is None and len(members) == 1)
+                leaves.append(DeviceLeaf(number, leaf.dtype, leaf.shape, leaf.steps, at, plain))
+        self.on_device = DeviceViews(leaves)
 
     def _lay_out_host(self, offsets: Any) -> None:
         self.packet: list[tuple[int, int, int, View]] = []
         self.large: list[tuple[int, int, View]] = []
-        self.tails = [self.device_bytes] * bool(self.on_device)
+        self.tails = [self.device_bytes] * bool(self.on_device.leaves)
         self.packet_bytes = 0
         for segment, (size, offset) in enumerate(zip(self.sizes, offsets, strict=True)):
             if offset >= 0:
@@ -233,18 +235,6 @@ class BatchLayout:
         whole = torch.frombuffer(buffer, dtype=torch.uint8)
         for number in members:
             leaves[number] = self.leaves[number].within(whole)
-
-    def fill_device(self, memory: torch.Tensor, leaves: list[Any]) -> None:
-        """Make the leaves of the part for a device as views of `memory` there (uint8, `device_bytes` rounded
-        up to a multiple of 16)."""
-        typed: dict[torch.dtype, torch.Tensor] = {}
-        for number, dtype, shape, strides, at in self.on_device:
-            whole = typed.get(dtype)
-            if whole is None:
-                whole = typed[dtype] = memory.view(dtype)
-            # `data` has its own version counter: writing to one field must not invalidate what autograd saved
-            # from another.
-            leaves[number] = whole.as_strided(shape, strides, at).data
 
     # ---- the tree -----------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ class Unpacker:
                 raise ProtocolError(f"a handle names spec {handle.spec_id}, which its worker has not sent")
         else:
             spec = BatchLayout(handle.spec)
-            if spec.on_device and not self._for_device:
+            if spec.on_device.leaves and not self._for_device:
                 raise ProtocolError("a worker has packed a batch for a device, but batches stay on the host")
             specs.remember(handle.spec_id, spec, handle.spec)
         # Like `_replace`, but several times as fast.
@@ -103,7 +103,7 @@ class Unpacker:
         """The part of a batch that goes to a device: offset and size of its block, start in the block, and
         length. None if the batch has no such part. The handle comes from `learn`."""
         spec: BatchLayout = handle.spec
-        if not spec.on_device:
+        if not spec.on_device.leaves:
             return None
         return (*handle.segments[-len(spec.tails)], spec.device_bytes)
 
@@ -117,7 +117,7 @@ class Unpacker:
             ranges.append((handle.segments[0][0], handle.segments[0][2]))
         if (part := self.part(handle)) is not None:  # the gaps between its leaves have old bytes
             begin = part[0] + part[2]
-            for number, dtype, _, _, at in spec.on_device:
+            for number, dtype, _, _, at, _ in spec.on_device.leaves:
                 ranges.append((begin + at * dtype.itemsize, spec.leaves[number].reach))
         large = handle.segments[spec.first_large :] if spec.large else ()
         for (_, nbytes, _), (offset, _, start) in zip(spec.large, large, strict=True):
@@ -182,7 +182,7 @@ class Unpacker:
                 self._lease(spec, large, leaves)
         else:
             self._copy_out(spec, large, leaves)
-            spec.fill_device(memory, leaves)
+            spec.on_device.fill(memory, leaves)
         objects = self._objects(spec, pickled, leaves, memory) if spec.objects else ()
         return spec.build(leaves, iter(handle.values), objects)
 

@@ -64,9 +64,9 @@ def made_all(fields: list[Any], first: int, in_worker: bool) -> list[Any]:
 
 def check_layout(handle: BatchHandle) -> None:
     spec = handle.spec
-    there = {number for number, *_ in spec.on_device}
+    there = {leaf.number for leaf in spec.on_device.leaves}
     assert there == {number for number, leaf in enumerate(spec.leaves) if not leaf.array}
-    for number, dtype, _, _, at in spec.on_device:
+    for number, dtype, _, _, at, _ in spec.on_device.leaves:
         assert (at * dtype.itemsize - spec.leaves[number].start) % DEVICE_ALIGNMENT == 0
 
 
@@ -144,7 +144,7 @@ def test_what_lies_beside_a_tensor_in_its_block_is_not_overwritten(kind: str, pa
 )
 def test_tensors_go_over_and_all_else_stays_on_the_host(batch: Any, there: list[int], pair: Pair) -> None:
     handle = pair.arrive(pair.pack(lambda: batch))
-    assert [number for number, *_ in handle.spec.on_device] == there
+    assert [leaf.number for leaf in handle.spec.on_device.leaves] == there
     assert (pair.unpacker.part(handle) is None) == (not there)
     result = pair.deliver(handle)
     assert_same(batch, result)
