@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ def text_of(page: str) -> str:
 
 
 BLOCKS = {page: re.findall(r"```python\n(.*?)```", text_of(page), re.S) for page in PAGES}
+(PREFETCHERS,) = BLOCKS["fastq_loader/README.md"]
 FIRST, MY_DATA, RECIPES, COLLATE, GETITEMS = BLOCKS["README.md"]
 RAY = BLOCKS["fastq_loader/extras/remote/README.md"][0]
 RESUME, PREEMPTION = BLOCKS["fastq_loader/epoch/README.md"]
@@ -72,7 +74,7 @@ def run(block: str, **names: Any) -> dict[str, Any]:
 
 def test_there_is_no_block_that_is_not_run() -> None:
     found = {block for page, blocks in BLOCKS.items() if "TROUBLE" not in page for block in blocks}
-    assert found == {FIRST, MY_DATA, RECIPES, COLLATE, GETITEMS, RAY, RESUME, PREEMPTION}
+    assert found == {PREFETCHERS, FIRST, MY_DATA, RECIPES, COLLATE, GETITEMS, RAY, RESUME, PREEMPTION}
     for room in ("bench", "fastq_loader", "tests"):
         pages = [str(page.relative_to(ROOT)) for page in ROOT.joinpath(room).rglob("*.md")]
         assert {page for page in pages if "```python" in text_of(page)} <= {*PAGES}
@@ -129,6 +131,18 @@ def test_the_functions_of_the_recipes_run() -> None:
         assert torch.equal(torch.cat(list(loader)), photographs)
     with DataLoader(Table(), 4, num_workers=1, collate_fn=identity) as loader:
         assert [labels.tolist() for _, labels in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("name", ["prefetched", pytest.param("by_hand", marks=pytest.mark.gpu)])
+def test_the_prefetchers_give_the_loaders_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one by hand on a GPU, the other over a simulated device."""
+    if (on_gpu := name == "by_hand") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    loader = torch.utils.data.DataLoader(Images(10), 3, pin_memory=on_gpu)
+    with nullcontext() if on_gpu else late_device(monkeypatch):
+        batches = list(run(PREFETCHERS, torch=torch)[name](loader, "cuda"))
+    for expected, batch in zip(loader, batches, strict=True):
+        assert all(torch.equal(here, there.cpu()) for here, there in zip(expected, batch, strict=True))
 
 
 def test_the_loader_over_ray_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
