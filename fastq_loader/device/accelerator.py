@@ -350,8 +350,8 @@ class TorchBackend:
         interface = {"version": 3, "data": (address, False), "shape": (nbytes,), "typestr": "|u1"}
         return torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=interface)))
 
-    def fill(self, memory: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
-        ctypes.memmove(memory.data_ptr(), source.data_ptr(), nbytes)  # by one thread, see `page_lock`
+    def fill(self, memory: torch.Tensor, start: int, address: int, nbytes: int) -> None:
+        ctypes.memmove(memory.data_ptr() + start, address, nbytes)  # by one thread, see `page_lock`
 
     def pageable(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # even if torch's default device differs

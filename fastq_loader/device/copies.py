@@ -108,10 +108,10 @@ class DeviceBackend(Protocol):
         """Allocate ordinary host memory."""
 
     def view(self, address: int, nbytes: int) -> Memory:
-        """Wrap existing host memory for `copy_async` and `fill`."""
+        """Wrap existing host memory for `copy_async`."""
 
-    def fill(self, memory: Memory, source: Memory, nbytes: int) -> None:
-        """Copy `nbytes` within host memory, synchronously."""
+    def fill(self, memory: Memory, start: int, address: int, nbytes: int) -> None:
+        """Copy `nbytes` from an address to host memory, from `start` on, synchronously."""
 
 
 @dataclass(eq=False, slots=True)

@@ -428,8 +428,8 @@ class SerialStaging:
 
     def _fill_buffer(self, nbytes: int, segments: list[_Segment]) -> Buffer:
         """Return a buffer filled with these segments."""
-        stager, buffer = self.session.stager, self._buffers.take(nbytes)
+        buffer = self._buffers.take(nbytes)
         for start, end, offset in segments:
-            if size := end - start:
-                stager.fill(buffer.memory[offset : offset + size], stager.view(start, size), size)
+            if end > start:
+                self.session.stager.fill(buffer.memory, offset, start, end - start)
         return buffer

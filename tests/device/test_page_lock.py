@@ -154,7 +154,7 @@ ONE_THREAD = """
     large = torch.empty(1 << 20)
     before = threads()
     page_locked([large] * 3, None, lambda tensor, pin_memory: torch.empty_like(tensor))
-    TorchBackend.fill(None, torch.empty_like(large), large, large.nbytes)
+    TorchBackend.fill(None, torch.empty_like(large), 0, large.data_ptr(), large.nbytes)
     assert threads() == before, "a copy started threads"
     torch.empty_like(large).copy_(large)
     assert threads() > before, "this torch copies with one thread, so the test shows nothing"

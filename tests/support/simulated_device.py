@@ -321,10 +321,6 @@ class SimulatedDevice:
     def view(self, address: int, nbytes: int) -> Host:
         return Host(nbytes, address)
 
-    def fill(self, memory: Host, source: Host, nbytes: int) -> None:
-        assert source.address is not None
-        memory.value = self.blocks[source.address]
-
 
 def _expect(cell: Cell, value: Value) -> None:
     if cell.value != value:
