@@ -94,10 +94,13 @@ FILE = re.compile(r"\.(c|html|json|jsonl|md|pem|png|py|pyi|toml|txt|yml)$")
 FRAMEWORKS = ("fastq_loader.extras.frameworks", "fastq_loader.integrations")
 PATCHES = {f"{room}.{name}" for room in FRAMEWORKS for name in ("accelerate", "fabric")}
 #: Packages that need not be installed.
-OPTIONAL = {"accelerate", "lightning", "ray"}
+OPTIONAL = {"accelerate", "grain", "lightning", "monai", "ray", "spdl", "torchdata"}
+#: By these names the page for those who come from other loaders means DALI's functions, and webdataset.
+OPTIONAL |= {"fn", "wds"}
 #: What variables in the prose are.
 VARIABLES: dict[str, Any] = {
     "loader": DataLoader,
+    "iterator": LoaderIterator,
     "worker_info": WorkerInfo,
     "sampler": torch.utils.data.DistributedSampler,
     "loss": torch.Tensor,

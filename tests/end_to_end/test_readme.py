@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,20 +19,21 @@ from torch.utils.data import Dataset
 import fastq_loader
 from fastq_loader import DataLoader, RayWorkers
 from fastq_loader.__main__ import find, main
+from fastq_loader.images import DecodeImages
 from tests.conftest import ROOT
 from tests.support.datasets import Sized, identity
 from tests.support.late_device import late_device
 
+
+def found_in(room: str) -> list[Path]:
+    """Its pages; those of the bench's results are tables that it wrote."""
+    return sorted(page for page in ROOT.joinpath(room).rglob("*.md") if "results" not in page.parts)
+
+
 #: The programs of the page of troubleshooting have a test of their own.
 PAGES = [
-    *("README.md", "fastq_loader/README.md", "fastq_loader/TROUBLESHOOTING.md"),
-    *(
-        "fastq_loader/extras/remote/README.md",
-        "fastq_loader/epoch/README.md",
-        "bench/README.md",
-        "tests/README.md",
-    ),
-    *("CHANGELOG.md", ".github/CONTRIBUTING.md", ".github/SECURITY.md"),
+    *("README.md", "CHANGELOG.md", ".github/CONTRIBUTING.md", ".github/SECURITY.md"),
+    *(str(page.relative_to(ROOT)) for room in ("bench", "fastq_loader", "tests") for page in found_in(room)),
 ]
 
 
@@ -42,9 +43,19 @@ def text_of(page: str) -> str:
 
 BLOCKS = {page: re.findall(r"```python\n(.*?)```", text_of(page), re.S) for page in PAGES}
 (PREFETCHERS,) = BLOCKS["fastq_loader/README.md"]
-FIRST, MY_DATA, RECIPES, COLLATE, GETITEMS = BLOCKS["README.md"]
+FIRST, MY_DATA, RECIPES = BLOCKS["README.md"]
 RAY = BLOCKS["fastq_loader/extras/remote/README.md"][0]
 RESUME, PREEMPTION = BLOCKS["fastq_loader/epoch/README.md"]
+SLOW, GETITEMS, COLLATE = BLOCKS["fastq_loader/extras/insight/README.md"]
+BAD, REPLAY = BLOCKS["fastq_loader/reading/README.md"]
+#: With the names that the README's recipes import.
+BY_TASK = {
+    "slow": [SLOW],
+    "bad": [BAD, REPLAY],
+    "device": BLOCKS["fastq_loader/device/README.md"],
+    "cached": BLOCKS["fastq_loader/extras/cached/README.md"],
+    "images": BLOCKS["fastq_loader/extras/images/README.md"],
+}
 
 
 class Images(Sized, Dataset[Any]):
@@ -74,10 +85,34 @@ def run(block: str, **names: Any) -> dict[str, Any]:
 
 def test_there_is_no_block_that_is_not_run() -> None:
     found = {block for page, blocks in BLOCKS.items() if "TROUBLE" not in page for block in blocks}
-    assert found == {PREFETCHERS, FIRST, MY_DATA, RECIPES, COLLATE, GETITEMS, RAY, RESUME, PREEMPTION}
+    of_tasks = {block for blocks in BY_TASK.values() for block in blocks}
+    assert found == {
+        PREFETCHERS,
+        FIRST,
+        MY_DATA,
+        RECIPES,
+        COLLATE,
+        GETITEMS,
+        RAY,
+        RESUME,
+        PREEMPTION,
+        *of_tasks,
+    }
     for room in ("bench", "fastq_loader", "tests"):
         pages = [str(page.relative_to(ROOT)) for page in ROOT.joinpath(room).rglob("*.md")]
         assert {page for page in pages if "```python" in text_of(page)} <= {*PAGES}
+
+
+def test_the_readme_is_short_and_leads_to_each_task() -> None:
+    text = text_of("README.md")
+    assert len(text.splitlines()) <= 140
+    imports, *recipes = RECIPES.split("\n\n")
+    assert "import" in imports
+    assert len(recipes) == 10
+    assert all(recipe.startswith("# ") and len(recipe.splitlines()) <= 5 for recipe in recipes)
+    assert {"GPU", "cache", "stop and resume", "too slow"} <= set(re.findall(r"\[([^]]*)\]\(", text))
+    linked = set(re.findall(r"\]\(([^)#:]+)", text))
+    assert {page for page in PAGES if page.startswith("fastq_loader/")} <= linked, "a page that nobody finds"
 
 
 @pytest.mark.processes
@@ -102,19 +137,33 @@ def test_the_first_comparison_runs(
     assert re.search(r"^fastq_loader gives [\d.]+ times torch's batches per second\.", printed, re.M)
 
 
-@pytest.mark.processes
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-def test_the_recipes_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Over a simulated device; the search for the fastest setting takes a second instead of thirty."""
+@pytest.fixture
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], dict[str, Any]]]:
+    """What recipes have as given, over a simulated device; the search for the fastest setting takes a second
+    instead of thirty."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fastq_loader, "tune", partial(fastq_loader.tune, seconds=1, progress=False))
     names = {"mean": [0.5] * 3, "std": [0.25] * 3, "torch": torch, "train": train}
     with late_device(monkeypatch):
-        run(RECIPES, dataset=Images(), images=Images(), **names)
-    assert Path("epoch.json").stat().st_size > 0
+        yield lambda: {**names, "dataset": Images(), "images": Images()}
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_the_recipes_run(given: Callable[[], dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    run(RECIPES, **given())
     assert "Nothing can be said yet" in capsys.readouterr().out, "of a loader that has not been iterated"
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.parametrize("task", BY_TASK)
+def test_the_page_of_a_task_runs(task: str, given: Callable[[], dict[str, Any]]) -> None:
+    for block in BY_TASK[task]:
+        names = {**vars(fastq_loader), "DecodeImages": DecodeImages, **given()}
+        run(block, **{**names, "loader": DataLoader(Images(), 64, schedule="dynamic")})
+    if task == "slow":
+        assert Path("epoch.json").stat().st_size > 0
 
 
 @pytest.mark.processes
