@@ -109,7 +109,7 @@ def test_the_readme_is_short_and_leads_to_each_task() -> None:
     imports, *recipes = RECIPES.split("\n\n")
     assert "import" in imports
     assert len(recipes) == 10
-    assert all(recipe.startswith("# ") and len(recipe.splitlines()) <= 5 for recipe in recipes)
+    assert all("# " in recipe and len(recipe.splitlines()) <= 5 for recipe in recipes)
     assert {"GPU", "cache", "stop and resume", "too slow"} <= set(re.findall(r"\[([^]]*)\]\(", text))
     linked = set(re.findall(r"\]\(([^)#:]+)", text))
     assert {page for page in PAGES if page.startswith("fastq_loader/")} <= linked, "a page that nobody finds"
@@ -126,8 +126,9 @@ def test_the_first_lines_run(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_first_comparison_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the folder of the file, whose name the commands have."""
-    Path(tmp_path, "my_data.py").write_text(f"from {__name__} import Images as MyDataset\n{MY_DATA}")
+    """In the folder of the file, whose name the commands have. It has imports of its own."""
+    mine = f"from {__name__} import Images as MyDataset"
+    Path(tmp_path, "my_data.py").write_text(f"from torch.utils.data import DataLoader\n{mine}\n{MY_DATA}")
     monkeypatch.syspath_prepend(str(tmp_path))
     _, command = re.findall(r"^    python -m fastq_loader (.*)$", text_of("README.md"), re.M)
     assert type(find("my_data:make_loader")()) is torch.utils.data.DataLoader
