@@ -116,6 +116,6 @@ def take() -> int:
 
 
 def mixed(*parts: int | bytes) -> int:
-    """A number of 63 bits that depends on all parts; other parts give other numbers, as far as 63 bits go."""
+    """A hash of 63 bits of all parts."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -41,8 +41,8 @@ def is_program() -> bool:
 
 
 def forget() -> None:
-    """In an interpreter that will only fork: drop the functions that run at its end. They are for what it has
-    made (a folder, a measurement), and its children, which call what they register themselves, share that."""
+    """Drop the exit handlers of an interpreter that only forks. They clean up what it has made (a folder, a
+    measurement), which its children share; these call the handlers that they register themselves."""
     finalizers, clear = map(resolve_name, ("weakref:finalize._registry", "atexit:_clear"))
     for finalizer in finalizers:
         finalizer.atexit = False

@@ -21,7 +21,7 @@ _NAMESPACES = "cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "time_fo
 
 
 def rights() -> Hashable:
-    """What the program may do: its ids, capabilities and filters, its namespaces and its root folder."""
+    """Rights of the program: its ids, capabilities and filters, its namespaces and its root folder."""
     root = os.stat("/")
     return (
         (os.getresuid(), os.getresgid(), frozenset(os.getgroups()), root.st_dev, root.st_ino),

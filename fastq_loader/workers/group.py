@@ -105,9 +105,7 @@ class WorkerGroup:
         self.holder, self.offer_claim = claims.holder, claims.offer  # called for every batch
         self._pool.start(arena, folder, self.token, base_seed, shared_seed)
         # The zmq context has threads, so it is made after the forks.
-        frame_at = partial(
-            _frame_at, arena.mapping, len(self.workers)
-        )  # refers to none of the user's objects
+        frame_at = partial(_frame_at, arena.mapping, len(self.workers))  # holds no object of the user's
         self._socket = ConsumerSocket(folder, len(self.workers), self.token, frame_at)
         self.send_frame, self.receive = self._socket.send_frame, self._socket.receive
         _in_use.add(self._socket)

@@ -150,7 +150,7 @@ class Stopping:
         try:
             self._attend()
         except Exception:
-            if left == len(self._after):  # it is none of theirs: waiting for workers fails, and would again
+            if left == len(self._after):  # waiting itself fails, and would fail again
                 self._abandon()
             self._run()  # do the rest before raising it
             raise

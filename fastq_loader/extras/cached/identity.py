@@ -212,7 +212,7 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     if isinstance(value, FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # it is empty yet
+            with contextlib.suppress(ValueError):  # still empty
                 yield name, cell.cell_contents
         yield from (("defaults", value.__defaults__), ("keyword defaults", value.__kwdefaults__))
     if not isinstance(value, type):

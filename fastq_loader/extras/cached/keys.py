@@ -14,7 +14,7 @@ from typing import Any
 
 #: Types that marshal writes as the same bytes in every process and version of Python.
 PLAIN = frozenset((int, str, bytes, float, bool, type(None)))
-#: A tuple that begins with it is no argument of a user's: it marks what is not plain.
+#: First item of a tuple that stands for a value that is not plain. Arguments of users never begin with it.
 _MARK = ...
 _MANY = inspect.Parameter.VAR_KEYWORD
 

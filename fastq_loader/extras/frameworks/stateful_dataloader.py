@@ -1,6 +1,6 @@
 """torchdata's `StatefulDataLoader`, by its name and with its arguments, as a subclass of our loader.
 
-Runs in the consumer. The methods for states are those of `DataLoader`.
+Runs in the consumer. States are saved and loaded by the methods of `DataLoader`.
 """
 
 from __future__ import annotations
