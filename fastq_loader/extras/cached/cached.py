@@ -17,11 +17,10 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from functools import partial
 from multiprocessing import reduction
 from multiprocessing.context import get_spawning_popen
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastq_loader.api import (
     CacheStatistics,
@@ -29,16 +28,15 @@ from fastq_loader.api import (
     NotCached,
     UnpicklableError,
     attributes,
-    calls,
     pickling,
     process_id,
     sample_seeds,
 )
-from fastq_loader.extras.cached import counters, folder, handover, identity, memory, values
+from fastq_loader.extras.cached import handover, identity, mark, memory, values
 from fastq_loader.extras.cached.draws import Draws, generators_of
 from fastq_loader.extras.cached.keys import Keys
-from fastq_loader.extras.cached.limits import bytes_of, is_part
-from fastq_loader.extras.cached.process import ProcessMemory
+from fastq_loader.extras.cached.limits import bytes_of
+from fastq_loader.extras.cached.places import Options, Place, open_place
 
 _entering = threading.RLock()  # for the first use in a process
 
@@ -63,39 +61,6 @@ def _let_go() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_let_go)
-
-
-class _Clear:
-    """The method `clear`: `cached.clear(path)` on the class, `clear()` on an instance."""
-
-    def __get__(self, instance: cached | None, owner: type) -> Callable[..., None]:
-        return _remove if instance is None else partial(_remove, instance._options.path)
-
-
-def _remove(path: str | os.PathLike[str] | None) -> None:
-    """Remove the folder of a cache. Processes that have it open can use it until they end.
-
-    Raises:
-        ValueError: the cache has no path; or this is no folder of a cache.
-        FileNotFoundError: there is no such folder.
-    """
-    if path is None:
-        raise ValueError("cached: this cache has no path; it is freed with the last process that uses it")
-    folder.remove(os.fspath(path))
-
-
-class _Options(NamedTuple):
-    limit: int | str
-    nbytes: int
-    name: str | None
-    path: str | None
-    version: str | int | None
-    copy: bool
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other programs may have the same values."""
-        return self.name is not None or self.path is not None
 
 
 class cached:
@@ -145,7 +110,6 @@ class cached:
         RuntimeError: `name` or `path` needs a system call that this system or sandbox lacks.
     """
 
-    clear = _Clear()
     __qualname__: str
 
     def __init__(
@@ -166,7 +130,7 @@ class cached:
             )
         path = None if path is None else os.path.abspath(path)
         nbytes = bytes_of(limit, path, is_shared=name is not None or path is not None)
-        self._options = _Options(limit, nbytes, name, path, version, copy)
+        self._options = Options(limit, nbytes, name, path, version, copy)
         self._of: Any = None
         self._function: Any = function
         if isinstance(function, MethodType):
@@ -175,7 +139,17 @@ class cached:
         self._set_function()
         if identity.holds_nothing(function) and not self._options.is_shared:
             self._number = handover.register(self, self._name)
-        self._open()
+        self._place = open_place(self._options, self._function, self._name)
+
+    @staticmethod
+    def clear(path: str | os.PathLike[str]) -> None:
+        """Remove the folder of a cache. Processes that have it open can use it until they end.
+
+        Raises:
+            ValueError: this is no folder of a cache.
+            FileNotFoundError: there is no such folder.
+        """
+        mark.remove(os.fspath(path))
 
     def _set_function(self) -> None:
         self._number = 0  # which cache of its function this is, in the order of a module
@@ -196,32 +170,7 @@ class cached:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
 
-    # ---- where the values lie -------------------------------------------------------------------------
-
-    def _open(self) -> None:
-        options = self._options
-        self._source: Any = None  # keeps named memory open for other processes
-        self._store: Any
-        if lacking := calls.missing(for_workers=False):
-            if options.is_shared:
-                raise RuntimeError(
-                    f"cached: name= and path= need {lacking}, which this system or sandbox lacks; without "
-                    "them each process has its own values"
-                )
-            self._store, self._counters = ProcessMemory(options.nbytes), counters.Counters(-1)
-            return
-        try:
-            self._store, self._source = _opened(self._function, self._name, options)
-        except folder.Differs as error:
-            where = f"name={options.name!r}" if options.path is None else f"path={options.path!r}"
-            text = "Use another name or path, or remove the folder with cached.clear(path)"
-            raise ValueError(f"cached: {where} holds something else: {error}. {text}") from None
-        is_literal = not is_part(options.limit)
-        holds = self._store.set_limit(options.nbytes, is_literal)
-        if is_literal and holds > options.nbytes:
-            text = f"limit={options.limit!r} is not used: the cache has had {holds} bytes since it was made"
-            warnings.warn(f"cached: {self._name}: {text}", stacklevel=3)
-        self._counters = counters.Counters(counters.create())
+    # ---- whose values these are ---------------------------------------------------------------------------
 
     def _enter(self) -> Any:
         """Begin to use the cache in this process. Returns the object, which may be used for this one call."""
@@ -229,12 +178,12 @@ class cached:
         with _entering:
             if self._pid == process_id.current():
                 return of
-            if self._number and (handed := handover.received(self.handed_as())):
-                self._store, self._counters = _attached(*handed)
+            if self._number and (handed := handover.received(self.handed_as())) >= 0:
+                self._place = Place(handed)
             if self._prefix is None:
                 self._prefix = self._identity() if self._options.is_shared else b""
             self.let_go()
-            self._counters.enter()
+            self._place.counters.enter()
             self._pid = process_id.current()
         return of
 
@@ -244,16 +193,15 @@ class cached:
             return identity.digest_of(self._function, cached), self._number
         return None
 
-    def descriptors(self) -> list[int]:
-        """The descriptors of the memory and of the counters; with a path of the counters alone."""
-        return [fd for fd in (getattr(self._store, "fd", -1), self._counters.fd) if fd >= 0]
-
-    # ---- whose values these are ---------------------------------------------------------------------------
+    @property
+    def fd(self) -> int:
+        """Descriptor of the memory; -1: there is none that processes share."""
+        return self._place.fd
 
     def _identity(self) -> bytes:
         function = self._function if self._of is None else MethodType(self._function, self._object())
         code = identity.source_of(function).code if self._options.name is not None else ""
-        return self._digest(function) + code.encode()
+        return self._digest(function) + f"{code} {self._options.version!r} ".encode()
 
     def _digest(self, part: Any) -> bytes:
         """Digest of a function or an object. With a version, one that holds more than plain data has none."""
@@ -306,17 +254,18 @@ class cached:
             key = self._digest_of_instance(args[0]) + self._keys.key((None, *args[1:]), kwargs)
         else:
             key = self._prefix + self._keys.key(args, kwargs)  # type: ignore[operator]
-        is_damaged = False
+        is_damaged, place = False, self._place
         try:
-            found = self._store.get(key, self._options.copy)
+            found = place.store.get(key, self._options.copy)
             if found is not None:
-                value = _decoded(found)
-                self._counters.add("hits")
+                pickled, parts = found
+                value = values.decode(pickled, parts, renews=True)
+                place.counters.add("hits")
                 return value
         except Exception as error:  # also of a class that cannot be found any more
             is_damaged = True
             self._warn_of_damage(error)
-        self._counters.add("misses")
+        place.counters.add("misses")
         return self._compute(key, args, kwargs, is_damaged)
 
     def _compute(self, key: bytes, args: tuple[Any, ...], kwargs: dict[str, Any], is_damaged: bool) -> Any:
@@ -327,7 +276,7 @@ class cached:
             self.let_go()
             drew, is_ours = draws.since()
         if drew:
-            self._counters.add("random" if is_ours else "busy")
+            self._place.counters.add("random" if is_ours else "busy")
             if is_ours:
                 who, why = f"draws from {', '.join(drew)}", "they would be the same in every epoch"
                 self._hint_refusal(who, f"{why}. Wrap only the part that draws no random numbers")
@@ -335,24 +284,24 @@ class cached:
         try:
             encoded = values.Encoded(value)
         except (UnpicklableError, RuntimeError) as error:
-            self._counters.add("refused")
+            self._place.counters.add("refused")
             self._hint_refusal("returns a value that cannot be pickled", str(error))
             return value
         if not self._options.copy and encoded.has_tensors:
             text = "returns tensors, which cannot be read-only: use copy=True, or return arrays"
             raise TypeError(f"cached: {self.__qualname__}() {text}")
-        self._counters.add(self._add(key, encoded, is_damaged))
+        self._place.counters.add(self._add(key, encoded, is_damaged))
         if not draws.are_all_known:
             text = (
                 "holds more than was searched for generators: if it draws, its values repeat in every epoch"
             )
             self._hint(text, LoaderHint)
-        found = None if self._options.copy else self._store.get(key, False)
+        found = None if self._options.copy else self._place.store.get(key, False)
         return value if found is None else values.decode(*found)  # the read-only one
 
     def _add(self, key: bytes, encoded: values.Encoded, replace: bool) -> str:
         try:
-            stored: str = self._store.add(key, encoded, replace)
+            stored: str = self._place.store.add(key, encoded, replace)
             return stored
         except ValueError as error:
             self._warn_of_damage(error)
@@ -371,8 +320,8 @@ class cached:
         return self._generators
 
     def _warn_of_damage(self, error: Exception) -> None:
-        first = not self._counters.sums()["damaged"]
-        self._counters.add("damaged")
+        first = not self._place.counters.sums()["damaged"]
+        self._place.counters.add("damaged")
         if first:
             where = f" of the folder {self._options.path!r}" if self._options.path else ""
             text = f"a value{where} cannot be read and is computed again: {type(error).__name__}: {error}"
@@ -382,13 +331,13 @@ class cached:
         self._hint(f"{does}, so its values are not stored: {why}", NotCached)
 
     def _hint(self, text: str, kind: type[LoaderHint]) -> None:
-        if self._counters.is_first_hint():
+        if self._place.counters.is_first_hint():
             warnings.warn(f"cached: {self.__qualname__}() {text}", kind, stacklevel=5)
 
     def statistics(self) -> CacheStatistics:
-        """Counts of the cache so far, of all processes that share this object."""
-        nbytes, number, limit = self._store.usage()
-        counts = self._counters.sums()
+        """Counts of the cache so far, of all processes that share this object, or its name."""
+        nbytes, number, limit = self._place.store.usage()
+        counts = self._place.counters.sums()
         return CacheStatistics(function=self._name, bytes=nbytes, values=number, limit=limit, **counts)
 
     def __repr__(self) -> str:
@@ -408,22 +357,19 @@ class cached:
         self.let_go()
         kept = "_options", "_function", "_in_class", "_prefix"
         state = {name: vars(self)[name] for name in kept} | {"_of": self._object()}
-        if get_spawning_popen() is not None and self._counters.fd >= 0:
-            state["descriptors"] = [reduction.DupFd(fd) for fd in self.descriptors()]
+        if get_spawning_popen() is not None and self.fd >= 0:
+            state["fd"] = reduction.DupFd(self.fd)
         return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        descriptors = [duplicate.detach() for duplicate in state.pop("descriptors", ())]
+        fd = state.pop("fd").detach() if "fd" in state else -1
         self._function, self._of = state["_function"], state["_of"]
         self._set_function()
         vars(self).update(state)
-        self._source = None
-        if len(descriptors) == 2:
-            self._store, self._counters = _attached(*descriptors)
+        if fd >= 0 and self._options.path is None:
+            self._place = Place(fd)
         else:  # perhaps on another machine: a cache in memory begins empty
-            self._open()
-            for counted in descriptors:
-                self._counters = counters.Counters(counted)
+            self._place = open_place(self._options, self._function, self._name, fd)
 
     def __copy__(self) -> cached:
         return self
@@ -438,42 +384,8 @@ class cached:
         if made._of is not of or made._function is not self._function:
             made._set_function()
             made._in_class = self._in_class
-            made._open()
+            made._place = open_place(made._options, made._function, made._name)
         return made
-
-
-def _decoded(found: memory.Found) -> Any:
-    """Decode a value. Encoded images in it are new samples: their seeds are not the stored ones."""
-    reading = sample_seeds.reading
-    reading.renews = True
-    try:
-        return values.decode(*found)
-    finally:
-        reading.renews = False
-
-
-def _attached(shared: int, counted: int) -> tuple[memory.Memory, counters.Counters]:
-    return memory.Memory(shared), counters.Counters(counted)
-
-
-def _opened(function: Any, function_name: str, options: _Options) -> tuple[Any, Any]:
-    """Open the memory or the folder. Returns it, and an object that keeps it open for other processes."""
-    if not options.is_shared:
-        return memory.Memory(memory.create(options.nbytes)), None
-    source = identity.source_of(function)
-    if source.code and not source.file and options.version is None:
-        raise ValueError(f"cached: {function_name} is in no file: a path= or name= needs version= with it")
-    about = {"function": function_name, "version": options.version}
-    if options.path is not None:
-        return folder.open_at(options.path, {**about, **source._asdict()}, options.nbytes), None
-    from fastq_loader.extras.share import named  # its imports fail on other systems
-
-    make = partial(memory.create, options.nbytes)
-    try:
-        held, kept_open = named.descriptor(str(options.name), about, make)
-    except named.Differs as error:
-        raise folder.Differs(f"it is of {error.about}") from None
-    return memory.Memory(os.dup(held)), kept_open
 
 
 #: Largest number of nested datasets that are searched for caches.

@@ -17,8 +17,8 @@ from fastq_loader.api import BESIDE, process_id
 
 _made: Counter[str] = Counter()
 _caches: weakref.WeakSet[Any] = weakref.WeakSet()
-#: In a worker: the consumer's descriptors.
-_handed: dict[Any, list[int]] = {}
+#: In a worker: the consumer's descriptors, by the names of the caches.
+_handed: dict[Any, int] = {}
 
 
 def register(cache: Any, name: str) -> int:
@@ -28,27 +28,26 @@ def register(cache: Any, name: str) -> int:
     return _made[name]
 
 
-def received(handed_as: Any) -> list[int]:
-    """Copies of the descriptors for a cache; none if the consumer has no such cache."""
-    return [os.dup(fd) for fd in _handed.get(handed_as, ())]
+def received(handed_as: Any) -> int:
+    """A copy of the descriptor for a cache; -1 if the consumer has no such cache."""
+    return os.dup(_handed[handed_as]) if handed_as in _handed else -1
 
 
 class _HandOver:
     def __reduce__(self) -> Any:
-        caches = list(_caches) if get_spawning_popen() is not None else []
-        handed = {cache.handed_as(): [reduction.DupFd(fd) for fd in cache.descriptors()] for cache in caches}
+        caches = [cache for cache in _caches if cache.fd >= 0] if get_spawning_popen() is not None else []
+        handed = {cache.handed_as(): reduction.DupFd(cache.fd) for cache in caches}
         handed.pop(None, None)
-        return _receive, (process_id.current(), handed)
+        return _receive, (process_id.pid, handed)
 
 
 def _receive(consumer: int, handed: dict[Any, Any]) -> None:
-    for name, several in handed.items():
-        descriptors = [each.detach() for each in several]
-        if consumer == process_id.current() or name in _handed:
-            for fd in descriptors:
-                os.close(fd)
+    for name, duplicate in handed.items():
+        fd = duplicate.detach()
+        if consumer == process_id.pid or name in _handed:
+            os.close(fd)
         else:
-            _handed[name] = descriptors
+            _handed[name] = fd
 
 
 BESIDE.append(_HandOver())

@@ -2,7 +2,8 @@
 
 Runs in every process that calls a cached function, on any of its threads. Freed with its last process.
 
-    header      one page of 64-bit words: end of the data, levels of the index, limit, number of values
+    counters    of `counters.Counters`
+    header      one page of 64-bit words: see `_DATA` and what follows it
     index       levels of buckets of eight words; level k has twice as many as level k - 1
     data        records (`values.record`), one after the other
 
@@ -16,35 +17,33 @@ not get a lock soon stores nothing.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
+import io
 import mmap
 import os
 import struct
-import threading
 import time
+import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from fastq_loader.api import calls, locks, process_id
-from fastq_loader.extras.cached import values
+from fastq_loader.api import calls, locks
+from fastq_loader.extras.cached import counters, values
 
 #: What became of a value.
 STORED, FULL, BUSY = "stored", "full", "busy"
-#: Head and buffers of a value: the arguments of `values.decode`.
-Found = tuple[bytes, list[np.ndarray]]
 
 _PAGE, _WORD, _ALIGNMENT = 4096, 8, 64
-_DATA, _END, _LEVELS, _LIMIT, _COUNT = range(0, 5 * _WORD, _WORD)  # offsets of the header's words
-_BUCKET, _BUCKETS = 64, 64  # bytes of a bucket, and buckets of level 0
-_WORDS = struct.Struct("<8Q")
+_HEADER, _INDEX = counters.NBYTES, counters.NBYTES + _PAGE
+#: Words of the header: where the data begin, their bytes, the levels of the index beyond the first, the
+#: limit, the number of values, and the size of the file.
+_DATA, _END, _LEVELS, _LIMIT, _COUNT, _SIZE = range(6)
+_BUCKET, _BUCKETS = struct.Struct("<8Q"), 64  # a bucket, and how many are in level 0
 _PLACE_BITS = 40
 _PLACE_MASK = (1 << _PLACE_BITS) - 1
-#: The index may take this part of the limit, of addresses; of memory it takes some 16 bytes for a value.
-_INDEX_SHARE = 4
+#: The index may take this part of the limit, of addresses; of memory it takes some 16 bytes for a value. The
+#: memory may take this part of what the system lets a process have of addresses and a file of bytes.
+_SHARE = 4
 #: Seconds that a writer waits for another one, which may be off the CPU, and seconds between two attempts.
 PATIENCE, GLANCE = 0.1, 50e-6
 #: Offsets of locks: of the header, and of the first key. No bytes are there.
@@ -55,157 +54,127 @@ class Memory:
     """One process's access to the memory of a cache.
 
     Args:
-        fd: descriptor from `create`, which this object will close.
+        fd: descriptor from `create`, which the caller keeps open.
+
+    Raises:
+        OSError: the address space is used up.
     """
 
     def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._map: memoryview | None = None
-        self._data = self._word(_DATA)
-        with contextlib.suppress(OSError, ValueError):  # the address space, or the size of files, is limited
-            self._map = memoryview(mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ))
-        self._thread = threading.RLock()
-        self._pid, self._is_storing = process_id.current(), False
+        self._fd = fd
+        self._map_all()
+
+    def _map_all(self) -> None:
+        self._map = memoryview(mmap.mmap(self._fd, 0, mmap.MAP_SHARED, mmap.PROT_READ))
+        self._words = self._map[_HEADER:_INDEX].cast("Q")
 
     # ---- reading ----------------------------------------------------------------------------------
 
-    def get(self, key: bytes, copy: bool) -> Found | None:
+    def get(self, key: bytes, copy: bool) -> values.Found | None:
         """Look up the value of a key, in new memory or in a read-only view of the memory."""
-        hashed, mapped = _hash(key), self._map
-        tag = hashed >> _PLACE_BITS
-        for level in range(self._word(_LEVELS), -1, -1):
-            at = _bucket(level, hashed)
-            words = self._bucket_at(at) if mapped is None else _WORDS.unpack_from(mapped, at)
-            for word in words:
-                if word >> _PLACE_BITS == tag and word:
-                    found = self._value(key, (word & _PLACE_MASK) * _ALIGNMENT, copy)
+        if self._words[_SIZE] > len(self._map):  # another process has a larger limit
+            self._map_all()
+        hashed = zlib.crc32(key)
+        tag = _tag(hashed)
+        for level in range(self._words[_LEVELS], -1, -1):
+            for word in _BUCKET.unpack_from(self._map, _bucket(level, hashed)):
+                if word >> _PLACE_BITS == tag:
+                    found = values.read(self._map, (word & _PLACE_MASK) * _ALIGNMENT, key, copy)
                     if found is not None:
                         return found
         return None
 
-    def _value(self, key: bytes, place: int, copy: bool) -> Found | None:
-        if self._map is not None:
-            try:
-                return values.read(self._map[place:], key, copy, check=False)
-            except ValueError:  # beyond the map: another process has a larger limit
-                pass
-        nbytes = values.length_of(os.pread(self.fd, values.HEADER_BYTES, place))
-        return values.read(memoryview(os.pread(self.fd, nbytes, place)), key, copy, check=False)
-
-    def _bucket_at(self, at: int) -> tuple[int, ...]:
-        return _WORDS.unpack(os.pread(self.fd, _BUCKET, at))
-
-    def _word(self, at: int) -> int:
-        word = os.pread(self.fd, _WORD, at) if self._map is None else self._map[at : at + _WORD]
-        return int.from_bytes(word, "little")
+    @property
+    def limit(self) -> int:
+        """Largest total size of the records, in bytes."""
+        return self._words[_LIMIT]
 
     def usage(self) -> tuple[int, int, int]:
         """Bytes of the records, their number, and the limit."""
-        return self._word(_END), self._word(_COUNT), self._word(_LIMIT)
-
-    def set_limit(self, limit: int, is_literal: bool) -> int:
-        """Set the limit, if there is none yet or this is a larger number of bytes. Returns the limit."""
-        before = self._word(_LIMIT)
-        if not before or (is_literal and limit > before):
-            self._set(_LIMIT, limit)
-        return self._word(_LIMIT)
+        return self._words[_END], self._words[_COUNT], self.limit
 
     # ---- writing ----------------------------------------------------------------------------------
+
+    def enlarge(self, limit: int) -> None:
+        """Use a larger limit."""
+        size = self._words[_DATA] + limit
+        os.pwrite(self._fd, b"\0", size - 1)  # also beside another process that does it, never smaller
+        self._set(_SIZE, size)
+        self._set(_LIMIT, limit)
 
     def add(self, key: bytes, encoded: values.Encoded, replace: bool = False) -> str:
         """Store a value, unless another process or thread stores this key.
 
         Returns:
-            STORED; FULL: no room; BUSY: it is there already, or a lock was not free in time.
+            STORED; FULL: no room; BUSY: it is there already, or a lock was not free in time, which another
+            thread has, or the code that a signal handler interrupted.
 
         Raises:
             OSError: memory is used up.
         """
-        if self._pid != process_id.current():  # another thread may have had the lock during the fork
-            self._thread, self._pid, self._is_storing = threading.RLock(), process_id.current(), False
-        with self._thread:
-            if self._is_storing:  # a signal handler, inside of `add`
-                return BUSY
-            self._is_storing = True
+        # Opened and closed by `with`, in C: no interrupt leaves a lock.
+        with io.FileIO(f"/proc/self/fd/{self._fd}", "r+") as file:
+            owner, hashed = file.fileno(), zlib.crc32(key)
             try:
-                # Opened and closed by `with`, in C: no interrupt leaves a lock.
-                with open(f"/proc/self/fd/{self.fd}", "r+b", buffering=0) as owner:
-                    return self._add(owner.fileno(), key, encoded)
+                if not locks.try_lock(owner, _KEY_LOCKS + hashed, 1) or self.get(key, copy=False):
+                    return BUSY
+                return self._store(owner, hashed, *values.record(key, encoded))
             finally:
-                self._is_storing = False
+                locks.unlock(owner, 0, 0)  # all: a child of a fork may have the descriptor
 
-    def _add(self, owner: int, key: bytes, encoded: values.Encoded) -> str:
-        hashed = _hash(key)
+    def _store(self, owner: int, hashed: int, pieces: list[Any], nbytes: int) -> str:
+        nbytes += -nbytes % _ALIGNMENT
+        if not _lock_header(owner):
+            return BUSY
+        at = self._words[_END]
+        if at + nbytes > self.limit:
+            return FULL
+        self._set(_END, at + nbytes)
+        locks.unlock(owner, _HEADER_LOCK, 1)
+        place, became = self._words[_DATA] + at, BUSY
         try:
-            if not locks.try_lock(owner, _KEY_LOCKS + (hashed >> 2), 1) or self.get(key, copy=False):
-                return BUSY
-            pieces, nbytes = values.record(key, encoded, checked=False)
-            nbytes += -nbytes % _ALIGNMENT
-            if not self._lock_header(owner):
-                return BUSY
-            at = self._word(_END)
-            if at + nbytes > self._word(_LIMIT):
-                return FULL
-            self._set(_END, at + nbytes)
-            locks.unlock(owner, _HEADER_LOCK, 1)
-            stored = False
-            try:
-                write_all(self.fd, pieces, self._data + at)
-                stored = self._lock_header(owner) and self._enter(hashed, self._data + at)
-            finally:
-                if not stored:
-                    self._give_back(owner, at, nbytes)
-            return STORED if stored else FULL
+            write_all(self._fd, pieces, place)
+            if _lock_header(owner):
+                became = self._enter(hashed, place)
+            return became
         finally:
-            locks.unlock(owner, 0, 0)  # all: a child of a fork may have the descriptor
+            if became != STORED:  # room goes back to the system; and to the cache, if it is the last
+                calls.punch_hole(self._fd, place, nbytes)
+                if _lock_header(owner) and self._words[_END] == at + nbytes:
+                    self._set(_END, at)
 
-    def _enter(self, hashed: int, place: int) -> bool:
-        levels = self._word(_LEVELS)
+    def _enter(self, hashed: int, place: int) -> str:
+        """Write the word of a record into the index."""
+        levels = self._words[_LEVELS]
         for level in range(levels + 2):
             at = _bucket(level, hashed)
-            if at + _BUCKET > self._data:
-                return False
-            words = self._bucket_at(at)
+            if at + _BUCKET.size > self._words[_DATA]:
+                break
+            words = _BUCKET.unpack_from(self._map, at)
             if 0 in words:
-                word = hashed >> _PLACE_BITS << _PLACE_BITS | place // _ALIGNMENT
                 if level > levels:
                     self._set(_LEVELS, level)
-                self._set(_COUNT, self._word(_COUNT) + 1)
-                self._set(at + words.index(0) * _WORD, word)
-                return True
-        return False
+                self._set(_COUNT, self._words[_COUNT] + 1)
+                word = _tag(hashed) << _PLACE_BITS | place // _ALIGNMENT
+                self._write_word(at + words.index(0) * _WORD, word)
+                return STORED
+        return FULL
 
-    def _give_back(self, owner: int, at: int, nbytes: int) -> None:
-        """Give room back to the system; and to the cache, if it is the last."""
-        calls.punch_hole(self.fd, self._data + at, nbytes)
-        if self._lock_header(owner) and self._word(_END) == at + nbytes:
-            self._set(_END, at)
+    def _set(self, which: int, word: int) -> None:
+        self._write_word(_HEADER + which * _WORD, word)
 
-    def _set(self, at: int, word: int) -> None:
-        os.pwrite(self.fd, word.to_bytes(_WORD, "little"), at)
-
-    def _lock_header(self, owner: int) -> bool:
-        return in_time(partial(locks.try_lock, owner, _HEADER_LOCK, 1), PATIENCE)
-
-    def close(self) -> None:
-        fd, self.fd = self.fd, -1
-        self._map = None  # unmapped with the last array that views it
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        if "fd" in vars(self):
-            self.close()
+    def _write_word(self, at: int, word: int) -> None:
+        os.pwrite(self._fd, word.to_bytes(_WORD, "little"), at)
 
 
 def create(limit: int) -> int:
-    """Make memory for so many bytes of records. Returns a descriptor."""
+    """Make memory for counters, and for so many bytes of records. Returns a descriptor."""
+    allowed = [most // _SHARE for name in ("AS", "FSIZE") if (most := calls.limit_of(name)) is not None]
+    limit = min(limit, *allowed, 1 << 62)
     fd = calls.memfd_create("fastq_loader.cache")
-    levels = max(2, (limit // _INDEX_SHARE // _PAGE).bit_length())
-    data = _PAGE << levels
-    os.pwrite(fd, data.to_bytes(_WORD, "little"), _DATA)
-    with contextlib.suppress(OSError):  # under `ulimit -f` it grows, and is not mapped
-        os.ftruncate(fd, data + limit)  # so that it can be mapped; only written pages take memory
+    data = _INDEX + (_PAGE << max(2, (limit // _SHARE // _PAGE).bit_length()))
+    os.ftruncate(fd, data + limit)  # so that it can be mapped; only written pages take memory
+    os.pwrite(fd, struct.pack("<6Q", data, 0, 0, limit, 0, data + limit), _HEADER)  # as `_DATA`, ... say
     return fd
 
 
@@ -219,14 +188,19 @@ def in_time(attempt: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _hash(key: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+def _lock_header(owner: int) -> bool:
+    return in_time(partial(locks.try_lock, owner, _HEADER_LOCK, 1), PATIENCE)
+
+
+def _tag(hashed: int) -> int:
+    """The part of a hash that the index has. Never 0, which is a free word."""
+    return (hashed >> 8) | 1
 
 
 def _bucket(level: int, hashed: int) -> int:
     """Offset of the bucket for a key in a level."""
     buckets = _BUCKETS << level
-    return _PAGE + (buckets - _BUCKETS + hashed % buckets) * _BUCKET
+    return _INDEX + (buckets - _BUCKETS + hashed % buckets) * _BUCKET.size
 
 
 def write_all(fd: int, pieces: list[Any], at: int) -> None:

@@ -1,9 +1,12 @@
 """Encodes values as bytes, and decodes them: to a copy that equals the function's result.
 
-Runs in every process that calls a cached function. A value is a pickle and the bytes of its tensors, arrays,
-texts and images, which are read by one copy into new memory each time. A record is these with their key.
+Runs in every process that calls a cached function. A value is a pickle, and beside it the bytes of its
+tensors, arrays, texts and images, which are read by one copy into new memory each time. A record is these
+with their key.
 
-    record      lengths, checksum, sizes of the buffers, key, pickle; then the buffers, each aligned
+    record      lengths, checksum, key, table of the parts, pickle; then the parts, each aligned
+
+A tensor, array or text alone has no pickle.
 """
 
 from __future__ import annotations
@@ -19,26 +22,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastq_loader.api import PLAIN_DTYPES, is_leaf, pickling
+from fastq_loader.api import PLAIN_DTYPES, is_leaf, pickling, sample_seeds
 
-#: Kinds of buffers, which decide how a buffer is decoded.
-_TENSOR, _ARRAY, _BYTES, _TEXT, _IMAGE = "tabsi"
+#: Kinds of parts, which decide how a part is decoded.
+_TENSOR, _ARRAY, _BYTES, _TEXT = "tabs"
 #: Bytes and texts that are shorter stay in the pickle.
 _SHORT = 1024
 _DTYPES = {name: dtype for dtype, name in PLAIN_DTYPES.items()}
+_BYTE = np.dtype(np.uint8)
 _ALIGNMENT = 64
-#: Length in bytes, checksum of what follows, number of buffers, lengths of the key and of the pickle.
-_HEADER = struct.Struct("<QIIII")
-HEADER_BYTES = _HEADER.size
+#: Length in bytes, checksum of what follows, lengths of the key, of the table and of the pickle.
+_HEADER = struct.Struct("<QIIQQ")
+#: A pickle and the parts of a value: the arguments of `decode`.
+Found = tuple[bytes, list[Any]]
 
 
 class Encoded:
     """A value as bytes.
 
     Attributes:
-        head: a pickle; or what describes the only buffer, by marshal.
-        buffers: the bytes of tensors, arrays, long texts and images.
-        has_tensors: whether some of them are tensors'.
+        pickled: a pickle; empty if the value is its only part.
+        table: for each part its kind, its size in bytes, and what else decoding needs; of types for marshal.
+        parts: the bytes of tensors, arrays, long texts and images.
 
     Raises:
         UnpicklableError: a part cannot be pickled, or would come back as something else; names the part.
@@ -46,13 +51,16 @@ class Encoded:
     """
 
     def __init__(self, value: Any) -> None:
-        self.buffers: list[memoryview] = []
-        self.has_tensors = False
-        self._numbers: dict[
-            int, Any
-        ] = {}  # id of an object → its description, and the object, to keep the id
-        alone = self.described(value) if type(value) in (torch.Tensor, np.ndarray, bytes, str) else None
-        self.head = self._pickled(value) if alone is None else marshal.dumps(alone, 2)
+        self.table: list[tuple[Any, ...]] = []
+        self.parts: list[memoryview] = []
+        # Object's id → its description in the pickle, and the object, to keep the id.
+        self._described: dict[int, Any] = {}
+        alone = type(value) in _PARTS and self.described(value) is not None
+        self.pickled = b"" if alone else self._pickled(value)
+
+    @property
+    def has_tensors(self) -> bool:
+        return any(kind == _TENSOR for kind, *_ in self.table)
 
     def _pickled(self, value: Any) -> bytes:
         file = io.BytesIO()
@@ -72,19 +80,19 @@ class Encoded:
 
     def described(self, value: Any) -> Any:
         """The description of a part that is stored as its bytes; None if it must be pickled."""
-        if (known := self._numbers.get(id(value))) is not None:
+        if (known := self._described.get(id(value))) is not None:
             return known[0]
         kind = type(value)
         if kind in (bytes, str) and len(value) < _SHORT:
             return None
-        part = _PARTS.get(kind, _image_part)(value)
-        if part is None:
+        made = _PARTS[kind](value) if kind in _PARTS else _image_part(value)
+        if made is None:
             return None
-        about, data = part
-        self.has_tensors |= about[0] == _TENSOR
-        described = (about[0], len(self.buffers), *about[1:])
-        self.buffers.append(data)
-        self._numbers[id(value)] = described, value
+        about, data, *image = made
+        described: Any = (len(self.parts), *image) if image else len(self.parts)
+        self.table.append((about[0], data.nbytes, *about[1:]))
+        self.parts.append(data)
+        self._described[id(value)] = described, value
         return described
 
 
@@ -138,8 +146,8 @@ def _image_part(value: Any) -> Any:
             raise pickle.PicklingError("PIL loses the palette's transparency; return image.copy()")
         return None
     exif = getattr(value, "_exif", None)
-    about = _IMAGE, value.mode, value.size, value.info, palette, exif and exif.tobytes()
-    return about, memoryview(value.tobytes())
+    pixels = memoryview(value.tobytes())
+    return (_BYTES,), pixels, value.mode, value.size, value.info, palette, exif and exif.tobytes()
 
 
 _PARTS: dict[type, Any] = {
@@ -157,46 +165,65 @@ def _bytes_of(array: Any) -> memoryview:
 # ---- back ------------------------------------------------------------------------------------------------
 
 
-def decode(head: bytes, buffers: list[np.ndarray]) -> Any:
-    """Decode a value; its tensors and arrays use the memory of the buffers.
+def decode(pickled: bytes, parts: list[Any], renews: bool = False) -> Any:
+    """Decode a value.
+
+    Args:
+        pickled, parts: from `read`.
+        renews: whether encoded images in it are new samples, whose seeds are not the stored ones.
 
     Raises:
         Exception: whatever unpickling raises.
     """
-    if head[0] != 0x80:  # not a pickle
-        return _made(marshal.loads(head), buffers)
-    return _Unpickler(head, buffers).load()
+    if not pickled:
+        return parts[0]
+    reading = sample_seeds.reading
+    reading.renews = renews
+    try:
+        return _Unpickler(pickled, parts).load()
+    finally:
+        reading.renews = False
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, head: bytes, buffers: list[np.ndarray]) -> None:
-        super().__init__(io.BytesIO(head))
-        self._buffers = buffers
-        self._made: dict[int, Any] = {}
+    def __init__(self, pickled: bytes, parts: list[Any]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._parts = parts
 
     def persistent_load(self, described: Any) -> Any:
-        number = described[1]
-        if number not in self._made:
-            self._made[number] = _made(described, self._buffers)
-        return self._made[number]
+        if type(described) is int:
+            return self._parts[described]
+        number, *image = described
+        if type(self._parts[number]) is bytes:
+            self._parts[number] = _image(self._parts[number], *image)
+        return self._parts[number]
 
 
-def _made(described: Any, buffers: list[np.ndarray]) -> Any:
-    kind, number, *about = described
-    data = buffers[number]
-    if kind == _TENSOR:
-        name, shape, strides = about
-        dtype = _DTYPES[name]
-        flat = torch.from_numpy(data).view(dtype) if data.size else torch.empty(0, dtype=dtype)
-        return flat.as_strided(shape, strides)
-    if kind == _ARRAY:
-        name, shape, strides = about
-        return np.ndarray(shape, name, data, strides=strides)
-    if kind == _BYTES:
-        return data.tobytes()
-    if kind == _TEXT:
-        return data.tobytes().decode("utf-8", "surrogatepass")
-    return _image(data.tobytes(), *about)
+def _tensor(
+    data: memoryview, at: int, nbytes: int, copy: bool, name: str, shape: Any, strides: Any
+) -> torch.Tensor:
+    dtype = _DTYPES[name]
+    if not nbytes:
+        return torch.empty_strided(shape, strides, dtype=dtype)
+    flat = torch.frombuffer(np.ndarray((nbytes,), _BYTE, data, at).copy(), dtype=dtype)
+    return flat.as_strided(shape, strides)
+
+
+def _array(
+    data: memoryview, at: int, nbytes: int, copy: bool, name: str, shape: Any, strides: Any
+) -> np.ndarray:
+    made: np.ndarray = np.ndarray(shape, _dtype(name), data, at, strides)
+    return made.copy("K") if copy else made
+
+
+_dtype = functools.cache(np.dtype)
+#: Called with the memory, the place of the part, its size, whether to copy, and the rest of the table.
+_MADE: dict[str, Any] = {
+    _TENSOR: _tensor,
+    _ARRAY: _array,
+    _BYTES: lambda data, at, nbytes, copy: bytes(data[at : at + nbytes]),
+    _TEXT: lambda data, at, nbytes, copy: str(data[at : at + nbytes], "utf-8", "surrogatepass"),
+}
 
 
 def _image(data: bytes, mode: str, size: Any, info: Any, palette: Any, exif: bytes | None) -> Any:
@@ -216,61 +243,54 @@ def _image(data: bytes, mode: str, size: Any, info: Any, palette: Any, exif: byt
 # ---- records ---------------------------------------------------------------------------------------------
 
 
-def record(key: bytes, encoded: Encoded, checked: bool) -> tuple[list[Any], int]:
+def record(key: bytes, encoded: Encoded, checked: bool = False) -> tuple[list[Any], int]:
     """A value with its key, and perhaps a checksum. Returns the pieces that follow each other, and their size
     in bytes."""
-    sizes = _sizes(len(encoded.buffers)).pack(*[data.nbytes for data in encoded.buffers])
-    pieces: list[Any] = [sizes, key, encoded.head]
-    nbytes = HEADER_BYTES + len(sizes) + len(key) + len(encoded.head)
-    for data in encoded.buffers:
+    table, pickled = marshal.dumps(encoded.table, 2), encoded.pickled
+    pieces: list[Any] = [b"".join((key, table, pickled))]
+    nbytes = _HEADER.size + len(pieces[0])
+    for data in encoded.parts:
         pieces += [bytes(-nbytes % _ALIGNMENT), data]
         nbytes += -nbytes % _ALIGNMENT + data.nbytes
     checksum = 0
     for piece in pieces if checked else ():
         checksum = zlib.crc32(piece, checksum)
-    lengths = len(encoded.buffers), len(key), len(encoded.head)
-    return [_HEADER.pack(nbytes, checksum, *lengths), *pieces], nbytes
+    return [_HEADER.pack(nbytes, checksum, len(key), len(table), len(pickled)), *pieces], nbytes
 
 
-@functools.cache
-def _sizes(count: int) -> struct.Struct:
-    return struct.Struct(f"<{count}Q")
-
-
-def length_of(header: Any) -> int:
-    """Length in bytes of the record that begins with these bytes."""
-    length: int = _HEADER.unpack_from(header)[0]
-    return length
-
-
-def read(record: memoryview, key: bytes, copy: bool, check: bool) -> tuple[bytes, list[np.ndarray]] | None:
-    """The arguments of `decode`; None if the record is of another key.
+def read(data: memoryview, at: int, key: bytes, copy: bool, check: bool = False) -> Found | None:
+    """The arguments of `decode`; None if the record is of another key. Runs no code of the user's.
 
     Args:
-        record: the record, and perhaps what follows it.
+        data: the memory in which the record lies.
+        at: where it begins.
         key: the key.
-        copy: whether the buffers are in new memory.
+        copy: whether arrays are in new memory.
         check: whether to compare the checksum.
 
     Raises:
         ValueError: the record is damaged.
     """
-    try:
-        length, checksum, count, key_bytes, head_bytes = _HEADER.unpack_from(record)
-        sizes = _sizes(count).unpack_from(record, HEADER_BYTES)
-    except struct.error as error:
-        raise ValueError(f"a value is cut off: {error}") from None
-    at = HEADER_BYTES + 8 * count
-    if record[at : at + key_bytes] != key:
-        return None
-    at += key_bytes
-    head, buffers = record[at : at + head_bytes].tobytes(), []
-    at += head_bytes
-    if length > len(record) or (check and zlib.crc32(record[HEADER_BYTES:length]) != checksum):
+    if check and not _is_whole(data, at):
         raise ValueError("the checksum of a value is wrong")
-    for size in sizes:
-        at += -at % _ALIGNMENT
-        buffer = np.frombuffer(record, np.uint8, size, at)
-        buffers.append(buffer.copy() if copy else buffer)
-        at += size
-    return head, buffers
+    _, _, key_bytes, table_bytes, pickle_bytes = _HEADER.unpack_from(data, at)
+    start = at + _HEADER.size
+    end = start + key_bytes
+    if data[start:end] != key:
+        return None
+    table = marshal.loads(data[end : end + table_bytes])
+    end += table_bytes + pickle_bytes
+    pickled, parts = bytes(data[end - pickle_bytes : end]) if pickle_bytes else b"", []
+    for kind, nbytes, *about in table:
+        end += (at - end) % _ALIGNMENT
+        parts.append(_MADE[kind](data, end, nbytes, copy, *about))
+        end += nbytes
+    return pickled, parts
+
+
+def _is_whole(data: memoryview, at: int) -> bool:
+    """Whether a record has its length and checksum."""
+    if at + _HEADER.size > len(data):
+        return False
+    length, checksum, *_ = _HEADER.unpack_from(data, at)
+    return len(data) >= at + length and zlib.crc32(data[at + _HEADER.size : at + length]) == int(checksum)

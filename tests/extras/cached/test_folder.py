@@ -21,7 +21,9 @@ import pytest
 pytest.importorskip("lmdb")
 
 from fastq_loader.extras.cached import folder as folders
-from fastq_loader.extras.cached.folder import Differs, Folder
+from fastq_loader.extras.cached import mark as marks
+from fastq_loader.extras.cached.folder import Folder
+from fastq_loader.extras.cached.mark import Differs
 from fastq_loader.extras.cached.memory import BUSY, STORED
 from tests.extras.cached.test_memory import check, get, left_usable, put, value_of
 from tests.support.forking import end_of, fork, in_child
@@ -38,9 +40,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(path: Path, limit: int = LIMIT, **about: Any) -> Folder:
-    store = folders.open_at(str(path), {**ABOUT, **about}, limit)
-    store.set_limit(limit, is_literal=True)
-    return store
+    return folders.open_at(str(path), {**ABOUT, **about}, limit, is_literal=True)
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_a_child_of_a_thread_that_reads_has_no_values(store: Folder) -> None:
     def child() -> None:
         assert get(store, 1) is None
         assert put(store, 2, value_of(2)) == BUSY
-        assert store.usage() == (0, 0, 0)
+        assert store.usage() == (0, 0, LIMIT)
 
     def read(transaction: Any) -> str:
         assert end_of(fork(child)) == 0
@@ -180,7 +180,7 @@ def test_a_writer_that_is_stopped_in_its_transaction_holds_nobody_up(
     os.read(ready, 1)
     assert put(store, 2, value_of(2)) == BUSY
     assert get(store, 1) is None
-    assert store.usage() == (0, 0, 0)
+    assert store.usage() == (0, 0, LIMIT)
     os.kill(pid, signal.SIGKILL)
     end_of(pid)
     assert put(store, 2, value_of(2)) == STORED
@@ -196,6 +196,7 @@ def test_an_interrupt_at_any_moment_leaves_no_lock(store: Folder) -> None:
 
 def test_a_folder_is_opened_once_in_a_process_and_by_any_name(path: Path) -> None:
     store = opened(path)
+    put(store, 1, value_of(1))
     (path.parent / "link").symlink_to(path)
     assert opened(path.parent / "link") is store
     with pytest.raises(Differs, match="its version is 1, and here it is 2"):
@@ -206,8 +207,7 @@ def test_a_folder_is_opened_once_in_a_process_and_by_any_name(path: Path) -> Non
 
 
 @pytest.mark.processes
-def test_a_map_that_another_process_enlarged_is_followed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "_SPARE", 1 << 16)
+def test_a_map_that_another_process_enlarged_is_followed(path: Path) -> None:
     store = opened(path, 1 << 16)
     put(store, 1, value_of(1))
 
@@ -339,11 +339,11 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(path: Path, tmp
     (path / "data.mdb").write_text("a file of the user's")
     with pytest.raises(Differs, match=r"not a cache of this library, and has a 'data.mdb'"):
         opened(path)
-    with pytest.raises(Differs, match="it is not a cache"):
-        folders.remove(str(path))
+    with pytest.raises(Differs, match=r"is not a cache.*use another path"):
+        marks.remove(str(path))
     assert [each.name for each in path.iterdir()] == ["data.mdb"]
     (tmp_path / "file").write_text("a file of the user's")
-    with pytest.raises(Differs, match="it is a file"):
+    with pytest.raises(Differs, match="is a file"):
         opened(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "a file of the user's"
 
@@ -400,7 +400,7 @@ def test_a_folder_on_a_network_is_refused(path: Path, monkeypatch: pytest.Monkey
 def test_a_folder_that_is_removed_serves_those_that_have_it(path: Path) -> None:
     store = opened(path)
     put(store, 1, value_of(1))
-    folders.remove(str(path))
+    marks.remove(str(path))
     assert not path.exists()
     other = opened(path)
     assert (check(store, [1]), check(other, [1])) == (1, 0)

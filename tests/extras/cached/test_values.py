@@ -40,8 +40,8 @@ def reader(value: Any) -> Any:
     pieces, nbytes = values.record(b"key", values.Encoded(value), checked=True)
     record = memoryview(b"".join(pieces))
     assert len(record) == nbytes
-    assert values.read(record, b"another key", copy=True, check=True) is None
-    return lambda: values.decode(*values.read(record, b"key", copy=True, check=True))  # type: ignore[misc]
+    assert values.read(record, 0, b"another key", copy=True, check=True) is None
+    return lambda: values.decode(*values.read(record, 0, b"key", copy=True, check=True))  # type: ignore[misc]
 
 
 def again(value: Any) -> Any:

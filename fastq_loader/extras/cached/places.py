@@ -1,0 +1,108 @@
+"""Where the values of a cache lie: in memory of its own, in memory with a name, in a folder, or in a process.
+
+Runs in the program, and in each process that gets a cache.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+from functools import partial
+from typing import Any, NamedTuple
+
+from fastq_loader.api import calls
+from fastq_loader.extras.cached import counters, folder, identity, memory
+from fastq_loader.extras.cached.limits import is_part
+from fastq_loader.extras.cached.process import ProcessMemory
+
+
+class Options(NamedTuple):
+    """The arguments of `cached`; `nbytes` is the limit in bytes."""
+
+    limit: int | str
+    nbytes: int
+    name: str | None
+    path: str | None
+    version: str | int | None
+    copy: bool
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other programs may have the same values."""
+        return self.name is not None or self.path is not None
+
+
+class Place:
+    """The values of a cache, and the counters of all processes that have it.
+
+    Args:
+        fd: descriptor of the memory, closed with this object; -1: there is none that processes share.
+        store: the values, if they lie elsewhere.
+        source: keeps named memory open for other processes.
+
+    Attributes:
+        fd: the same.
+        store: `memory.Memory`, or what has its methods.
+        counters: counts of calls.
+    """
+
+    def __init__(self, fd: int, store: Any = None, source: Any = None) -> None:
+        self.fd, self._source = fd, source
+        nbytes = counters.NBYTES
+        self.counters = counters.Counters(bytearray(nbytes) if fd < 0 else mmap.mmap(fd, nbytes))
+        self.store: Any = memory.Memory(fd) if store is None else store
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+def open_place(options: Options, function: Any, name: str, fd: int = -1) -> Place:
+    """Make or open a place.
+
+    Args:
+        options: of the cache.
+        function, name: the function, and its name.
+        fd: memory for the counters, if another process has it.
+
+    Raises:
+        RuntimeError, ValueError, OSError: see `cached`.
+    """
+    if lacking := calls.missing(for_workers=False):
+        if options.is_shared:
+            raise RuntimeError(
+                f"cached: name= and path= need {lacking}, which this system or sandbox lacks; without "
+                "them each process has its own values"
+            )
+        return Place(-1, ProcessMemory(options.nbytes))
+    if not options.is_shared:
+        return Place(memory.create(options.nbytes))
+    source = identity.source_of(function)
+    if source.code and not source.file and options.version is None:
+        raise ValueError(f"cached: {name} is in no file: a path= or name= needs version= with it")
+    about, is_literal = {"function": name, "version": options.version}, not is_part(options.limit)
+    if options.path is None:
+        place = _named(str(options.name), about, options.nbytes, is_literal)
+    else:
+        about |= source._asdict()
+        store = folder.open_at(options.path, about, options.nbytes, is_literal)
+        place = Place(memory.create(0) if fd < 0 else fd, store)
+    if is_literal and (holds := place.store.limit) > options.nbytes:
+        text = f"limit={options.limit!r} is not used: the cache has had {holds} bytes since it was made"
+        warnings.warn(f"cached: {name}: {text}", stacklevel=4)
+    return place
+
+
+def _named(name: str, about: dict[str, Any], nbytes: int, is_literal: bool) -> Place:
+    from fastq_loader.extras.share import named  # its imports fail on other systems
+
+    try:
+        held, source = named.descriptor(name, about, partial(memory.create, nbytes))
+    except named.Differs as error:
+        text = f"cached: name={name!r} holds something else: it is of {error.about}. Use another name"
+        raise ValueError(text) from None
+    place = Place(os.dup(held), source=source)
+    if is_literal and nbytes > place.store.limit:
+        place.store.enlarge(nbytes)
+    return place
