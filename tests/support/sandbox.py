@@ -67,10 +67,13 @@ def refuse(*names: str) -> None:
             raise OSError(ctypes.get_errno(), "prctl")
 
 
-def mounted(folder: str, options: str = "") -> bool:
-    """Whether this process, and those that it starts from now on, see an empty tmpfs in place of a folder."""
+def mounted(folder: str, options: str = "", remount: bool = False) -> bool:
+    """Whether this process, and those that it starts from now on, see an empty tmpfs in place of a folder; or
+    can only read the one that they have seen there."""
     library = ctypes.CDLL(None)
-    new_namespace, recursive_and_private = 0x20000, 0x4000 | 1 << 18
+    new_namespace, recursive_and_private, read_only = 0x20000, 0x4000 | 1 << 18, 32 | 1
+    if remount:
+        return not library.mount(None, folder.encode(), None, read_only, None)
     return not (
         library.unshare(new_namespace)
         or library.mount(None, b"/", None, recursive_and_private, None)

@@ -326,6 +326,8 @@ def test_what_holds_more_than_data_needs_a_version(tmp_path: Path) -> None:
         scaled = Scaled(np.random.default_rng(), **place)
         with pytest.raises(TypeError, match=r"decode\.self\.scale is .*Generator.* pass version="):
             scaled.decode(1)
+    again = Scaled(1 + 1j, path=tmp_path / "values", version=1)
+    assert again.decode(3) == again.decode(3) == 3 + 3j, "a call that failed leaves nothing"
     scaled = Scaled(1 + 0j, path=tmp_path / "of a version", version=1)
     assert scaled.decode(3) == scaled.decode(3) == 3 + 0j
 

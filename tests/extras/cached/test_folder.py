@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -24,7 +25,7 @@ from fastq_loader.extras.cached import folder as folders
 from fastq_loader.extras.cached import mark as marks
 from fastq_loader.extras.cached.folder import Folder
 from fastq_loader.extras.cached.mark import Differs
-from fastq_loader.extras.cached.memory import BUSY, STORED
+from fastq_loader.extras.cached.memory import BUSY, FULL, STORED
 from tests.extras.cached.test_memory import check, get, left_usable, put, value_of
 from tests.support.forking import end_of, fork, in_child
 from tests.support.sandbox import mounted
@@ -244,6 +245,43 @@ def test_a_full_disk_costs_no_value(path: Path) -> None:
 
 
 @pytest.mark.processes
+def test_a_full_disk_is_named_when_a_folder_is_made(path: Path) -> None:
+    @in_child
+    def run() -> None:
+        path.mkdir()
+        if mounted(str(path), "size=4k,mode=700"):
+            with pytest.raises(OSError, match=f"path='{path}' cannot be opened: .*No space left") as caught:
+                opened(path)
+            assert caught.value.errno == errno.ENOSPC
+
+    run()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("is_clean", [True, False])
+def test_a_disk_that_is_read_only_is_read(path: Path, is_clean: bool) -> None:
+    @in_child
+    def run() -> None:
+        path.mkdir()
+        if not mounted(str(path), "mode=700"):
+            return
+        filled(path)
+        if not is_clean:
+            (path / "fastq_loader.mark").write_text(json.dumps({**mark_of(path), "clean": False}))
+        before = mark_of(path)
+        assert mounted(str(path), "", remount=True)
+        store = opened(path)
+        assert check(store, range(40)) == 40
+        assert put(store, 50, value_of(50)) == FULL
+        store.finish()
+        assert mark_of(path) == before
+        with pytest.raises(Differs, match="its version is 1, and here it is 2"):
+            opened(path, version=2)
+
+    run()
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("changed", "values"),
     [
@@ -395,6 +433,16 @@ def test_a_folder_on_a_network_is_refused(path: Path, monkeypatch: pytest.Monkey
     )
     with pytest.raises(ValueError, match=r"is on fuse\.sshfs; use a disk of this machine"):
         opened(path)
+
+
+def test_a_folder_without_values_belongs_to_nobody(path: Path) -> None:
+    """A first call that failed leaves one, without the version that the function needs."""
+    store = opened(path, version=None)
+    assert opened(path, version=2) is store
+    assert mark_of(path)["version"] == 2
+    put(store, 1, value_of(1))
+    with pytest.raises(Differs, match="its version is 2, and here it is None"):
+        opened(path, version=None)
 
 
 def test_a_folder_that_is_removed_serves_those_that_have_it(path: Path) -> None:
