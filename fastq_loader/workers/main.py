@@ -187,7 +187,7 @@ class WorkerLoop:
         try:
             while (task := self._next_task()) is not None:
                 self._work(task)
-                self._tasks.answered()
+                self._tasks.begin(None)
         finally:
             self._reader.close()
 

@@ -67,12 +67,12 @@ class TaskQueue:
         """Take the next task to work on, which then belongs to this worker; None without a task."""
         task = self._next()
         if task is not None:
-            self._claims.begin(self._worker, task.ticket)
+            self.begin(task)
         return task
 
-    def answered(self) -> None:
-        """Record that the answer to the last task was sent."""
-        self._claims.begin(self._worker, None)
+    def begin(self, task: Task | None) -> None:
+        """Record the task that this worker works on, which is to blame if it dies; None after its answer."""
+        self._claims.begin(self._worker, None if task is None else task.ticket)
 
     def _next(self) -> Task | None:
         if not self._shared:

@@ -130,7 +130,7 @@ class SimulatedWorker:
             kind = SKIPPED
         self._ended = self._ended or kind == ENDED
         answer = self._answer(task, kind, () if kind in (SKIPPED, ENDED) else sizes)
-        self.tasks.answered()
+        self.tasks.begin(None)
         return answer
 
     def _answer(self, task: Task, kind: int, sizes: tuple[int, ...]) -> Answer:

@@ -110,43 +110,6 @@ def main(setup: Setup, tls: Tls | None, pipe: Pipe[Any, Any], traffic: memoryvie
         socket.close()
 
 
-class _Forwarded(deque[Task]):
-    """The tasks that were forwarded and not answered. The claim table has the one to blame if this worker
-    dies: one that is being loaded, rather than one already loaded.
-
-    Args:
-        claims: the claim table.
-        worker: number of this worker.
-
-    Attributes:
-        heads: how many tasks, from the left, have answers that began to arrive.
-    """
-
-    def __init__(self, claims: ClaimTable, worker: int) -> None:
-        super().__init__()
-        self._claims, self._worker = claims, worker
-        self.heads = 0
-
-    @property
-    def is_loaded(self) -> bool:
-        """Whether the far worker has nothing to load."""
-        return self.heads == len(self)
-
-    def append(self, task: Task) -> None:
-        super().append(task)
-        self._mark()
-
-    def popleft(self) -> Task:
-        task = super().popleft()
-        self.heads = 0
-        self._mark()
-        return task
-
-    def _mark(self) -> None:
-        at = min(self.heads, len(self) - 1)
-        self._claims.begin(self._worker, self[at].ticket if self else None)
-
-
 class Proxy:
     """The loop of a proxy.
 
@@ -184,7 +147,7 @@ class Proxy:
         self._stopping = False
         self._failures = 0
         self._unsent: list[Task | Epoch] = []  # to be sent to the far worker before the next task
-        self._due = _Forwarded(claims, setup.worker)
+        self._due: deque[Task] = deque()  # forwarded and not answered
 
     def run(self) -> None:
         self._report(Status(waits=True))
@@ -212,7 +175,7 @@ class Proxy:
         descriptors = [self._pipe.fileno()]
         if self._far is not None:
             descriptors.append(self._far.fileno())
-        is_claiming = self._due.is_loaded and self._tasks
+        is_claiming = self._tasks and not self._due
         return self._socket.wait(descriptors, block=self._far is None or not is_claiming)
 
     @property
@@ -255,8 +218,11 @@ class Proxy:
 
     # ---- to the far worker --------------------------------------------------------------------
 
-    def _forward(self) -> None:
-        """Send unsent messages to the far worker, and a task if it has none.
+    def _forward(self, arriving: int = 0) -> None:
+        """Send unsent messages to the far worker, and a task if it has none to load.
+
+        Args:
+            arriving: how many of the forwarded tasks have been loaded, and their answers are arriving.
 
         Raises:
             Lost: it is gone.
@@ -264,14 +230,16 @@ class Proxy:
         if self._far is None:
             return
         for message in self._unsent:
-            self._send(self._far, message)
+            self._send(self._far, message, arriving)
         self._unsent.clear()
-        while self._due.is_loaded and (task := self._tasks.take()) is not None:
-            self._send(self._far, task)
+        while len(self._due) == arriving and (task := self._tasks.take()) is not None:
+            self._send(self._far, task, arriving)
 
-    def _send(self, connection: Connection, message: Task | Epoch) -> None:
+    def _send(self, connection: Connection, message: Task | Epoch, arriving: int) -> None:
         if isinstance(message, Task):
             self._due.append(message)
+            # If this worker dies, the task that is being loaded is to blame, rather than one already loaded.
+            self._tasks.begin(self._due[min(arriving, len(self._due) - 1)])
             message = message._replace(grants=(), ticket=0)
         connection.send(MESSAGE, reencode(message))
 
@@ -297,9 +265,8 @@ class Proxy:
         answer = decode_for_consumer(frame.payload)
         if not isinstance(answer, Answer) or not self._due or answer[:3] != self._due[0][:3]:
             raise ProtocolError("it did not send an answer to its task")
-        self._due.heads = 1
         self._read_messages()
-        self._forward()
+        self._forward(arriving=1)
         task = self._due[0]
         self._blocks.begin(task.grants)
         handle, used = self._receive_body(connection, answer.handle, frame.body)
@@ -311,6 +278,7 @@ class Proxy:
             )
         )
         self._due.popleft()
+        self._tasks.begin(self._due[0] if self._due else None)
 
     def _receive_body(
         self, connection: Connection, handle: BatchHandle | None, body: int

@@ -82,27 +82,6 @@ class _Actor:
     deadline: float = math.inf
 
 
-@dataclass
-class _Failures:
-    """Consecutive failures of actors, without any success between them.
-
-    Attributes:
-        number: how many.
-        why: reason of the last one.
-    """
-
-    number: int = 0
-    why: str = ""
-
-    @property
-    def are_too_many(self) -> bool:
-        """Whether no more actors are made."""
-        return self.number >= _TRIES
-
-    def give_up(self, why: str) -> None:
-        self.number, self.why = _TRIES, why
-
-
 class RayPlacement(Placement):
     """The actors of one pool.
 
@@ -123,7 +102,7 @@ class RayPlacement(Placement):
         self._actors: list[_Actor] = []
         self._deaths: dict[Place, str] = {}  # causes of death
         self._lost: list[Place] = []
-        self._failures = _Failures()
+        self._failures: list[str] = []  # reasons of consecutive failures of actors; a success clears it
         self._lock: Any = None  # Ray's, which is private: if it moves, the process may end as described above
         self._driver = ""  # Ray's name for this process, until Ray is shut down
         self._stopped = False
@@ -182,7 +161,7 @@ class RayPlacement(Placement):
         """Read answers, and act on them."""
         if not self._is_there():
             self._forget()
-            self._failures.give_up("Ray was shut down")
+            self._failures = ["Ray was shut down"] * _TRIES
             return
         self._hear()
         for actor in self._actors:
@@ -199,14 +178,19 @@ class RayPlacement(Placement):
         if all(actor.place is not None and not actor.lost for actor in self._actors):
             self.pause = None if self._sharing is None else _LOOK
 
+    @property
+    def _has_given_up(self) -> bool:
+        """Whether no more actors are made."""
+        return len(self._failures) >= _TRIES
+
     def _check_wait(self, wanted: int) -> None:
         """Give up if the pool has not been able to continue for `start_timeout`."""
         now, limit = time.monotonic(), self._options.start_timeout
         if self._goes_on(wanted):
             self._went_on = now
-        elif limit and now - self._went_on > limit and not self._failures.are_too_many:
+        elif limit and now - self._went_on > limit and not self._has_given_up:
             starting = [actor for actor in self._actors if actor.place is None]
-            self._failures.give_up(self._overdue([actor.machine for actor in starting]))
+            self._failures = [self._overdue([actor.machine for actor in starting])] * _TRIES
             for actor in starting:
                 self._end(actor, "")
 
@@ -225,7 +209,7 @@ class RayPlacement(Placement):
     def _look_at_ranks(self) -> None:
         """Leave room to ranks that have none."""
         with_room = [actor for actor in self._actors if actor.machine is not None]
-        if not with_room and self._failures.are_too_many:  # room would not help
+        if not with_room and self._has_given_up:  # room would not help
             self._leave_board()
         if self._sharing is None:
             return
@@ -244,12 +228,12 @@ class RayPlacement(Placement):
 
     def _make_actors(self) -> None:
         starve = self._sharing is not None and self._sharing.others_starve
-        while len(self._actors) < self._most and not (self._failures.are_too_many or starve):
+        while len(self._actors) < self._most and not (self._has_given_up or starve):
             assert self._make is not None, "Ray is there"
             try:
-                self._actors.append(self._make(self._failures.number))
+                self._actors.append(self._make(len(self._failures)))
             except Exception as error:
-                self._failures.number, self._failures.why = self._failures.number + 1, _text(error)
+                self._failures.append(_text(error))
 
     def _hear(self) -> None:
         """Read the answers of actors, or of Ray in their place."""
@@ -282,7 +266,7 @@ class RayPlacement(Placement):
             return
         actor.place = Place(Address(address, port), pid, f"{address} (Ray's node {node[:12]})")
         actor.opened, actor.deadline = None, math.inf
-        self._failures.number = 0
+        self._failures.clear()
 
     def _failed(self, actor: _Actor, error: Exception) -> None:
         """Handle an actor that has died, could not be made, or cannot open the dataset. It is no failure if
@@ -295,9 +279,9 @@ class RayPlacement(Placement):
         self._end(actor, _text(error))
 
     def _count_failure(self, actor: _Actor, why: str) -> None:
-        if actor.tries >= self._failures.number:  # actors made together fail together, which counts once
-            self._failures.number += 1
-        self._failures.why = why
+        if actor.tries >= len(self._failures):  # actors made together fail together, which counts once
+            self._failures.append(why)
+        self._failures[-1] = why
 
     def _end(self, actor: _Actor, why: str) -> None:
         """End an actor that is not needed or has failed."""
@@ -313,8 +297,8 @@ class RayPlacement(Placement):
         for actor in free:
             actor.given = True
         found: list[Place | NoPlace] = [actor.place for actor in free if actor.place is not None]
-        if self._failures.are_too_many and not (up and self._flexible):
-            found += [NoPlace(self._failures.why)] * (wanted - len(found))
+        if self._has_given_up and not (up and self._flexible):
+            found += [NoPlace(self._failures[-1])] * (wanted - len(found))
         return found
 
     def death(self, place: Place) -> str:
