@@ -130,8 +130,9 @@ class Order(Iterator[Any]):
         """
         strategy = self.strategy
         # The draws last: if another thread draws meanwhile, they include all delivered batches, and the index
-        # for which `first` is too late.
-        first = {} if self.drawn[0] else self.pending or self.shared_now()
+        # for which `first` is too late. `pending` after the states: it is set before the first draw.
+        first = {} if self.drawn[0] else self.shared_now()
+        first = self.pending or first
         if not isinstance(strategy, StatefulOrder):
             progress = self.progress
             return progress, self.drawn_now(), first, {}, []
@@ -327,7 +328,7 @@ class Order(Iterator[Any]):
                     raise
                 finally:
                     self.note_drawn()
-                    self.drawing = False
+                    self.pending, self.drawing = None, False
             if is_delivered:
                 continue
             if error is None:
@@ -341,13 +342,11 @@ class Order(Iterator[Any]):
         strategy, start = self.strategy, self.start
         if self.pending is None:
             return strategy.draw(self.source, self.position)
-        try:
-            with generators.as_at(self.pending):
-                now = strategy.own_states()
-                start.first |= {name: now[name] for name in generators.moved(start.states, now)}
-                return self._record_states(partial(strategy.draw, self.source, self.position), start.first)
-        finally:
-            self.pending = None
+        self.pending = self.pending or self.shared_now()  # a state requested meanwhile has these
+        with generators.as_at(self.pending):
+            now = strategy.own_states()
+            start.first |= {name: now[name] for name in generators.moved(start.states, now)}
+            return self._record_states(partial(strategy.draw, self.source, self.position), start.first)
 
     def _record_draw(self, index: Any, error: Exception | None, head: int) -> None:
         strategy, first = self.strategy, self.first

@@ -6,10 +6,12 @@ import io
 import json
 import pickle
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Sampler
 
 from fastq_loader import DataLoader, PermutationSampler
 from fastq_loader.epoch.fields import EpochStart, Saved
@@ -90,6 +92,38 @@ def test_a_dataset_that_cannot_say_where_it_stands_is_read_all_the_same(kind: An
     with pytest.raises(RuntimeError, match=r"the dataset.s state_dict.* cannot be used: .*(zero|local|lock)"):
         loader.state_dict()
     assert len(list(iterator)) == 1
+
+
+class Slow(Sampler[int]):
+    """Draws its first index, and waits before it yields it."""
+
+    def __init__(self) -> None:
+        self.drew, self.goes_on = threading.Event(), threading.Event()
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(4):
+            index = int(torch.randint(100, ()))
+            self.drew.set()
+            assert self.goes_on.wait(60)
+            yield index
+
+
+def test_a_state_from_the_middle_of_the_first_draw_begins_with_that_draw() -> None:
+    loader, other = (DataLoader(torch.arange(100), None, sampler=Slow()) for _ in range(2))
+    batches: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: batches.extend(loader))
+    thread.start()
+    assert loader.sampler.drew.wait(60)  # type: ignore[union-attr]
+    state, of_torch = loader.state_dict(), torch.get_rng_state()
+    loader.sampler.goes_on.set()  # type: ignore[union-attr]
+    thread.join()
+    other.sampler.goes_on.set()  # type: ignore[union-attr]
+    other.load_state_dict(state)
+    torch.set_rng_state(of_torch)
+    assert list(other) == batches
 
 
 def resumed(of: DataLoader[Any], **fields: Any) -> EpochRecord:
