@@ -1,7 +1,7 @@
 """`DataLoader`: torch's arguments, attributes and hooks, and the methods beyond torch's.
 
 Runs in the consumer. Owns the attributes that frameworks rely on; chooses the iterator of each epoch, and
-starts its pool of workers. `arguments` validates and resolves the arguments; `iterators` has the iterations.
+starts its pool of workers. `options` validates and resolves the arguments; `epoch` has the iterators.
 """
 
 from __future__ import annotations
