@@ -481,6 +481,14 @@ FAULTS = (
         "row F1",
         "extras/frameworks/test_installing.py",
     ),
+    Fault(
+        "a resumed StatefulDataLoader draws other random numbers",
+        "extras/frameworks/stateful_dataloader.py",
+        "RoundRobin(save_generators=True) if",
+        "RoundRobin() if",
+        "row S1",
+        "extras/frameworks/test_stateful_dataloader.py",
+    ),
     # ---- preemption, system, arguments, loader, resources, errors, __main__
     Fault(
         "the handler that a program had for the signal is not called",
