@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.utils.data import Dataset
+
 from fastq_loader.api import DataLoader, RoundRobin, T_co
 
 
@@ -16,7 +18,7 @@ class StatefulDataLoader(DataLoader[T_co]):
     A state has a form of its own: states of torchdata's class are refused.
 
     Args:
-        *args, **arguments: as for `DataLoader`.
+        dataset, *args, **arguments: as for `DataLoader`.
         snapshot_every_n_steps: has no effect, and is kept as an attribute. torchdata's workers send their
             states every n batches, and after a resume up to n batches are read again. Ours send theirs with
             each batch.
@@ -36,11 +38,12 @@ class StatefulDataLoader(DataLoader[T_co]):
 
     def __init__(
         self,
+        dataset: Dataset[T_co],
         *args: Any,
         snapshot_every_n_steps: int | None = 1,
         schedule: Any = None,
         **arguments: Any,
     ) -> None:
         with_state = RoundRobin(save_generators=True) if schedule is None else schedule
-        super().__init__(*args, schedule=with_state, **arguments)
+        super().__init__(dataset, *args, schedule=with_state, **arguments)
         self.snapshot_every_n_steps = snapshot_every_n_steps
