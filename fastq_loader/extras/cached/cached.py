@@ -12,8 +12,6 @@ import copyreg
 import errno
 import functools
 import os
-import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -27,6 +25,7 @@ from fastq_loader.api import (
     LoaderHint,
     NotCached,
     UnpicklableError,
+    Walk,
     attributes,
     pickling,
     process_id,
@@ -37,17 +36,6 @@ from fastq_loader.extras.cached.draws import Draws, generators_of
 from fastq_loader.extras.cached.keys import Keys
 from fastq_loader.extras.cached.limits import bytes_of
 from fastq_loader.extras.cached.places import Options, Place, open_place
-
-_entering = threading.RLock()  # for the first use in a process
-
-
-def _forget() -> None:
-    global _entering
-    _entering = threading.RLock()
-
-
-process_id.in_forked_children(_forget)
-
 
 #: Caches of methods. A dataset that has been given its cache is let go of at a fork, at the latest: its
 #: loader starts workers, and this process may never call the function.
@@ -175,7 +163,7 @@ class cached:
     def _enter(self) -> Any:
         """Begin to use the cache in this process. Returns the object, which may be used for this one call."""
         of = self._object()
-        with _entering:
+        with memory.entering:
             if self._pid == process_id.current():
                 return of
             if self._number and (handed := handover.received(self.handed_as())) >= 0:
@@ -346,11 +334,7 @@ class cached:
     # ---- on its way to other processes ----------------------------------------------------------------
 
     def __reduce__(self) -> Any:
-        module = sys.modules.get(self.__module__)
-        found: Any = module
-        for name in self.__qualname__.split("."):
-            found = getattr(found, "__dict__", {}).get(name)
-        if found is self and not (self.__module__ == "__main__" and pickling.is_interactive()):
+        if identity.found(self) is self and not (self.__module__ == "__main__" and pickling.is_interactive()):
             return self.__qualname__
         if self._options.is_shared and self._prefix is None:
             self._prefix = self._identity()
@@ -388,23 +372,6 @@ class cached:
         return made
 
 
-#: Largest number of nested datasets that are searched for caches.
-_PARTS = 100
-
-
 def caches_of(dataset: Any) -> list[cached]:
-    """The caches among the attributes of a dataset, its class and its datasets. Runs none of their code."""
-    found, seen, waiting = list[cached](), set[int](), [dataset]
-    while waiting and len(seen) < _PARTS:
-        part = waiting.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        own = attributes.held(part)
-        # Not isinstance, which may run a user's `__class__` property.
-        in_class = [value for kind in type(part).__mro__ for value in vars(kind).values()]
-        found += [value for value in (*own.values(), *in_class) if issubclass(type(value), cached)]
-        waiting += [own[name] for name in ("dataset",) if name in own]
-        several = own.get("datasets")
-        waiting += several if type(several) is list else []
-    return found
+    """The caches that a dataset, its class and its datasets hold. Runs none of their code."""
+    return list(Walk({"": dataset}, (cached,)).found.values())

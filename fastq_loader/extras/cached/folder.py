@@ -32,7 +32,7 @@ import numpy as np
 
 from fastq_loader.api import process_id
 from fastq_loader.extras.cached import mark as marks
-from fastq_loader.extras.cached import values
+from fastq_loader.extras.cached import memory, values
 from fastq_loader.extras.cached.memory import BUSY, FULL, PATIENCE, STORED, in_time
 
 with contextlib.suppress(ImportError):  # on another system
@@ -50,17 +50,8 @@ _SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 #: EIO is LMDB's own, of a write that was cut short.
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
-_opening = threading.RLock()  # of this process
 #: The folders that are open in this process, by the device and inode of their file `lock`.
 _opened: weakref.WeakValueDictionary[Any, Folder] = weakref.WeakValueDictionary()
-
-
-def _forget() -> None:
-    global _opening
-    _opening = threading.RLock()
-
-
-process_id.in_forked_children(_forget)
 
 
 class Folder:
@@ -112,7 +103,7 @@ class Folder:
     def _enter(self) -> bool:
         """Open LMDB anew: after an error, or in a forked child, which closes what it inherited. False to a
         signal handler, and in the child of a process of which another thread was using LMDB."""
-        with _opening:
+        with memory.entering:
             if self._pid == process_id.pid or self._is_busy:
                 return self._pid == process_id.pid
             if self._pid != -process_id.pid:  # a fork: another thread may have the lock, and is not here
@@ -305,7 +296,7 @@ def open_at(path: str, about: dict[str, Any], limit: int, is_literal: bool) -> F
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
     marks.refuse_others(path)
-    with _opening:
+    with memory.entering:
         known = _opened.get(marks.identity(os.path.join(path, marks.LOCK)))
         if known is not None:
             known.adopt(about, limit, is_literal)

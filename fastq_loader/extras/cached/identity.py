@@ -191,12 +191,12 @@ class _Digest:
             return False
         if isinstance(value, MethodType | BuiltinFunctionType):
             return True
-        found, code = _is_found(value, self._caches), getattr(value, "__code__", None)
-        if found and not getattr(value, "__closure__", None):
+        is_found, code = _is_found(value, self._caches), getattr(value, "__code__", None)
+        if is_found and not getattr(value, "__closure__", None):
             return False
         if code is None:
             raise NotPlain(f"{path} is {value!r:.60}, which its module does not have under its name")
-        if not found:
+        if not is_found:
             _add_code(self._update, code)
         return True
 
@@ -231,14 +231,19 @@ def _is_made_of_attributes(kind: type) -> bool:
     return kind.__basicsize__ <= object.__basicsize__ + _WORD * (slots + others)
 
 
+def found(value: Any) -> Any:
+    """What the module of an object has under the object's name; None if there is nothing."""
+    at: Any = sys.modules.get(getattr(value, "__module__", None) or "")
+    for name in value.__qualname__.split("."):
+        at = vars(at).get(name) if hasattr(at, "__dict__") else None
+    return at
+
+
 def _is_found(value: Any, caches: type) -> bool:
     """Whether an object's module contains it under its name, or contains a cache that wraps it."""
-    found: Any = sys.modules.get(getattr(value, "__module__", None) or "")
-    for name in value.__qualname__.split("."):
-        found = vars(found).get(name) if hasattr(found, "__dict__") else None
-    found = vars(found)["__wrapped__"] if isinstance(found, caches) else found
-    found = found.__func__ if isinstance(found, staticmethod | classmethod) else found
-    return found is value
+    at = found(value)
+    at = vars(at)["__wrapped__"] if isinstance(at, caches) else at
+    return (at.__func__ if isinstance(at, staticmethod | classmethod) else at) is value
 
 
 def _add_code(update: Callable[[bytes], None], code: CodeType | None) -> None:

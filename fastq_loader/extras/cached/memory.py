@@ -21,13 +21,14 @@ import io
 import mmap
 import os
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from fastq_loader.api import calls, locks
+from fastq_loader.api import calls, locks, process_id
 from fastq_loader.extras.cached import counters, values
 
 #: What became of a value.
@@ -48,6 +49,17 @@ _SHARE = 4
 PATIENCE, GLANCE = 0.1, 50e-6
 #: Offsets of locks: of the header, and of the first key. No bytes are there.
 _HEADER_LOCK, _KEY_LOCKS = 0, 1 << 62
+
+#: Held while this process opens a cache, or begins to use one.
+entering = threading.RLock()
+
+
+def _forget() -> None:
+    global entering
+    entering = threading.RLock()  # another thread of the parent may have it
+
+
+process_id.in_forked_children(_forget)
 
 
 class Memory:

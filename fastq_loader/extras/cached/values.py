@@ -1,12 +1,12 @@
 """Encodes values as bytes, and decodes them: to a copy that equals the function's result.
 
 Runs in every process that calls a cached function. A value is a pickle, and beside it the bytes of its
-tensors, arrays, texts and images, which are read by one copy into new memory each time. A record is these
-with their key.
+tensors, arrays and images, which are read by one copy into new memory each time. A record is these with their
+key.
 
     record      lengths, checksum, key, table of the parts, pickle; then the parts, each aligned
 
-A tensor, array or text alone has no pickle.
+A tensor, an array, bytes or a text alone has no pickle.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ import torch
 
 from fastq_loader.api import PLAIN_DTYPES, is_leaf, pickling, sample_seeds
 
-#: Kinds of parts, which decide how a part is decoded.
-_TENSOR, _ARRAY, _BYTES, _TEXT = "tabs"
-#: Bytes and texts that are shorter stay in the pickle.
-_SHORT = 1024
+#: Kinds of parts, which decide how a part is decoded. A buffer belongs to the pickle.
+_TENSOR, _ARRAY, _BYTES, _TEXT, _BUFFER = "tabs-"
 _DTYPES = {name: dtype for dtype, name in PLAIN_DTYPES.items()}
 _BYTE = np.dtype(np.uint8)
 _ALIGNMENT = 64
@@ -43,7 +41,8 @@ class Encoded:
     Attributes:
         pickled: a pickle; empty if the value is its only part.
         table: for each part its kind, its size in bytes, and what else decoding needs; of types for marshal.
-        parts: the bytes of tensors, arrays, long texts and images.
+        parts: the bytes of tensors, arrays and images.
+        has_tensors: whether there are tensors in it.
 
     Raises:
         UnpicklableError: a part cannot be pickled, or would come back as something else; names the part.
@@ -53,14 +52,25 @@ class Encoded:
     def __init__(self, value: Any) -> None:
         self.table: list[tuple[Any, ...]] = []
         self.parts: list[memoryview] = []
-        # Object's id → its description in the pickle, and the object, to keep the id.
-        self._described: dict[int, Any] = {}
-        alone = type(value) in _PARTS and self.described(value) is not None
-        self.pickled = b"" if alone else self._pickled(value)
+        self.has_tensors = False
+        alone = self.part(value)
+        if alone is None:
+            self.pickled = self._pickled(value)
+        else:
+            (kind, *about), data = alone
+            self.pickled, self.table, self.parts = b"", [(kind, data.nbytes, *about)], [data]
 
-    @property
-    def has_tensors(self) -> bool:
-        return any(kind == _TENSOR for kind, *_ in self.table)
+    def part(self, value: Any) -> Any:
+        """The description of a value that is stored as its bytes, and these; None if it must be pickled."""
+        made = _PARTS[type(value)](value) if type(value) in _PARTS else None
+        self.has_tensors |= made is not None and made[0][0] == _TENSOR
+        return made
+
+    def keep(self, buffer: pickle.PickleBuffer) -> None:
+        """Store a buffer of the pickle beside it."""
+        data = buffer.raw()
+        self.table.append((_BUFFER, data.nbytes))
+        self.parts.append(data)
 
     def _pickled(self, value: Any) -> bytes:
         file = io.BytesIO()
@@ -78,33 +88,15 @@ class Encoded:
             raise pickling.explain(value, error, "value") from error
         return file.getvalue()
 
-    def described(self, value: Any) -> Any:
-        """The description of a part that is stored as its bytes; None if it must be pickled."""
-        if (known := self._described.get(id(value))) is not None:
-            return known[0]
-        kind = type(value)
-        if kind in (bytes, str) and len(value) < _SHORT:
-            return None
-        made = _PARTS[kind](value) if kind in _PARTS else _image_part(value)
-        if made is None:
-            return None
-        about, data, *image = made
-        described: Any = (len(self.parts), *image) if image else len(self.parts)
-        self.table.append((about[0], data.nbytes, *about[1:]))
-        self.parts.append(data)
-        self._described[id(value)] = described, value
-        return described
-
 
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, encoded: Encoded) -> None:
-        super().__init__(file, 5)
+        super().__init__(file, 5, buffer_callback=encoded.keep)
         self._encoded = encoded
 
-    def persistent_id(self, value: Any) -> Any:
-        return self._encoded.described(value)
-
     def reducer_override(self, value: Any) -> Any:
+        if (part := self._encoded.part(value)) is not None:
+            return _again, (pickle.PickleBuffer(part[1]), *part[0])
         if (
             isinstance(value, torch.Tensor)
             and value.layout is torch.strided
@@ -112,7 +104,7 @@ class _Pickler(pickle.Pickler):
             and value.untyped_storage().nbytes() > value.nbytes  # a view: its part alone
         ):
             return value.clone().__reduce_ex__(5)  # type: ignore[no-untyped-call]
-        return NotImplemented
+        return _reduced_image(value)
 
 
 def _tensor_part(value: torch.Tensor) -> Any:
@@ -135,19 +127,18 @@ def _array_part(value: np.ndarray) -> Any:
     return (_ARRAY, value.dtype.str, dense.shape, dense.strides), _bytes_of(flat.view(np.uint8))
 
 
-def _image_part(value: Any) -> Any:
-    """The part for a PIL image that consists of its pixels, a palette, and what `info` and EXIF say."""
+def _reduced_image(value: Any) -> Any:
+    """How to pickle a PIL image that consists of its pixels, a palette, and what `info` and EXIF say."""
     kind = type(value)
     if not kind.__module__.startswith("PIL.") or not hasattr(value, "palette"):
-        return None
+        return NotImplemented
     palette = None if value.palette is None else value.palette.getdata()
     if (kind.__module__, kind.__name__) != ("PIL.Image", "Image"):  # a file's: PIL pickles it
         if palette is not None and value.palette.mode != "RGB":
             raise pickle.PicklingError("PIL loses the palette's transparency; return image.copy()")
-        return None
-    exif = getattr(value, "_exif", None)
-    pixels = memoryview(value.tobytes())
-    return (_BYTES,), pixels, value.mode, value.size, value.info, palette, exif and exif.tobytes()
+        return NotImplemented
+    exif, pixels = getattr(value, "_exif", None), pickle.PickleBuffer(value.tobytes())
+    return _image, (pixels, value.mode, value.size, value.info, palette, exif and exif.tobytes())
 
 
 _PARTS: dict[type, Any] = {
@@ -180,23 +171,14 @@ def decode(pickled: bytes, parts: list[Any], renews: bool = False) -> Any:
     reading = sample_seeds.reading
     reading.renews = renews
     try:
-        return _Unpickler(pickled, parts).load()
+        return pickle.loads(pickled, buffers=parts)
     finally:
         reading.renews = False
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, pickled: bytes, parts: list[Any]) -> None:
-        super().__init__(io.BytesIO(pickled))
-        self._parts = parts
-
-    def persistent_load(self, described: Any) -> Any:
-        if type(described) is int:
-            return self._parts[described]
-        number, *image = described
-        if type(self._parts[number]) is bytes:
-            self._parts[number] = _image(self._parts[number], *image)
-        return self._parts[number]
+def _again(data: Any, kind: str, *about: Any) -> Any:
+    """Called by the unpickler for a part, with its buffer."""
+    return _MADE[kind](data, 0, len(data), False, *about)
 
 
 def _tensor(
@@ -205,8 +187,7 @@ def _tensor(
     dtype = _DTYPES[name]
     if not nbytes:
         return torch.empty_strided(shape, strides, dtype=dtype)
-    flat = torch.frombuffer(np.ndarray((nbytes,), _BYTE, data, at).copy(), dtype=dtype)
-    return flat.as_strided(shape, strides)
+    return torch.frombuffer(_buffer(data, at, nbytes, copy), dtype=dtype).as_strided(shape, strides)
 
 
 def _array(
@@ -216,17 +197,23 @@ def _array(
     return made.copy("K") if copy else made
 
 
+def _buffer(data: memoryview, at: int, nbytes: int, copy: bool) -> np.ndarray:
+    made: np.ndarray = np.ndarray((nbytes,), _BYTE, data, at)
+    return made.copy() if copy else made
+
+
 _dtype = functools.cache(np.dtype)
 #: Called with the memory, the place of the part, its size, whether to copy, and the rest of the table.
 _MADE: dict[str, Any] = {
     _TENSOR: _tensor,
     _ARRAY: _array,
+    _BUFFER: _buffer,
     _BYTES: lambda data, at, nbytes, copy: bytes(data[at : at + nbytes]),
     _TEXT: lambda data, at, nbytes, copy: str(data[at : at + nbytes], "utf-8", "surrogatepass"),
 }
 
 
-def _image(data: bytes, mode: str, size: Any, info: Any, palette: Any, exif: bytes | None) -> Any:
+def _image(data: Any, mode: str, size: Any, info: Any, palette: Any, exif: bytes | None) -> Any:
     from PIL import Image
 
     image = Image.frombytes(mode, size, data)
