@@ -266,14 +266,17 @@ class cached:
         if drew:
             self._place.counters.add("random" if is_ours else "busy")
             if is_ours:
-                who, why = f"draws from {', '.join(drew)}", "they would be the same in every epoch"
-                self._hint_refusal(who, f"{why}. Wrap only the part that draws no random numbers")
+                text = (
+                    "they would be the same in every epoch. Wrap only the part that draws no random numbers"
+                )
+                self._hint(f"draws from {', '.join(drew)}, so its values are not stored: {text}", NotCached)
             return value
         try:
             encoded = values.Encoded(value)
         except (UnpicklableError, RuntimeError) as error:
             self._place.counters.add("refused")
-            self._hint_refusal("returns a value that cannot be pickled", str(error))
+            text = f"returns a value that cannot be pickled, so its values are not stored: {error}"
+            self._hint(text, NotCached)
             return value
         if not self._options.copy and encoded.has_tensors:
             text = "returns tensors, which cannot be read-only: use copy=True, or return arrays"
@@ -281,7 +284,7 @@ class cached:
         self._place.counters.add(self._add(key, encoded, is_damaged))
         if not draws.are_all_known:
             text = (
-                "holds more than was searched for generators: if it draws, its values repeat in every epoch"
+                "holds more than was searched for generators: if it draws, its values are the same each time"
             )
             self._hint(text, LoaderHint)
         found = None if self._options.copy else self._place.store.get(key, False)
@@ -315,12 +318,9 @@ class cached:
             text = f"a value{where} cannot be read and is computed again: {type(error).__name__}: {error}"
             warnings.warn(f"cached: {self.__qualname__}: {text}", stacklevel=4)
 
-    def _hint_refusal(self, does: str, why: str) -> None:
-        self._hint(f"{does}, so its values are not stored: {why}", NotCached)
-
     def _hint(self, text: str, kind: type[LoaderHint]) -> None:
         if self._place.counters.is_first_hint():
-            warnings.warn(f"cached: {self.__qualname__}() {text}", kind, stacklevel=5)
+            warnings.warn(f"cached: {self.__qualname__}() {text}", kind, stacklevel=4)
 
     def statistics(self) -> CacheStatistics:
         """Counts of the cache so far, of all processes that share this object, or its name."""

@@ -132,8 +132,7 @@ class Folder:
                 return None
             self._is_busy = True
             try:
-                may = _try_lock(self._lock, _OPERATION, kind)  # the usual way
-                if may or _wait_for(self._lock, _OPERATION, kind, PATIENCE):
+                if _wait_for(self._lock, _OPERATION, kind, PATIENCE):
                     with self._env.begin(write=kind == fcntl.LOCK_EX, buffers=True) as txn:
                         return work(txn, *args)
                 return None
@@ -208,12 +207,12 @@ class Folder:
             return self._run(fcntl.LOCK_SH, read) or (0, 0, self.limit)
         return 0, 0, self.limit
 
-    def adopt(self, about: dict[str, Any], limit: int, is_literal: bool) -> None:
+    def adopt(self, wanted: marks.Wanted) -> None:
         """Check and mark the folder for another cache of this process; see `open_at`."""
         _lock_opening(self._path, self._lock, self._can_write)
         try:
-            marks.compare(self._path, marks.read(self._path), about)
-            holds = marks.update(self._path, about, limit, is_literal, self._data, self._can_write)
+            marks.compare(self._path, marks.read(self._path), wanted.about)
+            holds = marks.update(self._path, wanted, self._data, self._can_write)
         finally:
             fcntl.lockf(self._lock, fcntl.LOCK_UN, 1, _OPENING)
         if holds > self.limit:
@@ -256,7 +255,7 @@ def _plain(error: Any) -> Exception:
 
 def _wait_for(lock: int, byte: int, kind: int, seconds: float) -> bool:
     """Lock a byte, shared or not; False if it is not free in time."""
-    return in_time(partial(_try_lock, lock, byte, kind), seconds)
+    return _try_lock(lock, byte, kind) or in_time(partial(_try_lock, lock, byte, kind), seconds)
 
 
 def _try_lock(lock: int, byte: int, kind: int) -> bool:
@@ -272,14 +271,8 @@ def _try_lock(lock: int, byte: int, kind: int) -> bool:
 # ---- opening -----------------------------------------------------------------------------------------------
 
 
-def open_at(path: str, about: dict[str, Any], limit: int, is_literal: bool) -> Folder:
+def open_at(path: str, wanted: marks.Wanted) -> Folder:
     """Open or make a folder.
-
-    Args:
-        path: the folder.
-        about: "function", "version", and "file" and "code" of its source.
-        limit: largest size of the file.
-        is_literal: whether the limit is a number of bytes, which a folder with a smaller one adopts.
 
     Raises:
         mark.Differs: it belongs to another function or version, or is not a cache.
@@ -299,10 +292,10 @@ def open_at(path: str, about: dict[str, Any], limit: int, is_literal: bool) -> F
     with memory.entering:
         known = _opened.get(marks.identity(os.path.join(path, marks.LOCK)))
         if known is not None:
-            known.adopt(about, limit, is_literal)
+            known.adopt(wanted)
             return known
         try:
-            folder = _opened_here(path, about, limit, is_literal)
+            folder = _opened_here(path, wanted)
         except OSError as error:
             if error.errno is None:
                 raise
@@ -319,13 +312,13 @@ def _finish_all() -> None:
         folder.finish()
 
 
-def _opened_here(path: str, about: dict[str, Any], limit: int, is_literal: bool) -> Folder:
+def _opened_here(path: str, wanted: marks.Wanted) -> Folder:
     """Open the folder in this process; with new data, and a warning, if the data may not have survived."""
     lock, can_write = _lock_of(path)
-    make = partial(_with_data, path, about, limit, is_literal, lock, can_write)
+    make = partial(_with_data, path, wanted, lock, can_write)
     try:
         mark = marks.read(path)
-        marks.compare(path, mark, about)
+        marks.compare(path, mark, wanted.about)
         if not (why := marks.lost(path, mark)):
             try:
                 return make()
@@ -341,13 +334,11 @@ def _opened_here(path: str, about: dict[str, Any], limit: int, is_literal: bool)
         raise
 
 
-def _with_data(
-    path: str, about: dict[str, Any], limit: int, is_literal: bool, lock: int, can_write: bool
-) -> Folder:
+def _with_data(path: str, wanted: marks.Wanted, lock: int, can_write: bool) -> Folder:
     flags = os.O_RDWR | os.O_CREAT if can_write else os.O_RDONLY
     data = os.open(os.path.join(path, marks.VALUES), flags | _SAFELY, 0o600)
     try:
-        holds = marks.update(path, about, limit, is_literal, data, can_write)  # before the first commit
+        holds = marks.update(path, wanted, data, can_write)  # before the first commit
         folder = Folder(path, lock, data, holds, can_write)
     except BaseException:
         os.close(data)

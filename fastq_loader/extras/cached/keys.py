@@ -16,7 +16,6 @@ from typing import Any
 PLAIN = frozenset((int, str, bytes, float, bool, type(None)))
 #: First item of a tuple that stands for a value that is not plain. Arguments of users never begin with it.
 _MARK = ...
-_MANY = inspect.Parameter.VAR_KEYWORD
 
 
 class Keys:
@@ -31,12 +30,17 @@ class Keys:
         self._name = name
         self._signature: inspect.Signature | None = None
         self._positional = 0  # number of arguments for which the signature is not needed
+        self._defaults: list[Any] = []
+        self._many = ""  # name of the parameter with `**`
         try:
             signature = inspect.signature(function, follow_wrapped=False)
         except (TypeError, ValueError):  # a C function without a signature
             return
-        kinds = [parameter.kind for parameter in signature.parameters.values()]
+        parameters = signature.parameters.values()
+        kinds = [parameter.kind for parameter in parameters]
         self._signature = signature
+        self._defaults = [parameter.default for parameter in parameters]
+        self._many = next((each.name for each in parameters if each.kind == each.VAR_KEYWORD), "")
         if set(kinds) <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}:
             self._positional = len(kinds)
 
@@ -50,24 +54,26 @@ class Keys:
             args = self._bound(args, kwargs)
         for value in args:
             if type(value) not in PLAIN:
-                args = tuple([self._plain(value) for value in args])
+                args = tuple([self._argument(value) for value in args])
                 break
         return marshal.dumps(args, 2)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         if self._signature is None:
             return (*args, tuple(sorted(kwargs.items())))
-        given = self._signature.bind(*args, **kwargs).arguments
-        return tuple(
-            [
-                tuple(sorted(given.get(name, {}).items()))
-                if parameter.kind == _MANY
-                else given.get(
-                    name, () if parameter.default is parameter.empty else _Default(parameter.default)
-                )
-                for name, parameter in self._signature.parameters.items()
-            ]
-        )
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments.items()
+        return tuple([tuple(sorted(each.items())) if name == self._many else each for name, each in given])
+
+    def _argument(self, value: Any) -> Any:
+        try:
+            return self._plain(value)
+        except TypeError:
+            for at, default in enumerate(self._defaults):
+                if value is default:  # any object: it belongs to the function
+                    return (_MARK, at)
+            raise
 
     def _plain(self, value: Any) -> Any:
         kind = type(value)
@@ -77,11 +83,6 @@ class Keys:
             return tuple([self._plain(part) for part in value])
         if isinstance(value, PurePath):
             return (_MARK, kind.__module__.partition(".")[0], kind.__qualname__, str(value))
-        if kind is _Default:
-            try:
-                return self._plain(value.value)
-            except TypeError:  # any object: it belongs to the function
-                return (_MARK,)
         if kind.__module__.partition(".")[0] in ("numpy", "torch") and getattr(value, "ndim", 1) == 0:
             scalar = value.item()
             if type(scalar) in PLAIN:
@@ -90,10 +91,3 @@ class Keys:
             f"cached: {self._name}() was called with {value!r:.99}, a {kind.__name__}; a key is made of int, "
             "str, bytes, float, Path, None and tuples of these: pass what identifies the sample instead"
         )
-
-
-class _Default:
-    """The default of an argument that was not passed."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value

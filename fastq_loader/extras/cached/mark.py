@@ -12,7 +12,7 @@ import json
 import mmap
 import os
 import stat
-from typing import Any
+from typing import Any, NamedTuple
 
 FORMAT = 2
 VALUES, _NEW_MARK, _MARK, LOCK = (f"fastq_loader.{name}" for name in ("values", "new", "mark", "lock"))
@@ -23,6 +23,20 @@ _REMOTE = " nfs nfs4 cifs smb3 smbfs 9p ceph lustre beegfs gpfs afs glusterfs "
 
 class Differs(ValueError):
     """The folder belongs to another function or version, or is not ours; the text names the difference."""
+
+
+class Wanted(NamedTuple):
+    """A cache that opens a folder.
+
+    Attributes:
+        about: "function", "version", and "file" and "code" of its source.
+        limit: largest size of the file of the values, in bytes.
+        is_literal: whether it is no part of the free space: a folder with a smaller one adopts it.
+    """
+
+    about: dict[str, Any]
+    limit: int
+    is_literal: bool
 
 
 def read(path: str) -> Any:
@@ -50,23 +64,15 @@ def write(path: str, mark: dict[str, Any]) -> None:
         os.close(folder)
 
 
-def update(path: str, about: dict[str, Any], limit: int, is_literal: bool, data: int, can_write: bool) -> int:
-    """Mark a folder that is in use. Returns its limit: the first one, or a larger number of bytes.
-
-    Args:
-        path: the folder.
-        about: "function", "version", and "file" and "code" of its source.
-        limit: largest size of the values, in bytes.
-        is_literal: whether it is no part of the free space.
-        data: descriptor of the file of the values.
-        can_write: whether the mark can be written.
-    """
+def update(path: str, wanted: Wanted, data: int, can_write: bool) -> int:
+    """Mark a folder that is in use, if the mark can be written. Returns its limit: the first one, or a larger
+    number of bytes. `data` is the descriptor of the file of the values."""
     mark = read(path)
-    before = 0 if mark is None else mark["limit"]
-    if before and not (is_literal and limit > before):
-        limit = before
+    limit = 0 if mark is None else mark["limit"]
+    if not limit or (wanted.is_literal and wanted.limit > limit):
+        limit = wanted.limit
     uses = {"limit": limit, "boot": _boot(), "data": list(identity(data)), "clean": False}
-    if can_write and mark != (new := {"format": FORMAT, **about, **uses}):
+    if can_write and mark != (new := {"format": FORMAT, **wanted.about, **uses}):
         write(path, new)
     return limit
 

@@ -41,7 +41,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(path: Path, limit: int = LIMIT, **about: Any) -> Folder:
-    return folders.open_at(str(path), {**ABOUT, **about}, limit, is_literal=True)
+    return folders.open_at(str(path), marks.Wanted({**ABOUT, **about}, limit, is_literal=True))
 
 
 @pytest.fixture

@@ -99,6 +99,10 @@ def test_a_default_that_is_no_key_is_the_functions() -> None:
     assert keys.key((1,), {}) == keys.key((), {"index": 1}) != keys.key((2,), {})
     with pytest.raises(TypeError, match=r"read\(\) was called with"):
         keys.key((1, object()), {})
+    keys = Keys(lambda one=[], other=[], many={}: None, "read")
+    one, other, _ = keys._defaults
+    assert len({keys.key((), {}), keys.key((other,), {}), keys.key((other, one), {})}) == 3
+    assert keys.key((), {"other": other}) == keys.key((), {})
 
 
 def test_the_signature_is_the_wrappers_own() -> None:
