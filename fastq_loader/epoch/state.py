@@ -15,6 +15,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -127,8 +128,7 @@ def _hold(loader: Loader) -> Callable[[], dict[str, Any]]:
     parts that cannot change are read only in the call."""
     record, loaded = resources.of(loader).place
     if record and not loaded and record.over and not record.shown and record.order.traits.still:
-        drawn = record.order.drawn_now()
-        return lambda: state_of(loader, record, drawn)
+        return partial(_between_epochs, loader, record, record.order.drawn_now())
     state = _of_place(loader)
     return lambda: copy.deepcopy(state)
 
@@ -148,17 +148,10 @@ def _shared(loader: Loader) -> dict[str, Any]:
     return {name: generators.state_of(generators.GLOBAL[name]) for name in names}
 
 
-def state_of(loader: Loader, record: EpochRecord | None, drawn: Drawn | None = None) -> dict[str, Any]:
-    """Return the state of a loader, as a new dict.
-
-    Args:
-        loader: the loader.
-        record: record of its newest epoch; None before the first.
-        drawn: the `drawn_now()` of the record's order at the moment to be saved, if its epoch is over; None
-            for now.
-    """
+def state_of(loader: Loader, record: EpochRecord | None) -> dict[str, Any]:
+    """Return the state of a loader, as a new dict. `record`: of its newest epoch; None before the first."""
     if record is None or record.over:
-        return _between_epochs(loader, record, drawn)
+        return _between_epochs(loader, record)
     order = record.order
     progress, drawn, first, place, ahead = order.snapshot()
     # This may be called after every step, and must cost next to nothing: the constant part is cached.
@@ -180,8 +173,13 @@ def state_of(loader: Loader, record: EpochRecord | None, drawn: Drawn | None = N
     return {**_whole(constant, progress, now, workers, record), **_said(place), "_sampler_ahead": ahead}
 
 
-def _between_epochs(loader: Loader, record: EpochRecord | None, drawn: Drawn | None) -> dict[str, Any]:
-    """The state of a loader whose newest epoch is over, or that had none; see `state_of`."""
+def _between_epochs(loader: Loader, record: EpochRecord | None, drawn: Drawn | None = None) -> dict[str, Any]:
+    """The state of a loader whose newest epoch is over, or that had none.
+
+    Args:
+        loader, record: see `state_of`.
+        drawn: the `drawn_now()` of the record's order at the moment to be saved; None for now.
+    """
     sampler = loader._index_sampler
     if record is None:
         own = samplers.own_generators(sampler, loader.generator, loader.dataset)
