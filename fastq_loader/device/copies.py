@@ -120,7 +120,7 @@ class Copy:
 
     Attributes:
         memory: device memory, allocated on the stream `home`. `nbytes`: number of bytes copied.
-        build: makes the batch from the memory; None once the batch was delivered.
+        build: makes the batch from the memory. Both are None once the batch was delivered.
         blocks: host memory that may be written again once the batch was delivered and has arrived.
         began: start, in seconds of the stager's clock.
         done: event: the bytes have arrived. `ready`: event: the batch is there.
@@ -215,7 +215,6 @@ class Copies:
         copy.delivered = True  # its blocks are returned even if an error follows
         if copy.over:
             self.free += copy.blocks
-        build, copy.build = copy.build, None  # its leaves belong to the batch
         stager = self._stager
         stream = stager.current_stream()
         with stager.relaxed():
@@ -226,11 +225,13 @@ class Copies:
                     stager.share(copy.memory, stream)
                 else:
                     self._move(copy, stream)
+        # They are the batch's now: its memory is free once the user has dropped it.
+        memory, build, copy.memory, copy.build = copy.memory, copy.build, None, None
         if copy.built is not None:
             stager.share(copy.built.result, stream)
             return copy.built.take()
         assert build is not None, "a batch is delivered once"
-        return build(copy.memory)
+        return build(memory)
 
     def _move(self, copy: Copy, stream: Stream) -> None:
         """Copy a batch to memory of the current stream, `stream`."""

@@ -202,33 +202,33 @@ class Buffers:
             began = self._stager.clock()
             self._copies.wait_for(buffer.copy)
             self._statistics.copy_wait_seconds += self._stager.clock() - began
-        if buffer.nbytes < nbytes and not (self._statistics.pin == BOUNCE and self._lock(buffer, nbytes)):
-            self._statistics.pinned_bytes -= buffer.locked
-            buffer.memory, buffer.nbytes, buffer.locked = self._stager.pageable(nbytes), nbytes, 0
+        if buffer.nbytes < nbytes:
+            self._free(buffer)
+            self._allocate(buffer, nbytes)
         self._buffers.rotate(-1)
         return buffer
 
-    def _lock(self, buffer: Buffer, nbytes: int) -> bool:
-        """Enlarge a buffer by page-locked memory. Returns whether that was possible."""
-        nbytes = 1 << (nbytes - 1).bit_length()  # rounded as torch's allocator of pinned memory does
-        more = nbytes - buffer.locked
-        if not self._policy.allows(more, "buffers"):
-            return False
-        began = self._stager.clock()
-        try:
-            buffer.memory = self._stager.pinned(nbytes)
-        except PinFailed as error:
-            self._policy.refuse(error)
-            return False
-        finally:
-            self._statistics.register_seconds += self._stager.clock() - began
-        buffer.nbytes = buffer.locked = nbytes
-        self._statistics.pinned_bytes += more
-        return True
+    def _allocate(self, buffer: Buffer, nbytes: int) -> None:
+        rounded = 1 << (nbytes - 1).bit_length()  # as torch's allocator of pinned memory does
+        if self._statistics.pin == BOUNCE and self._policy.allows(rounded, "buffers"):
+            began = self._stager.clock()
+            try:
+                buffer.memory = self._stager.pinned(rounded)
+                buffer.nbytes = buffer.locked = rounded
+                self._statistics.pinned_bytes += rounded
+                return
+            except PinFailed as error:
+                self._policy.refuse(error)
+            finally:
+                self._statistics.register_seconds += self._stager.clock() - began
+        buffer.memory, buffer.nbytes = self._stager.pageable(nbytes), nbytes
+
+    def _free(self, buffer: Buffer) -> None:
+        self._statistics.pinned_bytes -= buffer.locked
+        buffer.memory, buffer.nbytes, buffer.locked = None, 0, 0
 
     def close(self) -> None:
         """Free the buffers, after the copies that are under way."""
         self._copies.settle()
-        for at, buffer in enumerate(self._buffers):
-            self._statistics.pinned_bytes -= buffer.locked
-            self._buffers[at] = Buffer()
+        for buffer in self._buffers:
+            self._free(buffer)

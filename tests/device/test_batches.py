@@ -6,6 +6,7 @@ What a real device does is in test_gpu; what is here holds on any, and runs ever
 from __future__ import annotations
 
 import random
+import weakref
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,24 @@ def test_every_kind_of_leaf(workers: int, late: Late) -> None:
     with DataLoader(Made(everything, 5), device="cuda", **options) as loader:
         for expected, batch in zip(TorchDataLoader(Made(everything, 5), **options), loader, strict=True):
             assert_same(expected, batch)
+
+
+@WORKERS
+def test_device_memory_is_free_when_a_batch_is_dropped(
+    workers: int, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, made = late(), list[Any]()
+    empty = device.empty
+
+    def watched(nbytes: int) -> torch.Tensor:
+        memory = empty(nbytes)
+        made.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(device, "empty", watched)
+    with DataLoader(Made(image_and_label, 8), 8, num_workers=workers, device="cuda") as loader:
+        for _ in loader:
+            assert [memory() for memory in made] == [None], "only the fields have it"
 
 
 @WORKERS

@@ -66,7 +66,7 @@ NOT_BY_RUNS: dict[str, str | Callable[[], None]] = {
     "Buffers.take: buffer.copy is not None and (not buffer.copy.over), without not buffer.copy.over": (
         "`wait_for` knows what is over"
     ),
-    "Buffers._lock: no self._statistics.register_seconds += self._stager.clock() - began": GROWTH,
+    "Buffers._allocate: no self._statistics.register_seconds += self._stager.clock() - began": GROWTH,
     "Staging.begin: no refuse_interrupt(error)": "runs have no signal handlers",
 }
 
