@@ -35,10 +35,7 @@ def runtime_function(name: str) -> Callable[..., Any] | None:
 @contextmanager
 def relaxed() -> Iterator[None]:
     """In the block, calls of this thread neither fail because of a capture in another one, nor break it."""
-    exchange = runtime_function("cudaThreadExchangeStreamCaptureMode")
-    if exchange is None:
-        yield
-        return
+    exchange = runtime_function("cudaThreadExchangeStreamCaptureMode") or (lambda mode: None)
     mode = ctypes.c_int(_RELAXED)
     exchange(ctypes.byref(mode))  # from here on `mode` is the one before
     try:

@@ -290,11 +290,6 @@ def _copied(value: Any) -> Any:
         return value
 
 
-def _owned(leaf: Any) -> Any:
-    """An array's own copy; tensors go to the device."""
-    return leaf.copy("K") if isinstance(leaf, np.ndarray) else leaf
-
-
 class SerialStaging:
     """The same without workers: each batch is packed into a buffer, and its copy begins at once.
 
@@ -334,26 +329,22 @@ class SerialStaging:
         self.drain()
         self._buffers.close()
 
-    def stage(self, batch: Any) -> Any:
+    def deliver(self, copy: Copy) -> Any:
         """Return a batch with its tensors on the device, ready for work queued on the current stream. Arrays,
         values and objects without tensors remain the same objects, unless the loader continues before.
 
         Raises:
-            UnpicklableError: an object that contains tensors cannot be pickled, which is how they are found.
             Exception: any error of the user's transform.
             RuntimeError: the device failed, or is out of memory; with torch's text.
         """
-        return self.deliver(self.begin(batch))
-
-    def deliver(self, copy: Copy) -> Any:
-        """Return the batch whose copy was begun, as `stage` does."""
         return self._copies.take(copy)
 
     def begin(self, batch: Any) -> Copy:
         """Begin the copy of a batch.
 
         Raises:
-            UnpicklableError, RuntimeError: as in `stage`.
+            UnpicklableError: an object that contains tensors cannot be pickled, which is how they are found.
+            RuntimeError: as in `deliver`.
         """
         self._copies.reap()
         beside, stager = self.session.beside, self.session.stager
@@ -383,7 +374,9 @@ class SerialStaging:
         tree = walker.walk(batch)
         values, objects = walker.values, [self._carry(value) for value in walker.objects]
         # The user's own arrays, unless the loader continues; those in the walker's list are contiguous.
-        leaves = [_owned(leaf) for leaf in walker.leaves] if self._ahead else list(walker.leaves)
+        leaves = list(walker.leaves)
+        if self._ahead:
+            leaves = [leaf.copy("K") if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
         layout, segments = self._lay_out(tree, *segments_of(walker.leaves))
         build = partial(_rebuilt, layout, leaves, values, objects, self.session.options)
         return layout, segments, objects, build

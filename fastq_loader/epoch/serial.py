@@ -177,7 +177,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     def _stage(self, staging: SerialStaging, batch: Any) -> Any:
         self._busy = True  # a copy to the device is under way
         began = time.monotonic_ns()
-        batch = staging.stage(batch)
+        batch = staging.deliver(staging.begin(batch))
         self._log.steps += ((DEVICE, began, time.monotonic_ns()),)
         return batch
 

@@ -29,19 +29,9 @@ class DeviceLeaf(NamedTuple):
     plain: bool
 
 
-class _Split(NamedTuple):
-    """A division of the memory, seen as rows of one dtype and shape, into leaves and the gaps between them.
-
-    Attributes:
-        rows: the shape of the memory. `end`: its elements.
-        sizes: rows of each piece. `numbers`: number and piece of each leaf.
-    """
-
-    dtype: torch.dtype
-    rows: tuple[int, ...]
-    end: int
-    sizes: list[int]
-    numbers: list[tuple[int, int]]
+#: A division of the memory, seen as rows of one dtype and shape, into leaves and the gaps between them:
+#: dtype, shape of the memory, its elements, rows of each piece, and number and piece of each leaf.
+_Split = tuple[torch.dtype, tuple[int, ...], int, list[int], list[tuple[int, int]]]
 
 
 class DeviceViews:
@@ -84,12 +74,13 @@ class DeviceViews:
 
 
 def _split(dtype: torch.dtype, row: tuple[int, ...], leaves: list[DeviceLeaf]) -> _Split:
-    split = _Split(dtype, (-1, *row), max(leaf.at + math.prod(leaf.shape) for leaf in leaves), [], [])
+    sizes: list[int] = []
+    numbers: list[tuple[int, int]] = []
     end, width = 0, math.prod(row)
     for leaf in sorted(leaves, key=lambda leaf: leaf.at):
         if leaf.at != end:
-            split.sizes.append((leaf.at - end) // width)
-        split.numbers.append((leaf.number, len(split.sizes)))
-        split.sizes.append(leaf.shape[0])
-        end = leaf.at + math.prod(leaf.shape)
-    return split
+            sizes.append((leaf.at - end) // width)
+        numbers.append((leaf.number, len(sizes)))
+        sizes.append(leaf.shape[0])
+        end = leaf.at + leaf.shape[0] * width
+    return dtype, (-1, *row), end, sizes, numbers
