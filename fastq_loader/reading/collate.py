@@ -13,7 +13,6 @@ own allocate a new shared-memory segment for every tensor. Ours stack into a rec
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -49,7 +48,7 @@ def _collate(batch: Any, table: dict[Any, Any]) -> Any:
     kind = type(first)
     own = table.get(kind)
     if own is not None:
-        return _SHORTER.get(own, own)(batch, collate_fn_map=table)
+        return _FASTER.get(own, own)(batch, collate_fn_map=table)
     if kind in _CONTAINERS and type(batch) in _SEQUENCES and not isinstance(first, tuple(table)):
         if kind is dict:
             return _collate_dicts(batch, table)
@@ -177,7 +176,7 @@ def _are_alike(batch: Any) -> bool:
 _KIND, _CONTIGUOUS = attrgetter("dtype", "shape"), attrgetter("flags.c_contiguous")
 
 
-def _stack_numbers(torchs_own: Collate, as_tensor: Callable[[Any], torch.Tensor]) -> Collate:
+def _stack_numbers(torchs_own: Collate) -> Collate:
     """Stacks Python bools, ints or floats. torch's own examines each several times to find the dtype."""
 
     def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
@@ -185,7 +184,7 @@ def _stack_numbers(torchs_own: Collate, as_tensor: Callable[[Any], torch.Tensor]
         dtype = _NUMBERS.get(kinds.pop()) if len(kinds) == 1 else None
         try:
             if dtype is not None and not is_under_mode():  # such as another default device
-                return as_tensor(np.array(batch, dtype))
+                return torch.from_numpy(np.array(batch, dtype))
         except OverflowError:
             dtype = None  # an int of more than 64 bits: torch has an error for it
         return torchs_own(batch)
@@ -212,8 +211,8 @@ def install() -> None:
 _REPLACED: dict[type, tuple[Any, Any]] = {
     torch.Tensor: (torch_tensors, stack_tensors),
     np.ndarray: (torch_arrays, stack_arrays),
-    int: (torch_ints, _stack_numbers(torch_ints, torch.from_numpy)),
-    float: (torch_floats, _stack_numbers(torch_floats, torch.from_numpy)),
+    int: (torch_ints, _stack_numbers(torch_ints)),
+    float: (torch_floats, _stack_numbers(torch_floats)),
 }
 
 
@@ -233,11 +232,5 @@ def _stack_converted(batch: Any, *, collate_fn_map: dict[Any, Any]) -> Any:
     return torch_arrays(batch, collate_fn_map=collate_fn_map)
 
 
-_copied = partial(torch.asarray, copy=True)  # unlike the memory of an array, that of a copy can be resized
-#: torch's own functions, and faster ones with the same results, also in the memory that they take.
-_SHORTER: dict[Any, Any] = {
-    torch_tensors: _stack,
-    torch_arrays: _stack_converted,
-    torch_ints: _stack_numbers(torch_ints, _copied),
-    torch_floats: _stack_numbers(torch_floats, _copied),
-}
+#: torch's own functions, and faster ones with the same results without workers, too.
+_FASTER = dict(_REPLACED.values()) | {torch_tensors: _stack, torch_arrays: _stack_converted}
