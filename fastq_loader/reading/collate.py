@@ -46,9 +46,11 @@ def _collate(batch: Any, table: dict[Any, Any]) -> Any:
     (torch/utils/data/_utils/collate.py)"""
     first = batch[0]
     kind = type(first)
-    own = table.get(kind)
-    if own is not None:
-        return _FASTER.get(own, own)(batch, collate_fn_map=table)
+    if kind in table:
+        own = table[kind]
+        if kind in _FASTER and own is _FASTER[kind][0]:
+            own = _FASTER[kind][1]
+        return own(batch, collate_fn_map=table)
     if kind in _CONTAINERS and type(batch) in _SEQUENCES and not isinstance(first, tuple(table)):
         if kind is dict:
             return _collate_dicts(batch, table)
@@ -180,8 +182,7 @@ def _stack_numbers(torchs_own: Collate) -> Collate:
     """Stacks Python bools, ints or floats. torch's own examines each several times to find the dtype."""
 
     def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-        kinds = set(map(type, batch))
-        dtype = _NUMBERS.get(kinds.pop()) if len(kinds) == 1 else None
+        dtype = _NUMBERS.get(frozenset(map(type, batch)))
         try:
             if dtype is not None and not is_under_mode():  # such as another default device
                 return torch.from_numpy(np.array(batch, dtype))
@@ -193,7 +194,9 @@ def _stack_numbers(torchs_own: Collate) -> Collate:
 
 
 #: Dtypes that torch chooses for lists of one of these types; mixed lists are left to torch.
-_NUMBERS: dict[type, Any] = {bool: np.bool_, int: np.int64, float: np.float64}
+_NUMBERS: dict[frozenset[type], Any] = {
+    frozenset({kind}): dtype for kind, dtype in ((bool, np.bool_), (int, np.int64), (float, np.float64))
+}
 
 torch_ints, torch_floats = torch_collate.collate_int_fn, torch_collate.collate_float_fn
 torch_arrays = torch_collate.collate_numpy_array_fn
@@ -232,5 +235,5 @@ def _stack_converted(batch: Any, *, collate_fn_map: dict[Any, Any]) -> Any:
     return torch_arrays(batch, collate_fn_map=collate_fn_map)
 
 
-#: torch's own functions, and faster ones with the same results without workers, too.
-_FASTER = dict(_REPLACED.values()) | {torch_tensors: _stack, torch_arrays: _stack_converted}
+#: torch's own functions, and faster ones that `default` calls in their place, also without workers.
+_FASTER = _REPLACED | {torch.Tensor: (torch_tensors, _stack), np.ndarray: (torch_arrays, _stack_converted)}

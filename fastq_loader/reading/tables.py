@@ -174,7 +174,7 @@ def _through(indices: Any, rows: Any) -> Any:
     if type(indices) is torch.Tensor:
         indices = indices.numpy()
     if type(indices) is np.ndarray and indices.ndim == 1 and indices.dtype.kind == "i":
-        return indices[rows].astype(np.int64, copy=False)
+        return indices[rows]
     found = [indices[each] for each in rows.tolist()] if type(indices) in (list, tuple, range) else None
     if not _ints(found):
         raise TypeError("indices that are not ints")

@@ -112,7 +112,7 @@ def test_what_torch_refuses_is_refused_with_its_words(pair: Pair, make: Callable
     batch = make()
     kind, text = outcome(torch_collate.collate_tensor_fn, batch)
     assert issubclass(kind, RuntimeError)
-    assert outcome(collate.stack_tensors, batch) == (kind, text)
+    assert outcome(collate.stack_tensors, batch) == outcome(collate.default, batch) == (kind, text)
 
 
 def test_graphs_and_subclasses_go_the_way_torch_has_for_them(pair: Pair) -> None:
@@ -207,6 +207,7 @@ FIELDS: dict[str, Callable[[int], Any]] = {
     "parameter": lambda i: torch.ones(2, requires_grad=True),
     "array": lambda i: np.full(3, i),
     "read-only array": lambda i: np.frombuffer(b"1234", np.uint8),
+    "channels last": lambda i: np.full((1, 2, 3, 4), i).transpose(0, 3, 1, 2),
     "array of texts": lambda i: np.array("a"),
     "numpy's number": lambda i: np.float32(i),
     "int": lambda i: i,
@@ -250,13 +251,16 @@ ENTRIES: list[tuple[Any, ...]] = [
     (type(None),),
     (object,),
     (int,),
+    (float,),
+    (np.ndarray,),
+    (torch.Tensor,),
 ]
 
 
 def make_samples(draws: random.Random, count: int, depth: int = 0) -> list[Any]:
     """Samples of one kind, more or less."""
     if depth == 4 or draws.random() < 0.3 * depth:
-        field = FIELDS[draws.choice(list(FIELDS)[:13] if draws.random() < 0.9 else list(FIELDS))]
+        field = FIELDS[draws.choice(list(FIELDS)[:14] if draws.random() < 0.9 else list(FIELDS))]
         return [field(i) for i in range(count)]
     usual = list(CONTAINERS)[: 3 if draws.random() < 0.5 else 10 if draws.random() < 0.8 else None]
     container = CONTAINERS[draws.choice(usual)]
@@ -299,3 +303,19 @@ def test_samples_become_what_torch_makes_of_them(seed: int, table: dict[Any, Any
     table.clear()
     table.update(before)
     assert_same(expected, seen(collate.default, batch, entries), f"seed {seed}, {entries}: {samples}")
+
+
+SAMPLE = {"x": torch.ones(2), "y": np.ones(2), "i": 1, "f": 0.5, "b": True}
+
+
+@pytest.mark.parametrize("where", ["here", "worker", "device"])
+def test_collating_goes_by_what_torchs_goes_by(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch's own worker, where a loader may be nested, results are shared; a mode may choose a device."""
+    if where == "worker":
+        monkeypatch.setattr(
+            torch_worker, "_worker_info", torch_worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=None)
+        )
+    with torch.device("meta" if where == "device" else "cpu"):
+        expected, found = (kind([SAMPLE] * 2) for kind in (default_collate, collate.default))
+    looks = [[(value.device, value.is_shared()) for value in of.values()] for of in (expected, found)]
+    assert looks[0] == looks[1]

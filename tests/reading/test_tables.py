@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import fetch as torch_fetch
 
 from fastq_loader.reading.fetch import Fetcher
-from fastq_loader.reading.tables import Gatherer, is_table
+from fastq_loader.reading.tables import _LARGE, Gatherer, is_table
+from tests.support.datasets import assert_same
+from tests.support.pair import LARGE, paired
 from tests.support.thorough import examples
 
 DTYPES = [
@@ -67,7 +70,7 @@ INDICES: dict[str, Callable[[list[int]], Any]] = {
     "list": list,
     "tuple": tuple,
     "array": np.array,
-    "small array": lambda indices: np.array(indices, np.int32),
+    "small array": lambda indices: np.array(indices, np.int16),
     "unsigned array": lambda indices: np.array(indices, np.uint8),
     "tensor": torch.tensor,
     "bytes": lambda indices: torch.tensor(indices, dtype=torch.uint8),
@@ -107,13 +110,16 @@ def combined(draw: st.DrawFn) -> tuple[Any, list[Any]]:
             mine = [([3], torch.int64)] if odd else fields
             return TensorDataset(*(tensor(rows, *field) + draw(st.integers(0, 1)) for field in mine))
         if kind == "subset":
-            return Subset(table(5, 0), draw(st.lists(st.integers(0, 4), min_size=rows, max_size=rows)))
+            chosen = draw(st.lists(st.integers(-1, 4), min_size=rows, max_size=rows))
+            return Subset(
+                table(5, max(0, depth - 1)), INDICES[draw(st.sampled_from(["list", "small array"]))](chosen)
+            )
         if kind == "stack":
             return StackDataset(*(table(rows, depth - 1) for _ in range(draw(st.integers(1, 2)))))
         if kind == "names":
             return StackDataset(x=table(rows, depth - 1), y=table(rows, depth - 1))
-        first = draw(st.integers(0, rows))
-        return ConcatDataset([table(first, depth - 1), table(rows - first, depth - 1)])
+        cuts = [0, *sorted(draw(st.lists(st.integers(0, rows), min_size=1, max_size=2))), rows]
+        return ConcatDataset([table(end - begin, depth - 1) for begin, end in pairwise(cuts)])
 
     rows = draw(st.integers(1, 9))
     several = draw(st.sampled_from([st.integers(0, rows - 1), st.integers(-rows - 1, rows)]))
@@ -132,7 +138,11 @@ def flat(batch: Any) -> list[Any]:
 @examples(100)
 @given(combined())
 def test_concatenations_and_stacks_give_what_torch_gives(case: tuple[Any, list[Any]]) -> None:
-    batch, wanted = fetched(*case), by_rows(*case)
+    check_parts(*case)
+
+
+def check_parts(dataset: Any, index: Any) -> None:
+    batch, wanted = fetched(dataset, index), by_rows(dataset, index)
     if isinstance(wanted, tuple):
         assert batch == wanted
         return
@@ -159,6 +169,53 @@ def test_concatenations_and_stacks_of_tables_are_gathered() -> None:
     assert (batch["x"][0].tolist(), batch["y"][0].tolist()) == ([8, 0], [3, 5])
 
 
+def three(field: torch.Tensor) -> Any:
+    return ConcatDataset([rows_of(part) for part in field.tensor_split(3)])
+
+
+ONE = rows_of(torch.arange(6.0))
+UNLIKE: dict[str, tuple[list[Any], list[int]]] = {
+    "dtypes": ([ONE, rows_of(torch.arange(6))], [7, 0]),
+    "dtypes that numpy lacks": ([rows_of(torch.ones(2, dtype=torch.bfloat16))] * 2, [3, 0]),
+    "shapes": ([ONE, rows_of(torch.ones(6, 2))], [7, 0]),
+    "numbers of fields": ([ONE, rows_of(torch.ones(6), torch.ones(6))], [7, 0]),
+    "containers": ([ONE, StackDataset(ONE)], [7, 0]),
+    "containers within": ([StackDataset(x=ONE), StackDataset(x=StackDataset(ONE))], [7, 0]),
+    "names": ([StackDataset(x=ONE), StackDataset(y=ONE)], [7, 0]),
+    "order of names": ([StackDataset(x=ONE, y=ONE), StackDataset(y=ONE, x=ONE)], [7, 0]),
+    "too large an index": ([ONE, ONE], [12, 0]),
+    "a negative index": ([ONE, ONE], [-1, 0]),
+    "too small an index": ([ONE, ONE], [-13, 0]),
+}
+
+
+@pytest.mark.parametrize("unlike", UNLIKE)
+def test_parts_that_differ_are_read_row_by_row(unlike: str) -> None:
+    parts, index = UNLIKE[unlike]
+    both = ConcatDataset(parts)
+    assert Gatherer().gather(both, index) is None
+    check_parts(both, index)
+
+
+def test_fields_of_a_concatenation_may_get_other_memory_during_an_epoch() -> None:
+    gatherer, fields = Gatherer(), [torch.arange(3.0), torch.arange(3.0, 6)]
+    both = ConcatDataset([rows_of(field) for field in fields])
+    for moved in (lambda: None, fields[0].share_memory_, lambda: fields[1].resize_(100_000)):
+        moved()
+        for field in fields:
+            field += 1
+        assert gatherer.gather(both, [4, 0])[0].tolist() == [fields[1][1], fields[0][0]]
+
+
+@pytest.mark.parametrize("elements", [LARGE // 4, _LARGE])
+def test_large_rows_of_concatenations_lie_in_blocks_or_are_read_row_by_row(elements: int) -> None:
+    field = torch.arange(6.0 * elements).reshape(6, elements)
+    with paired() as pair:
+        batch = pair.run(lambda: Gatherer().gather(three(field), [5, 0, 3, 2]))
+        assert_same(None if elements == _LARGE else [field[[5, 0, 3, 2]]], batch)
+        assert pair.copied == []
+
+
 @pytest.mark.parametrize(
     "dataset",
     [
@@ -175,7 +232,7 @@ def test_what_has_other_parts_is_no_table(dataset: Any) -> None:
     assert Gatherer().gather(dataset, [0, len(dataset) - 1]) is None
 
 
-@pytest.mark.parametrize("kind", ["list", "tuple", "array", "tensor"])
+@pytest.mark.parametrize("kind", ["list", "tuple", "array", "small array", "tensor"])
 def test_a_subset_of_a_table_is_gathered(kind: str) -> None:
     table = rows_of(torch.arange(20).reshape(10, 2), torch.arange(10.0))
     subset = Subset(Subset(table, range(9, -1, -1)), INDICES[kind]([1, 8, 1, 3]))  # type: ignore[arg-type]
