@@ -111,10 +111,9 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         match self.outcome:
             case Ended():
                 self._end()
-            case Handed(progress=progress) | Raised(progress=progress):
-                order = self._record.order
-                if order.strategy.read_ahead is not None:  # else nothing is hidden
-                    order.show(progress)
+            # Otherwise there is nothing to show, which would cost two calls.
+            case Handed() | Raised() as outcome if self._record.order.strategy.read_ahead is not None:
+                self._order.show(outcome.progress)
         if running and gate.end is not None:
             self._log.leave(CLOSE, time.monotonic_ns())
 

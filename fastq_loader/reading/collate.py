@@ -35,15 +35,18 @@ torch_tensors = torch_collate.collate_tensor_fn
 DEFAULT = torch_collate.default_collate if own_code(torch_collate.default_collate, "_utils.collate") else None
 
 
-def default(batch: Any) -> Any:
-    """Collate as torch's `default_collate` does; raises what that raises."""
-    table = torch_collate.default_collate_fn_map
-    return _collate(batch, table) if type(table) is dict else _torchs(batch, table)
+def default(batch: Any, table: Any = None) -> Any:
+    """Collate as torch's `default_collate` does; raises what that raises. All samples other than plain tuples,
+    lists and dicts are passed to torch's own `collate` (torch/utils/data/_utils/collate.py).
 
-
-def _collate(batch: Any, table: dict[Any, Any]) -> Any:
-    """torch's `collate` for plain tuples, lists and dicts; all other samples are passed to torch's own.
-    (torch/utils/data/_utils/collate.py)"""
+    Args:
+        batch: the samples.
+        table: torch's table of collate functions; None at the beginning.
+    """
+    if table is None:
+        table = torch_collate.default_collate_fn_map
+        if type(table) is not dict:
+            return _torchs(batch, table)
     first = batch[0]
     kind = type(first)
     if kind in table:
@@ -54,21 +57,26 @@ def _collate(batch: Any, table: dict[Any, Any]) -> Any:
     if kind in _CONTAINERS and type(batch) in _SEQUENCES and not isinstance(first, tuple(table)):
         if kind is dict:
             return _collate_dicts(batch, table)
-        alike = kind is tuple or set(map(type, batch)) == {kind}  # torch looks at the first tuple only
-        if alike and len(set(map(len, batch))) == 1:
-            fields = list(zip(*batch, strict=False))
-            try:
-                return [_collate(samples, table) for samples in fields]
-            except TypeError:
-                if kind is tuple:
-                    raise
-                return [_torchs(samples, table) for samples in fields]
+        return _collate_sequences(batch, kind, table)
     return _torchs(batch, table)
+
+
+def _collate_sequences(batch: Any, kind: type, table: dict[Any, Any]) -> Any:
+    alike = kind is tuple or set(map(type, batch)) == {kind}  # torch looks at the first tuple only
+    if not alike or len(set(map(len, batch))) > 1:
+        return _torchs(batch, table)
+    fields = list(zip(*batch, strict=False))
+    try:
+        return [default(samples, table) for samples in fields]
+    except TypeError:  # like torch, which tries again without a copy of the first list
+        if kind is tuple:
+            raise
+        return [_torchs(samples, table) for samples in fields]
 
 
 def _collate_dicts(batch: Any, table: dict[Any, Any]) -> Any:
     try:
-        return {key: _collate([sample[key] for sample in batch], table) for key in batch[0]}
+        return {key: default([sample[key] for sample in batch], table) for key in batch[0]}
     except TypeError:  # like torch, which tries again without a copy of the first sample
         return {key: _torchs([sample[key] for sample in batch], table) for key in batch[0]}
 
@@ -231,7 +239,7 @@ def _stack_converted(batch: Any, *, collate_fn_map: dict[Any, Any]) -> Any:
     """Stack numpy arrays as torch does, which converts each array by the slower `as_tensor`."""
     plain = batch[0].dtype.str in _TORCH_TYPES and set(map(type, batch)) == {np.ndarray}
     if plain and not is_under_mode():
-        return _collate(list(map(torch.from_numpy, batch)), collate_fn_map)
+        return default(list(map(torch.from_numpy, batch)), collate_fn_map)
     return torch_arrays(batch, collate_fn_map=collate_fn_map)
 
 

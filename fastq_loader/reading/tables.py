@@ -215,6 +215,10 @@ def _merge(parts: Any, order: Any, whole: bool) -> Any:
         return {name: _merge([part[name] for part in parts], order, whole) for name in first}
     if kind is list:
         return [_merge(fields, order, whole) for fields in zip(*parts, strict=True)]
+    return _join(parts, order, whole)
+
+
+def _join(parts: Any, order: Any, whole: bool) -> Any:
     if len(set(map(_DTYPE, parts))) > 1:
         raise TypeError("rows of different dtypes")
     joined = np.concatenate(parts)
