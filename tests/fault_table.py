@@ -563,4 +563,28 @@ FAULTS = (
         "guarantee: random numbers",
         "extras/images/test_encoded.py",
     ),
+    Fault(
+        "a broken header of an image is found in the consumer only",
+        "extras/images/encoded.py",
+        'return Encoded(data, name or "", seed, headers.read(data, name or ""))',
+        'return Encoded(data, name or "", seed)',
+        "row E1",
+        "extras/images/test_headers.py",
+    ),
+    Fault(
+        "a thread decodes batches that were dropped",
+        "extras/images/ahead.py",
+        "self._queue.put(weakref.ref(ticket))",
+        "self._queue.put(lambda: ticket)",
+        "row G1",
+        "device/test_images.py",
+    ),
+    Fault(
+        "a fork does not wait for the thread that decodes",
+        "extras/images/ahead.py",
+        "before=_before_fork, after_in_parent",
+        "before=_after_fork, after_in_parent",
+        "row G1",
+        "extras/images/test_ahead.py",
+    ),
 )
