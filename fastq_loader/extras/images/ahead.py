@@ -64,6 +64,7 @@ class Ahead:
         self, decode: Callable[[Any], Any], finish: Callable[[Any, Any], Any], target: Target
     ) -> None:
         self._decode, self._finish, self._target = decode, finish, target
+        self._gpu = target.gpu  # here, where the user's device is the current one
         self._queue: SimpleQueue[weakref.ref[Ticket] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -123,22 +124,23 @@ class Target:
         return Target, (self.device,)
 
     @cached_property
-    def _gpu(self) -> Gpu | None:
+    def gpu(self) -> Gpu | None:
+        """What can decode there. Of "cuda" it is the device that is current on the thread that asks first."""
         return Gpu(self.device) if self.device.type == "cuda" and torch.version.cuda else None
 
     @contextmanager
     def working(self) -> Iterator[Gpu | None]:
         """Context of the decode of one batch: the GPU on whose stream it runs, or None: on the CPU."""
         with self.turn:
-            if self._gpu is None:
+            if self.gpu is None:
                 yield None
             else:
-                with self._gpu.working():
-                    yield self._gpu
+                with self.gpu.working():
+                    yield self.gpu
 
     def received(self, images: torch.Tensor) -> torch.Tensor:
         """Images on the device, for work on the current stream."""
-        if self._gpu is None:
+        if self.gpu is None:
             return images.to(self.device)
         images.record_stream(torch.cuda.current_stream(self.device))
         return images
@@ -159,4 +161,5 @@ def _after_fork() -> None:
         _held.pop().turn.release()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # as on every system with forks
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

@@ -161,6 +161,25 @@ def test_decoding_pauses() -> None:
         decoding.close()
 
 
+def test_the_device_is_the_one_that_is_current_for_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's current device belongs to a thread, and is the first one in a new thread."""
+    asked = []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(ahead, "Gpu", lambda device: asked.append(threading.current_thread()) or FakeGpu())
+    decoding = DecodeImages(16, device="cuda").start_ahead()
+    decoding.begin(batch_of(FILES[0]))
+    decoding.close()
+    assert asked == [threading.current_thread()]
+
+
+def test_the_thread_of_the_step_keeps_its_threads() -> None:
+    before = torch.get_num_threads()
+    decoding = Ahead(lambda _: torch.get_num_threads(), lambda _, found: found, TARGET)
+    assert decoding.begin(0)() == 1
+    decoding.close()
+    assert torch.get_num_threads() == before
+
+
 class FakeGpu:
     """Decodes on the CPU what a GPU can. `refused`: a file that it cannot decode."""
 
@@ -195,7 +214,7 @@ def test_a_gpu_decodes_baseline_jpeg_in_groups(
     gpu = FakeGpu(refused)
     options = {"exif": True, "interpolation": mode}
     pixels = DecodeImages(16, device="cpu", group_bytes=2 * 3 * 40 * 50 + 1, **options)
-    monkeypatch.setattr(Target, "_gpu", gpu)
+    monkeypatch.setattr(Target, "gpu", gpu)
     monkeypatch.setattr(Target, "received", lambda self, images: images)
     differences = (pixels(batch).int() - DecodeImages(16, **options)(batch).int()).abs()
     assert differences[:6].max() <= 1  # computed in floats; bicubic values are cut off, too
