@@ -574,8 +574,8 @@ FAULTS = (
     Fault(
         "a thread decodes batches that were dropped",
         "extras/images/ahead.py",
-        "self._queue.put(weakref.ref(ticket))",
-        "self._queue.put(lambda: ticket)",
+        "self._queue.put((weakref.ref(ticket), ",
+        "self._queue.put((lambda: ticket, ",
         "row G1",
         "device/test_images.py",
     ),

@@ -1,9 +1,9 @@
 """Decoding in a thread of its own, ahead of the step.
 
-Runs in the consumer. The thread knows no loader: it takes functions from a queue, one after the other, and
-holds a reference to one of them at a time. A ticket that its owner has dropped is not begun any more, so an
-epoch that is broken off costs the batch that is being decoded. The thread is a daemon: it neither holds up
-the end of the process, nor outlives the owner of its queue.
+Runs in the consumer. The thread knows no loader: it takes calls from a queue, one after the other. A call
+whose ticket was dropped by its owner is not made, so an epoch that is broken off costs the batch that is
+being decoded. The thread is a daemon: it neither holds up the end of the process, nor outlives the owner of
+its queue.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cached_property, partial
 from queue import SimpleQueue
@@ -24,31 +25,6 @@ from fastq_loader.extras.images.gpu import Gpu
 
 #: Seconds that `close` waits for the batch that is being decoded.
 _PATIENCE = 5.0
-
-
-class Ticket:
-    """A call that a thread makes, and its result.
-
-    Args:
-        call: made once; a new exception of it is raised by `take`.
-    """
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call, self._made = call, threading.Event()
-        self._outcome: api.CapturedCall | None = None
-
-    def run(self) -> None:
-        """Make the call, on the thread."""
-        try:
-            self._outcome = api.CapturedCall(self._call)
-        finally:
-            self._made.set()
-
-    def take(self) -> Any:
-        """Wait for the result, and return it, or raise the error."""
-        self._made.wait()
-        assert self._outcome is not None, "the call was made"
-        return self._outcome.take()
 
 
 class Ahead:
@@ -65,7 +41,7 @@ class Ahead:
     ) -> None:
         self._decode, self._finish, self._target = decode, finish, target
         self._gpu = target.gpu  # here, where the user's device is the current one
-        self._queue: SimpleQueue[weakref.ref[Ticket] | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Task | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def begin(self, batch: Any) -> Callable[[], Any]:
@@ -77,14 +53,14 @@ class Ahead:
             )
             self._thread.start()
             weakref.finalize(self, self._queue.put, None).atexit = False
-        ticket = Ticket(partial(self._decode, batch))
-        self._queue.put(weakref.ref(ticket))
+        ticket: Future[api.CapturedCall] = Future()
+        self._queue.put((weakref.ref(ticket), partial(self._decode, batch)))
         finish, turn = self._finish, self._target.turn
 
         def take() -> Any:
             if turn._is_owned():  # type: ignore[attr-defined]  # the thread waits for this one
                 raise RuntimeError("next() was called within paused(), in which no image is decoded")
-            return finish(batch, ticket.take())
+            return finish(batch, ticket.result().take())
 
         return take
 
@@ -96,13 +72,16 @@ class Ahead:
             self._thread = None
 
 
-def _run(queue: SimpleQueue[weakref.ref[Ticket] | None]) -> None:
+#: The ticket of a call, and the call.
+_Task = tuple["weakref.ref[Future[api.CapturedCall]]", Callable[[], Any]]
+
+
+def _run(queue: SimpleQueue[_Task | None]) -> None:
     torch.set_num_threads(1)  # more would compete with the step and the workers
-    for reference in iter(queue.get, None):
-        ticket = reference()
-        if ticket is not None:
-            ticket.run()
-        del ticket
+    for reference, call in iter(queue.get, None):
+        if (ticket := reference()) is not None:
+            ticket.set_result(api.CapturedCall(call))
+        del ticket, call  # they hold the batch
 
 
 class Target:

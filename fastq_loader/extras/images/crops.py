@@ -124,19 +124,16 @@ class CropRule:
 
     def __post_init__(self) -> None:
         text = "give pixels, at least 1: one number, or (height, width)"
-        self.check("size", lambda size: min(map(_whole, self.shape)) >= 1 and len(self.shape) == 2, text)
-        self.check("scale", self._is_share, "give two shares, 0 < lower <= upper <= 1, or None")
+        self.check("size", lambda _: [is_int(side) and side >= 1 for side in self.shape] == [True] * 2, text)
+        text = "give two shares, 0 < lower <= upper <= 1, or None"
+        self.check("scale", lambda scale: scale is None or _are_ordered((*scale, 1)), text)
         text = "give two numbers, 0 < lower <= upper"
-        self.check("ratio", lambda ratio: 0 < ratio[0] <= ratio[1] < math.inf and len(ratio) == 2, text)
+        self.check("ratio", lambda ratio: _are_ordered((*ratio, math.inf)), text)
         self.check("flip", lambda flip: flip is None or 0 <= flip <= 1, "give a probability, or None")
         least = max(self.shape)
         text = f"with scale=None, give at least the size, {least}; else None"
-        valid = lambda length: length is None or (self.scale is None and _whole(length) >= least)  # noqa: E731
+        valid = lambda side: side is None or (self.scale is None and is_int(side) and side >= least)  # noqa: E731
         self.check("resize", valid, text)
-
-    @staticmethod
-    def _is_share(scale: Any) -> bool:
-        return scale is None or (0 < scale[0] <= scale[1] <= 1 and len(scale) == 2)
 
     def check(self, name: str, holds: Callable[[Any], bool], text: str) -> None:
         """Raise ValueError if an argument is not valid, whatever its type."""
@@ -174,8 +171,6 @@ class CropRule:
         return Cut(crop, shape, middle(*shape, self.shape), next(drawn) < self.flips)
 
 
-def _whole(value: Any) -> int:
-    """The value, if it is a whole number. Raises TypeError."""
-    if not is_int(value):
-        raise TypeError(f"{value!r} is no whole number")
-    return int(value)
+def _are_ordered(numbers: tuple[float, ...]) -> bool:
+    lower, upper, limit = numbers
+    return 0 < lower <= upper <= limit

@@ -1,14 +1,14 @@
 """From the bytes of an image file to its pixels, on the CPU.
 
-Runs where `DecodeImages` is called. JPEG is decoded by simplejpeg (libjpeg-turbo) where that is installed,
-and all else, and what simplejpeg refuses, by pillow. The pixels are those of pillow's
-`convert("RGB")`; for baseline JPEG they differ by 0.1 of 255 in the mean.
+Runs where `DecodeImages` is called. simplejpeg (libjpeg-turbo) decodes JPEG where it is installed; pillow
+decodes other files, and JPEG that simplejpeg refuses. The pixels equal pillow's `convert("RGB")`; for baseline
+JPEG they differ by 0.1 of 255 in the mean.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -34,11 +34,7 @@ def _simplejpeg() -> Any:
 
 def chosen() -> dict[str, str]:
     """The library that decodes each kind of file in this process, and why: the doctor shows it."""
-    try:
-        headers.pillow()
-        by_pillow = "pillow"
-    except ImportError as error:
-        by_pillow = f"none: {error}"
+    by_pillow = "pillow" if importlib.util.find_spec("PIL") else "none, because pillow is not installed"
     for_gpus, text = gpu.decoder()
     return {
         "JPEG": "simplejpeg" if _simplejpeg() else f"{by_pillow}, because simplejpeg is not installed",
@@ -93,7 +89,7 @@ class Source:
         return np.ascontiguousarray(_TURNS[self._turn](found)) if self.is_turned else found
 
     def _by_simplejpeg(self, smallest: tuple[int, int] | None) -> Pixels | None:
-        """None for what it refuses, such as a damaged file: pillow decides, and has the better text."""
+        """None for files that it refuses, such as damaged ones: pillow decides, and has the better text."""
         down, across = smallest or (0, 0)
         if self._is_on_its_side:
             down, across = across, down

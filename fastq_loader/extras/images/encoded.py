@@ -178,12 +178,6 @@ class EncodedBatch:
         """The batch itself, which stays on the host."""
         return self
 
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self.data, self.offsets, self.names, self.seeds, self.headers
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.data, self.offsets, self.names, self.seeds, self.headers = state
-
     def __repr__(self) -> str:
         return f"EncodedBatch({len(self)} files, {self.data.nbytes} bytes)"
 

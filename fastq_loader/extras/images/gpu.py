@@ -86,7 +86,7 @@ class Gpu:
         decode, _ = decoder()
         if decode is None:
             return ()
-        self.wait()  # queued work may still read what is free already; see above
+        self.wait()  # queued work may still read memory that is free again; see above
         try:
             found: list[torch.Tensor] = decode([*map(_tensor, files)], device=self.device)
         except torch.OutOfMemoryError:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 OTHER, JPEG, BASELINE = range(3)
 
 _START_OF_JPEG = b"\xff\xd8\xff"
-#: The markers of a JPEG's frame: 0xC0 to 0xCF, but for those of tables and extensions.
+#: The markers of a JPEG's frame: 0xC0 to 0xCF without three, which begin tables and extensions.
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _ADOBE = 0xEE
 
