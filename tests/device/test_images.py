@@ -162,6 +162,7 @@ def test_a_break_drops_what_is_not_decoded_yet(
     for pixels in (None, PIXELS):
         with on_late(Photos(), pixels, persistent_workers=persistent, prefetch=4) as loader:
             torch.manual_seed(3)
+            gate.clear()
             for _ in loader:
                 break
             again = iter(loader)
