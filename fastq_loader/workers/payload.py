@@ -14,6 +14,7 @@ pickled for each worker.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import multiprocessing
 import pickle
@@ -29,6 +30,7 @@ import torch
 from torch.multiprocessing import get_sharing_strategy
 
 from fastq_loader.memory import mapped
+from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.packing import pickling
 from fastq_loader.system import calls
 from fastq_loader.system.unpatched import os
@@ -222,23 +224,11 @@ def _as_in_torch(array: Any) -> Any:
     if array.dtype.byteorder not in "=|":
         return array.astype(array.dtype.newbyteorder("="))
     if not array.flags.writeable:
-        memory: Any = np.asarray(_Writable(array))
+        # Its bytes, declared as writable; nobody writes to them.
+        memory: Any = (ctypes.c_char * array.nbytes).from_address(address_of(array))
+        memory.array = array  # stays alive while its bytes are referenced
         return np.ndarray(array.shape, array.dtype, memory, strides=array.strides)
     return array
-
-
-class _Writable:
-    """The bytes of a read-only array, declared as writable; nobody writes to them."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self._array = array  # stays alive while its bytes are referenced
-        place, _ = array.__array_interface__["data"]
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (array.nbytes,),
-            "typestr": "|u1",
-            "data": (place, False),
-        }
 
 
 # ---- a worker's process -----------------------------------------------------------------------------
