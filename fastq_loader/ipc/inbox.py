@@ -10,7 +10,7 @@ from collections import deque
 from typing import ClassVar
 
 from fastq_loader.ipc.decoding import decode_for_worker
-from fastq_loader.ipc.messages import Bundle, Stop, ToWorker, encode
+from fastq_loader.ipc.messages import Bundle, Message, Stop, ToWorker, encode
 from fastq_loader.system import process_id
 
 _STOP = encode(Stop())
@@ -29,6 +29,10 @@ class Inbox(ABC):
     @abstractmethod
     def _frame(self, block: bool) -> bytes | None:
         """The next frame that arrives. Without `block`, None if none has arrived."""
+
+    @abstractmethod
+    def send(self, message: Message) -> None:
+        """Send a message to the consumer."""
 
     def receive(self, block: bool) -> ToWorker | None:
         """The next message. Without `block`, None if nothing is waiting."""

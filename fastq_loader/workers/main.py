@@ -14,12 +14,13 @@ import gc
 import signal
 import threading
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from fastq_loader.ipc.claim_table import ClaimTable
 from fastq_loader.ipc.endpoints import socket_name
+from fastq_loader.ipc.inbox import Inbox
 from fastq_loader.ipc.messages import (
     BATCH,
     BROKEN,
@@ -32,7 +33,6 @@ from fastq_loader.ipc.messages import (
     BatchHandle,
     Epoch,
     InBlock,
-    Message,
     Ping,
     Space,
     Stop,
@@ -152,16 +152,6 @@ def _outlive(grace: float | None, *_: Any) -> None:
         ending.start()
 
 
-class Consumer(Protocol):
-    """Source of a worker's tasks and destination of its answers; see `WorkerSocket`."""
-
-    def receive(self, block: bool) -> Task | Epoch | Space | Stop | Ping | None: ...
-
-    def told_to_stop(self) -> bool: ...
-
-    def send(self, message: Message) -> None: ...
-
-
 class WorkerLoop:
     """The loop of one worker.
 
@@ -172,7 +162,7 @@ class WorkerLoop:
         claims: table of the claims on shared tasks.
     """
 
-    def __init__(self, setup: Setup, blocks: Allocator, socket: Consumer, claims: ClaimTable) -> None:
+    def __init__(self, setup: Setup, blocks: Allocator, socket: Inbox, claims: ClaimTable) -> None:
         self._setup = setup
         self._tasks = TaskQueue(claims, setup.plan.shared_tasks, setup.worker)
         self._allocator = blocks
