@@ -20,14 +20,10 @@ _IN_ASCII = str.maketrans(
 
 
 def printable(text: str) -> str:
-    """The text, in ASCII if standard output cannot encode it."""
+    """The text; if standard output cannot encode it, in ASCII, where characters without a likeness become
+    escapes."""
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "ascii")
     except (UnicodeError, LookupError):
-        return in_ascii(text)
+        return text.translate(_IN_ASCII).encode("ascii", "backslashreplace").decode()
     return text
-
-
-def in_ascii(text: str) -> str:
-    """Translate a text to ASCII; characters without a likeness there become escapes."""
-    return text.translate(_IN_ASCII).encode("ascii", "backslashreplace").decode()
