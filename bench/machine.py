@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
@@ -15,8 +16,8 @@ from typing import Any
 import psutil
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "fastq_loader"
+from bench.digest import PACKAGE, ROOT, digest
+
 DISTRIBUTIONS = ("torch", "numpy", "pyzmq", "torchdata", "spdl-core", "spdl-io", "grain")
 
 
@@ -36,17 +37,20 @@ def describe() -> dict[str, Any]:
 
 
 def revision() -> dict[str, str]:
-    """The commit, and git's name for the tree of the package in it.
+    """The commit, if this is a clone, and the digest of the package's files."""
+    changed = " with changes" if _git("status", "--porcelain", "--", PACKAGE) else ""
+    return {"commit": _git("rev-parse", "--short=10", "HEAD") + changed, "package": digest()}
 
-    That name is the same in every commit with the same package. It is "" where the package has changes that
-    are not committed, or where this is no clone.
-    """
-    return {
-        "commit": _git("rev-parse", "--short=10", "HEAD"),
-        "package": ""
-        if _git("status", "--porcelain", "--", PACKAGE)
-        else _git("rev-parse", f"HEAD:{PACKAGE}"),
-    }
+
+def age(runs: Sequence[dict[str, Any]]) -> str:
+    """How old the rows of these runs are that were measured with another package; "" where none were."""
+    now, found = digest(), {}
+    for run in runs:
+        if run["revision"]["package"] != now:
+            commit = run["revision"]["commit"]
+            later = _git("rev-list", "--count", f"{commit.split(' ')[0]}..HEAD", "--", PACKAGE)
+            found[commit] = f"{commit} ({run['machine']['date'][:10]}, {later or 'unknown'} commits ago)"
+    return f"Rows of another package than this: commit {', '.join(found.values())}" if found else ""
 
 
 def _git(*arguments: str) -> str:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from bench.machine import revision
+from bench.machine import age
 from bench.output import pictures, rows
 from bench.output.figures import BASELINE, OURS
 from bench.output.layout import in_markdown
@@ -47,7 +47,7 @@ def measure_and_write(options: argparse.Namespace, here: Row, folder: Path) -> i
         source = file.resolve().relative_to(Path.cwd()).as_posix()
         to_measure = any(tuple(case.key.values()) not in found for case in cases)
         new = [run_row(options, here)] if to_measure else []
-        if why := refusal([*found.runs, *new], revision()):
+        if why := refusal([*found.runs, *new]):
             command_line = f"rm -f {source} && python -m bench --readme {source}"
             raise ValueError(f"{why}. To measure all of it again, in 12 minutes: {command_line}")
         status = perform(options, here, cases)
@@ -58,18 +58,8 @@ def measure_and_write(options: argparse.Namespace, here: Row, folder: Path) -> i
     return status
 
 
-def refusal(runs: Sequence[Row], now: dict[str, str]) -> str:
-    """Why the README cannot have the figures of these runs; "" where it can.
-
-    Args:
-        now: `machine.revision()`.
-    """
-    if not now["package"]:
-        return "fastq_loader/ has changes that are not committed, and figures are those of a commit"
-    for run in runs:
-        if run["revision"]["package"] != now["package"]:
-            commits = f"{run['revision']['commit']}, whose fastq_loader/ is not that of {now['commit']}"
-            return f"there are rows of commit {commits}"
+def refusal(runs: Sequence[Row]) -> str:
+    """Why the README cannot have the figures of these runs; "" where it can."""
     for name, first in _place(runs[0]).items():
         for other in (_place(run)[name] for run in runs):
             if other != first:
@@ -92,13 +82,17 @@ def source_of(readme: str) -> str | None:
     return found[0] or None
 
 
+def _caption(results: Results) -> str:
+    return ". ".join(filter(None, (results.caption, age(results.runs))))
+
+
 def _short(results: Results, source: PurePosixPath) -> Iterator[str]:
     """What the README shows: a few workloads, the programs, and a picture."""
     for table in (short_table(results), program_table(results)):
         if table.rows:
             yield in_markdown(table)
     yield (
-        f"{results.caption}. How to read these numbers: [bench/README.md](bench/README.md); every loader: "
+        f"{_caption(results)}. How to read these numbers: [bench/README.md](bench/README.md); every loader: "
         f"[all tables]({source.with_suffix('.md')})."
     )
     for each in pictures.pictures(results)[:1]:
@@ -110,8 +104,8 @@ def _everything(results: Results, source: PurePosixPath) -> Iterator[str]:
     machine, file = results.machine, source.name
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     yield f"# All tables of {file}\n\nWritten by `python -m bench --readme {source}`."
-    yield f"""{results.caption}; {machine["system"]}, {versions}. Loaders in turn, medians of their blocks; in
-brackets the range over the rounds. Each block is a row of [{file}]({file})."""
+    yield f"""{_caption(results)}; {machine["system"]}, {versions}. Loaders in turn, medians of their blocks;
+in brackets the range over the rounds. Each block is a row of [{file}]({file})."""
     for table in summary_tables(results):
         yield in_markdown(table, "## ")
     for kind, heading in HEADINGS.items():

@@ -1,7 +1,8 @@
 """Results as rows: a file of JSON lines, each of which says in `row` what it is.
 
 `run`: the first line, and one more for each time that a run was gone on with: `version` of the layout, the
-`machine` with its versions and the date, the `revision` that was measured, the command line's `arguments`.
+`machine` with its versions and the date, the `revision` that was measured (a commit, and a digest of the
+package's files), the command line's `arguments`.
 What follows, up to the next such line, was measured so.
 
 All others name the case: `kind` ("steady", "program", "against", "device"), `case` (the name of the workload,
@@ -121,8 +122,9 @@ class Results:
         """The commit, the machine, the options and the days, in a line."""
         machine, given = self.machine, self.runs[0]["arguments"]
         first, last = (str(run["machine"]["date"])[:10] for run in (self.runs[0], self.runs[-1]))
+        commits = dict.fromkeys(run["revision"]["commit"] for run in self.runs)
         return (
-            f"Commit {self.runs[0]['revision']['commit']}, {machine['cpu']}, {machine['cores']} cores, "
+            f"Commit {', '.join(commits)}, {machine['cpu']}, {machine['cores']} cores, "
             f"torch {machine['versions']['torch']}, {given['blocks']} blocks of {given['seconds']:g} s each, "
             f"{first if first == last else f'{first} to {last}'}"
         )

@@ -27,7 +27,7 @@ from time import perf_counter
 from typing import Any
 
 import fastq_loader
-from bench.machine import ROOT
+from bench.digest import ROOT
 from bench.peers import LoaderSettings, Unsupported
 from bench.peers.fastq import FastqLoader
 from bench.timing.ceiling import CEILING, CeilingLane
