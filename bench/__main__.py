@@ -15,9 +15,10 @@ from bench import machine
 from bench.arguments import parse
 from bench.peers import PEERS
 from bench.run import perform
-from bench.timing import against, device, steady
+from bench.timing import against, device, steady, training
 from bench.workloads import all_workloads
 from bench.workloads.ready_made import SHAPES
+from bench.workloads.trainings import trainings
 
 NO_GPU = "Nothing was measured, because there is no GPU to measure: torch.cuda.is_available() is False."
 
@@ -32,10 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.list:
         return _list()
-    if options.device is not None and not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.is_available():
         print(NO_GPU)
         return 0
-    machine.use_one_thread()
+    if not (options.train and options.device == "cuda"):  # a training has torch's own number
+        machine.use_one_thread()
     # More workers than cores are what some runs are for.
     warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
     with tempfile.TemporaryDirectory(prefix="fastq-bench-") as folder:
@@ -48,6 +50,10 @@ def _measure(options: argparse.Namespace, folder: Path) -> int:
         from bench.output import readme
 
         return readme.measure_and_write(options, here, folder)
+    if options.train:
+        device_of = training.Cuda() if options.device == "cuda" else training.Host()
+        here |= device_of.describe()
+        return perform(options, here, list(training.cases(options, device_of, here, folder)))
     if options.device is not None:
         gpu = device.CudaDevice()
         return perform(options, here | gpu.describe(), list(device.cases(options, gpu, here["cores"])))
@@ -61,6 +67,10 @@ def _list() -> int:
         "peers": {name: of.label for name, of in PEERS.items()},
         "workloads with --device cuda": {shape.name: shape.description for shape in SHAPES.values()},
         "peers with --device cuda": device.ARMS,
+        "workloads with --device cuda --train": {
+            name: each.workload.description for name, each in trainings(small=False).items()
+        },
+        "peers with --device cuda --train": training.LANES,
     }
     for title, entries in tables.items():
         print(f"{title}:", *(f"  {name:19} {meaning}" for name, meaning in entries.items()), sep="\n")

@@ -13,8 +13,10 @@ from typing import TypeVar
 from bench.peers import PEERS
 from bench.timing.against import NEW_WORKERS
 from bench.timing.device import ARMS
+from bench.timing.training import LANES
 from bench.workloads import all_workloads, find_workload
 from bench.workloads.ready_made import SHAPES
+from bench.workloads.trainings import NAMES
 
 T = TypeVar("T")
 
@@ -25,6 +27,7 @@ COMPARED = ("rows", "tokens", "objects", "csv", "large_u8", "large_f32", "fields
 USUAL_WORKERS, USUAL_PREFETCH = (2,), 2
 SHORT_BLOCKS, SHORT_SECONDS = 5, 0.5
 FULL_BLOCKS, FULL_SECONDS = 7, 0.8
+TRAIN_BLOCKS, TRAIN_SECONDS = 3, 1.0
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -36,23 +39,28 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = _parser()
     options = parser.parse_args(arguments)
     full, device, against = options.full, options.device, options.against
-    known_peers: Sequence[str] = tuple(ARMS if device else PEERS)
+    if options.train is not bool(options.train and device) or (device == "cpu" and not options.train):
+        parser.error("--train goes with --device, and --device cpu with --train")
+    shapes: Sequence[str] = NAMES if options.train else tuple(SHAPES)
+    known_peers: Sequence[str] = tuple(LANES if options.train else ARMS if device else PEERS)
     if against is None and (options.prefetch != USUAL_PREFETCH or options.schedule or options.ceiling):
         parser.error("--prefetch, --schedule and --ceiling go with --against REVISION")
     # In five rounds the rounds of two revisions that are as fast agree once in 16 times.
     if against is not None and options.blocks and options.blocks < SHORT_BLOCKS:
         parser.error(f"--against needs at least {SHORT_BLOCKS} rounds to tell noise, got {options.blocks}")
     for name in options.workloads:
-        if not (name in SHAPES if device else _is_workload(name) or (against and name == NEW_WORKERS)):
+        if not (name in shapes if device else _is_workload(name) or (against and name == NEW_WORKERS)):
             parser.error(f"{name!r} is not a workload; see --list")
     if unknown := [name for name in options.peers if name not in known_peers]:
         parser.error(f"{unknown[0]!r} is not a peer; choose from {', '.join(known_peers)}")
-    usual = SHAPES if device else COMPARED if against else all_workloads() if full else SHORT
+    usual = shapes if device else COMPARED if against else all_workloads() if full else SHORT
     options.workloads = tuple(options.workloads or usual)
     options.workers = options.workers or ((0,) if device else USUAL_WORKERS)
     options.peers = options.peers or known_peers
-    options.blocks = options.blocks or (FULL_BLOCKS if full else SHORT_BLOCKS)
-    options.seconds = options.seconds or (FULL_SECONDS if full else SHORT_SECONDS)
+    blocks, length = (FULL_BLOCKS, FULL_SECONDS) if full else (SHORT_BLOCKS, SHORT_SECONDS)
+    if options.train:
+        blocks, length = TRAIN_BLOCKS, TRAIN_SECONDS
+    options.blocks, options.seconds = options.blocks or blocks, options.seconds or length
     return options
 
 
@@ -76,7 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--full", action="store_true", help="every workload, longer blocks")
     instead = parser.add_mutually_exclusive_group().add_argument
     about = "batches onto a GPU; workloads are then shapes of batches, and peers ways there"
-    instead("--device", choices=["cuda"], help=about)
+    instead("--device", choices=["cuda", "cpu"], help=f"{about}; cpu: small trainings, for a try")
+    add("--train", action="store_true", help="with --device: whole trainings, three minutes")
     about = "this tree's package beside that of another revision, and no other loader"
     instead("--against", metavar="REVISION", help=f"{about} (default workloads: {' '.join(COMPARED)})")
     about = "the README's figures: measure what FILE has not of them, and write them"

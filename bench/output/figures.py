@@ -29,11 +29,12 @@ MEASURES: dict[str, Callable[[pd.DataFrame], Series]] = {
     "cpu": lambda blocks: (blocks["consumer_cpu"] + blocks["worker_cpu"]) / blocks["batches"],
     "consumer_cpu": lambda blocks: blocks["consumer_cpu"] / blocks["batches"],
     "worker_cpu": lambda blocks: blocks["worker_cpu"] / blocks["batches"],
+    "wait": lambda blocks: blocks["waited"] / blocks["batches"],
     "switches": lambda blocks: blocks["switches"] / blocks["batches"],
     "stall": lambda blocks: 100 * blocks["gaps"] / (blocks["steps"] + blocks["gaps"]),
 }
-"""What blocks come to: batches per second, seconds and switches for a batch, the percentage of a device's
-time between two steps. Any other measure is a column."""
+"""What blocks come to: batches per second, seconds (of CPU, or waited) and switches for a batch, the
+percentage of a device's time between two steps. Any other measure is a column."""
 
 
 class Spread(NamedTuple):

@@ -38,6 +38,7 @@ from bench.programs import report
 from bench.timing.against import AGAINST, NEW, OLD
 from bench.timing.device import COPY, DRAIN, LENGTHS, LINK, RESIDENT
 from bench.timing.device import KIND as DEVICE
+from bench.timing.training import KIND as TRAINING
 
 Cells = dict[str, str]
 
@@ -54,11 +55,16 @@ share of the device's time between the end of a step and the start of the next, 
 the first row's (which has its own share, %); steps are so many times as long as the copy of a batch, and two
 are queued ahead. next(): at the longest steps. CPU: the consumer's seconds per GB of a full drain."""
 
+ABOUT_TRAINING = """items/s: samples trained. share: of the speed with batches that are on the device already.
+next(): the mean, with .to() where there is one. CPU: of the consumer's process, for 1,000 items. first batch:
+from making the loader on. page-locked: the most at a time."""
+
 
 def case_tables(case: CaseRows) -> list[Table]:
     """What is shown of a case as soon as it is measured."""
     makers: dict[str, Callable[[CaseRows], Table]]
     makers = {"steady": _peers, "program": report.table, DEVICE: _onto_device}
+    makers[TRAINING] = _trained
     makers[AGAINST] = lambda case: _against([case])
     return [makers[case.key[0]](case)]
 
@@ -81,9 +87,12 @@ def short_table(results: Results) -> Table:
     for case in results.cases("steady"):
         full = _speed(case)
         row = {"batches per second": f"{case.name}: {case.facts['description']}"}
-        row |= {name: full[name] for name in ("torch", "torch, 0 workers", OURS, "÷ torch")}
-        rate = [f"{case.peers[name].label} {number(rate)}" for name, rate in others(case).items()]
-        rows.append(row | {"others": ", ".join(rate) or NONE})
+        best = next(
+            (f"{number(rate)} ({case.peers[name].label})" for name, rate in others(case).items()), NONE
+        )
+        inline = [PEERS[name].label for name in INLINE]
+        row |= {name: full[name] for name in (BASELINE, inline[0])} | {"best other": best}
+        rows.append(row | {name: full[name] for name in (OURS, inline[1], "÷ torch")})
     return Table("", rows)
 
 
@@ -193,3 +202,16 @@ def _onto_device(shape: CaseRows) -> Table:
         rows.append(row)
     note = f"peak {number(peak and peak / 1e9)} GB/s; a copy takes {1e6 * shape.facts['unit']:,.0f} µs"
     return Table(title_of(shape), rows, about=ABOUT_DEVICE, notes=[note, *remarks(shape)])
+
+
+def _trained(case: CaseRows) -> Table:
+    rows, items = [], case.facts["batch_size"]
+    for name, lane in measured(case).items():
+        row = {"training": lane.label, "items/s": report.single(figure(case, name, "rate"), items)}
+        row["share"] = "" if name == RESIDENT else percent(compared(case, name, RESIDENT))
+        row["next(), ms"] = report.single(figure(case, name, "wait"), 1e3)
+        row["CPU, s"] = report.single(figure(case, name, "consumer_cpu"), 1e3 / items)
+        row["first batch, s"] = report.single(figure(case, name, "first"))
+        row["page-locked, MB"] = report.single(figure(case, name, "locked"), 1e-6)
+        rows.append(row)
+    return Table(title_of(case), rows, about=ABOUT_TRAINING, notes=remarks(case))

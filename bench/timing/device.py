@@ -188,10 +188,7 @@ class ArmLane(Lane):
     def block(self, part: str) -> list[Row]:
         step = 0.0 if part == DRAIN else float(part) * self.unit
         self._loop(step, LEAD_IN * self.seconds)
-        cpu, began = time.process_time(), time.perf_counter()
-        waits, spans = self._loop(step, self.seconds)
-        found: Row = {"batches": len(waits), "seconds": time.perf_counter() - began}
-        found |= {"consumer_cpu": time.process_time() - cpu}
+        found, waits, spans = self._loop(step, self.seconds)
         if step:
             found["steps"] = sum(self.device.between(start, end) for start, end in spans)
             pairs = itertools.pairwise(spans)
@@ -203,28 +200,43 @@ class ArmLane(Lane):
         super().close()
         self._batches = iter(())  # torch's workers end with the last reference
 
-    def _loop(self, step: float, seconds: float) -> tuple[list[float], list[tuple[Mark, Mark]]]:
-        """Take batches, at least three, until time is up and the device is done with them; the host's seconds
-        within `next()`, and each step between its events."""
-        waits: list[float] = []
-        spans: list[tuple[Mark, Mark]] = []
-        under_way: deque[Mark] = deque()
-        until = time.perf_counter() + seconds
-        while len(waits) < 3 or time.perf_counter() < until:
-            if len(under_way) == STEPS_AHEAD:
-                self.device.wait(under_way.popleft())
-            asked = time.perf_counter()
-            batch = next(self._batches)
-            waits.append(time.perf_counter() - asked)
-            start = end = self.device.mark()
-            if step:
-                self.device.step(step)
-                end = self.device.mark()
-            spans.append((start, end))
-            under_way.append(end)
-            del batch  # its memory may be used again after the step
-        self.device.wait(under_way[-1])
-        return waits, spans
+    def _loop(self, step: float, seconds: float) -> Looped:
+        device = self.device
+        return loop(self._batches, device, seconds, (lambda batch: device.step(step)) if step else None)
+
+
+Looped = tuple[Row, list[float], list[tuple[Mark, Mark]]]
+
+
+def loop(
+    batches: Iterator[Any], device: Any, seconds: float, step: Callable[[Any], None] | None = None
+) -> Looped:
+    """Take batches, at least three, until time is up and the device is done with them.
+
+    Returns:
+        Batches, seconds and the consumer's CPU; the host's seconds within each `next()`; and each step
+        between its events.
+    """
+    waits: list[float] = []
+    spans: list[tuple[Mark, Mark]] = []
+    under_way: deque[Mark] = deque()
+    cpu, began = time.process_time(), time.perf_counter()
+    while len(waits) < 3 or time.perf_counter() < began + seconds:
+        if len(under_way) == STEPS_AHEAD:
+            device.wait(under_way.popleft())
+        asked = time.perf_counter()
+        batch = next(batches)
+        waits.append(time.perf_counter() - asked)
+        start = end = device.mark()
+        if step is not None:
+            step(batch)
+            end = device.mark()
+        spans.append((start, end))
+        under_way.append(end)
+        del batch  # its memory may be used again after the step
+    device.wait(under_way[-1])
+    found = {"batches": len(waits), "seconds": time.perf_counter() - began}
+    return found | {"consumer_cpu": time.process_time() - cpu}, waits, spans
 
 
 def cases(
@@ -232,7 +244,7 @@ def cases(
 ) -> Iterator[Case]:
     """All arms with each of these shapes. There are as many workers as the machine has cores, but for the
     consumer's and that of torch's pin thread."""
-    _allow_descriptors()
+    allow_descriptors()
     workers = options.workers[0] or max(1, cores - 2)
 
     def plan(name: str) -> Plan:
@@ -251,7 +263,7 @@ def cases(
         yield Case(KIND, name, workers, start_method, options.blocks, partial(plan, name))
 
 
-def _allow_descriptors() -> None:
+def allow_descriptors() -> None:
     """Before the fork server starts, whose children have the same limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)

@@ -1,7 +1,8 @@
-"""A short run of `--device cuda` over a simulated device."""
+"""Short runs of `--device cuda` over a simulated device, and of small trainings on the CPU."""
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -9,15 +10,18 @@ import pytest
 import torch
 
 from bench import run
+from bench.__main__ import main
 from bench.arguments import parse
 from bench.output import rows
 from bench.output.rows import Results
-from bench.timing import device
+from bench.timing import device, training
 from bench.timing.device import ARMS, COPY, DRAIN, LENGTHS, LINK, RESIDENT, CudaDevice
 from bench.timing.rounds import Case, measure
+from bench.workloads import jpeg, trainings
 from bench.workloads.ready_made import Shape
 from tests.support.bench_example import MACHINE
 from tests.support.late_device import late_device
+from tests.support.thorough import thorough
 
 NO_PINNING = "ignore:'pin_memory' argument is set as true but no accelerator is found"
 SMALL = Shape("small", "a few fields", 3, 2, (5,), torch.float32)
@@ -78,6 +82,47 @@ def test_a_whole_run_in_miniature(
     assert text.startswith("a host, driver none")
     assert "fields_32: a few fields" in text
     assert "peak 50 GB/s" in text
+
+
+@pytest.fixture(scope="module")
+def _optimizer() -> None:
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first one leaves a folder for compiled code in TMPDIR
+
+
+@thorough(after=1)
+@pytest.mark.processes
+@pytest.mark.usefixtures("_optimizer")
+@pytest.mark.parametrize("name", trainings.NAMES)
+def test_a_small_training_runs_with_every_loader(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(jpeg, "FILES", 4)
+    written = tmp_path / "results.jsonl"
+    line = f"{name} --device cpu --train --workers 1 --blocks 2 --seconds 0.01 --json {written}"
+    with torch.random.fork_rng():
+        assert main(line.split()) == 0
+    (case,) = rows.read(written).cases()
+    assert [*case.peers] == [*training.LANES]
+    for peer in case.peers.values():
+        assert (peer.failure, len(peer.rows)) == (None, 2)
+        assert all(row["waited"] < row["seconds"] and row["first"] > 0 for row in peer.rows)
+    text = capsys.readouterr().out
+    assert re.search(r"no GPU: small sizes, for a try, \d+ cores, commit \w", text)
+    assert text.count("In short: With device= a training runs") == 1
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("_optimizer")
+def test_a_training_with_wrong_batches_has_no_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "to_device", lambda batch, device: tuple(each + 1 for each in batch))
+    line = "table --device cpu --train --workers 1 --blocks 1 --peers torch --seconds 0.01"
+    here = MACHINE | training.Host().describe()
+    (case,) = training.cases(parse(line.split()), training.Host(), here, tmp_path)
+    with torch.random.fork_rng():
+        peer = Results(measure(case)).cases()[0].peers["torch"]
+    assert (peer.failure, peer.rows) == ("RuntimeError: wrong batches", [])
 
 
 @pytest.mark.processes
