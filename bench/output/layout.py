@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,6 +12,12 @@ from bench.output.figures import Spread
 from bench.output.rows import CaseRows, PeerRows
 
 NONE = "–"  # noqa: RUF001 - a dash in a table, where there is no figure
+
+
+def say(text: str) -> None:
+    """Say on the terminal what is being done."""
+    print(text, file=sys.stderr, flush=True)
+
 
 # ---- figures ------------------------------------------------------------------------------------
 

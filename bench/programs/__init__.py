@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 LOADERS = MappingProxyType(
     {"torch": "torch.utils.data:DataLoader", "fastq_loader": "fastq_loader:DataLoader"}
 )
+CACHED, ON_DISK = "cached", "cached_on_disk"
+LABELS = {CACHED: "fastq_loader, cached", ON_DISK: "fastq_loader, cached, path="}
+"""Of loaders whose names do not say it."""
 
 
 class Program(NamedTuple):
@@ -39,12 +42,16 @@ class Program(NamedTuple):
 
 PROGRAMS = {
     "files_by_id": Program(
-        "a tensor file for each ID, training and validation", "tensor_files", {"training": 256, "side": 8}
+        "a tensor file for each ID, training and validation",
+        "tensor_files",
+        {"training": 256, "side": 8},
+        loaders={**LOADERS, CACHED: "bench.programs.files_by_id:with_cached"},
     ),
     "image_table": Program(
         "800 MB of JPEGs, of which memory has room for 100",
         "jpeg_table",
         {"nbytes": 200_000, "width": 160},
+        loaders={**LOADERS, **dict.fromkeys((CACHED, ON_DISK), "bench.programs.image_table:with_cached")},
         part="part_of_table",
     ),
     "photographs": Program(

@@ -1,7 +1,8 @@
 """Cases of the bench whose blocks are whole programs: a loader trains in a fresh process for each of them.
 
 A block has the `seconds` of all passes over data, and those `waited` for them in `iter()` and `next()`;
-`epoch`, seconds of an epoch, the mean of all but the first; `memory`, the peak of each epoch in bytes;
+`first`, seconds of the first epoch, and `epoch`, the mean of the others; `cached`, of a cache its values, the
+samples in all, its bytes and the most of them that it may have; `memory`, the peak of each epoch in bytes;
 `idle`, seconds of CPU that workers of the loader which was not being read used; and in `end` what the program
 came to, its loss and predictions, to the last digit.
 """
@@ -19,8 +20,9 @@ from functools import partial
 from pathlib import Path
 
 from bench.output.figures import BASELINE
+from bench.output.layout import say
 from bench.peers import Unsupported
-from bench.programs import PROGRAMS, Program, data, limits
+from bench.programs import LABELS, PROGRAMS, Program, data, limits
 from bench.timing.rounds import Case, Lane, Plan, Row
 
 KIND = "program"
@@ -43,6 +45,7 @@ class ProgramLane(Lane):
     limited: str
 
     def block(self, part: str) -> list[Row]:
+        say(f"{self.arguments[0]} with {self.label}")
         with tempfile.NamedTemporaryFile(suffix=".json") as result:
             status = limits.run(_command([*self.arguments, result.name]), self.limit)
             if status:
@@ -77,15 +80,19 @@ def files(folder: Path, name: str, program: Program, few: bool) -> Path:
 def _plan(name: str, workers: int, options: Namespace, folder: Path) -> Plan:
     program = PROGRAMS[name]
     own, epochs = files(folder, name, program, options.few), options.epochs or program.epochs
-    limit, limited = int((options.limit or 0) * 1e6), ""
-    if program.part and options.limit is None:
-        limit, limited = _limit(name, program, own)
+    limit, room, limited = int((options.limit or 0) * 1e6), 0, ""
+    if program.part and options.limit != 0:
+        need = _needed(name, program, own)
+        limit = limit or need + HEADROOM
+        room = max(1, limit - need)
+        table = sum(file.stat().st_size for file in own.iterdir())
+        limited = f": it needs {need / 1e6:,.0f} without its table of {table / 1e6:,.0f} MB"
     if limit:
         limited = f"each process may have {limit / 1e6:,.0f} MB of data (RLIMIT_DATA){limited}"
     lanes = [
         ProgramLane(
-            *(loader, loader, LONGEST_S),
-            arguments=[name, loader, str(workers), str(epochs), str(own)],
+            *(loader, LABELS.get(loader, loader), LONGEST_S),
+            arguments=[name, loader, str(workers), str(epochs), str(own), str(room)],
             limit=limit,
             limited=limited,
         )
@@ -96,20 +103,20 @@ def _plan(name: str, workers: int, options: Namespace, folder: Path) -> Plan:
     return Plan(facts, lanes)
 
 
-def _limit(name: str, program: Program, own: Path) -> tuple[int, str]:
-    """Bytes of data for each process, and where the number comes from.
+def _needed(name: str, program: Program, own: Path) -> int:
+    """Bytes of data that a process of the program needs without its table.
 
     Raises:
         SystemExit: the program fails without a limit, and has said why.
     """
+    say(f"{name} without its table, to see how much memory it needs")
     with tempfile.TemporaryDirectory(prefix="part-", dir=own.parent) as part:
         getattr(data, program.part)(own, Path(part))
-        arguments = [name, BASELINE, str(max(program.workers)), "1", part, os.devnull]
+        arguments = [name, BASELINE, str(max(program.workers)), "1", part, "0", os.devnull]
         need = limits.needed(_command(arguments))
     if not need:
         sys.exit("python -m bench program: the run without a limit failed")
-    table = sum(file.stat().st_size for file in own.iterdir())
-    return need + HEADROOM, f": it needs {need / 1e6:,.0f} without its table of {table / 1e6:,.0f} MB"
+    return need
 
 
 def _command(arguments: Sequence[str]) -> list[str]:

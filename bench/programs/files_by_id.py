@@ -33,7 +33,17 @@ class Files(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         sample_id = self.list_ids[index]
-        return torch.load(self.folder / f"{sample_id}.pt", weights_only=True), self.labels[sample_id]
+        return self.read(sample_id), self.labels[sample_id]
+
+    def read(self, sample_id: str) -> Tensor:
+        volume: Tensor = torch.load(self.folder / f"{sample_id}.pt", weights_only=True)
+        return volume
+
+
+def with_cached(dataset: Any, limit: int | str = "0.25", **options: Any) -> Any:
+    """Files are read once, for all workers and epochs. For `loader_class`."""
+    dataset.read = fastq_loader.cached(dataset.read, limit=limit)
+    return fastq_loader.DataLoader(dataset, **options)
 
 
 def train(

@@ -39,11 +39,19 @@ class Images(Dataset[tuple[Tensor, Tensor, int]]):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        pixels = torch.from_numpy(self.decode(index)).permute(2, 0, 1)
+        return (pixels / 255 - MEAN) / STD, self.defect[index], self.kind[index]
+
+    def decode(self, index: int) -> Any:
         with Image.open(self.paths[index]) as file:
             file.draft("RGB", (2 * SIDE, 2 * SIDE))  # a JPEG is decoded no larger than it is needed
-            image = file.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR)
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-        return (pixels / 255 - MEAN) / STD, self.defect[index], self.kind[index]
+            return np.array(file.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR))
+
+
+def with_cached(dataset: Any, limit: int | str = "0.25", path: Any = None, **options: Any) -> Any:
+    """Images are decoded once, for all workers and epochs. For `loader_class`."""
+    dataset.decode = fastq_loader.cached(dataset.decode, limit=limit, path=path, version=1)
+    return fastq_loader.DataLoader(dataset, **options)
 
 
 class Classifier(nn.Module):

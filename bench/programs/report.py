@@ -15,7 +15,8 @@ SAME = "in every run, to the bit"
 DIFFERENT = "RUNS DIFFER"
 ABOUT = """Each run in a fresh process, the loaders in turn. seconds: of all passes over data, workers' starts
 included. waited: in iter() and next(). epoch: the mean of all but the first. memory: peak of each epoch, PSS
-of all processes. idle: CPU that workers of the loader which is not being read used."""
+of all processes. idle: CPU that workers of the loader which is not being read used. gains and costs: beside
+torch's loader."""
 
 
 def table(case: CaseRows) -> Table:
@@ -34,16 +35,43 @@ def table(case: CaseRows) -> Table:
                 "torch's ÷ it": "" if name == BASELINE else single(compared(case, BASELINE, name, "seconds")),
                 "waited, s": single(figure(case, name, "waited")),
                 "epoch, ms": single(figure(case, name, "epoch", scale=1e3)),
+                "first, ms": single(figure(case, name, "first", scale=1e3)),
                 "memory, MB": ", ".join(number(peak / 1e6) for peak in _few(peaks)),
                 "idle, ms": number(idle and idle.median),
             }
         )
+        notes += filter(None, (_balance(case, name), _holds(case, name)))
         if PROGRAMS[case.name].part:
             notes.append(
                 f"{peer.label}: the last epoch's peak is {peaks[-1] / peaks[0]:.3f} times the first's"
             )
     title = f"{case.name}: {case.facts['description']}; {worker_count(case.facts['workers'])}"
     return Table(title, rows, about=ABOUT, notes=[*notes, *remarks(case)])
+
+
+def _balance(case: CaseRows, name: str) -> str:
+    """What a loader gains, and what it costs."""
+    whole, later, first = (compared(case, BASELINE, name, each) for each in ("seconds", "epoch", "first"))
+    if name == BASELINE or not (whole and later and first):
+        return ""
+    own, torchs = (_peaks(series(case, each, "memory"))[-1] for each in (name, BASELINE))
+    return (
+        f"{case.peers[name].label}: {single(later)} times as fast as torch's from the second epoch on, "
+        f"{single(whole)} times in the whole run; the first epoch {single(first)} times as fast, and "
+        f"{(own - torchs) / 1e6:+,.0f} MB of memory"
+    )
+
+
+def _holds(case: CaseRows, name: str) -> str:
+    """How much of the table a cache holds, in the last run."""
+    blocks = case.part(name)
+    if "cached" not in blocks:
+        return ""
+    values, samples, nbytes, most = blocks["cached"].iloc[-1]
+    return (
+        f"{case.peers[name].label}: holds {values:,} of {samples:,} samples ({values / samples:.0%}) in "
+        f"{nbytes / 1e6:,.1f} MB; there is room for {most / 1e6:,.0f}"
+    )
 
 
 def agree(case: CaseRows) -> bool:

@@ -10,8 +10,10 @@ import importlib
 import json
 import pkgutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,20 +21,26 @@ from typing import Any
 import torch
 
 from bench.machine import use_one_thread
-from bench.programs import PROGRAMS
+from bench.programs import CACHED, ON_DISK, PROGRAMS
 from bench.programs.track import Pass, Track
 
 
-def run(name: str, loader: str, workers: int, epochs: int, folder: Path, track: Track) -> dict[str, Any]:
-    """What a run came to: a block of `case`."""
+def run(
+    name: str, loader: str, workers: int, epochs: int, folder: Path, track: Track, room: int = 0
+) -> dict[str, Any]:
+    """What a run came to: a block of `case`. `room`: bytes that a cache in memory may have, if not 0."""
     train = importlib.import_module(f"bench.programs.{name}").train
+    make = pkgutil.resolve_name(PROGRAMS[name].loaders[loader])
     torch.manual_seed(0)
-    with track.running():
-        loss, predictions = train(
-            folder, pkgutil.resolve_name(PROGRAMS[name].loaders[loader]), workers, epochs, track
-        )
+    with tempfile.TemporaryDirectory(prefix="cached-", dir=folder.parent) as disk, track.running():
+        if loader == ON_DISK:
+            make = partial(make, limit="0.5", path=Path(disk, "values"))
+        elif loader == CACHED and room:
+            make = partial(make, limit=room)
+        loss, predictions = train(folder, make, workers, epochs, track)
     digest = hashlib.sha256(predictions.contiguous().numpy().tobytes()).hexdigest()[:12]
-    return summary(track.passes, epochs) | {"end": f"loss {loss!r}, predictions {digest}"}
+    cache = {"cached": list(track.cached)} if loader in (CACHED, ON_DISK) else {}
+    return summary(track.passes, epochs) | cache | {"end": f"loss {loss!r}, predictions {digest}"}
 
 
 def summary(passes: Sequence[Pass], epochs: int) -> dict[str, Any]:
@@ -44,6 +52,7 @@ def summary(passes: Sequence[Pass], epochs: int) -> dict[str, Any]:
         "batches": sum(each.batches for each in passes),
         "seconds": sum(seconds),
         "waited": sum(each.waited for each in passes),
+        "first": seconds[0],
         "epoch": fmean(seconds[1:] or seconds),
         "memory": [max(each.memory for each in epoch) for epoch in of_epochs],
         "idle": sum(each.idle_cpu for each in passes),
@@ -51,11 +60,12 @@ def summary(passes: Sequence[Pass], epochs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    name, loader, workers, epochs, folder, result = sys.argv[1:]
+    name, loader, workers, epochs, folder, room, result = sys.argv[1:]
     use_one_thread()
     # More workers than cores are what some of the runs are for.
     warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-    found = run(name, loader, int(workers), int(epochs), Path(folder), Track(sys.stdout.isatty()))
+    track = Track(sys.stdout.isatty())
+    found = run(name, loader, int(workers), int(epochs), Path(folder), track, int(room))
     Path(result).write_text(json.dumps(found))
 
 

@@ -56,6 +56,7 @@ class Track:
         self.passes: list[Pass] = []
         self._owners = Owners()
         self._pids: dict[str, list[int]] = {}  # of the workers of each loader
+        self._caches: dict[str, tuple[int, ...]] = {}
         self._ended = threading.Event()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, TextColumn("{task.fields[state]}"), disable=not shown)
@@ -98,8 +99,17 @@ class Track:
         this.seconds = ended - began
         this.idle_cpu = sum(map(cpu_seconds, others)) - idle
         self._pids[name] = self._owners.of(name)
+        if isinstance(batches, DataLoader):
+            for cache in batches.statistics().caches:
+                samples = len(batches.dataset)  # type: ignore[arg-type]  # a program's dataset has a length
+                self._caches[name] = (cache.values, samples, cache.bytes, cache.limit)
         self._look()
         self._progress.update(task, completed=this.batches, state=f"waited {this.waited:.1f} s")
+
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """Of the caches of all loaders: values in them, samples in all, bytes, and the most bytes allowed."""
+        return tuple(map(sum, zip(*self._caches.values(), strict=True)))
 
     def _look(self) -> None:
         if self.passes:

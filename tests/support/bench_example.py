@@ -61,6 +61,7 @@ def program(name: str = "csv_table", end: str = "loss 0.5, predictions abc", **f
                 "batches": 9,
                 "seconds": each,
                 "waited": 0.5,
+                "first": each / 2,
                 "epoch": each / 4,
                 "memory": [1e8, 2e8],
                 "idle": 0.002,
