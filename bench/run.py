@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import machine
 from bench.output import rows
-from bench.output.layout import Table, in_markdown, size
+from bench.output.layout import Table, in_markdown, say, size, worker_count
 from bench.output.rows import Results
+from bench.output.summary import sentences
 from bench.output.tables import case_tables, summary_tables
 from bench.programs import report
 from bench.timing.rounds import Case, measure
@@ -43,20 +44,23 @@ def perform(options: argparse.Namespace, here: dict[str, Any], cases: Sequence[C
         keep([run_row(options, here)])
     print(_machine_lines(here), end="\n\n")
     told: list[Table] = []
+    began = time.monotonic()
     status = 0
     try:
         for number, case in enumerate(todo, 1):
-            if sys.stderr.isatty():
-                title = f"{case.kind}, {case.name}, {case.workers} workers, {case.start_method}"
-                print(f"[{number} of {len(todo)}] {title}", file=sys.stderr)
+            title = f"{case.kind} {case.name}, {worker_count(case.workers)} ({case.start_method})"
+            say(f"[{number} of {len(todo)}, {time.monotonic() - began:.0f} s] measuring {title}")
             keep(measure(case))
             told += _shown(case_tables(results.cases()[-1]))
     except KeyboardInterrupt:
-        print("interrupted: what follows is what was measured until then", file=sys.stderr)
+        say("interrupted: what follows is what was measured until then")
         status = INTERRUPTED
     told += _shown(summary_tables(results))
     for about in dict.fromkeys(table.about for table in told if table.about):
         print(" ".join(about.split()))
+    if older := machine.age(results.runs):
+        print(f"\n{older}.")
+    print("\nIn short:", *sentences(results))
     return status or int(not all(map(report.agree, results.cases("program"))))
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from bench.workloads import Load
 
 # Grain's absl warns on import that jax is not installed. This silences the consumer; its workers import Grain
-# before anything of ours.
+# before anything of ours, and start without stderr (`grain_processes`).
 logging.getLogger("absl").setLevel(logging.ERROR)
 
 

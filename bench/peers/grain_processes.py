@@ -10,8 +10,12 @@ spawned.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import grain
@@ -44,13 +48,32 @@ class GrainProcesses(Peer):
 
     def epoch(self) -> Iterator[Any]:
         self.close()
-        self._epoch = iter(self._dataset)
-        return self._epoch  # type: ignore[no-any-return]
+        with _without_stderr():  # its workers start with the first batch
+            self._epoch = iter(self._dataset)
+            first = next(self._epoch)
+        return chain((first,), self._epoch)
 
     def close(self) -> None:
         if self._epoch is not None:
             self._epoch.close()
             self._epoch = None
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Start processes that write no errors: Grain's import logs in each that jax is missing.
+
+    What is raised in its workers comes through Grain to the consumer.
+    """
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _batches(load: Load) -> Any:
