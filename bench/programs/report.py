@@ -70,7 +70,7 @@ def _holds(case: CaseRows, name: str) -> str:
     values, samples, nbytes, most = blocks["cached"].iloc[-1]
     return (
         f"{case.peers[name].label}: holds {values:,} of {samples:,} samples ({values / samples:.0%}) in "
-        f"{nbytes / 1e6:,.1f} MB; there is room for {most / 1e6:,.0f}"
+        f"{nbytes / 1e6:,.1f} of the {most / 1e6:,.1f} MB that it may take"
     )
 
 

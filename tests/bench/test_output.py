@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench import digest, machine
 from bench.arguments import parse
 from bench.output import readme, rows
 from bench.output.layout import Table
 from bench.output.rows import Results
+from bench.output.summary import sentences
 from bench.output.tables import case_tables, summary_tables
 from bench.run import perform
 from bench.timing.rounds import Case, Lane, Plan
@@ -116,7 +119,110 @@ def test_the_readme_has_torch_without_workers_the_programs_and_the_commit(projec
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     torch_0 = next(cells for cells in lines if "torch" in cells).index("torch, 0 workers")
     by_name = {cells[0].split(":")[0]: cells for cells in lines if cells}
+    columns = next(cells for cells in lines if "torch" in cells)[1:]
+    assert columns == [
+        *("torch", "torch, 0 workers", "best other"),
+        *("fastq_loader", "fastq_loader, 0 workers", "÷ torch"),
+    ]
+    assert by_name["rows"][1:-1] == ["100", "2,000", "200 (grain)", "1,000", "–"]  # noqa: RUF001
     assert by_name["rows"][torch_0] == "2,000"
     assert by_name["csv_table"][-1] == "2.0"
     assert "Commit 0123456789, A CPU, 2 cores, torch 2.13.0, 3 blocks of 1 s each, 2026-01-02" in text
     assert readme.source_of(text) == SOURCE
+
+
+def package(root: Path, text: str) -> str:
+    """A package of one file below `root`, and its digest."""
+    (root / "fastq_loader").mkdir(exist_ok=True)
+    (root / "fastq_loader" / "__init__.py").write_text(text)
+    return digest.digest(root)
+
+
+def test_a_release_refuses_the_figures_of_other_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme_of, results = tmp_path / "README.md", tmp_path / "here.jsonl"
+    readme_of.write_text("no figures")
+    own = package(tmp_path, "1")
+    assert digest.main(tmp_path) == 1
+    readme_of.write_text(readme.BEGIN.format(source="here.jsonl"))
+    rows.append(results, [{**example.run(), "revision": {"commit": "aaa", "package": own}}])
+    assert digest.main(tmp_path) == 0
+    (tmp_path / "fastq_loader" / "README.md").write_text("is no code")
+    assert digest.main(tmp_path) == 0
+    other = package(tmp_path, "2")
+    assert other != own
+    assert digest.main(tmp_path) == 1
+    rows.append(results, [{**example.run(), "revision": {"commit": "bbb", "package": other}}])
+    assert digest.main(tmp_path) == 1, "some rows are old"
+    assert "commits: aaa)" in capsys.readouterr().err
+
+
+def test_tables_say_how_old_their_rows_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [example.run(), example.run()]
+    monkeypatch.setattr(machine, "_git", lambda *arguments: "7")
+    expected = "Rows of another package than this: commit 0123456789 (2026-01-02, 7 commits ago)"
+    assert machine.age(runs) == expected
+    monkeypatch.setattr(machine, "digest", lambda: example.REVISION["package"])
+    assert machine.age(runs) == ""
+
+
+def test_figures_of_two_machines_do_not_stand_side_by_side() -> None:
+    later = {"date": "2026-01-03", "load_average": 2.0}
+    same, other = ({**example.run(), "machine": example.MACHINE | each} for each in (later, {"cores": 4}))
+    assert readme.refusal([example.run(), same]) == ""
+    assert "two machines: cores is 2, and 4" in readme.refusal([example.run(), other])
+
+
+SHORT: dict[str, tuple[dict[str, tuple[float, float]], list[str]]] = {
+    "steady": (
+        {"torch": (100, 100), "fastq_loader": (200, 600), "grain": (300, 300), "torch_0": (100, 700)},
+        ["4.0 times (median; 2.0 in slow, 6.0 in fast) torch's", "loader.*faster in: slow.", "in: fast."],
+    ),
+    "training": (
+        {
+            "torch": (100, 100),
+            "resident": (200, 200),
+            "fastq_loader_pinned": (50, 170),
+            "fastq_loader_device": (100, 180),
+        },
+        ["0.70 times (median; 0.50 in slow", "pin_memory=True it runs 1.1 times (median; 0.50", "in: slow."],
+    ),
+    "against": (
+        {"old": (200, 200), "new": (150, 300)},
+        ["1.1 times (median; 0.75 in slow, 1.5", "faster in every round in: fast.", "slower.*in: slow."],
+    ),
+    "device": (
+        {
+            "torch": (100, 100),
+            "torch_side_stream": (200, 200),
+            "register": (200, 600),
+            "pageable": (100, 100),
+        },
+        ["gives 4.0 times (median; 2.0 in slow", "gives 2.0 times.*Prefetcher", "gives 0.33 times"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SHORT)
+def test_a_run_ends_with_three_sentences(kind: str) -> None:
+    rates, expected = SHORT[kind]
+    cases = []
+    for which, name in enumerate(("slow", "fast")):
+        blocks = {peer: example.blocks(both[which]) for peer, both in rates.items()}
+        for row in (row for of in blocks.values() for row in of if kind == "device"):
+            row["part"] = "drain"
+        cases += example.case(kind, name, {}, {peer: {} for peer in rates}, blocks)
+    found = sentences(Results([example.run(), *cases]))
+    assert len(found) == 3
+    for sentence, part in zip(found, expected, strict=True):
+        assert re.search(re.escape(part).replace(r"\.\*", ".*"), sentence), sentence
+
+
+def test_programs_say_in_short_whether_they_agree() -> None:
+    whole = "A whole program runs 2.0 times as fast as with torch's."
+    same, none = "All loaders came to the same losses", "No program was run with cached."
+    first, *rest = sentences(Results(example.program()))
+    assert (first.startswith(same), rest) == (True, [whole, none])
+    differ = sentences(Results(example.program(end="loss 7")))
+    assert differ[0].startswith("Loaders did NOT all come to the same")

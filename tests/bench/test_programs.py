@@ -21,7 +21,7 @@ from bench.__main__ import main
 from bench.output.rows import CaseRows, Results
 from bench.peers import LoaderSettings
 from bench.peers.torch_loader import loader_arguments
-from bench.programs import PROGRAMS, case, photographs, report, run
+from bench.programs import CACHED, PROGRAMS, case, photographs, report, run
 from bench.programs.track import Track
 from bench.timing.ceiling import as_worker
 from bench.workloads import Load, all_workloads, files, find_workload, jpeg, ready_made, tables
@@ -94,7 +94,10 @@ def test_every_loader_trains_the_same_to_the_bit(name: str, folder: Path) -> Non
     ends = set()
     for loader in PROGRAMS[name].loaders:
         track = Track()
-        ends.add(run.run(name, loader, 2, 2, own, track)["end"])
+        found = run.run(name, loader, 2, 2, own, track)
+        ends.add(found["end"])
+        values, samples = found.get("cached", (0, 0))[:2]
+        assert (values == samples > 0) == loader.startswith("cached"), "a cache holds all"
         assert len(track.passes) == (4 if name == "files_by_id" else 2)
         assert all(
             0 < this.waited <= this.seconds and this.batches * this.memory > 0 for this in track.passes
@@ -116,6 +119,30 @@ def test_photographs_end_the_same_with_other_workers_and_after_a_resume(folder: 
     photographs_end(own, 2, checkpoint=saved, stop=8)
     torch.rand(3)
     assert photographs_end(own, 1, checkpoint=saved) == expected
+
+
+@pytest.mark.processes
+def test_a_cache_takes_what_the_limit_leaves_and_says_how_much_of_the_table_that_is(folder: Path) -> None:
+    own = program_files(folder, "image_table")
+    room = 3 * 128 * 128 * 4
+    found = run.run("image_table", CACHED, 1, 1, own, Track(), room)
+    values, samples, nbytes, most = found["cached"]
+    assert most == room >= nbytes > 0
+    assert 0 < values < samples
+    blocks = {loader: [dict(found)] for loader in ("torch", CACHED)}
+    del blocks["torch"][0]["cached"]
+    rows = example.case("program", "image_table", {}, {each: {} for each in blocks}, blocks)
+    notes = report.table(Results(rows).cases()[0]).notes
+    of = f"{CACHED}: holds {values} of {samples} samples ({values / samples:.0%}) in"
+    assert f"{of} {nbytes / 1e6:.1f} of the {most / 1e6:.1f} MB that it may take" in notes
+    assert any(
+        note.startswith(
+            f"{CACHED}: 1.0 times as fast as torch's from the second epoch on, 1.0 times in the "
+            "whole run; the first epoch 1.0 times as fast, and +0 MB of memory"
+        )
+        for note in notes
+    )
+    assert not any(note.startswith("torch: holds") for note in notes)
 
 
 ALONE = """
