@@ -37,9 +37,11 @@ def describe() -> dict[str, Any]:
 
 
 def revision() -> dict[str, str]:
-    """The commit, if this is a clone, and the digest of the package's files."""
+    """The commit, and the digest of the package's files. A copy that is no clone has its commit from the
+    environment variable BENCH_COMMIT."""
     changed = " with changes" if _git("status", "--porcelain", "--", PACKAGE) else ""
-    return {"commit": _git("rev-parse", "--short=10", "HEAD") + changed, "package": digest()}
+    commit = _git("rev-parse", "--short=10", "HEAD") or os.environ.get("BENCH_COMMIT", "unknown")
+    return {"commit": commit + changed, "package": digest()}
 
 
 def age(runs: Sequence[dict[str, Any]]) -> str:

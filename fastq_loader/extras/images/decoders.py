@@ -1,8 +1,8 @@
 """From the bytes of an image file to its pixels, on the CPU.
 
 Runs where `DecodeImages` is called. simplejpeg (libjpeg-turbo) decodes JPEG where it is installed; pillow
-decodes other files, and JPEG that simplejpeg refuses. The pixels equal pillow's `convert("RGB")`; for baseline
-JPEG they differ by 0.1 of 255 in the mean.
+decodes other files, and JPEG that simplejpeg refuses. The pixels equal pillow's `convert("RGB")`; for
+baseline JPEG they differ by 0.1 of 255 in the mean.
 """
 
 from __future__ import annotations
