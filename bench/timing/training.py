@@ -32,7 +32,6 @@ from bench.timing.device import (
     RESIDENT,
     START_METHOD,
     TORCH,
-    WARM_UP,
     CudaDevice,
     allow_descriptors,
     loop,
@@ -120,7 +119,7 @@ class TrainingLane(Lane):
     def start(self) -> None:
         self._first = next(self.load.share())
         self._train: Callable[[Any], None] = Trainer(self.training, self.device.torch)
-        loop(self._resident(), self.device, WARM_UP * self.seconds, self._train)
+        loop(self._resident(), self.device, LEAD_IN * self.seconds, self._train)
 
     def block(self, part: str) -> list[Row]:
         self.device.begin()
