@@ -363,7 +363,7 @@ FAULTS = (
         "extras/insight/advice.py",
         "            chosen[_pinning] = None",
         "            chosen.pop(_pinning, None)",
-        "issue 49, item 3",
+        "row S2",
         "extras/insight/test_advice.py",
     ),
     Fault(
