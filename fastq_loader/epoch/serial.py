@@ -117,24 +117,21 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         if self._session is not None:
             self._session.refuse_capture()
         with self._lock:
-            self._load_next()
-
-    def _load_next(self) -> None:
-        if self._busy:
-            raise IteratorInvalid("this iterator cannot go on: an interrupt cut a call of next() short")
-        if self.outcome is not None:  # another thread's, which has not taken it yet
-            return
-        self._log.enter(time.monotonic_ns())
-        if self._due is None:
-            self._draw()
-        drawn = self._due
-        if drawn is not None:  # else the sampler has ended, or failed
-            self._load_drawn()
-        if self._record.order.progress.over:
-            self._log.leave(END, time.monotonic_ns(), time.process_time_ns())
-        elif self.outcome is not None:  # else the batch was left out
-            seq = None if drawn is None else drawn[0]
-            self._log.give(time.monotonic_ns(), None, seq, getattr(self.outcome, "error", None))
+            if self._busy:
+                raise IteratorInvalid("this iterator cannot go on: an interrupt cut a call of next() short")
+            if self.outcome is not None:  # another thread's, which has not taken it yet
+                return
+            self._log.enter(time.monotonic_ns())
+            if self._due is None:
+                self._draw()
+            drawn = self._due
+            if drawn is not None:  # else the sampler has ended, or failed
+                self._load_drawn()
+            if self._record.order.progress.over:
+                self._log.leave(END, time.monotonic_ns(), time.process_time_ns())
+            elif self.outcome is not None:  # else the batch was left out
+                seq = None if drawn is None else drawn[0]
+                self._log.give(time.monotonic_ns(), None, seq, getattr(self.outcome, "error", None))
 
     def _load_drawn(self) -> None:
         """Store the batch, or the error that loading it raised, in `outcome`; nothing if it was left out."""

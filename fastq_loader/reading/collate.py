@@ -36,7 +36,7 @@ DEFAULT = torch_collate.default_collate if own_code(torch_collate.default_collat
 
 
 def default(batch: Any, table: Any = None) -> Any:
-    """Collate as torch's `default_collate` does; raises what that raises. All samples other than plain tuples,
+    """Collate as torch's `default_collate` does; raises what that raises. Samples other than plain tuples,
     lists and dicts are passed to torch's own `collate` (torch/utils/data/_utils/collate.py).
 
     Args:
