@@ -316,6 +316,22 @@ FAULTS = (
         "guarantee: random numbers 2",
         "reading/test_computed.py",
     ),
+    Fault(
+        "rows of a concatenation are read where its fields no longer are",
+        "reading/tables.py",
+        " or addresses != list(map(_ADDRESS, fields))",
+        "",
+        "row B7",
+        "reading/test_tables.py",
+    ),
+    Fault(
+        "a collate function of the user's for numbers is not called",
+        "reading/collate.py",
+        "if kind in _FASTER and own is _FASTER[kind][0]:",
+        "if kind in _FASTER:",
+        "row B7",
+        "reading/test_collate.py",
+    ),
     # ---- device
     Fault(
         "pinned batches are copied by all intra-op threads",

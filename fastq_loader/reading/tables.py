@@ -4,7 +4,7 @@ Runs in workers, and in the consumer with num_workers=0. Only for torch's own `T
 `Subset`, `StackDataset` and `ConcatDataset` of these, whose rows can only be slices of plain tensors.
 Everything else is left to the usual path, which also raises the errors: a subclass, a replaced method, an
 index that is not an int or is out of range, a tensor that is not dense, contiguous, on the CPU and without
-grad, or parts of a concatenation that differ.
+grad, or parts of a concatenation that differ, have large rows, or a dtype that numpy lacks.
 """
 
 from __future__ import annotations
@@ -103,13 +103,13 @@ class Gatherer:
         return list(map(_select, fields, repeat(rows), row_bytes))
 
     def _take(self, fields: Any, rows: Any) -> list[Any]:
-        """Rows of fields that `_merge` copies: arrays, with which a call takes a quarter of the time."""
+        """Rows of fields as arrays, for `_merge`: a call of numpy takes a quarter of the time of torch's."""
         known, addresses, arrays = self._parts.get(id(fields), (None, [], []))
         if known is not fields or addresses != list(map(_ADDRESS, fields)):
             row_bytes = _row_bytes(fields)
             if row_bytes is None or max(row_bytes) > _LARGE:
                 raise TypeError("fields that are not plain, or rows that are better copied only once")
-            arrays = list(map(np.from_dlpack, fields))  # `Tensor.numpy()` would make them unable to grow
+            arrays = list(map(np.from_dlpack, fields))  # after `Tensor.numpy()` they could not be resized
             self._parts[id(fields)] = fields, list(map(_ADDRESS, fields)), arrays
         return [array.take(rows, 0) for array in arrays]
 
