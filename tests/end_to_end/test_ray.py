@@ -137,9 +137,7 @@ def test_batches_are_those_of_local_workers(
     if encrypted:
         if not AVAILABLE:
             pytest.skip("needs the program openssl")
-        for made, name in zip(make_tls(tmp_path), ("cert.pem", "key.pem", "ca.pem"), strict=True):
-            Path(made).rename(tmp_path / name)
-        workers, stops = RayWorkers(tls=tmp_path), (None,)
+        workers, stops = RayWorkers(tls=make_tls(tmp_path)), (None,)
     for dataset in (Made(drawn, 70), Stream("large", [9, 2, 5])):
         options = {"persistent_workers": len(stops) > 1, "schedule": schedule}
         here = epochs(stops, dataset, "processes", 3, **options)

@@ -15,7 +15,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
-from fastq_loader.extras.remote.connection import Address, Tls
+from fastq_loader.extras.remote.connection import Address
 from fastq_loader.extras.remote.far_worker import FarWorker
 from fastq_loader.extras.remote.proxy import NoPlace, Place
 from fastq_loader.extras.remote.proxy_pool import _FORK, Placement, ProxyPool
@@ -191,7 +191,7 @@ class FarWorkers(WorkerKind):
     is_remote: ClassVar[bool] = True
     placement: Callable[[], Placement]
     max_restarts: int = 0
-    tls: Tls | None = None
+    tls: str | None = None
 
     def make_pool(self, plan: Plan) -> WorkerPool:
         return ProxyPool(plan, self.placement(), self.tls)

@@ -189,34 +189,27 @@ def configure(sock: socket.socket, noticed: int) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-class Tls(NamedTuple):
-    """Files in PEM format, on each machine.
+#: Files in PEM format, in a folder on each machine: the certificate of this side, its key, and the
+#: certificate that signed the certificates of both sides.
+TLS_FILES = ("cert.pem", "key.pem", "ca.pem")
 
-    Attributes:
-        certificate: the certificate of this side.
-        key: of the certificate.
-        authority: the certificate that signed the certificates of both sides.
+
+def tls_context(folder: str, server: bool) -> ssl.SSLContext:
+    """Create the TLS context of one side, from the `TLS_FILES` in a folder.
+
+    Raises:
+        OSError: a file does not exist, or is invalid.
     """
-
-    certificate: str
-    key: str
-    authority: str
-
-    def context(self, server: bool) -> ssl.SSLContext:
-        """Create the TLS context of one side.
-
-        Raises:
-            OSError: a file does not exist, or is invalid.
-        """
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_cert_chain(self.certificate, self.key)
-        context.load_verify_locations(self.authority)
-        if server:
-            context.num_tickets = 0  # there is no second connection, and readable bytes must be a frame
-        return context
+    certificate, key, authority = (os.path.join(folder, name) for name in TLS_FILES)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(certificate, key)
+    context.load_verify_locations(authority)
+    if server:
+        context.num_tickets = 0  # there is no second connection, and readable bytes must be a frame
+    return context
 
 
 class Encrypted:
@@ -361,7 +354,7 @@ def connect(
     token: bytes,
     request: Request,
     *kinds: int,
-    tls: Tls | None = None,
+    tls: str | None = None,
     patience: float = PATIENCE,
 ) -> tuple[Connection, Frame]:
     """Connect to a far worker with a request.
@@ -371,7 +364,7 @@ def connect(
         token: the pool's.
         request: of the client.
         kinds: kinds of frames that may be received.
-        tls: encrypts the connection.
+        tls: folder of the `TLS_FILES`, with which the connection is encrypted.
         patience: seconds within which it has to answer.
 
     Returns:
@@ -388,7 +381,7 @@ def connect(
     try:
         configure(sock, NOTICED_HERE)
         if tls is not None:
-            sock = tls.context(server=False).wrap_socket(sock)
+            sock = tls_context(tls, server=False).wrap_socket(sock)
         connection = Connection(sock, *kinds)
         _introduce(connection, token, request)
         frame = connection.receive()
@@ -401,7 +394,7 @@ def connect(
         raise
 
 
-def ask_for_stacks(address: Address, token: bytes, tls: Tls | None, patience: float) -> str:
+def ask_for_stacks(address: Address, token: bytes, tls: str | None, patience: float) -> str:
     """Fetch the current Python stacks of a far worker; see `connect`."""
     connection, frame = connect(address, token, Request(True), REPORT, tls=tls, patience=patience)
     connection.close()

@@ -64,7 +64,7 @@ from fastq_loader.api import (
     process_id,
 )
 from fastq_loader.extras.remote import connection
-from fastq_loader.extras.remote.connection import LONGEST, MESSAGE, REPORT, WELCOME, Connection, Lost, Tls
+from fastq_loader.extras.remote.connection import LONGEST, MESSAGE, REPORT, WELCOME, Connection, Lost
 
 #: Answers that may wait to be sent, besides one that is being sent and one that is being loaded.
 _WAITING = 1
@@ -89,18 +89,18 @@ class FarSetup:
 
     Attributes:
         setup: of any worker; the payload is pickled.
-        tls: encrypts connections, or None.
+        tls: see `connection.connect`.
         path: the consumer's `sys.path`. Entries missing on the other machine are appended to its own.
         versions: the consumer's versions, which its workers must have, too.
     """
 
     setup: Setup
-    tls: Tls | None
+    tls: str | None
     path: tuple[str, ...]
     versions: dict[str, str]
 
     @classmethod
-    def of(cls, setup: Setup, tls: Tls | None) -> FarSetup:
+    def of(cls, setup: Setup, tls: str | None) -> FarSetup:
         """Pickle the payload of a setup for other machines.
 
         Raises:
@@ -165,7 +165,7 @@ class FarWorker:
         multiprocessing.current_process().daemon = True  # like torch's workers
         sys.path += [folder for folder in sent.path if folder not in sys.path]
         self._setup = sent.setup
-        self._tls = None if sent.tls is None else sent.tls.context(server=True)
+        self._tls = None if sent.tls is None else connection.tls_context(sent.tls, server=True)
         with contextlib.suppress(Exception):  # the worker fails in the same way, and reports it
             plan = self._setup.plan
             opened = replace(plan, payload=Payload(*plan.payload.open().values()))

@@ -49,7 +49,6 @@ from fastq_loader.extras.remote.connection import (
     Connection,
     Lost,
     Request,
-    Tls,
     connect,
 )
 
@@ -93,7 +92,7 @@ class Status(NamedTuple):
     why: str = ""
 
 
-def main(setup: Setup, tls: Tls | None, pipe: Pipe[Any, Any], traffic: memoryview) -> None:
+def main(setup: Setup, tls: str | None, pipe: Pipe[Any, Any], traffic: memoryview) -> None:
     """Entry point of a proxy; for the arguments see `Proxy`."""
     calls.name_process(f"fastq_proxy{setup.worker}")
     prepare_signals()
@@ -115,7 +114,7 @@ class Proxy:
 
     Args:
         setup: the worker's.
-        tls: encrypts the connection, or None.
+        tls: see `connect`.
         pipe: to the consumer's `ProxyPool`.
         traffic: bytes received, by worker number.
         socket: to the consumer.
@@ -126,7 +125,7 @@ class Proxy:
     def __init__(
         self,
         setup: Setup,
-        tls: Tls | None,
+        tls: str | None,
         pipe: Pipe[Any, Any],
         traffic: memoryview,
         socket: WorkerSocket,

@@ -43,7 +43,7 @@ from fastq_loader.api import (
     process_id,
     without_signals,
 )
-from fastq_loader.extras.remote.connection import Lost, Tls, ask_for_stacks
+from fastq_loader.extras.remote.connection import Lost, ask_for_stacks
 from fastq_loader.extras.remote.far_worker import FarSetup
 from fastq_loader.extras.remote.proxy import NoPlace, Place, Status, main
 
@@ -117,10 +117,10 @@ class ProxyPool(WorkerPool):
     Args:
         plan: the work of the workers.
         placement: finds places for them.
-        tls: encrypts the connections.
+        tls: see `connection.connect`.
     """
 
-    def __init__(self, plan: Plan, placement: Placement, tls: Tls | None = None) -> None:
+    def __init__(self, plan: Plan, placement: Placement, tls: str | None = None) -> None:
         super().__init__(plan)
         self._placement = placement
         self._tls = tls

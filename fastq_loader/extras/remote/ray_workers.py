@@ -18,7 +18,6 @@ from fastq_loader.api import WorkerKind, is_int
 
 if TYPE_CHECKING:
     from fastq_loader.api import Plan, WorkerPool
-    from fastq_loader.extras.remote.connection import Tls
 
 #: The oldest version of Ray that is tested.
 RAY = (2, 52)
@@ -164,16 +163,16 @@ class RayWorkers(WorkerKind):
 
         return ProxyPool(plan, RayPlacement(self, plan.shared_tasks), self._encryption())
 
-    def _encryption(self) -> Tls | None:
+    def _encryption(self) -> str | None:
+        """The folder of the certificates, which are there."""
         if self.tls is None:
             return None
-        files = [os.path.join(self.tls, name) for name in ("cert.pem", "key.pem", "ca.pem")]
-        for file in files:
-            text = f"be a folder with cert.pem, key.pem and ca.pem: no {file}"
-            self._must("tls", os.path.isfile(file), text)
-        from fastq_loader.extras.remote.connection import Tls
+        from fastq_loader.extras.remote.connection import TLS_FILES
 
-        return Tls(*files)
+        for file in (os.path.join(self.tls, name) for name in TLS_FILES):
+            text = f"be a folder with {', '.join(TLS_FILES)}: no {file}"
+            self._must("tls", os.path.isfile(file), text)
+        return os.fspath(self.tls)
 
 
 def _is_number(value: Any) -> bool:

@@ -28,7 +28,6 @@ from fastq_loader.extras.remote.connection import (
     Connection,
     Lost,
     Request,
-    Tls,
     ask_for_stacks,
     connect,
 )
@@ -77,7 +76,7 @@ class Started:
     """A far worker that is started here, from what this process has imported."""
 
     def __init__(self, zygote: Zygote | None = None, **fields: Any) -> None:
-        self.tls: Tls | None = fields.get("tls")
+        self.tls: str | None = fields.get("tls")
         self.far = Far(zygote or warm[0], pickle.dumps(replace(far_setup(Asked()), **fields)))
         self.address = Address("127.0.0.1", self.far.started())
 
@@ -174,8 +173,8 @@ def test_a_child_of_the_dataset_does_not_keep_the_connection(started: Started, t
 
 @pytest.mark.skipif(not certificates.AVAILABLE, reason="there is no program openssl")
 def test_with_tls_only_a_certificate_of_the_authority_is_let_in(tmp_path: Path) -> None:
-    started = Started(tls=certificates.make_tls(tmp_path))
-    for wrong in (None, certificates.make_tls(tmp_path, "others")):
+    started = Started(tls=certificates.make_tls(tmp_path / "pool"))
+    for wrong in (None, certificates.make_tls(tmp_path / "others")):
         with pytest.raises(Lost):
             connect(started.address, TOKEN, Request(False), WELCOME, tls=wrong)
     connection = started.connect()

@@ -82,7 +82,7 @@ def test_certificates_are_read_from_a_folder(tmp_path: Path) -> None:
             workers.make_pool(plan)
         (tmp_path / name).touch()
     backend: Any = workers.make_pool(plan)
-    assert backend._tls == tuple(str(tmp_path / name) for name in ("cert.pem", "key.pem", "ca.pem"))
+    assert backend._tls == str(tmp_path)
     plain: Any = RayWorkers().make_pool(plan)
     assert plain._tls is None
 
