@@ -167,7 +167,7 @@ class Order(Iterator[Any]):
 
     # ---- begin, resume and break off an epoch -------------------------------------------------
 
-    def begin(self, saved: Saved | None = None, packed: bool = False, read_ahead: bool = False) -> Order:
+    def begin(self, saved: Saved | None, packed: bool = False, read_ahead: bool = False) -> None:
         """Begin or resume the order. With workers, a new epoch calls this twice, because torch iterates the
         sampler twice; only the first call resumes.
 
@@ -190,7 +190,6 @@ class Order(Iterator[Any]):
         # For torch's own samplers, `break_off` restores the generators.
         if read_ahead and self.traits.own and not self.traits.torchs_only:
             self.strategy.read_ahead = PrefetchedGenerators(self.traits.own)
-        return self
 
     def _iterate_from(self, skip: int, packed: bool, saved: Saved | None = None) -> int:
         """Iterate the sampler, and choose the strategy. Returns how many indices are still to be skipped."""
