@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import mmap
 import multiprocessing
 import os
 import statistics
@@ -34,7 +35,6 @@ from fastq_loader.system.pages import proportional
 
 EPOCHS = 3
 COPIES = 8  # samples of each file, so that an epoch takes seconds; each is decoded and kept for itself
-SMALL = 150_000  # bytes of the value whose hit is timed
 FORK = multiprocessing.get_context("fork")
 
 
@@ -160,41 +160,58 @@ def compare(kind: type[Files], write: Callable[[Path], None], rounds: int) -> No
     print("  first epoch, cached / without:", spread([plain[0][0] / own[0][0] for plain, own in pairs]))
 
 
-def hits() -> None:
-    """Time a hit of 150 KB beside copies of it."""
-    values = list(np.random.default_rng(0).integers(0, 255, (100, SMALL), np.uint8))
-    into = np.empty_like(values[0])
-    read = cached(lambda which: values[which], limit="100MB")
+_values: list[Any] = []
 
-    def timed(call: Callable[[int], Any]) -> float:
-        begun = time.perf_counter()
-        for which in range(100):
-            call(which)
-        return (time.perf_counter() - begun) * 1e4
 
-    timed(read)
-    turns = [
-        (
-            timed(read),
-            timed(lambda which: values[which].copy()),
-            timed(lambda which: np.copyto(into, values[which])),
-        )
-        for _ in range(41)
-    ]
-    print(
-        f"a hit of {SMALL} bytes: {spread([hit for hit, _, _ in turns], 1)} us; "
-        f"{spread([hit / new for hit, new, _ in turns])} × a copy into new memory, "
-        f"{spread([hit / warm for hit, _, warm in turns])} × one into memory that is there"
-    )
+def value(which: int) -> Any:
+    return _values[which]
+
+
+def stores_and_hits() -> None:
+    """Time storing and hitting values beside copies of them, in CPU time of this process."""
+    print("\nmedian us of 9 rounds. A store is a first call; a first hit from a path compares the checksum")
+    for nbytes, count in ((1_000, 500), (150_000, 200), (5_000_000, 12)):
+        _values[:] = np.random.default_rng(0).integers(0, 255, (count, nbytes), np.uint8)
+        with tempfile.TemporaryDirectory() as kept:
+            for where in ("memory", "path"):
+                rows = [times(nbytes, count, f"{kept}/{turn}" * (where == "path")) for turn in range(9)]
+                stored, fresh, first, hit, copy = map(statistics.median, zip(*rows, strict=True))
+                print(
+                    f"{nbytes:>9} bytes, {where:6}: store {stored:.1f} ({stored / fresh:.2f} x a copy into fresh "
+                    f"memory), first hit {first:.1f}, hit {hit:.1f} ({hit / copy:.2f} x a copy)"
+                )
+
+
+def times(nbytes: int, count: int, path: str) -> list[float]:
+    """CPU microseconds of a store, a copy into fresh memory, a first hit, a hit, and a copy."""
+    step = nbytes + 4096
+    read = cached(value, limit=2 * count * step, path=path or None)
+    fresh = np.frombuffer(mmap.mmap(-1, count * step), np.uint8)
+
+    def write(which: int) -> None:
+        fresh[which * step : which * step + nbytes] = _values[which]
+
+    return [timed(call, count) for call in (read, write, read, read, lambda which: _values[which].copy())]
+
+
+def timed(call: Callable[[int], Any], count: int) -> float:
+    """CPU microseconds of a call, over as many."""
+    begun = time.thread_time()
+    for which in range(count):
+        call(which)
+    return (time.thread_time() - begun) * 1e6 / count
 
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.caching", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="of each contender, in turn (default: 5)")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="of each contender, in turn (default: 5; 0: no epochs)"
+    )
     rounds = parser.parse_args(arguments).rounds
-    hits()
-    compare(Volumes, write_tensors, rounds)
-    compare(Photographs, write_photographs, rounds)
+    stores_and_hits()
+    if rounds:
+        compare(Volumes, write_tensors, rounds)
+        compare(Photographs, write_photographs, rounds)
 
 
 if __name__ == "__main__":

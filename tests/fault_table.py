@@ -418,8 +418,8 @@ FAULTS = (
     # ---- caching and sharing
     Fault(
         "a damaged value of a cache is handed out",
-        "extras/cached/values.py",
-        "if check and not _is_whole(data, at):",
+        "extras/cached/folder.py",
+        "if values.checksum(data[_PREFIX.size :]) != checksum:",
         "if False:",
         "row K1",
         "extras/cached/test_cached.py",

@@ -4,7 +4,7 @@ Runs in every process that calls a cached function, on any of its threads. One p
 
     fastq_loader.mark    JSON: whose values these are, and whether they survived. Read before LMDB is opened
     fastq_loader.lock    bytes that processes lock: for an operation, while open, while opening
-    fastq_loader.values  LMDB's: key (or its hash) → number of its transaction, and a record (`values.record`)
+    fastq_loader.values  LMDB's: key, or its hash → number of a transaction, checksum, and `values.record`
 
 LMDB's own locks are not used: a stopped writer would hold everybody up, and a forked child that closes LMDB
 releases the readers of its parent. Here readers share a lock for microseconds, and a writer has it alone
@@ -20,6 +20,7 @@ import errno
 import hashlib
 import importlib
 import os
+import struct
 import threading
 import warnings
 import weakref
@@ -44,8 +45,9 @@ lmdb: Any = None  # imported when a folder is opened
 _OPERATION, _OPEN, _OPENING = range(3)
 #: Seconds to wait for another process that opens the folder.
 _OPENING_PATIENCE = 30.0
-#: Bytes of the number of a transaction, and longest key of LMDB.
-_NUMBER, _LONGEST_KEY = 8, 511
+#: Before a record: number of its transaction, and checksum of the record.
+_PREFIX = struct.Struct("<QQ")
+_LONGEST_KEY = 511  # of LMDB
 _SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 #: EIO is LMDB's own, of a write that was cut short.
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -168,14 +170,17 @@ class Folder:
         data = txn.get(_name(key))
         if data is None:
             return None
-        number, seen = int.from_bytes(data[:_NUMBER], "little"), self._seen
-        if number < len(seen) and seen[number]:
-            return values.read(data, _NUMBER, key, copy=True)
-        found = values.read(data, _NUMBER, key, copy=True, check=True)
-        if number <= txn.id():
-            seen.extend(bytes(max(0, number + 1 - len(seen))))
-            seen[number] = True
-        return found
+        if len(data) < _PREFIX.size:
+            raise ValueError("a value is cut off")
+        number, checksum = _PREFIX.unpack_from(data)
+        seen = self._seen
+        if not (number < len(seen) and seen[number]):
+            if values.checksum(data[_PREFIX.size :]) != checksum:
+                raise ValueError("the checksum of a value is wrong")
+            if number <= txn.id():
+                seen.extend(bytes(max(0, number + 1 - len(seen))))
+                seen[number] = True
+        return values.read(data, _PREFIX.size, key, copy=True)
 
     def add(self, key: bytes, encoded: values.Encoded, replace: bool = False) -> str:
         """Store a value; `replace` one that cannot be read. Returns as `Memory.add` does.
@@ -186,15 +191,19 @@ class Folder:
         """
         if not self._can_write:
             return FULL
-        return self._run(fcntl.LOCK_EX, self._write, key, *values.record(key, encoded, True), replace) or BUSY
+        pieces, _ = values.record(key, encoded)
+        data = bytearray().join([bytes(_PREFIX.size), *pieces])
+        checksum = values.checksum(memoryview(data)[_PREFIX.size :])
+        return self._run(fcntl.LOCK_EX, self._write, key, data, checksum, replace) or BUSY
 
-    def _write(self, txn: Any, key: bytes, pieces: list[Any], nbytes: int, replace: bool) -> str:
+    def _write(self, txn: Any, key: bytes, data: bytearray, checksum: int, replace: bool) -> str:
         name = _name(key)
         if not replace and txn.get(name) is not None:
             return BUSY
-        if self._size() + nbytes > self.limit:
+        if self._size() + len(data) > self.limit:
             return FULL
-        txn.put(name, b"".join([txn.id().to_bytes(_NUMBER, "little"), *pieces]))
+        _PREFIX.pack_into(data, 0, txn.id(), checksum)
+        txn.put(name, data)
         return STORED
 
     def usage(self) -> tuple[int, int, int]:

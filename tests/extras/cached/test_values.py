@@ -37,11 +37,11 @@ class OwnArray(np.ndarray):
 
 def reader(value: Any) -> Any:
     """Gives the value, from its bytes, each time that it is called."""
-    pieces, nbytes = values.record(b"key", values.Encoded(value), checked=True)
+    pieces, nbytes = values.record(b"key", values.Encoded(value))
     record = memoryview(b"".join(pieces))
     assert len(record) == nbytes
-    assert values.read(record, 0, b"another key", copy=True, check=True) is None
-    return lambda: values.decode(*values.read(record, 0, b"key", copy=True, check=True))  # type: ignore[misc]
+    assert values.read(record, 0, b"another key", copy=True) is None
+    return lambda: values.decode(*values.read(record, 0, b"key", copy=True))  # type: ignore[misc]
 
 
 def again(value: Any) -> Any:
@@ -199,7 +199,7 @@ def test_a_photograph_that_was_turned_by_its_exif_data_comes_back() -> None:
 def test_a_view_of_a_subclass_stores_its_part() -> None:
     whole = torch.zeros(100_000).as_subclass(Own)
     view = whole[:10]
-    pieces, nbytes = values.record(b"", values.Encoded([view]), checked=False)
+    pieces, nbytes = values.record(b"", values.Encoded([view]))
     assert nbytes < 5000
     assert same(again([view])[0], view)
     assert sum(map(len, pieces)) == nbytes
@@ -216,6 +216,18 @@ def test_each_reading_is_a_copy_that_can_be_written_to() -> None:
     for part in read():
         part += 1
     assert [each.sum() for each in read()] == [0, 0]
+
+
+@pytest.mark.parametrize("nbytes", [1000, 1 << 15, 100_003])
+def test_a_checksum_notices_damage_anywhere(nbytes: int) -> None:
+    data = bytearray(np.random.default_rng(0).bytes(nbytes))
+    whole = values.checksum(memoryview(data))
+    for at in (0, nbytes // 2, nbytes // 4096 * 4096 - 1, nbytes - 1):
+        data[at] ^= 1
+        assert values.checksum(memoryview(data)) != whole
+        data[at] ^= 1
+    data[:8192], data[8192:16384] = data[8192:16384], data[:8192]
+    assert nbytes < 16384 or values.checksum(memoryview(data)) != whole, "pages at each other's places"
 
 
 def test_an_error_of_pickling_has_the_path() -> None:
