@@ -177,8 +177,8 @@ def stores_and_hits() -> None:
                 rows = [times(nbytes, count, f"{kept}/{turn}" * (where == "path")) for turn in range(9)]
                 stored, fresh, first, hit, copy = map(statistics.median, zip(*rows, strict=True))
                 print(
-                    f"{nbytes:>9} bytes, {where:6}: store {stored:.1f} ({stored / fresh:.2f} x a copy into fresh "
-                    f"memory), first hit {first:.1f}, hit {hit:.1f} ({hit / copy:.2f} x a copy)"
+                    f"{nbytes:>9} bytes, {where:6}: store {stored:.1f} ({stored / fresh:.2f} x a copy into "
+                    f"fresh memory), first hit {first:.1f}, hit {hit:.1f} ({hit / copy:.2f} x a copy)"
                 )
 
 
