@@ -51,12 +51,6 @@ def advice(run: RunProfile, limits: Sequence[str]) -> tuple[str, ...]:
     return ()
 
 
-def pinning(run: RunProfile) -> str | None:
-    """Advice for `pin_memory=True` alone; None if the copies cost too little."""
-    found = () if run.costs is None else _pinning(_Case(run, run.costs))
-    return next((line for gain, line in found if gain >= _LEAST_GAIN), None)
-
-
 def duration(seconds: float) -> str:
     """A time with two or three digits: "31 ms"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
@@ -218,8 +212,9 @@ def _other_sampler(case: _Case) -> Iterator[_Advised]:
 
 def _pinning(case: _Case) -> Iterator[_Advised]:
     """With a device the consumer only begins the copy of a batch, from the workers' own memory."""
-    took, share = case.costs.device, case.run.shares["device_copy"]
-    if case.run.pins and share > _LEAST_PINNING:
+    took, share, loader = case.costs.device, case.run.shares["device_copy"], case.run.loader
+    pins = loader.pins and case.run.staging is None and not loader.transform  # and does nothing else
+    if pins and share > _LEAST_PINNING:
         gain = case.gain(device=min(took, _PLAIN))
         copies = f"copying a batch to page-locked memory takes {duration(took)}, {share:.0%} of the time"
         yield gain, f"{copies}: device='cuda' instead of pin_memory=True: up to {_times(gain)}"

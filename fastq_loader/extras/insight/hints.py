@@ -33,7 +33,7 @@ from fastq_loader.api import (
     resources,
     warn_user,
 )
-from fastq_loader.extras.insight.advice import pinning
+from fastq_loader.extras.insight.advice import advice
 from fastq_loader.extras.insight.facts import of_arguments
 from fastq_loader.extras.insight.machine import cpus, memory_bytes
 from fastq_loader.extras.insight.model import RunProfile, Setting, costs_of, seconds_per_batch
@@ -165,15 +165,9 @@ class Hints:
             return None
         workers = counters.workers if self._workers else ()
         setting, loader = self._arguments
-        return pinning(
-            RunProfile(
-                epoch=epoch.snapshot(),
-                costs=costs_of(epoch, workers, counters.batch_bytes),
-                setting=replace(setting, num_workers=len(workers)),
-                cpus=cpus(),
-                loader=loader,
-            )
-        )
+        setting, costs = replace(setting, num_workers=len(workers)), costs_of(epoch, workers)
+        run = RunProfile(epoch.snapshot(), costs, setting, cpus(), loader=loader)
+        return next(iter(advice(run, ["device_copy"])), None)
 
     def _memory_pressure(self) -> str | None:
         self._resources.hinted.add(MemoryPressure)  # checked once, because it reads files

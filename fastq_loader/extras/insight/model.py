@@ -214,11 +214,6 @@ class RunProfile:
         return {cause: self.epoch.spent_on(cause) / (self.epoch.seconds or 1) for cause in CAUSES}
 
     @property
-    def pins(self) -> bool:
-        """Whether the cause "device_copy" is the copy of batches to page-locked memory, and nothing else."""
-        return self.loader.pins and self.staging is None and not self.loader.transform
-
-    @property
     def busy(self) -> float:
         """Share of the epoch in which the workers were busy, from 0 to 1."""
         if self.costs is None or not (self.setting.num_workers and self.epoch.seconds):
