@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 import fastq_loader
+from bench.output.layout import say
 from bench.workloads.files import write_tensors
 from bench.workloads.jpeg import CROP, write_photographs
 from fastq_loader import cached
@@ -142,6 +143,7 @@ def compare(kind: type[Files], write: Callable[[Path], None], rounds: int) -> No
             other.unlink()
         found: dict[str, list[Any]] = {each: [] for each in (*CONTENDERS, "cached, path=, second run")}
         for turn in range(rounds):
+            say(f"{kind.__name__}, round {turn + 1} of {rounds}")
             for each in CONTENDERS:
                 found[each].append(apart(kind, folder, each, 2, None))
             path = f"{kept}/{turn}"
