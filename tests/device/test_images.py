@@ -5,20 +5,24 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from fastq_loader import DataLoader, Prefetcher, ToDevice, WorkerDied
+from fastq_loader import DataLoader, IteratorInvalid, Prefetcher, Processes, ToDevice, WorkerDied
 from fastq_loader.extras.images import ahead
 from fastq_loader.images import DecodeError, DecodeImages, EncodedBatch, encoded
 from tests.conftest import wait_until
 from tests.extras.images.test_decode_images import FILES, Photos, loaded
+from tests.support.alarms import Alarm, alarm_after, ring
 from tests.support.late_device import Late
+from tests.support.thorough import seeds
 
 PIXELS = DecodeImages(16)
 THREAD = "fastq_loader decodes images"
@@ -62,6 +66,44 @@ def test_a_transform_decodes_what_workers_would(
 def test_images_go_to_the_device_of_the_transform() -> None:
     elsewhere = PIXELS.on_device(torch.device("meta"))
     assert (elsewhere(encoded(FILES[0])).device.type, PIXELS.device) == ("meta", None)
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@seeds(2, 60)
+def test_drawn_configurations_have_the_crops_of_a_loader_without_workers(seed: int, late: Late) -> None:
+    draw = random.Random(seed)
+    late(seed=seed)
+    pixels = DecodeImages((draw.randint(1, 30), draw.randint(1, 30)), same_crop=draw.random() < 0.5)
+    to_device = ToDevice("cuda", transform=pixels, prefetch=draw.randint(1, 4))
+    size = draw.randint(1, 7)
+
+    def loader(workers: int, device: Any) -> DataLoader[Any]:
+        options: dict[str, Any] = {"num_workers": workers, "device": device, "schedule": "dynamic"}
+        if workers:
+            options.update(persistent_workers=draw.random() < 0.5, prefetch_factor=draw.randint(1, 3))
+            options.update(workers=Processes(max_restarts=1))
+        return DataLoader(
+            Photos(), size, shuffle=True, generator=torch.Generator().manual_seed(seed), **options
+        )
+
+    expected = list(map(pixels, loader(0, None)))
+    began = loader(draw.randint(0, 4), to_device)
+    batches, stop = iter(began), draw.randrange(len(expected))
+    found = [next(batches) for _ in range(stop)]
+    state = began.state_dict()
+    if draw.random() < 0.5:
+        for process in getattr(batches, "_workers", [])[:1]:
+            os.kill(process.pid, signal.SIGKILL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a worker was replaced
+        rest = list(batches)
+    resumed = loader(draw.randint(0, 4), to_device)
+    resumed.load_state_dict(state)
+    for others in ([*found, *rest], [*found, *resumed]):
+        for (images, labels), (same_images, same_labels) in zip(expected, others, strict=True):
+            assert torch.equal(images, same_images), f"seed {seed}"
+            assert torch.equal(labels, same_labels), f"seed {seed}"
 
 
 def runs() -> bool:
@@ -205,6 +247,23 @@ def test_a_batch_that_was_loaded_outlives_its_worker(late: Late) -> None:
     with pytest.raises(WorkerDied):
         list(batches)
     assert wait_until(lambda: not runs(), 5)
+
+
+@pytest.mark.processes
+def test_an_interrupt_does_not_wait_for_the_thread(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    late()
+    gate = threading.Event()
+    with on_late(Photos()) as loader:
+        with monkeypatch.context() as patch:
+            counted(patch, lambda: gate.wait(20))
+            patch.setattr(ahead, "_PATIENCE", 0.1)
+            batches = iter(loader)
+            with alarm_after(0.3, ring), pytest.raises(Alarm):
+                next(batches)
+            with pytest.raises(IteratorInvalid, match="this iterator cannot go on"):
+                next(batches)
+            gate.set()
+        assert len(list(loader)) == 6
 
 
 @pytest.mark.processes

@@ -24,7 +24,7 @@ from fastq_loader import api
 from fastq_loader.extras.images.gpu import Gpu
 
 #: Seconds that `close` waits for the batch that is being decoded.
-_PATIENCE = 5.0
+_PATIENCE = 2.0
 
 
 class Ahead:
