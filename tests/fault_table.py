@@ -128,8 +128,8 @@ FAULTS = (
     Fault(
         "a handle may reach beyond its block",
         "packing/unpack.py",
-        "if not (0 <= offset <= self._end - size and start >= 0 and need <= size):",
-        "if not (0 <= offset <= self._end - size and start >= 0):",
+        "if not (0 <= offset <= self._arena.mapping.end - size and start >= 0 and need <= size):",
+        "if not (0 <= offset <= self._arena.mapping.end - size and start >= 0):",
         "rule 1",
         "packing/test_unpack.py",
     ),

@@ -104,7 +104,7 @@ class EventLoop:
         calls.occupy_standard_streams()
         with naming_the_limit(_DESCRIPTORS):
             arena = Arena(plan.workers)
-        self.pool = BlockPool(arena, plan.workers)
+        self.pool = BlockPool(arena)
         self.scheduler = Scheduler(
             plan.workers,
             self.pool,
@@ -115,7 +115,7 @@ class EventLoop:
             slots=slots(arena.mapping.claims),
         )
         self.group = WorkerGroup(plan, self.pool, counters)
-        unpacker = Unpacker(arena, plan.workers, self.group.token, plan.for_device)
+        unpacker = Unpacker(arena, self.group.token, plan.for_device)
         self._delivery = Delivery(unpacker, self.pool, counters, plan.rules.iterable)
         self.receiver = Receiver(plan, self.group, self.scheduler, unpacker, counters)
         self.deaths = Deaths(plan, self.group, self.scheduler, self._delivery)

@@ -50,6 +50,7 @@ class Mapping:
         mmap: keeps the addresses valid.
         base: address of its first byte.
         memory: its bytes.
+        end: end of the last part, in bytes. Tables follow.
         claims: the claim table, in 64-bit words.
 
     Raises:
@@ -62,6 +63,7 @@ class Mapping:
         self._regions = regions
         table = length // PAGE * PAGE - CLAIMS * 8  # at the end of the range
         self._region = table // regions // SMALLEST * SMALLEST
+        self.end = regions * self._region
         self.mmap = calls.MmapRegion(fd, length)
         self.base: int = self.mmap.address
         self.memory = calls.view(self.base, length)

@@ -110,7 +110,6 @@ class BlockPool:
 
     Args:
         arena: the memory. The pool gives it back in `close`.
-        workers: number of workers that write to it.
 
     Attributes:
         grown: number of blocks adopted so far.
@@ -120,9 +119,8 @@ class BlockPool:
         demand: the needs of the recent batches.
     """
 
-    def __init__(self, arena: Arena, workers: int) -> None:
+    def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self._workers = workers
         self._blocks: dict[int, Block] = {}
         self.block_at = self._blocks.get
         self._free: dict[int, deque[int]] = {}  # size → offsets; last used at the right end
@@ -357,7 +355,5 @@ class BlockPool:
         called again after an interrupt."""
         if not self.arena.retired:
             self.collect()
-            for worker in range(self._workers):
-                self.mark_dead(worker)
         held = [block for block in self._blocks.values() if block.state == HELD]
         self.arena.retire([(block.offset, block.size) for block in held])

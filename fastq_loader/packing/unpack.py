@@ -35,16 +35,14 @@ class Unpacker:
 
     Args:
         arena: the shared memory with their blocks.
-        workers: number of workers.
         token: the pool's token; only bytes that begin with it are unpickled.
         for_device: whether batches go on to a device.
     """
 
-    def __init__(self, arena: Arena, workers: int, token: bytes, for_device: bool = False) -> None:
+    def __init__(self, arena: Arena, token: bytes, for_device: bool = False) -> None:
         self._for_device = for_device
         self._token = token
         self._arena = arena
-        _, self._end = arena.mapping.region(workers - 1)  # followed by tables
 
     def learn(
         self, specs: LayoutCache, handle: BatchHandle
@@ -94,7 +92,7 @@ class Unpacker:
         used: list[tuple[int, int]] = []
         for (offset, size, start), tail in zip(segments, [0] * boxed + spec.tails, strict=True):
             need = start + tail or 1
-            if not (0 <= offset <= self._end - size and start >= 0 and need <= size):
+            if not (0 <= offset <= self._arena.mapping.end - size and start >= 0 and need <= size):
                 raise ProtocolError(f"{need} bytes, from {start} on, in a block of {size} bytes at {offset}")
             used += ((offset, need),)
         return tuple(used)

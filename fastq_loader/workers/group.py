@@ -55,9 +55,8 @@ _in_use: set[object] = set()
 process_id.in_forked_children(_in_use.clear)
 
 
-def _frame_at(mapping: Mapping, workers: int, offset: int, nbytes: int) -> bytes | memoryview:
-    _, end = mapping.region(workers - 1)
-    if offset + nbytes > end:
+def _frame_at(mapping: Mapping, offset: int, nbytes: int) -> bytes | memoryview:
+    if offset + nbytes > mapping.end:
         raise ProtocolError(f"a frame of {nbytes} bytes at {offset}, where no block can be")
     return mapping.read(offset, nbytes)
 
@@ -105,7 +104,7 @@ class WorkerGroup:
         self.holder, self.offer_claim = claims.holder, claims.offer  # called for every batch
         self._pool.start(arena, folder, self.token, base_seed, shared_seed)
         # The zmq context has threads, so it is made after the forks.
-        frame_at = partial(_frame_at, arena.mapping, len(self.workers))  # holds no object of the user's
+        frame_at = partial(_frame_at, arena.mapping)  # holds no object of the user's
         self._socket = ConsumerSocket(folder, len(self.workers), self.token, frame_at)
         self.send_frame, self.receive = self._socket.send_frame, self._socket.receive
         _in_use.add(self._socket)

@@ -271,7 +271,7 @@ def test_a_batch_costs_what_its_leaves_cost(pair: Pair, elements: int) -> None:
 def scheduler(window: Window, **keywords: Any) -> Scheduler:
     """One over two workers."""
     arena: Any = SimulatedArena()
-    return Scheduler(2, BlockPool(arena, 2), window, **keywords)
+    return Scheduler(2, BlockPool(arena), window, **keywords)
 
 
 def drawn(scheduler: Scheduler, times: int, indices: Iterator[int]) -> list[Batch]:

@@ -55,7 +55,7 @@ def new_pool() -> BlockPool:
     arena: Any = Mock(retired=False)
     arena.mapping.region = part
     arena.released_blocks.return_value = []
-    return BlockPool(arena, 2)
+    return BlockPool(arena)
 
 
 def trimmed(pool: BlockPool, batches: int) -> list[tuple[int, int]]:

@@ -53,7 +53,7 @@ def test_a_spec_is_remembered_until_the_batches_that_name_it_are_put_together(pa
 def test_the_workers_specs_are_told_apart() -> None:
     arena = Arena(2)
     try:
-        unpacker, specs = Unpacker(arena, 2, TOKEN), (LayoutCache(), LayoutCache())
+        unpacker, specs = Unpacker(arena, TOKEN), (LayoutCache(), LayoutCache())
         for number in range(2):
             handle, _ = Packer(Allocator(arena.mapping, number), TOKEN).pack((number,) * (number + 1))
             assert handle.spec_id == 0
@@ -137,7 +137,7 @@ def test_where_there_is_no_device_a_batch_for_one_is_refused() -> None:
             with pytest.raises(ProtocolError):
                 pair.learn(handle._replace(segments=((offset, size, into),)))
         with pytest.raises(ProtocolError, match="packed a batch for a device"):
-            Unpacker(pair.arena, 1, TOKEN).learn(LayoutCache(), handle)
+            Unpacker(pair.arena, TOKEN).learn(LayoutCache(), handle)
 
 
 # ---- digests ----------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def started(
 ) -> tuple[Scheduler, list[Send]]:
     arena: Any = SimulatedArena()
     window = window or Window(workers * prefetch)
-    scheduler = Scheduler(workers, BlockPool(arena, workers), window, **keywords)
+    scheduler = Scheduler(workers, BlockPool(arena), window, **keywords)
     return scheduler, begin(scheduler, length)
 
 

@@ -74,13 +74,13 @@ class Pair:
 
     def __init__(self, for_device: bool = False, nontemporal_from: float = math.inf) -> None:
         self.arena = Arena(1)
-        self.ledger = BlockPool(self.arena, 1)
+        self.ledger = BlockPool(self.arena)
         self.allocator = CountingAllocator(
             self.arena.mapping, 0, for_device=for_device, nontemporal_from=nontemporal_from
         )
         self.copied = self.allocator.copied = []
         self.packer = Packer(self.allocator, TOKEN)
-        self.unpacker = Unpacker(self.arena, 1, TOKEN, for_device)
+        self.unpacker = Unpacker(self.arena, TOKEN, for_device)
         self.specs = LayoutCache()
         self.frames: list[bytes] = []
         self.given: Extents = ()  # blocks of the last task

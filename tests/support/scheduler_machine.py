@@ -82,7 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.least, self.widest = self.limits[0], max(self.limits[:2])
         slots = self.widest + self.count + self.spare  # so few that numbers come round soon
         self.arena: Any = SimulatedArena()
-        self.pool = BlockPool(self.arena, self.count)
+        self.pool = BlockPool(self.arena)
         self.scheduler = Scheduler(
             self.count,
             self.pool,

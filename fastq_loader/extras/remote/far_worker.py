@@ -270,7 +270,7 @@ class SentBlocks(Allocator):
         super().__init__(arena.mapping, 0, for_device=for_device)
         self.sent: deque[int] = deque()
         self.shipped: Used = ()
-        self._kept = BlockPool(arena, 1)
+        self._kept = BlockPool(arena)
         self._given: Extents = ()
 
     def begin(self, grants: Extents) -> None:
