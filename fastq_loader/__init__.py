@@ -13,8 +13,8 @@
 
 The examples assume that `torch` and the names of this package are imported.
 
-The path of a batch through the folders: `loader` reads the `arguments` and makes one of the `iterators`. The
-iterator's `consumer` asks `scheduling` what to load next and sends a task to the `workers`, which read the
+The path of a batch through the folders: `loader` reads the `options` and begins an `epoch`. Its
+`consumer` asks `scheduling` what to load next and sends a task to the `workers`, which read the
 dataset (`reading`) and write the batch to shared memory (`packing`, `memory`). The answer comes back over
 `ipc`; the consumer returns the batch, or `device` copies it to an accelerator first.
 """

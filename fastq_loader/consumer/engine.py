@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from fastq_loader.consumer.event_loop import Closing, EpochStart, EventLoop
+from fastq_loader.consumer.event_loop import Closing, PoolEpoch, EventLoop
 from fastq_loader.consumer.gate import CUT_SHORT, EXITING, INSIDE, OPEN, WAITING, Gate
 from fastq_loader.consumer.outcomes import OutcomeSlot
 from fastq_loader.device.staging import DeviceSession
@@ -76,7 +76,7 @@ class Engine:
 
     # ---- called by iterators ------------------------------------------------------------------
 
-    def start_epoch(self, start: EpochStart) -> int:
+    def start_epoch(self, start: PoolEpoch) -> int:
         """Begin an epoch, which ends an older one of this engine. Return its number.
 
         Raises:

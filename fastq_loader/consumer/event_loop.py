@@ -55,8 +55,8 @@ _SPARE_BATCHES = 2
 _TIDY_EVERY = 5_000_000
 
 
-class EpochStart(NamedTuple):
-    """An epoch to begin.
+class PoolEpoch(NamedTuple):
+    """An epoch that a pool of workers begins.
 
     Attributes:
         sampler: yields indices, without those in `done`.
@@ -149,7 +149,7 @@ class EventLoop:
         if session is not None:  # after the workers, which must not inherit anything of the device
             self._delivery.start_staging(session)
 
-    def begin_epoch(self, start: EpochStart) -> int:
+    def begin_epoch(self, start: PoolEpoch) -> int:
         """Begin an epoch, and drop the rest of the previous one. Return its number."""
         scheduler, bad_samples = self.scheduler, start.bad_samples
         self._drop()

@@ -12,7 +12,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fastq_loader import options
 from fastq_loader.consumer.engine import Engine
-from fastq_loader.consumer.event_loop import EpochStart
+from fastq_loader.consumer.event_loop import PoolEpoch
 from fastq_loader.consumer.gate import FAILED
 from fastq_loader.consumer.outcomes import ENDED, Ended, Handed, Raised
 from fastq_loader.epoch import resources
@@ -80,7 +80,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         record.start.lives_on = self._persistent_workers and not self._options.is_dynamic
         base_seed = record.start.base_seed if self._options.is_dynamic else None
         seeds = shared_seed, base_seed, record.start.base_seed
-        start = EpochStart(record.order, *seeds, log, record.progress, record.resume, record.bad_samples)
+        start = PoolEpoch(record.order, *seeds, log, record.progress, record.resume, record.bad_samples)
         self._epoch = self.engine.start_epoch(start)
         self._epoch_has_begun(loader)
         log.leave(ITER, time.monotonic_ns())
