@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from fastq_loader.consumer.event_loop import Closing, PoolEpoch, EventLoop
+from fastq_loader.consumer.event_loop import Closing, EventLoop, PoolEpoch
 from fastq_loader.consumer.gate import CUT_SHORT, EXITING, INSIDE, OPEN, WAITING, Gate
 from fastq_loader.consumer.outcomes import OutcomeSlot
 from fastq_loader.device.staging import DeviceSession
