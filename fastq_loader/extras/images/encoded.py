@@ -133,11 +133,10 @@ class EncodedBatch:
         data: array of uint8, shape (total bytes,).
         offsets: array of int64, shape (N + 1,): file i is `data[offsets[i]:offsets[i + 1]]`.
         names: name of each file.
-        seeds: seed of each file.
         headers: array of int64, shape (N, 3): height, width and kind of each file.
     """
 
-    __slots__ = ("data", "headers", "names", "offsets", "seeds")
+    __slots__ = ("_seeds", "data", "headers", "names", "offsets")
 
     def __init__(
         self,
@@ -148,7 +147,15 @@ class EncodedBatch:
         headers: np.ndarray[Any, Any],
     ) -> None:
         self.data, self.offsets, self.headers = data, offsets, headers
-        self.names, self.seeds = tuple(names), tuple(seeds)
+        self.names, self._seeds = (
+            tuple(names),
+            np.array(seeds, np.int64),
+        )  # less to look through than integers
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Seed of each file."""
+        return tuple(self._seeds.tolist())
 
     def __len__(self) -> int:
         """Number of files."""
@@ -165,7 +172,7 @@ class EncodedBatch:
         number = range(len(self))[index]
         begin, end = self.offsets[number : number + 2]
         header = Header(*self.headers[number].tolist())
-        return Encoded(self.data[begin:end].data, self.names[number], self.seeds[number], header)
+        return Encoded(self.data[begin:end].data, self.names[number], int(self._seeds[number]), header)
 
     def __iter__(self) -> Iterator[Encoded]:
         return map(self.__getitem__, range(len(self)))
