@@ -404,7 +404,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
 
     def paused(self) -> AbstractContextManager[object]:
         """Context in which the thread does nothing in which `DecodeImages` decodes for the device. It is for
-        work that calls of CUDA would disturb. Take the batch before: `next()` raises RuntimeError.
+        work that calls of CUDA would disturb. Take the batch before: here `next()` raises RuntimeError, and
+        drops its batch.
 
         >>> with DataLoader(range(8), 2).paused():
         ...     graph = torch.nn.Linear(1, 1)  # the capture of a CUDA graph

@@ -161,22 +161,24 @@ class DecodeImages(CropRule):
     ) -> torch.Tensor:
         api.sample_seeds.reading.used += self.draws
         files = dict(enumerate([part] if isinstance(part, Encoded) else part))
-        place = None if gpu is None else gpu.device
-        images = torch.empty(len(files), 3, *self.shape, dtype=torch.uint8, device=place)
-        if gpu is not None:
+        shape = len(files), 3, *self.shape
+        if gpu is None:
+            images = torch.empty(shape, dtype=torch.uint8)
+        else:  # CUDA has no antialiased resize of uint8
+            images = torch.empty(shape, dtype=torch.float32, device=gpu.device)
             for group in [*self._groups(files)]:
                 for number, pixels in zip(group, gpu.decode([files[at] for at in group]), strict=False):
                     del files[number]
                     height, width = pixels.shape[1:]
                     cut = self.cut(height, width, seeds[number])
-                    images[number] = _cut_out(pixels, (height, width), cut, mode, in_floats=True)
+                    images[number] = _cut_out(pixels, (height, width), cut, mode, torch.float32)
         for number, file in files.items():
             source = Source(file, self.exif)
             size = source.height, source.width
             cut = self.cut(*size, seeds[number])
             array = source.pixels(cut.smallest(*size) if self.draft else None)
-            images[number] = _cut_out(torch.from_numpy(array).permute(2, 0, 1), size, cut, mode)
-        return images
+            images[number] = _cut_out(torch.from_numpy(array).permute(2, 0, 1), size, cut, mode, torch.uint8)
+        return images if gpu is None else images.round_().clamp_(0, 255).to(torch.uint8)
 
     def _groups(self, files: dict[int, Encoded]) -> Iterator[list[int]]:
         """The files that a GPU decodes, in groups of at most `group_bytes` of pixels."""
@@ -195,21 +197,18 @@ class DecodeImages(CropRule):
 
 
 def _cut_out(
-    pixels: torch.Tensor, size: tuple[int, int], cut: Cut, mode: str, in_floats: bool = False
+    pixels: torch.Tensor, size: tuple[int, int], cut: Cut, mode: str, dtype: torch.dtype
 ) -> torch.Tensor:
     """Crop, resize and flip.
 
     Args:
         pixels: uint8, shape (3, height, width), of an image decoded at `size` or smaller.
         cut: for an image of this size.
-        in_floats: whether the resize computes in float32, because CUDA has no antialiased one for uint8.
+        dtype: of the result.
     """
     top, left, height, width = cut.crop.scaled(pixels.shape[1] / size[0], pixels.shape[2] / size[1])
-    part = pixels[None, :, top : top + height, left : left + width]
-    part = part.float() if in_floats else part
+    part = pixels[None, :, top : top + height, left : left + width].to(dtype)
     resized = interpolate(part, cut.shape, mode=mode, antialias=mode != "nearest")[0]
-    if in_floats:
-        resized = resized.round_().clamp_(0, 255).to(torch.uint8)
     top, left, height, width = cut.middle
     result = resized[:, top : top + height, left : left + width]
     return result.flip(-1) if cut.flipped else result
