@@ -603,4 +603,12 @@ FAULTS = (
         "row G1",
         "extras/images/test_ahead.py",
     ),
+    Fault(
+        "a GPU decodes into memory that queued work still reads",
+        "extras/images/gpu.py",
+        "        self.wait()  # queued work",
+        "        # queued work",
+        "rule 1",
+        "extras/images/test_gpu.py",
+    ),
 )

@@ -23,7 +23,7 @@ import torch
 from fastq_loader import api
 from fastq_loader.extras.images.gpu import Gpu
 
-#: Seconds that `close` waits for the batch that is being decoded.
+#: Seconds that `close` and a fork wait for the batch that is being decoded.
 _PATIENCE = 2.0
 
 
@@ -131,8 +131,8 @@ _held: list[Target] = []
 
 def _before_fork() -> None:
     for target in list(_targets):
-        target.turn.acquire()
-        _held.append(target)
+        if target.turn.acquire(timeout=_PATIENCE):
+            _held.append(target)
 
 
 def _after_fork() -> None:

@@ -1,0 +1,107 @@
+"""Decoding on a GPU, without one: what waits for the stream, and which calls are made. See also
+`tests/device/test_gpu_images.py`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fastq_loader import api
+from fastq_loader.extras.images import gpu
+from fastq_loader.extras.images.ahead import Target
+from fastq_loader.extras.images.gpu import Gpu
+from fastq_loader.images import Encoded
+from tests.support.photographs import file_of, photograph
+
+FILE = file_of(photograph(20, 30), "JPEG")
+
+
+class Stream:
+    """Notes the calls that it gets."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def synchronize(self) -> None:
+        self.calls.append("wait")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stands in for CUDA."""
+    made: list[str] = []
+
+    def context(name: str) -> Any:
+        def enter(*_: Any) -> AbstractContextManager[None]:
+            made.append(name)
+            return nullcontext()
+
+        return enter
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device", context("device"))
+    monkeypatch.setattr(torch.cuda, "stream", context("stream"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream(made))
+    monkeypatch.setattr(api.captures, "relaxed", context("relaxed"))
+    return made
+
+
+def decoding(monkeypatch: pytest.MonkeyPatch, calls: list[str], error: Exception | None = None) -> None:
+    def decode(files: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+        calls.append("decode")
+        assert all(bytes(file.numpy()) == FILE for file in files)
+        if error is not None:
+            raise error
+        return files
+
+    monkeypatch.setattr(gpu, "decoder", lambda: (decode, "a library"))
+
+
+def test_the_stream_is_waited_for_before_each_decode_and_at_the_end(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoding(monkeypatch, calls)
+    target = Target(torch.device("cuda"))
+    with target.working() as device:
+        assert device is not None
+        assert device.device == torch.device("cuda:2")
+        assert calls == ["device", "relaxed", "relaxed", "stream"]
+        calls.clear()
+        for data in (FILE, bytearray(FILE), np.frombuffer(FILE, np.uint8).data):
+            assert len(device.decode([Encoded(data)])) == 1
+    assert calls == ["wait", "decode"] * 3 + ["wait"]
+    with pytest.raises(KeyError), target.working():
+        raise KeyError
+    assert calls[-1] == "wait"
+
+
+def test_what_cannot_be_decoded_there_is_left_to_the_cpu(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Gpu(torch.device("cuda", 1))
+    assert device.device == torch.device("cuda:1")
+    decoding(monkeypatch, calls, RuntimeError("not a JPEG"))
+    assert list(device.decode([Encoded(FILE)])) == []
+    decoding(monkeypatch, calls, torch.OutOfMemoryError("full"))
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        device.decode([Encoded(FILE)])
+    monkeypatch.setattr(gpu, "decoder", lambda: (None, "no library"))
+    assert list(device.decode([Encoded(FILE)])) == []
+
+
+@pytest.mark.usefixtures("calls")
+@pytest.mark.parametrize("code", [0, 2])
+def test_the_stream_is_no_other_users(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def create(handle: Any, flags: int) -> int:
+        handle._obj.value = 0 if code else 4711
+        return code if flags == 1 else -1
+
+    monkeypatch.setattr(api.captures, "runtime_function", {"cudaStreamCreateWithFlags": create}.get)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: f"stream {handle}")
+    found = Gpu(torch.device("cuda")).stream
+    assert isinstance(found, Stream) if code else found == "stream 4711"
