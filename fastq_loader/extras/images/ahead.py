@@ -130,9 +130,7 @@ _held: list[Target] = []
 
 
 def _before_fork() -> None:
-    for target in list(_targets):
-        if target.turn.acquire(timeout=_PATIENCE):
-            _held.append(target)
+    _held.extend(target for target in list(_targets) if target.turn.acquire(timeout=_PATIENCE))
 
 
 def _after_fork() -> None:
