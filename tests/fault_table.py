@@ -465,6 +465,22 @@ FAULTS = (
         "extras/cached/test_folder.py",
     ),
     Fault(
+        "defaults of two parameters have one key",
+        "extras/cached/keys.py",
+        "return (_MARK, at)",
+        "return (_MARK,)",
+        "row K1",
+        "extras/cached/test_keys.py",
+    ),
+    Fault(
+        "a folder on a read-only disk is refused",
+        "extras/cached/folder.py",
+        "if error.errno != errno.EROFS:",
+        "if True:",
+        "row K1",
+        "extras/cached/test_folder.py",
+    ),
+    Fault(
         "values that were drawn at random are cached",
         "extras/cached/cached.py",
         "        if drew:\n",
