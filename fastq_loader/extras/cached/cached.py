@@ -77,11 +77,13 @@ class cached:
             and dataclasses of these; other objects are pickled, which is slower. A method is cached for its
             instance: a deep copy of that has an empty cache.
         limit: largest total size of the values: bytes, a text such as "8GB", or a fraction ("0.5") of the
-            available memory of the machine or its container, divided by its ranks; with a path, of the free
-            disk space. A full cache stores nothing more: the stored values stay, and are hit in every epoch.
+            available memory of the machine or its container, divided by its ranks; with a path, largest size
+            of the file, and a fraction of the free disk space. A full cache stores nothing more: the stored
+            values stay, and are hit in every epoch.
         name: name of a cache in memory that all processes of this user on this machine share under it; it
             ends with the last of them.
-        path: folder for the values, which outlives the program, on a disk of this machine. Needs lmdb.
+        path: folder for the values, which outlives the program, on a disk of this machine; one that cannot
+            be written to is read. Needs lmdb.
         version: version of the data or the function, text or number; a cache of another version is refused.
             With a name or a path, needed for a function that holds more than plain data, and for one of a
             notebook.

@@ -335,7 +335,7 @@ def _opened_here(path: str, wanted: marks.Wanted) -> Folder:
                 why = str(error)
         if not can_write:
             raise OSError(errno.EROFS, f"its disk is read-only, and {why}")
-        warnings.warn(f"cached: the folder {path!r} is begun anew: {why}", stacklevel=7)
+        warnings.warn(f"cached: the folder {path!r} is begun anew: {why}", stacklevel=5)
         os.unlink(os.path.join(path, marks.VALUES))  # who has it open goes on with it
         return make()
     except BaseException:

@@ -44,7 +44,7 @@ def read(path: str) -> Any:
     try:
         with open(os.path.join(path, _MARK), encoding="utf-8") as file:
             mark = json.load(file)
-        return mark if mark.keys() >= _FIELDS else None
+        return mark if mark.keys() >= _FIELDS and isinstance(mark["limit"], int) else None
     except (OSError, ValueError, AttributeError):
         return None
 

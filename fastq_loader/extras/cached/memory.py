@@ -126,15 +126,15 @@ class Memory:
         """
         # Opened and closed by `with`, in C: no interrupt leaves a lock.
         with io.FileIO(f"/proc/self/fd/{self._fd}", "r+") as file:
-            owner, hashed = file.fileno(), zlib.crc32(key)
+            owner = file.fileno()
             try:
-                if not locks.try_lock(owner, _KEY_LOCKS + hashed, 1) or self.get(key, copy=False):
+                if not locks.try_lock(owner, _KEY_LOCKS + zlib.crc32(key), 1) or self.get(key, copy=False):
                     return BUSY
-                return self._store(owner, hashed, *values.record(key, encoded))
+                return self._store(owner, key, *values.record(key, encoded))
             finally:
                 locks.unlock(owner, 0, 0)  # all: a child of a fork may have the descriptor
 
-    def _store(self, owner: int, hashed: int, pieces: list[Any], nbytes: int) -> str:
+    def _store(self, owner: int, key: bytes, pieces: list[Any], nbytes: int) -> str:
         nbytes += -nbytes % _ALIGNMENT
         if not _lock_header(owner):
             return BUSY
@@ -147,10 +147,12 @@ class Memory:
         try:
             write_all(self._fd, pieces, place)
             if _lock_header(owner):
-                became = self._enter(hashed, place)
+                became = self._enter(zlib.crc32(key), place)
             return became
         finally:
-            if became != STORED:  # room goes back to the system; and to the cache, if it is the last
+            # Room goes back to the system; and to the cache, if it is the last. Not if an interrupt came
+            # after the word was written, because others may read the value.
+            if became != STORED and self.get(key, copy=False) is None:
                 calls.punch_hole(self._fd, place, nbytes)
                 if _lock_header(owner) and self._words[_END] == at + nbytes:
                     self._set(_END, at)

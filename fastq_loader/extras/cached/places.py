@@ -90,7 +90,7 @@ def open_place(options: Options, function: Any, name: str, fd: int = -1) -> Plac
         place = Place(memory.create(0) if fd < 0 else fd, store)
     if is_literal and (holds := place.store.limit) > options.nbytes:
         text = f"limit={options.limit!r} is not used: the cache has had {holds} bytes since it was made"
-        warnings.warn(f"cached: {name}: {text}", stacklevel=4)
+        warnings.warn(f"cached: {name}: {text}", stacklevel=3)
     return place
 
 
