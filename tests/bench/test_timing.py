@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -20,6 +21,7 @@ from bench.peers import PEERS, Entry
 from bench.peers.torch_loader import TorchInline
 from bench.timing import rounds, steady
 from bench.timing.rounds import Case, Lane, Plan, measure
+from tests.conftest import ROOT
 
 
 def measured(case: Case) -> CaseRows:
@@ -135,3 +137,13 @@ def test_a_failing_peer_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest
         "short": "RuntimeError: it gave no batch",
         "torch_0": None,
     }
+
+
+@pytest.mark.processes
+def test_a_run_has_no_lines_of_other_libraries_and_says_what_it_does() -> None:
+    pytest.importorskip("grain", reason="whose workers log that jax is missing")
+    line = "-m bench rows --peers torch,grain --workers 1 --blocks 1 --seconds 0.01"
+    done = subprocess.run([sys.executable, *line.split()], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "[1 of 1, 0 s] measuring steady rows, 1 worker (fork)\n")
+    assert "Grain: not measured" not in done.stdout
+    assert "In short: " in done.stdout
