@@ -151,18 +151,8 @@ def _digest(key: Any) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def can_be_key(key: Any) -> bool:
-    """Whether a dict with this key can be shared."""
-    if type(key) is tuple:
-        return all(map(can_be_key, key))
-    return type(key) in (str, bytes, int, float, bool, type(None))
-
-
-def release_memory() -> None:
-    """Release unused memory of Arrow's pool after building columns."""
-    pa.default_memory_pool().release_unused()
-
-
 def shared(values: Any, before: int) -> SharedSequence | SharedMapping:
     """Create the replacement of a list, tuple or dict that takes about `before` bytes."""
-    return SharedMapping(values, before) if type(values) is dict else SharedSequence(values, before)
+    made = SharedMapping(values, before) if type(values) is dict else SharedSequence(values, before)
+    pa.default_memory_pool().release_unused()  # memory that building the columns took
+    return made

@@ -68,7 +68,6 @@ def share(dataset: T, *attributes: str, name: str | None = None) -> T:
 
     def make() -> dict[str, Any]:
         made = {of: containers.shared(value, _nbytes(value)) for of, value in values.items()}
-        containers.release_memory()
         return {each: made[id(value)] for each, (_, _, value) in zip(names, chosen, strict=True)}
 
     if name is None:
@@ -137,13 +136,18 @@ def _is_chosen(part: Any, key: str, value: Any, attributes: tuple[str, ...]) -> 
 
 def _refused(value: Any) -> str:
     """Why a value cannot be shared; "" if it can."""
-    from fastq_loader.extras.share.containers import can_be_key
-
     if type(value) not in _KINDS:
         return f"is a {type(value).__name__}; only a list, tuple or dict, of exactly that type, can be shared"
-    if type(value) is dict and not all(map(can_be_key, value)):
+    if type(value) is dict and not all(map(_can_be_key, value)):
         return "has a key that is no string, bytes, number, None or tuple of these, and cannot be shared"
     return ""
+
+
+def _can_be_key(key: Any) -> bool:
+    """Whether a dict with this key can be shared."""
+    if type(key) is tuple:
+        return all(map(_can_be_key, key))
+    return type(key) in (str, bytes, int, float, bool, type(None))
 
 
 def sharing_report(dataset: Any) -> str:
