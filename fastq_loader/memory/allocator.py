@@ -120,10 +120,6 @@ class _OpenBlocks(dict[int, OpenBlock]):
             blocks.add(block)
         return blocks
 
-    def reap(self) -> None:
-        """See `ForkedChildren`."""
-        self.children.reap()
-
     def is_held(self, block: OpenBlock) -> bool:
         """Whether user code references a block, here or in a child that it has forked."""
         if block.holds:
@@ -281,7 +277,7 @@ class Allocator:
         references to the batch."""
         with self._lock:
             self._open.drain()
-            self._open.reap()
+            self._open.children.reap()
             blocks = [(self._open[offset], need) for offset, need in used]
             held = [(block, need) for block, need in blocks if self._open.is_held(block)]
             copies = {}
@@ -313,7 +309,7 @@ class Allocator:
         self._partial = None
         if self._open or self._open.dropped:
             self._open.drain()
-            self._open.reap()
+            self._open.children.reap()
             self._free([block for block in self._open.values() if not self._open.is_held(block)])
 
     def _collect(self) -> None:
