@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from multiprocessing import parent_process
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -315,7 +316,7 @@ def _close_all() -> None:
     no time to finish: multiprocessing would end its daemons at once, too."""
     for engine in list(_engines):
         engine.close_at_exit()
-    if not exits.is_program():
+    if parent_process() is not None:
         stopping.hurry()
     stopping.wait()
 

@@ -11,7 +11,7 @@ import atexit
 import logging
 import weakref
 from collections.abc import Callable
-from multiprocessing import parent_process, util
+from multiprocessing import util
 from pkgutil import resolve_name
 
 from fastq_loader.system import process_id
@@ -33,11 +33,6 @@ def register(function: Callable[[], None]) -> None:
         atexit.register(function)
         finalizer = util.Finalize(None, function, exitpriority=_FIRST)
         _registered[function] = process_id.current(), finalizer
-
-
-def is_program() -> bool:
-    """Whether this process is a program of its own, not started by multiprocessing."""
-    return parent_process() is None
 
 
 def forget() -> None:
