@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from fastq_loader.api import resources
@@ -71,7 +71,7 @@ class preemption:
             for number in self._signals if self._entered == 1 else ():
                 self._before[number] = signal.signal(number, self._handle)
         except BaseException as error:
-            self.__exit__(None, None, None)
+            self.__exit__()
             if isinstance(error, OSError):
                 text = (
                     f"preemption(signals={self._signals!r}): signal {number} cannot be handled; leave it out"
@@ -80,9 +80,7 @@ class preemption:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._entered -= 1
         if self._entered:
             return
