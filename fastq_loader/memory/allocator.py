@@ -143,7 +143,7 @@ class Allocator:
 
     Attributes:
         expected: expected size in bytes of a batch for a device: that of the previous one.
-        new_memory: nanoseconds spent so far on mapping the pages of new blocks.
+        new_memory: nanoseconds spent on mapping the pages of new blocks, since this task began.
     """
 
     def __init__(
@@ -171,6 +171,7 @@ class Allocator:
 
     def begin(self, grants: Extents) -> None:
         """Start a task with these blocks (offset, size)."""
+        self.new_memory = 0
         if not grants:
             return  # the usual case for small leaves
         with self._lock:

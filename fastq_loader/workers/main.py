@@ -169,7 +169,6 @@ class WorkerLoop:
         self._socket = socket
         self._packer = Packer(blocks, setup.token)
         self._quick = False  # whether the last task took less than _QUICK
-        self._mapped = 0  # the allocator's nanoseconds for new memory before this task
         self._asked_for_cpu = 0
         self._reader = WorkerReader(setup)
 
@@ -231,12 +230,11 @@ class WorkerLoop:
     def _costs(self) -> tuple[Any, ...]:
         """Costs of the last batch, and remarks: the fields of an answer from `fetched` on."""
         fetched, collated, *slowest = self._reader.timing
-        new_memory, self._mapped = self._allocator.new_memory - self._mapped, self._allocator.new_memory
         cpu = cpu_wait = 0
         if collated - self._asked_for_cpu > _CPU_EVERY:  # these are system calls
             self._asked_for_cpu, cpu = collated, time.process_time_ns()
             cpu_wait = calls.waited_for_cpu()
-        return fetched, collated, new_memory, cpu, *slowest, cpu_wait, self._reader.remarks
+        return fetched, collated, self._allocator.new_memory, cpu, *slowest, cpu_wait, self._reader.remarks
 
     def _skip(self, task: Task, load: bool = False) -> None:
         started = self._begin(task)

@@ -50,6 +50,14 @@ def test_a_second_segment_in_one_block_is_copied(pair: Pair) -> None:
     assert second[1] == 2 * LARGE + 1
 
 
+def test_new_memory_is_that_of_one_task(pair: Pair) -> None:
+    times = []
+    for length in (LARGE, LARGE, 9 * LARGE):
+        pair.run(lambda length=length: empty((length,)).fill_(1))
+        times.append(pair.allocator.new_memory)
+    assert [nanoseconds > 0 for nanoseconds in times] == [True, False, True], "the second block was there"
+
+
 # ---- what user code keeps ---------------------------------------------------------------------------
 
 
