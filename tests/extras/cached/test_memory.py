@@ -214,6 +214,23 @@ def test_room_is_given_back_where_a_write_fails(store: Memory, monkeypatch: pyte
     assert put(store, 100, value_of(100)) == STORED
 
 
+def test_an_interrupt_after_a_value_is_there_takes_nothing_away(
+    store: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter = Memory._enter
+
+    def interrupt(*arguments: Any) -> str:
+        enter(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Memory, "_enter", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        put(store, 1, value_of(1))
+    monkeypatch.undo()
+    assert put(store, 2, value_of(2)) == STORED
+    assert check(store, [1, 2]) == 2
+
+
 def interrupted(store: Any, rounds: int, seed: int) -> None:
     """Interrupts at any moment while values are stored and read, and a handler that stores and reads."""
 
