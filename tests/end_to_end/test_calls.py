@@ -88,7 +88,7 @@ DEEP = {"schedule": "dynamic", "prefetch_factor": 16}
 BUDGETS: dict[str, tuple[type[Rows], dict[str, Any], Budget]] = {
     "rows": (Rows, TWO, Budget(52, 41, 8)),
     "tokens": (Tokens, TWO, Budget(78, 70, 11)),
-    "rows, deep": (Rows, TWO | DEEP, Budget(54, 45, 10)),
+    "rows, deep": (Rows, TWO | DEEP, Budget(56, 45, 10)),
     "rows, 0 workers": (Rows, {"num_workers": 0}, Budget(99, 31, 13)),
 }
 #: With a trace that is written.
