@@ -14,6 +14,7 @@ own allocate a new shared-memory segment for every tensor. Ours stack into a rec
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -187,14 +188,14 @@ def _are_alike(batch: Any) -> bool:
 _KIND, _CONTIGUOUS = attrgetter("dtype", "shape"), attrgetter("flags.c_contiguous")
 
 
-def _stack_numbers(torchs_own: Collate) -> Collate:
+def _stack_numbers(torchs_own: Collate, as_tensor: Callable[[Any], torch.Tensor]) -> Collate:
     """Stacks Python bools, ints or floats. torch's own examines each several times to find the dtype."""
 
     def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         dtype = _NUMBERS.get(frozenset(map(type, batch)))
         try:
             if dtype is not None and not is_under_mode():  # such as another default device
-                return torch.from_numpy(np.array(batch, dtype))
+                return as_tensor(np.array(batch, dtype))
         except OverflowError:
             dtype = None  # an int of more than 64 bits: torch has an error for it
         return torchs_own(batch)
@@ -223,8 +224,8 @@ def install() -> None:
 _REPLACED: dict[type, tuple[Any, Any]] = {
     torch.Tensor: (torch_tensors, stack_tensors),
     np.ndarray: (torch_arrays, stack_arrays),
-    int: (torch_ints, _stack_numbers(torch_ints)),
-    float: (torch_floats, _stack_numbers(torch_floats)),
+    int: (torch_ints, _stack_numbers(torch_ints, torch.from_numpy)),
+    float: (torch_floats, _stack_numbers(torch_floats, torch.from_numpy)),
 }
 
 
@@ -244,5 +245,11 @@ def _stack_converted(batch: Any, *, collate_fn_map: dict[Any, Any]) -> Any:
     return torch_arrays(batch, collate_fn_map=collate_fn_map)
 
 
-#: torch's own functions, and faster ones that `default` calls in their place, also without workers.
-_FASTER = _REPLACED | {torch.Tensor: (torch_tensors, _stack), np.ndarray: (torch_arrays, _stack_converted)}
+_copied = partial(torch.asarray, copy=True)  # unlike the memory of an array, that of a copy can grow
+#: torch's own functions, and faster ones that `default` calls in their place without workers.
+_FASTER: dict[type, tuple[Any, Any]] = {
+    torch.Tensor: (torch_tensors, _stack),
+    np.ndarray: (torch_arrays, _stack_converted),
+    int: (torch_ints, _stack_numbers(torch_ints, _copied)),
+    float: (torch_floats, _stack_numbers(torch_floats, _copied)),
+}

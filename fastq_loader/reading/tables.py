@@ -109,7 +109,7 @@ class Gatherer:
             row_bytes = _row_bytes(fields)
             if row_bytes is None or max(row_bytes) > _LARGE:
                 raise TypeError("fields that are not plain, or rows that are better copied only once")
-            arrays = list(map(np.from_dlpack, fields))  # after `tensor.numpy()` they could not be resized
+            arrays = list(map(np.from_dlpack, fields))  # what `numpy()` gives could not grow
             self._parts[id(fields)] = fields, list(map(_ADDRESS, fields)), arrays
         return [array.take(rows, 0) for array in arrays]
 

@@ -319,3 +319,10 @@ def test_collating_goes_by_what_torchs_goes_by(where: str, monkeypatch: pytest.M
         expected, found = (kind([SAMPLE] * 2) for kind in (default_collate, collate.default))
     looks = [[(value.device, value.is_shared()) for value in of.values()] for of in (expected, found)]
     assert looks[0] == looks[1]
+
+
+@pytest.mark.parametrize("sample", [1, 1.0, True, np.ones(2), torch.ones(2)], ids=str)
+def test_what_is_collated_without_workers_can_grow(sample: Any) -> None:
+    """As torch's, whose tensors own their memory."""
+    batch = collate.default([sample] * 3)
+    assert batch.resize_(1000).shape == default_collate([sample] * 3).resize_(1000).shape
