@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import torch
+from fastq_loader.system.torch_names import extension
 
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
@@ -26,7 +26,7 @@ _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 def runtime_function(name: str) -> Callable[..., Any] | None:
     """A function of the CUDA runtime that torch has loaded; None if it cannot be found."""
     try:
-        function: Callable[..., Any] = getattr(ctypes.CDLL(torch._C.__file__), name)
+        function: Callable[..., Any] = getattr(ctypes.CDLL(extension), name)
         return function
     except (AttributeError, OSError):
         return None

@@ -111,9 +111,12 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         match self.outcome:
             case Ended():
                 self._end()
-            # Otherwise there is nothing to show, which would cost two calls.
-            case Handed() | Raised() as outcome if self._record.order.strategy.read_ahead is not None:
-                self._order.show(outcome.progress)
+            # The outcome gets no name: this frame is part of the traceback of its error. Without indices read
+            # ahead there is nothing to show, which would cost two calls.
+            case Handed(progress=progress) | Raised(progress=progress) if (
+                self._record.order.strategy.read_ahead is not None
+            ):
+                self._order.show(progress)
         if running and gate.end is not None:
             self._log.leave(CLOSE, time.monotonic_ns())
 

@@ -43,6 +43,8 @@ collate = _find("utils.data._utils.collate")
 sharding_worker_init_fn = _find("utils.data.dataloader._sharding_worker_init_fn")
 #: Copies a batch of any type into page-locked memory.
 pin_memory = _find("utils.data._utils.pin_memory.pin_memory")
+#: The path of torch's extension module.
+extension = _find("_C.__file__")
 #: Copies a list of tensors into another one.
 foreach_copy_ = _find("_foreach_copy_")
 #: The storage of a tensor with its dtype.

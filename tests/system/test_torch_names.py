@@ -24,6 +24,7 @@ def test_these_names_are_used() -> None:
     assert sorted(torch_names.FOUND) == sorted(
         [
             "Tensor._typed_storage",
+            "_C.__file__",
             "_C._dispatch_has_kernel_for_dispatch_key",
             "_C._dispatch_key_for_device",
             "_C._len_torch_function_stack",

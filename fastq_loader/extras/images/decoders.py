@@ -34,11 +34,12 @@ def _simplejpeg() -> Any:
 
 def chosen() -> dict[str, str]:
     """The library that decodes each kind of file in this process, and why: the doctor shows it."""
-    by_pillow = "pillow" if importlib.util.find_spec("PIL") else "none, because pillow is not installed"
+    has_pillow = importlib.util.find_spec("PIL") is not None
+    missing = "simplejpeg is not installed" if has_pillow else "neither simplejpeg nor pillow is installed"
     for_gpus, text = gpu.decoder()
     return {
-        "JPEG": "simplejpeg" if _simplejpeg() else f"{by_pillow}, because simplejpeg is not installed",
-        "other files": by_pillow,
+        "JPEG": "simplejpeg" if _simplejpeg() else f"{'pillow' if has_pillow else 'none'}, because {missing}",
+        "other files": "pillow" if has_pillow else "none, because pillow is not installed",
         "baseline JPEG on GPUs": text if for_gpus else f"as on the CPU, because {text}",
     }
 
