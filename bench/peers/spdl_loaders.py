@@ -37,10 +37,11 @@ class SpdlProcesses(Peer):
         # The sink's buffer, one batch in each worker, one between.
         self.prefetched = settings.num_workers * (settings.prefetch_factor + 2)
         self._epoch: Iterator[Any] | None = None
+        sampler: Any = load.sampler()  # any iterable, as for torch
         self._loader: PyTorchDataLoader[Any] = get_pytorch_dataloader(
             load.dataset,
             batch_size=load.batch_size,
-            sampler=load.sampler(),  # type: ignore[arg-type]  # any iterable, as for torch
+            sampler=sampler,
             collate_fn=load.collate_fn,
             drop_last=True,
             num_workers=settings.num_workers,
@@ -84,7 +85,8 @@ class SpdlThreads(Peer):
         builder.pipe(work, concurrency=self._threads, output_order="input").add_sink(self._buffer)
         self._pipeline = builder.build(num_threads=self._threads)
         self._pipeline.start()
-        return self._pipeline.get_iterator()
+        batches: Iterator[Any] = self._pipeline.get_iterator()
+        return batches
 
     def close(self) -> None:
         if self._pipeline is not None:
