@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from bench.workloads import Load
 
 # Grain's absl warns on import that jax is not installed. This silences the consumer; its workers import Grain
-# before anything of ours, and start without stderr (`grain_processes`).
+# before anything of ours, and start without stderr (`grain_loaders`).
 logging.getLogger("absl").setLevel(logging.ERROR)
 
 
@@ -34,7 +34,8 @@ PEERS = {
     "stateful": Entry("stateful", "Stateful", "StatefulDataLoader"),
     "spdl_processes": Entry("spdl_loaders", "SpdlProcesses", "SPDL, processes"),
     "spdl_threads": Entry("spdl_loaders", "SpdlThreads", "SPDL, threads"),
-    "grain": Entry("grain_processes", "GrainProcesses", "Grain"),
+    "grain": Entry("grain_loaders", "GrainProcesses", "Grain, processes"),
+    "grain_threads": Entry("grain_loaders", "GrainThreads", "Grain, threads"),
     "torch_0": Entry("torch_loader", "TorchInline", "torch, 0 workers"),
     "fastq_loader_0": Entry("fastq", "FastqInline", "fastq_loader, 0 workers"),
 }

@@ -34,6 +34,7 @@ class Load:
         shuffle: map-style only; the order is drawn anew in every epoch.
         collate_fn: the user's; None is torch's default.
         batches: whole batches in an epoch; None is what the dataset's length gives. Map-style only.
+        reads_files: each sample is read from a file when it is asked for; elsewhere data are in memory.
     """
 
     dataset: Dataset[Any]
@@ -41,6 +42,7 @@ class Load:
     shuffle: bool = False
     collate_fn: Collate | None = None
     batches: int | None = None
+    reads_files: bool = False
 
     @property
     def iterable(self) -> bool:

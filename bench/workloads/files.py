@@ -55,7 +55,7 @@ def write_tensors(folder: Path) -> None:
 TENSORS = Workload(
     "tensor_files",
     "64 shuffled float32 volumes of 32x32x32, each from a file of its own by torch.load",
-    lambda folder: Load(TensorFiles(folder), batch_size=64, shuffle=True, batches=BATCHES),
+    lambda folder: Load(TensorFiles(folder), 64, shuffle=True, batches=BATCHES, reads_files=True),
     write_tensors,
 )
 
@@ -93,6 +93,6 @@ def write_shards(folder: Path) -> None:
 STREAM = Workload(
     "stream",
     "64 records of an iterable dataset: JSON lines (digits, 64 pixels), shards by worker",
-    lambda folder: Load(DigitStream(folder), batch_size=64),
+    lambda folder: Load(DigitStream(folder), batch_size=64, reads_files=True),
     write_shards,
 )

@@ -121,14 +121,14 @@ def write_photographs(folder: Path) -> None:
 BYTES = Workload(
     "jpeg",
     "32 JPEG photographs decoded with pillow, random 224x224 crop and flip, uint8",
-    lambda folder: Load(JpegFolder(folder), batch_size=BATCH),
+    lambda folder: Load(JpegFolder(folder), batch_size=BATCH, reads_files=True),
     write_photographs,
     random=True,
 )
 FLOATS = Workload(
     "jpeg_augment",
     "32 JPEG photographs, random crop scaled to 224x224, flip, float32, normalised",
-    lambda folder: Load(AugmentedJpegs(folder), batch_size=BATCH),
+    lambda folder: Load(AugmentedJpegs(folder), batch_size=BATCH, reads_files=True),
     write_photographs,
     random=True,
 )
@@ -136,5 +136,5 @@ DECODED = replace(
     FLOATS,
     name="jpeg_decoded",
     description="the same by DecodeImages, which decodes with libjpeg-turbo",
-    build=lambda folder: Load(DecodedJpegs(folder), batch_size=BATCH),
+    build=lambda folder: Load(DecodedJpegs(folder), batch_size=BATCH, reads_files=True),
 )

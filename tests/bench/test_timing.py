@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -17,10 +18,13 @@ import pytest
 import torch
 
 from bench.output.rows import CaseRows, Results
-from bench.peers import PEERS, Entry
+from bench.peers import PEERS, Entry, LoaderSettings, Unsupported, make_peer
 from bench.peers.torch_loader import TorchInline
 from bench.timing import rounds, steady
+from bench.timing.batches import compare
+from bench.timing.processes import descendants
 from bench.timing.rounds import Case, Lane, Plan, measure
+from bench.workloads import Cycled, Load
 from tests.conftest import ROOT
 
 
@@ -140,10 +144,33 @@ def test_a_failing_peer_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("name", ["spdl_threads", "grain_threads"])
+def test_threads_give_torchs_batches_in_their_order_without_processes(name: str) -> None:
+    pytest.importorskip(name.partition("_")[0])
+    load = Load(Cycled(torch.arange(30).reshape(10, 3)), batch_size=4, batches=6, reads_files=True)
+    settings, before = LoaderSettings(2, "fork"), (descendants(), threading.active_count())
+    torchs, peer = (make_peer(each, load, settings) for each in ("torch_0", name))
+    for _ in range(2):
+        pairs = zip(peer.epoch(), torchs.epoch(), strict=True)
+        assert [compare(batch, expected) for batch, expected in pairs] == [([], [])] * 6
+    next(peer.epoch())  # one that stops in the middle
+    assert (descendants(), threading.active_count() > before[1]) == (before[0], True)
+    peer.close()
+
+
+def test_grain_has_no_threads_for_data_in_memory() -> None:
+    pytest.importorskip("grain")
+    load = Load(Cycled(torch.arange(30)), batch_size=4, batches=6)
+    with pytest.raises(Unsupported, match="in memory"):
+        make_peer("grain_threads", load, LoaderSettings(2, "fork"))
+
+
+@pytest.mark.processes
 def test_a_run_has_no_lines_of_other_libraries_and_says_what_it_does() -> None:
     pytest.importorskip("grain", reason="whose workers log that jax is missing")
-    line = "-m bench rows --peers torch,grain --workers 1 --blocks 1 --seconds 0.01"
+    line = "-m bench jpeg --peers torch,grain,grain_threads --workers 1 --blocks 1 --seconds 0.01"
     done = subprocess.run([sys.executable, *line.split()], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "[1 of 1, 0 s] measuring steady rows, 1 worker (fork)\n")
-    assert "Grain: not measured" not in done.stdout
+    assert (done.returncode, done.stderr) == (0, "[1 of 1, 0 s] measuring steady jpeg, 1 worker (fork)\n")
+    assert "Grain, threads" in done.stdout
+    assert "not measured" not in done.stdout
     assert "In short: " in done.stdout

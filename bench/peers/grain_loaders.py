@@ -1,11 +1,16 @@
-"""Grain's multi-process prefetch, on datasets of batches (`MapDataset.batch` before `to_iter_dataset`).
+"""Grain: its multi-process prefetch, and its reading threads, on datasets of batches.
 
-Worker k of N takes every N-th batch from the k-th on, as torch's does. Grain stacks samples into numpy arrays
-that travel in shared memory; the pipeline here ends in `torch.from_numpy`, which copies nothing, because a
-training step of torch's needs tensors. Reading threads are off: that is Grain's own advice for data in memory
-(ReadOptions), and keeps the number of samples in the making the same for all peers. Arrays below 64 KiB are
-pickled, as its documentation suggests for small ones (DatasetOptions.min_shm_size). Its workers are always
-spawned.
+Batches are made before `to_iter_dataset`. Grain stacks samples into numpy arrays; the pipelines here end in
+`torch.from_numpy`, which copies nothing, because a training step of torch's needs tensors.
+
+Threads fetch and collate in the consumer's own process, as many as others have workers, and only where each
+sample is read from a file: Grain's documentation advises threads to hide the latency of reading ("Dataset
+basics"), but none for data in memory (ReadOptions).
+
+Of N processes, worker k takes every N-th batch from the k-th on, as torch's does. They have no such threads,
+which keeps the number of samples in the making the same for all peers. Arrays travel in shared memory; those
+below 64 KiB are pickled, as its documentation suggests for small ones (DatasetOptions.min_shm_size). Workers
+are always spawned.
 """
 
 from __future__ import annotations
@@ -27,36 +32,60 @@ from bench.peers import LoaderSettings, Peer, Unsupported
 from bench.timing.batches import is_array
 from bench.workloads import Collate, Load
 
-READING = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+NO_THREADS = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 MIN_SHM_SIZE = 64 << 10
 
 
-class GrainProcesses(Peer):
+class _Grain(Peer):
+    """An epoch at a time of `_dataset`, whose elements are batches."""
+
+    _dataset: Any
+
     def __init__(self, load: Load, settings: LoaderSettings) -> None:
         if load.iterable:
             raise Unsupported("Grain's sources are random access; an IterableDataset is not one")
         if settings.num_workers == 0:
-            raise Unsupported("needs worker processes")
+            raise Unsupported("needs workers")
         self.own_order = load.shuffle and not load.by_lists
-        # Each worker's buffer, the batch it is about to put there, and the one that the consumer reads ahead.
-        self.prefetched = settings.num_workers * (settings.prefetch_factor + 2)
         self._epoch: Any = None
-        options = grain.experimental.DatasetOptions(min_shm_size=MIN_SHM_SIZE)
-        workers = grain.MultiprocessingOptions(settings.num_workers, settings.prefetch_factor)
-        batches = _batches(load).to_iter_dataset(READING).mp_prefetch(workers).map(_tensors)
-        self._dataset = grain.experimental.WithOptionsIterDataset(batches, options)
 
     def epoch(self) -> Iterator[Any]:
         self.close()
-        with _without_stderr():  # its workers start with the first batch
-            self._epoch = iter(self._dataset)
-            first = next(self._epoch)
-        return chain((first,), self._epoch)
+        batches: Iterator[Any] = iter(self._dataset)
+        self._epoch = batches
+        return batches
 
     def close(self) -> None:
         if self._epoch is not None:
             self._epoch.close()
             self._epoch = None
+
+
+class GrainProcesses(_Grain):
+    def __init__(self, load: Load, settings: LoaderSettings) -> None:
+        super().__init__(load, settings)
+        # Each worker's buffer, the batch it is about to put there, and the one that the consumer reads ahead.
+        self.prefetched = settings.num_workers * (settings.prefetch_factor + 2)
+        options = grain.experimental.DatasetOptions(min_shm_size=MIN_SHM_SIZE)
+        workers = grain.MultiprocessingOptions(settings.num_workers, settings.prefetch_factor)
+        batches = _batches(load).to_iter_dataset(NO_THREADS).mp_prefetch(workers).map(_tensors)
+        self._dataset = grain.experimental.WithOptionsIterDataset(batches, options)
+
+    def epoch(self) -> Iterator[Any]:
+        with _without_stderr():  # its workers start with the first batch
+            batches = super().epoch()
+            first = next(batches)
+        return chain((first,), batches)
+
+
+class GrainThreads(_Grain):
+    def __init__(self, load: Load, settings: LoaderSettings) -> None:
+        super().__init__(load, settings)
+        if not load.reads_files:
+            raise Unsupported("for data in memory Grain's documentation advises against threads")
+        self.prefetched = settings.num_workers * settings.prefetch_factor
+        threads = grain.ReadOptions(settings.num_workers, self.prefetched)
+        self._dataset = _batches(load).to_iter_dataset(threads).map(_tensors)
 
 
 @contextmanager
