@@ -163,8 +163,8 @@ def state_of(loader: Loader, record: EpochRecord | None) -> dict[str, Any]:
     now = EpochSnapshot(
         generators=drawn[2],
         beyond=tuple(sorted(progress.beyond)),
-        # Of an iterable dataset nothing is drawn; its tasks may be more after a resume.
-        drawn=progress.head if options.is_iterable(loader) else max(drawn[0], progress.head),
+        # Whether an iterable dataset's epoch has begun to draw, and not how far its workers were ahead.
+        drawn=max(min(drawn[0], 1) if options.is_iterable(loader) else drawn[0], progress.head),
         exhausted=drawn[1],
         digest=drawn[3],
         part=samplers.part_of_data(loader._index_sampler),
