@@ -36,6 +36,7 @@ from fastq_loader.extras.cached.draws import Draws, generators_of
 from fastq_loader.extras.cached.keys import Keys
 from fastq_loader.extras.cached.limits import bytes_of
 from fastq_loader.extras.cached.places import Options, Place, open_place
+from fastq_loader.extras.cached.process import ProcessMemory
 
 #: Caches of methods. A dataset that has been given its cache is let go of at a fork, at the latest: its
 #: loader starts workers, and this process may never call the function.
@@ -171,7 +172,11 @@ class cached:
             if self._number and (handed := handover.received(self.handed_as())) >= 0:
                 self._place = Place(handed)
             if self._prefix is None:
-                self._prefix = self._identity() if self._options.is_shared else b""
+                try:
+                    self._prefix = self._identity() if self._options.is_shared else b""
+                except TypeError:
+                    self._place = Place(-1, ProcessMemory(0))  # leaves its folder to others
+                    raise
             self.let_go()
             self._place.counters.enter()
             self._pid = process_id.current()

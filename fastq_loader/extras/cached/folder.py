@@ -220,7 +220,7 @@ class Folder:
         """Check and mark the folder for another cache of this process; see `open_at`."""
         _lock_opening(self._path, self._lock, self._can_write)
         try:
-            marks.compare(self._path, marks.read(self._path), wanted.about)
+            marks.compare(self._path, marks.read(self._path), wanted.about, is_used=True)
             holds = marks.update(self._path, wanted, self._data, self._can_write)
         finally:
             fcntl.lockf(self._lock, fcntl.LOCK_UN, 1, _OPENING)
@@ -295,8 +295,11 @@ def open_at(path: str, wanted: marks.Wanted) -> Folder:
         lmdb = importlib.import_module("lmdb")
     except ImportError:
         raise ImportError("cached: path= needs lmdb: pip install 'lmdb>=3', or the extra [cached]") from None
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+    except OSError as error:
+        raise _explained(path, error) from error
     marks.refuse_others(path)
     with memory.entering:
         known = _opened.get(marks.identity(os.path.join(path, marks.LOCK)))
@@ -308,12 +311,15 @@ def open_at(path: str, wanted: marks.Wanted) -> Folder:
         except OSError as error:
             if error.errno is None:
                 raise
-            text = f"cached: path={path!r} cannot be opened: {error.strerror}"
-            raise type(error)(error.errno, text) from error
+            raise _explained(path, error) from error
         if not _opened:  # after the loaders are closed, whose workers have it open
             util.Finalize(None, _finish_all, exitpriority=0)
         _opened[marks.identity(folder._lock)] = folder
         return folder
+
+
+def _explained(path: str, error: OSError) -> OSError:
+    return type(error)(error.errno, f"cached: path={path!r} cannot be opened: {error.strerror}")
 
 
 def _finish_all() -> None:
@@ -324,10 +330,12 @@ def _finish_all() -> None:
 def _opened_here(path: str, wanted: marks.Wanted) -> Folder:
     """Open the folder in this process; with new data, and a warning, if the data may not have survived."""
     lock, can_write = _lock_of(path)
+    kind = fcntl.LOCK_EX if can_write else fcntl.LOCK_SH
     make = partial(_with_data, path, wanted, lock, can_write)
     try:
         mark = marks.read(path)
-        marks.compare(path, mark, wanted.about)
+        is_used = marks.is_empty(path) and not _try_lock(lock, _OPEN, kind)
+        marks.compare(path, mark, wanted.about, is_used)
         if not (why := marks.lost(path, mark)):
             try:
                 return make()

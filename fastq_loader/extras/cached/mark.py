@@ -98,13 +98,13 @@ def is_empty(path: str) -> bool:
     return not os.path.exists(values) or os.stat(values).st_size <= 2 * mmap.PAGESIZE
 
 
-def compare(path: str, mark: Any, about: dict[str, Any]) -> None:
-    """Compare the mark with this function. A folder without values belongs to nobody.
+def compare(path: str, mark: Any, about: dict[str, Any], is_used: bool) -> None:
+    """Compare the mark with this function. A folder without values belongs to nobody, if no cache uses it.
 
     Raises:
         Differs: it belongs to another function or version.
     """
-    if mark is None or is_empty(path):
+    if mark is None or (is_empty(path) and not is_used):
         return
     here = {"format": FORMAT, **about}
     differ = [name for name in here if mark[name] != here[name]]

@@ -184,7 +184,7 @@ class Memory:
 def create(limit: int) -> int:
     """Make memory for counters, and for so many bytes of records. Returns a descriptor."""
     allowed = [most // _SHARE for name in ("AS", "FSIZE") if (most := calls.limit_of(name)) is not None]
-    limit = min(limit, *allowed, 1 << 62)
+    limit = min(limit, *allowed, 1 << 45)  # a process has 2**47 bytes of addresses
     fd = calls.memfd_create("fastq_loader.cache")
     data = _INDEX + (_PAGE << max(2, (limit // _SHARE // _PAGE).bit_length()))
     os.ftruncate(fd, data + limit)  # so that it can be mapped; only written pages take memory

@@ -48,7 +48,8 @@ class DecodeImages(CropRule):
         mean, std: one number for each channel: results are (pixels / 255 - mean) / std.
         dtype: dtype of the results, if `mean` and `std` are given.
         interpolation: "bilinear" or "bicubic", both antialiased as torchvision's on tensors; or "nearest",
-            for masks. A sequence has one for each encoded part of a sample.
+            for masks. A sequence has one for each encoded part of a sample; those with "nearest" are not
+            normalised.
         same_crop: whether all encoded parts of a sample have the crop and flip of the first one.
         exif: whether the orientation in an image's EXIF data is applied, before the crop.
         draft: whether a JPEG may be decoded at 1/8 to 7/8 of its size, if its crop need not be enlarged then.
@@ -106,6 +107,9 @@ class DecodeImages(CropRule):
     def _modes(self) -> tuple[str, ...]:
         return (self.interpolation,) if isinstance(self.interpolation, str) else tuple(self.interpolation)
 
+    def _modes_of(self, parts: list[Any]) -> tuple[str, ...]:
+        return self._modes * len(parts) if isinstance(self.interpolation, str) else self._modes
+
     # ---- on a device --------------------------------------------------------------------------
 
     def on_device(self, device: torch.device) -> DecodeImages:
@@ -135,7 +139,7 @@ class DecodeImages(CropRule):
         if not isinstance(self.interpolation, str) and len(self._modes) != len(parts):
             text = f"a sample has {len(parts)} encoded parts"
             raise ValueError(f"DecodeImages(interpolation={self.interpolation!r}): {text}")
-        modes = self._modes if len(self._modes) == len(parts) else self._modes * len(parts)
+        modes = self._modes_of(parts)
         of_first = _seeds(parts[0])
         seeds = [of_first if self.same_crop else _seeds(part) for part in parts]
         if self._target is None:
@@ -145,14 +149,17 @@ class DecodeImages(CropRule):
 
     def result(self, batch: Any, decoded: list[torch.Tensor]) -> Any:
         """The batch with its encoded parts replaced, for work on the current stream. @private"""
-        finished = [self._finish(*each) for each in zip(_encoded_parts(batch), decoded, strict=True)]
+        parts = list(_encoded_parts(batch))
+        one_for_each = not isinstance(self.interpolation, str)
+        are_masks = [one_for_each and mode == "nearest" for mode in self._modes_of(parts)]
+        finished = [self._finish(*each) for each in zip(parts, decoded, are_masks, strict=True)]
         result = _with_decoded(batch, iter(finished))
         return result if self.then is None else self.then(result)
 
-    def _finish(self, part: Encoded | EncodedBatch, images: torch.Tensor) -> torch.Tensor:
+    def _finish(self, part: Encoded | EncodedBatch, images: torch.Tensor, is_mask: bool) -> torch.Tensor:
         if self._target is not None:
             images = self._target.received(images)
-        if self._normalize is not None:
+        if self._normalize is not None and not is_mask:
             images = self._normalize.image(images)
         return images[0] if isinstance(part, Encoded) else images
 

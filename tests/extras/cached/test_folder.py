@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import warnings
@@ -436,9 +437,16 @@ def test_a_folder_on_a_network_is_refused(path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_folder_without_values_belongs_to_nobody(path: Path) -> None:
-    """A first call that failed leaves one, without the version that the function needs."""
+    """A first call that failed leaves one, without the version that the function needs. But two caches that
+    are there at the same time differ before their first values, as they do in the next run."""
     store = opened(path, version=None)
-    assert opened(path, version=2) is store
+    with pytest.raises(Differs, match="its version is None, and here it is 2"):
+        opened(path, version=2)
+    source = f"from tests.extras.cached.test_folder import *; opened({str(path)!r}, version=2)"
+    other = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert "its version is None, and here it is 2" in other.stderr
+    del store
+    store = opened(path, version=2)
     assert mark_of(path)["version"] == 2
     put(store, 1, value_of(1))
     with pytest.raises(Differs, match="its version is 2, and here it is None"):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import io
 import re
 import types
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from torch.nn.functional import interpolate
@@ -218,3 +220,22 @@ def test_a_damaged_file_raises_at_its_batch_with_its_name(workers: int) -> None:
     with pytest.raises(DecodeError, match="photo 12 cannot be decoded"):
         next(batches)
     assert len(next(batches)[1]) == 5
+
+
+def test_masks_are_not_normalised() -> None:
+    written = io.BytesIO()
+    PIL.Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8)).save(written, "png")
+    file = written.getvalue()
+    pixels = DecodeImages(
+        8,
+        scale=None,
+        resize=8,
+        mean=[0.5] * 3,
+        std=[0.5] * 3,
+        interpolation=("bilinear", "nearest"),
+        same_crop=True,
+    )
+    image, mask = pixels((encoded(file), encoded(file)))
+    assert image.dtype == torch.float32
+    assert mask.dtype == torch.uint8
+    assert mask[0].flatten().tolist() == list(range(64))
