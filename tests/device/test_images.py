@@ -255,9 +255,10 @@ def test_an_interrupt_does_not_wait_for_the_thread(late: Late, monkeypatch: pyte
     gate = threading.Event()
     with on_late(Photos()) as loader:
         with monkeypatch.context() as patch:
-            counted(patch, lambda: gate.wait(20))
+            decoded = counted(patch, lambda: gate.wait(20))
             patch.setattr(ahead, "_PATIENCE", 0.1)
             batches = iter(loader)
+            assert wait_until(lambda: batches.poll() or decoded, 20)
             with alarm_after(0.3, ring), pytest.raises(Alarm):
                 next(batches)
             with pytest.raises(IteratorInvalid, match="this iterator cannot go on"):

@@ -241,7 +241,7 @@ def test_a_pool_ends_with_the_last_iterator_that_refers_to_it() -> None:
     iterator.__del__()  # as torch_geometric's wrapper calls it
     assert numbers(iterator) == [[0, 1], [2, 3]]
     vars(loader)["_iterator"] = None
-    assert len(descendants()) == 1
+    assert descendants()
     del iterator
     assert wait_until(lambda: not descendants(), 3)
 

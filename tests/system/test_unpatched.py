@@ -56,6 +56,7 @@ POLLS = [patch.object(os.path, "exists", lambda path: False), patch("select.poll
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_workers")  # the resource tracker of other start methods writes by os.write
 @pytest.mark.parametrize("patches", [CLOCKS, CALLS, POLLS], ids=["clocks", "calls", "polls"])
 def test_an_epoch_is_as_it_always_is(patches: list[Any]) -> None:
     data = torch.arange(16)
