@@ -121,7 +121,9 @@ def _tensor_part(value: torch.Tensor) -> Any:
 
 
 def _array_part(value: np.ndarray) -> Any:
-    if not is_leaf(value):
+    # numpy's pickle loses the byte order of times.
+    is_time = value.dtype.kind in "mM" and value.dtype.metadata is None
+    if not is_leaf(value) and not is_time:
         return None
     dense = value if value.flags.c_contiguous else value.copy("K")
     order = tuple(sorted(range(dense.ndim), key=lambda axis: -dense.strides[axis]))
