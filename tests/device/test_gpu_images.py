@@ -36,6 +36,11 @@ def batch_of(files: list[bytes]) -> EncodedBatch:
     return batch
 
 
+def decoded_on_gpu(pixels: DecodeImages, **options: Any) -> DataLoader[Any]:
+    to_device = ToDevice("cuda", transform=pixels)
+    return DataLoader(Photographs(), BATCH, num_workers=2, device=to_device, **options)
+
+
 @pytest.fixture
 def device() -> Gpu:
     """A GPU that has decoded before, so that its library is set up."""
@@ -87,13 +92,7 @@ def test_a_batch_is_read_after_it_was_dropped(guard: Guard, monkeypatch: pytest.
     """Its memory is the thread's stream's, which uses it again only after the consumer's has read it."""
     guard.remove(monkeypatch, ahead.Target, "received", lambda self, images: images)
     pixels = DecodeImages(224, scale=None)
-    loader = DataLoader(
-        Photographs(),
-        BATCH,
-        num_workers=2,
-        device=ToDevice("cuda", transform=pixels),
-        persistent_workers=True,
-    )
+    loader = decoded_on_gpu(pixels, persistent_workers=True)
     expected = [images.long().sum().item() for images, _ in loader]
     sums = []
     for images, _ in loader:
@@ -142,7 +141,7 @@ def test_groups_bound_the_memory_of_a_batch() -> None:
 @pytest.mark.processes
 def test_out_of_memory_raises_at_its_batch_and_the_loop_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     pixels = DecodeImages(64, scale=None)
-    loader = DataLoader(Photographs(), BATCH, num_workers=2, device=ToDevice("cuda", transform=pixels))
+    loader = decoded_on_gpu(pixels)
     batches = iter(loader)
     first = next(batches)[0]
     decode = gpu.Gpu.decode
@@ -172,13 +171,7 @@ def test_out_of_memory_raises_at_its_batch_and_the_loop_goes_on(monkeypatch: pyt
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
 def test_graphs_are_captured_while_images_are_decoded(mode: str) -> None:
     pixels = DecodeImages(224)
-    loader = DataLoader(
-        Photographs(),
-        BATCH,
-        num_workers=2,
-        device=ToDevice("cuda", transform=pixels),
-        persistent_workers=True,
-    )
+    loader = decoded_on_gpu(pixels, persistent_workers=True)
     weight, inputs = torch.rand(64, 64, device="cuda"), torch.rand(64, 64, device="cuda")
     expected, captured = weight @ inputs, 0
     torch.cuda.synchronize()

@@ -103,8 +103,8 @@ class Folder:
         return size
 
     def _enter(self) -> bool:
-        """Open LMDB anew: after an error, or in a forked child, which closes what it inherited. False to a
-        signal handler, and in the child of a process of which another thread was using LMDB."""
+        """Open LMDB anew: after an error, or in a forked child, which closes what it inherited. Returns
+        False in a signal handler, and in the child of a process whose other thread was using LMDB."""
         with memory.entering:
             if self._pid == process_id.pid or self._is_busy:
                 return self._pid == process_id.pid
@@ -330,11 +330,10 @@ def _finish_all() -> None:
 def _opened_here(path: str, wanted: marks.Wanted) -> Folder:
     """Open the folder in this process; with new data, and a warning, if the data may not have survived."""
     lock, can_write = _lock_of(path)
-    kind = fcntl.LOCK_EX if can_write else fcntl.LOCK_SH
     make = partial(_with_data, path, wanted, lock, can_write)
     try:
         mark = marks.read(path)
-        is_used = marks.is_empty(path) and not _try_lock(lock, _OPEN, kind)
+        is_used = can_write and marks.is_empty(path) and not _try_lock(lock, _OPEN, fcntl.LOCK_EX)
         marks.compare(path, mark, wanted.about, is_used)
         if not (why := marks.lost(path, mark)):
             try:

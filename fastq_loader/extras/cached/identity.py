@@ -232,7 +232,7 @@ def _is_made_of_attributes(kind: type) -> bool:
 
 
 def found(value: Any) -> Any:
-    """What the module of an object has under the object's name; None if there is nothing."""
+    """The object that a module has under the name of this one; None if it has none."""
     at: Any = sys.modules.get(getattr(value, "__module__", None) or "")
     for name in value.__qualname__.split("."):
         at = vars(at).get(name) if hasattr(at, "__dict__") else None
