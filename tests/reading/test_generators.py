@@ -323,6 +323,20 @@ def test_a_snapshot_finds_what_was_drawn(first: str, then: str) -> None:
             assert generators.same(generators.state_of(np.random), np.random.get_state(legacy=False))
 
 
+@pytest.mark.parametrize("place", [generators._place_of_words(), 0], ids=["memory", "getstate"])
+def test_states_of_pythons_generators_are_those_that_getstate_returns(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read from their memory, whose layout this Python has, or not."""
+    assert generators._WORDS_AT > 0
+    monkeypatch.setattr(generators, "_WORDS_AT", place)
+    one, other = random.Random(1), random.Random(2)
+    for draw in (one.random, other.random, lambda: one.gauss(0, 1), lambda: other.seed(3), other.getstate):
+        draw()
+        states = [generators.state_of(each) for each in (one, other, random, one)]
+        assert states == [one.getstate(), other.getstate(), random.getstate(), one.getstate()]
+
+
 def test_a_snapshot_of_another_kind_of_numpys_generator() -> None:
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(0))
