@@ -427,7 +427,7 @@ FAULTS = (
     Fault(
         "a value of another key is handed out",
         "extras/cached/values.py",
-        "if data[start:end] != key:",
+        "if its_key != key:",
         "if False:",
         "row K1",
         "extras/cached/test_values.py",

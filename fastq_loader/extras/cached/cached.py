@@ -253,8 +253,7 @@ class cached:
         try:
             found = place.store.get(key, self._options.copy)
             if found is not None:
-                pickled, parts = found
-                value = values.decode(pickled, parts, renews=True)
+                value = values.decode(found[0], found[1], renews=True)
                 place.counters.add("hits")
                 return value
         except Exception as error:  # also of a class that cannot be found any more

@@ -29,8 +29,6 @@ from functools import partial
 from multiprocessing import util
 from typing import Any
 
-import numpy as np
-
 from fastq_loader.api import process_id
 from fastq_loader.extras.cached import mark as marks
 from fastq_loader.extras.cached import memory, values
@@ -162,8 +160,7 @@ class Folder:
         found: values.Found | None = self._run(fcntl.LOCK_SH, self._read, key)
         if found is not None and not copy:
             for part in found[1]:
-                if isinstance(part, np.ndarray):
-                    part.flags.writeable = False
+                part.flags.writeable = False
         return found
 
     def _read(self, txn: Any, key: bytes) -> values.Found | None:

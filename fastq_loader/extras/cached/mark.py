@@ -14,7 +14,7 @@ import os
 import stat
 from typing import Any, NamedTuple
 
-FORMAT = 2
+FORMAT = 3
 VALUES, _NEW_MARK, _MARK, LOCK = (f"fastq_loader.{name}" for name in ("values", "new", "mark", "lock"))
 _FIELDS = {"format", "function", "version", "file", "code", "limit", "boot", "data", "clean"}
 #: File systems of networks, beside those in user space.

@@ -34,7 +34,7 @@ from fastq_loader.extras.cached import counters, values
 #: What became of a value.
 STORED, FULL, BUSY = "stored", "full", "busy"
 
-_PAGE, _WORD, _ALIGNMENT = 4096, 8, 64
+_PAGE, _WORD, _ALIGNMENT = 4096, 8, 16
 _HEADER, _INDEX = counters.NBYTES, counters.NBYTES + _PAGE
 #: Words of the header: where the data begin, their bytes, the levels of the index beyond the first, the
 #: limit, the number of values, and the size of the file.
@@ -184,7 +184,7 @@ class Memory:
 def create(limit: int) -> int:
     """Make memory for counters, and for so many bytes of records. Returns a descriptor."""
     allowed = [most // _SHARE for name in ("AS", "FSIZE") if (most := calls.limit_of(name)) is not None]
-    limit = min(limit, *allowed, 1 << 45)  # a process has 2**47 bytes of addresses
+    limit = min(limit, *allowed, 1 << 43)  # so far a word of the index reaches
     fd = calls.memfd_create("fastq_loader.cache")
     data = _INDEX + (_PAGE << max(2, (limit // _SHARE // _PAGE).bit_length()))
     os.ftruncate(fd, data + limit)  # so that it can be mapped; only written pages take memory

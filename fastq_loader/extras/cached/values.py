@@ -1,12 +1,10 @@
 """Encodes values as bytes, and decodes them: to a copy that equals the function's result.
 
-Runs in every process that calls a cached function. A value is a pickle, and beside it the bytes of its
-tensors, arrays and images, which are read by one copy into new memory each time. A record is these with their
-key.
+Runs in every process that calls a cached function. A value is a form and parts: the bytes of tensors, arrays
+and images, and a pickle of the rest. A tensor or an array alone is one part, and a number or a text has none.
+A record is a value with its key.
 
-    record      lengths, key, table of the parts, pickle; then the parts, each aligned
-
-A tensor, an array, bytes or a text alone has no pickle.
+    record      length of the head; the head for marshal: key, form, sizes of the parts; the parts, aligned
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import functools
 import io
 import marshal
 import pickle
-import struct
+import sys
 import zlib
 from typing import Any
 
@@ -23,27 +21,25 @@ import numpy as np
 import torch
 
 from fastq_loader.api import PLAIN_DTYPES, is_leaf, pickling, sample_seeds
+from fastq_loader.extras.cached.keys import PLAIN
 
-#: Kinds of parts, which decide how a part is decoded. A buffer belongs to the pickle.
-_TENSOR, _ARRAY, _BYTES, _TEXT, _BUFFER = "tabs-"
 _DTYPES = {name: dtype for dtype, name in PLAIN_DTYPES.items()}
 _BYTE = np.dtype(np.uint8)
-_ALIGNMENT = 64
-#: Lengths of the key, of the table and of the pickle.
-_HEADER = struct.Struct("<IQQ")
+#: Bytes of a value from which on it is no part of the head: marshal has 31 bits for a length.
+_LARGEST = 1 << 30
+_WORD, _ALIGNMENT = 8, 16
 #: Words of a block of `checksum`, and bytes from which on data have blocks.
 _BLOCK, _LARGE = 512, 1 << 15
-#: A pickle and the parts of a value: the arguments of `decode`.
-Found = tuple[bytes, list[Any]]
+#: The form and the parts of a value: the arguments of `decode`.
+Found = tuple[tuple[Any, ...], list[Any]]
 
 
 class Encoded:
     """A value as bytes.
 
     Attributes:
-        pickled: a pickle; empty if the value is its only part.
-        table: for each part its kind, its size in bytes, and what else decoding needs; of types for marshal.
-        parts: the bytes of tensors, arrays and images.
+        form: name of the function that decodes it, and its arguments behind the parts; for marshal.
+        parts: bytes-like objects.
         has_tensors: whether there are tensors in it.
 
     Raises:
@@ -52,29 +48,25 @@ class Encoded:
     """
 
     def __init__(self, value: Any) -> None:
-        self.table: list[tuple[Any, ...]] = []
-        self.parts: list[memoryview] = []
+        self.parts: list[Any] = []
         self.has_tensors = False
-        alone = self.part(value)
-        if alone is None:
-            self.pickled = self._pickled(value)
+        if type(value) in PLAIN and sys.getsizeof(value) < _LARGEST:
+            self.form: tuple[Any, ...] = _itself.__name__, value
+        elif (part := self.part(value)) is not None:
+            function, (data, *about) = part
+            self.form, self.parts = (function.__name__, *about), [data]
         else:
-            (kind, *about), data = alone
-            self.pickled, self.table, self.parts = b"", [(kind, data.nbytes, *about)], [data]
+            pickled = self._pickled(value)
+            self.form, self.parts = (_unpickled.__name__,), [pickled, *self.parts]
 
     def part(self, value: Any) -> Any:
-        """The description of a value that is stored as its bytes, and these; None if it must be pickled."""
-        made = _PARTS[type(value)](value) if type(value) in _PARTS else None
-        self.has_tensors |= made is not None and made[0][0] == _TENSOR
-        return made
+        """A function that makes a tensor or an array, and its arguments: bytes, and what is for marshal. None
+        for a value that must be pickled."""
+        take_apart = _PARTS.get(type(value))
+        self.has_tensors |= take_apart is _tensor_part
+        return None if take_apart is None else take_apart(value)
 
-    def keep(self, buffer: pickle.PickleBuffer) -> None:
-        """Store a buffer of the pickle beside it."""
-        data = buffer.raw()
-        self.table.append((_BUFFER, data.nbytes))
-        self.parts.append(data)
-
-    def _pickled(self, value: Any) -> bytes:
+    def _pickled(self, value: Any) -> memoryview:
         file = io.BytesIO()
         try:
             try:
@@ -83,22 +75,24 @@ class Encoded:
                 if not pickling.sends_by_value:
                     raise
                 file = io.BytesIO()
+                self.parts.clear()
                 pickling.by_value(_Pickler)(file, self).dump(value)
         except (RuntimeError, MemoryError):
             raise
         except Exception as error:
             raise pickling.explain(value, error, "value") from error
-        return file.getvalue()
+        return file.getbuffer()
 
 
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, encoded: Encoded) -> None:
-        super().__init__(file, 5, buffer_callback=encoded.keep)
+        super().__init__(file, 5, buffer_callback=lambda buffer: encoded.parts.append(buffer.raw()))
         self._encoded = encoded
 
     def reducer_override(self, value: Any) -> Any:
         if (part := self._encoded.part(value)) is not None:
-            return _again, (pickle.PickleBuffer(part[1]), *part[0])
+            function, (data, *about) = part
+            return function, (pickle.PickleBuffer(data), *about)
         if (
             isinstance(value, torch.Tensor)
             and value.layout is torch.strided
@@ -116,8 +110,12 @@ def _tensor_part(value: torch.Tensor) -> Any:
     if not dense.is_contiguous():
         dense = dense.clone(memory_format=torch.preserve_format)
     flat = dense.as_strided((dense.numel(),), (1,)) if dense.numel() else dense.reshape(-1)
-    about = _TENSOR, PLAIN_DTYPES[value.dtype], tuple(value.shape), dense.stride()
-    return about, _bytes_of(flat.view(torch.uint8).numpy())
+    return _tensor, (
+        flat.view(torch.uint8).numpy(),
+        PLAIN_DTYPES[value.dtype],
+        tuple(value.shape),
+        dense.stride(),
+    )
 
 
 def _array_part(value: np.ndarray) -> Any:
@@ -128,7 +126,10 @@ def _array_part(value: np.ndarray) -> Any:
     dense = value if value.flags.c_contiguous else value.copy("K")
     order = tuple(sorted(range(dense.ndim), key=lambda axis: -dense.strides[axis]))
     flat = dense.transpose(order).reshape(-1)
-    return (_ARRAY, value.dtype.str, dense.shape, dense.strides), _bytes_of(flat.view(np.uint8))
+    return _array, (flat.view(np.uint8), value.dtype.str, dense.shape, dense.strides)
+
+
+_PARTS: dict[type, Any] = {torch.Tensor: _tensor_part, np.ndarray: _array_part}
 
 
 def _reduced_image(value: Any) -> Any:
@@ -145,76 +146,48 @@ def _reduced_image(value: Any) -> Any:
     return _image, (pixels, value.mode, value.size, value.info, palette, exif and exif.tobytes())
 
 
-_PARTS: dict[type, Any] = {
-    torch.Tensor: _tensor_part,
-    np.ndarray: _array_part,
-    bytes: lambda value: ((_BYTES,), memoryview(value)),
-    str: lambda value: ((_TEXT,), memoryview(value.encode("utf-8", "surrogatepass"))),
-}
-
-
-def _bytes_of(array: Any) -> memoryview:
-    return memoryview(array).cast("B")
-
-
 # ---- back ------------------------------------------------------------------------------------------------
 
 
-def decode(pickled: bytes, parts: list[Any], renews: bool = False) -> Any:
+def decode(form: tuple[Any, ...], parts: list[Any], renews: bool = False) -> Any:
     """Decode a value.
 
     Args:
-        pickled, parts: from `read`.
+        form, parts: from `read`.
         renews: whether encoded images in it are new samples, whose seeds are not the stored ones.
 
     Raises:
         Exception: whatever unpickling raises.
     """
-    if not pickled:
-        return parts[0]
     reading = sample_seeds.reading
     reading.renews = renews
     try:
-        return pickle.loads(pickled, buffers=parts)
+        return _FUNCTIONS[form[0]](*parts, *form[1:])
     finally:
         reading.renews = False
 
 
-def _again(data: Any, kind: str, *about: Any) -> Any:
-    """Called by the unpickler for a part, with its buffer."""
-    return _MADE[kind](data, 0, len(data), False, *about)
+def _itself(value: Any) -> Any:
+    return value
 
 
-def _tensor(
-    data: memoryview, at: int, nbytes: int, copy: bool, name: str, shape: Any, strides: Any
-) -> torch.Tensor:
+def _tensor(data: np.ndarray, name: str, shape: Any, strides: Any) -> torch.Tensor:
     dtype = _DTYPES[name]
-    if not nbytes:
+    if not len(data):
         return torch.empty_strided(shape, strides, dtype=dtype)
-    return torch.frombuffer(_buffer(data, at, nbytes, copy), dtype=dtype).as_strided(shape, strides)
+    return torch.frombuffer(data, dtype=dtype).as_strided(shape, strides)
 
 
-def _array(
-    data: memoryview, at: int, nbytes: int, copy: bool, name: str, shape: Any, strides: Any
-) -> np.ndarray:
-    made: np.ndarray = np.ndarray(shape, _dtype(name), data, at, strides)
-    return made.copy("K") if copy else made
+def _array(data: np.ndarray, name: str, shape: Any, strides: Any) -> Any:
+    return np.ndarray(shape, _dtype(name), data, 0, strides)
 
 
-def _buffer(data: memoryview, at: int, nbytes: int, copy: bool) -> np.ndarray:
-    made: np.ndarray = np.ndarray((nbytes,), _BYTE, data, at)
-    return made.copy() if copy else made
+def _unpickled(pickled: Any, *buffers: Any) -> Any:
+    return pickle.loads(pickled, buffers=buffers)
 
 
 _dtype = functools.cache(np.dtype)
-#: Called with the memory, the place of the part, its size, whether to copy, and the rest of the table.
-_MADE: dict[str, Any] = {
-    _TENSOR: _tensor,
-    _ARRAY: _array,
-    _BUFFER: _buffer,
-    _BYTES: lambda data, at, nbytes, copy: bytes(data[at : at + nbytes]),
-    _TEXT: lambda data, at, nbytes, copy: str(data[at : at + nbytes], "utf-8", "surrogatepass"),
-}
+_FUNCTIONS: dict[str, Any] = {each.__name__: each for each in (_itself, _tensor, _array, _unpickled)}
 
 
 def _image(data: Any, mode: str, size: Any, info: Any, palette: Any, exif: bytes | None) -> Any:
@@ -236,13 +209,13 @@ def _image(data: Any, mode: str, size: Any, info: Any, palette: Any, exif: bytes
 
 def record(key: bytes, encoded: Encoded) -> tuple[list[Any], int]:
     """A value with its key. Returns the pieces that follow each other, and their size in bytes."""
-    table, pickled = marshal.dumps(encoded.table, 2), encoded.pickled
-    header = _HEADER.pack(len(key), len(table), len(pickled))
-    pieces: list[Any] = [b"".join((header, key, table, pickled))]
-    nbytes = len(pieces[0])
-    for data in encoded.parts:
-        pieces += [bytes(-nbytes % _ALIGNMENT), data]
-        nbytes += -nbytes % _ALIGNMENT + data.nbytes
+    parts = [memoryview(part).cast("B") for part in encoded.parts]
+    head = marshal.dumps((key, encoded.form, [part.nbytes for part in parts]), 2)
+    pieces: list[Any] = [len(head).to_bytes(_WORD, "little") + head]
+    nbytes = _WORD + len(head)
+    for part in parts:
+        pieces += [bytes(-nbytes % _ALIGNMENT), part]
+        nbytes += -nbytes % _ALIGNMENT + part.nbytes
     return pieces, nbytes
 
 
@@ -253,21 +226,19 @@ def read(data: memoryview, at: int, key: bytes, copy: bool) -> Found | None:
         data: the memory in which the record lies.
         at: where it begins.
         key: the key.
-        copy: whether arrays are in new memory.
+        copy: whether the parts are in new memory.
     """
-    key_bytes, table_bytes, pickle_bytes = _HEADER.unpack_from(data, at)
-    start = at + _HEADER.size
-    end = start + key_bytes
-    if data[start:end] != key:
+    end = at + _WORD + int.from_bytes(data[at : at + _WORD], "little")
+    its_key, form, sizes = marshal.loads(data[at + _WORD : end])
+    if its_key != key:
         return None
-    table = marshal.loads(data[end : end + table_bytes])
-    end += table_bytes + pickle_bytes
-    pickled, parts = bytes(data[end - pickle_bytes : end]) if pickle_bytes else b"", []
-    for kind, nbytes, *about in table:
+    parts: list[Any] = []
+    for nbytes in sizes:
         end += (at - end) % _ALIGNMENT
-        parts.append(_MADE[kind](data, end, nbytes, copy, *about))
+        part: np.ndarray = np.ndarray((nbytes,), _BYTE, data, end)
+        parts.append(part.copy() if copy else part)
         end += nbytes
-    return pickled, parts
+    return form, parts
 
 
 def checksum(data: memoryview) -> int:

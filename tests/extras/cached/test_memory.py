@@ -112,7 +112,7 @@ def test_processes_in_step_store_no_copies(store: Memory) -> None:
         assert end_of(pid) == 0
     assert check(store, range(100)) == 100
     nbytes = [values.record(repr(key).encode(), values.Encoded(value_of(key)))[1] for key in range(100)]
-    assert store.usage()[0] == sum(each + -each % 64 for each in nbytes)
+    assert store.usage()[0] == sum(each + -each % 16 for each in nbytes)
 
 
 def test_a_key_that_another_process_stores_takes_no_room(store: Memory) -> None:
