@@ -82,7 +82,7 @@ from fastq_loader.statistics.workers import WorkerCounters
 from fastq_loader.system import attributes, calls, locks, pages, process_id, torch_patches
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.system.terminal import printable
-from fastq_loader.system.walk import Walk
+from fastq_loader.system.walk import Walk, function_members
 from fastq_loader.workers import children
 from fastq_loader.workers.children import Child, Launch, leave_with
 from fastq_loader.workers.config import Plan, Setup, own_fields

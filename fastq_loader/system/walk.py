@@ -131,7 +131,7 @@ class Walk:
             if issubclass(kind, _NOT_ENTERED) or (base is not np.ndarray and _is_plain(kind)):
                 return kind, base, None
             if kind is FunctionType or issubclass(kind, type):
-                return kind, base, _function_members if kind is FunctionType else _class_members
+                return kind, base, function_members if kind is FunctionType else _class_members
         return kind, base, partial(self._object_members, base)
 
     def _object_members(self, base: type | None, path: str, part: Any) -> list[tuple[Any, Any]]:
@@ -203,7 +203,7 @@ def _is_namespace(part: Any) -> bool:
     return type(part) is dict and part.keys() >= {"__name__", "__loader__", "__spec__"}
 
 
-def _function_members(_: str, function: FunctionType) -> list[tuple[str, Any]]:
+def function_members(_: str, function: FunctionType) -> list[tuple[str, Any]]:
     """The closure of a function, its defaults and its attributes, by name."""
     code, defaults = function.__code__, function.__defaults__ or ()
     arguments = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]

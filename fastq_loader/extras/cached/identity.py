@@ -8,8 +8,6 @@ texts, paths, bytes, arrays, functions, classes, and containers of these.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import enum
 import functools
 import hashlib
@@ -17,7 +15,8 @@ import marshal
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
+from dataclasses import is_dataclass
 from pathlib import Path, PurePath
 from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -25,11 +24,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fastq_loader.api import attributes
+from fastq_loader.api import attributes, function_members
 from fastq_loader.extras.cached.keys import PLAIN
 
-_AS_TEXT = (complex, range, slice, torch.dtype, torch.device, np.dtype)
-_WORD = 8  # bytes of a pointer
+_POINTER = 8  # bytes
 
 
 class Source(NamedTuple):
@@ -70,10 +68,9 @@ def source_of(function: Any) -> Source:
     )
     if code is None:
         return Source("", "")
-    digest = hashlib.blake2b(digest_size=8)
-    _add_code(digest.update, code)
     there = os.path.isfile(code.co_filename)
-    return Source(os.path.abspath(code.co_filename) if there else "", digest.hexdigest())
+    file = os.path.abspath(code.co_filename) if there else ""
+    return Source(file, _digest(marshal.dumps(_code(code), 2), 8).hex())
 
 
 def holds_nothing(function: Any) -> bool:
@@ -93,130 +90,122 @@ def digest_of(function: Any, caches: type) -> bytes:
     Raises:
         NotPlain: it holds something that is no plain data.
     """
-    digest = hashlib.blake2b(digest_size=16)
-    _Digest(digest.update, caches).add(function, base_of(function).__qualname__, whole=True)
-    return digest.digest()
+    return _digest(marshal.dumps(_Parts(caches).of(function, base_of(function).__qualname__, whole=True), 2))
 
 
-class _Digest:
-    def __init__(self, update: Callable[[bytes], None], caches: type) -> None:
-        self._update, self._caches = update, caches
+def _digest(data: bytes, size: int = 16) -> bytes:
+    return hashlib.blake2b(data, digest_size=size).digest()
+
+
+class _Parts:
+    """Takes objects apart: to plain values, and for any other object a tuple that begins with its kind."""
+
+    def __init__(self, caches: type) -> None:
+        self._caches = caches
         self._around: list[int] = []  # ids of the objects around a part
 
-    def _tag(self, *words: Any) -> None:
-        self._update(marshal.dumps(words, 2))
-
-    def add(self, value: Any, path: str, whole: bool = False) -> None:
-        """Add an object; `whole`: its attributes are added, whatever its class."""
+    def of(self, value: Any, path: str, whole: bool = False) -> Any:
+        """All that an object holds, for marshal; `whole`: its attributes are parts, whatever its class."""
         if type(value) in PLAIN:
-            self._tag(value)
-        elif id(value) in self._around:
-            self._tag("again", self._around.index(id(value)))
-        else:
-            self._around.append(id(value))
-            if not (self._add_data(value, path) or self._add_container(value, path)):
-                self._add_object(value, path, whole)
-            self._around.pop()
+            return value
+        for kind, words in _DATA.items():
+            if isinstance(value, kind):
+                return (kind.__name__, *words(value, path))
+        if id(value) in self._around:
+            return "again", self._around.index(id(value))
+        self._around.append(id(value))
+        about, form, names, held = self._held(value, path, whole)
+        parts = [
+            part if type(part) in PLAIN else self.of(part, path + form.format(name), name in ("self", "func"))
+            for name, part in zip(names, held, strict=True)
+        ]
+        self._around.pop()
+        if isinstance(value, set | frozenset):
+            parts = sorted(marshal.dumps(part, 2) for part in parts)
+        return (*about, parts)
 
-    def _add_data(self, value: Any, path: str) -> bool:
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
-            dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            self._tag("tensor", str(dense.dtype), tuple(dense.shape))
-            self._update(dense.reshape(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(value, np.generic | np.ndarray) and not value.dtype.hasobject:
-            array = np.ascontiguousarray(value)
-            self._tag("array", repr(value.dtype), value.shape)
-            self._update(array.tobytes())
-        elif isinstance(value, PurePath):
-            self._tag("path", str(value))
-        elif isinstance(value, bytearray):
-            self._tag("bytearray", bytes(value))
-        elif isinstance(value, _AS_TEXT):
-            self._tag(type(value).__name__, repr(value))
-        elif isinstance(value, enum.Enum):
-            self._tag("enum", name_of(type(value)), value.name)
-        elif isinstance(value, ModuleType):
-            self._tag("module", value.__name__)
-        else:
-            return False
-        return True
-
-    def _add_container(self, value: Any, path: str) -> bool:
+    def _held(self, value: Any, path: str, whole: bool) -> tuple[Any, str, Iterable[Any], Iterable[Any]]:
+        """What an object is, the form of the names of its parts in a path, these names, and the parts."""
         kind = type(value)
-        if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
-            are_plain = PLAIN.issuperset(map(type, value))
-            self._tag(name_of(kind), len(value), are_plain)
-            if are_plain:  # a million names in a fraction of a second
-                self._tag(*value)
-                return True
-            for at, part in enumerate(value):
-                self.add(part, f"{path}[{at}]")
-        elif kind in (dict, OrderedDict):
-            self._tag(name_of(kind), len(value))
-            for key, part in value.items():
-                self.add(key, f"a key of {path}")
-                self.add(part, f"{path}[{key!r:.40}]")
-        elif kind in (set, frozenset):
-            members = []
-            for part in value:
-                digest = hashlib.blake2b(digest_size=16)
-                _Digest(digest.update, self._caches).add(part, f"a member of {path}")
-                members.append(digest.digest())
-            self._tag(kind.__name__, *sorted(members))
-        else:
-            return False
-        return True
-
-    def _add_object(self, value: Any, path: str, whole: bool) -> None:
-        if hasattr(value, "__qualname__"):  # a function, a class, a method or a cache
-            self._tag("function", name_of(value))
-            if not self._is_more_than_its_name(value, path):
-                return
-        elif (
+        about: tuple[Any, ...] = (name_of(kind),)
+        if kind in (list, tuple, set, frozenset) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+            return about, "[{}]", range(len(value)), value
+        if kind in (dict, OrderedDict):
+            return about, "[{!r:.40}]", [*value, *value], [*value, *value.values()]
+        if hasattr(value, "__qualname__"):
+            about = "function", name_of(value), self._code_beside_name(value, path)
+            if about[2] is None:
+                return about, "", (), ()
+        elif not (
             isinstance(value, functools.partial)
-            or dataclasses.is_dataclass(value)
-            or (whole and _is_made_of_attributes(type(value)))
+            or is_dataclass(value)
+            or (whole and _is_made_of_attributes(kind))
         ):
-            self._tag("object", name_of(type(value)))
-        else:
-            raise NotPlain(f"{path} is {value!r:.60}, a {name_of(type(value))}")
-        for name, part in parts_of(value):
-            if name != "__wrapped__" and not isinstance(part, self._caches):
-                self._tag("part", name)
-                self.add(part, f"{path}.{name}", whole=name in ("self", "func"))
-        self._tag("end", path.count("."))
+            raise _refused(value, path)
+        parts = parts_of(value)
+        parts = [each for each in parts if each[0] != "__wrapped__" and not isinstance(each[1], self._caches)]
+        names, held = [name for name, _ in parts], [part for _, part in parts]
+        return (*about, *names), ".{}", names, held
 
-    def _is_more_than_its_name(self, value: Any, path: str) -> bool:
-        if isinstance(value, self._caches):
-            return False
+    def _code_beside_name(self, value: Any, path: str) -> Any:
+        """The code of a function, class, method or cache; "" if its name stands for that, and None if for all
+        that it holds, too."""
         if isinstance(value, MethodType | BuiltinFunctionType):
-            return True
-        is_found, code = _is_found(value, self._caches), getattr(value, "__code__", None)
+            return ""
+        is_found = isinstance(value, self._caches) or _is_found(value, self._caches)
         if is_found and not getattr(value, "__closure__", None):
-            return False
-        if code is None:
-            raise NotPlain(f"{path} is {value!r:.60}, which its module does not have under its name")
-        if not is_found:
-            _add_code(self._update, code)
-        return True
+            return None
+        if not hasattr(value, "__code__"):
+            raise NotPlain(f"{path} is {value!r}, which its module does not have under its name")
+        return "" if is_found else _code(value.__code__)
 
 
-def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
+def _refused(value: Any, path: str) -> NotPlain:
+    return NotPlain(f"{path} is {value!r:.60}, a {name_of(type(value))}")
+
+
+def _words_of_array(value: Any, path: str) -> tuple[Any, ...]:
+    if value.dtype.hasobject:
+        raise _refused(value, path)
+    return repr(value.dtype), value.shape, _digest(np.ascontiguousarray(value).tobytes())
+
+
+def _words_of_tensor(value: torch.Tensor, path: str) -> tuple[Any, ...]:
+    if value.layout is not torch.strided or value.is_quantized:
+        raise _refused(value, path)
+    dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data = dense.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return str(dense.dtype), tuple(dense.shape), _digest(data)
+
+
+#: Data besides the plain values, by class: words that say which.
+_DATA: dict[type, Any] = {
+    torch.Tensor: _words_of_tensor,
+    np.ndarray: _words_of_array,
+    np.generic: _words_of_array,
+    PurePath: lambda value, _: (str(value),),
+    bytearray: lambda value, _: (bytes(value),),
+    ModuleType: lambda value, _: (value.__name__,),
+    enum.Enum: lambda value, _: (name_of(type(value)), value._name_ or repr(value._value_)),
+    **dict.fromkeys(
+        (complex, range, slice, torch.dtype, torch.device, np.dtype), lambda value, _: (repr(value),)
+    ),
+}
+
+
+_FIELDS: dict[type, tuple[str, ...]] = {
+    MethodType: ("__func__", "__self__"),
+    BuiltinFunctionType: ("__self__",),
+    functools.partial: ("func", "args", "keywords"),
+}
+
+
+def parts_of(value: Any) -> list[tuple[str, Any]]:
     """What an object holds, by name: closure and defaults, object, arguments, attributes."""
-    if isinstance(value, MethodType):
-        yield from (("function", value.__func__), ("self", value.__self__))
-        return
-    if isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, ModuleType | type(None)):
-        yield "self", value.__self__
-    if isinstance(value, functools.partial):
-        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     if isinstance(value, FunctionType):
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # still empty
-                yield name, cell.cell_contents
-        yield from (("defaults", value.__defaults__), ("keyword defaults", value.__kwdefaults__))
-    if not isinstance(value, type):
-        yield from attributes.held(value).items()
+        return function_members("", value)
+    names = [name for kind, names in _FIELDS.items() if isinstance(value, kind) for name in names]
+    return [(name.strip("_"), getattr(value, name)) for name in names] + [*attributes.held(value).items()]
 
 
 def _is_made_of_attributes(kind: type) -> bool:
@@ -228,7 +217,7 @@ def _is_made_of_attributes(kind: type) -> bool:
         for member in vars(each).values()
     )
     others = (kind.__dictoffset__ != 0) + (kind.__weakrefoffset__ != 0)
-    return kind.__basicsize__ <= object.__basicsize__ + _WORD * (slots + others)
+    return kind.__basicsize__ <= object.__basicsize__ + _POINTER * (slots + others)
 
 
 def found(value: Any) -> Any:
@@ -246,14 +235,12 @@ def _is_found(value: Any, caches: type) -> bool:
     return (at.__func__ if isinstance(at, staticmethod | classmethod) else at) is value
 
 
-def _add_code(update: Callable[[bytes], None], code: CodeType | None) -> None:
-    """Add the instructions and constants of a function, without its file and line numbers."""
-    if code is None:
-        return
-    texts: list[Any] = [code.co_names, code.co_varnames, code.co_freevars]
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            _add_code(update, constant)
-        else:
-            texts.append(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
-    update(code.co_code + repr(texts).encode("utf-8", "surrogatepass"))
+def _code(code: CodeType) -> tuple[Any, ...]:
+    """The instructions and constants of a function, without its file and line numbers."""
+    constants = [
+        _code(each)
+        if isinstance(each, CodeType)
+        else repr(sorted(map(repr, each)) if isinstance(each, frozenset) else each)
+        for each in code.co_consts
+    ]
+    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
