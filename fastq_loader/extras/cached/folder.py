@@ -1,9 +1,8 @@
-"""The folder of a cache, which outlives the program: values in LMDB, a mark, and a file for locks.
+"""The folder of a cache, which outlives the program: values in LMDB, and a mark.
 
 Runs in every process that calls a cached function, on any of its threads. One process opens a folder once.
 
-    fastq_loader.mark    JSON: whose values these are, and whether they survived. Read before LMDB is opened
-    fastq_loader.lock    bytes that processes lock: for an operation, while open, while opening
+    fastq_loader.mark    see `mark`; its bytes are locked: for an operation, while open, while opening
     fastq_loader.values  LMDB's: key, or its hash → number of a transaction, checksum, and `values.record`
 
 LMDB's own locks are not used: a stopped writer would hold everybody up, and a forked child that closes LMDB
@@ -39,7 +38,7 @@ with contextlib.suppress(ImportError):  # on another system
 
 lmdb: Any = None  # imported when a folder is opened
 
-#: Bytes of the file `lock`.
+#: Bytes of the mark that are locked.
 _OPERATION, _OPEN, _OPENING = range(3)
 #: Seconds to wait for another process that opens the folder.
 _OPENING_PATIENCE = 30.0
@@ -50,7 +49,7 @@ _SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 #: EIO is LMDB's own, of a write that was cut short.
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
-#: The folders that are open in this process, by the device and inode of their file `lock`.
+#: The folders that are open in this process, by the device and inode of their mark.
 _opened: weakref.WeakValueDictionary[Any, Folder] = weakref.WeakValueDictionary()
 
 
@@ -59,25 +58,73 @@ class Folder:
 
     Args:
         path: the folder.
-        lock: descriptor of its file `lock`.
-        data: descriptor of its file `values`; LMDB opens that one, even if it was removed meanwhile.
-        limit: largest size of the file.
-        can_write: whether the disk can be written to.
+
+    Attributes:
+        limit: largest size of the file of the values.
 
     Raises:
-        OSError: LMDB cannot be opened.
-        ValueError: the file is damaged.
+        OSError: its mark cannot be opened.
     """
 
-    def __init__(self, path: str, lock: int, data: int, limit: int, can_write: bool) -> None:
-        self._path, self._lock, self._data = path, lock, data
-        self.limit, self._can_write = limit, can_write
+    def __init__(self, path: str) -> None:
+        self._path, self._data, self.limit, self._can_write = path, -1, 0, True
         self._seen = bytearray()  # by the number of a transaction: whether its checksum was compared
         self._env: Any = None
         self._pid = 0  # the process that has LMDB open; negative: it is opened anew at the next use
         self._is_busy = False  # in this process; a forked child has its parent's
         self._thread = threading.RLock()
-        self._open()
+        file = os.path.join(path, marks.MARK)
+        try:
+            self._lock = os.open(file, os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            self._lock, self._can_write = os.open(file, os.O_RDONLY | _SAFELY), False
+
+    # ---- opening and closing --------------------------------------------------------------------------
+
+    def use(self, about: dict[str, Any], limit: int, is_literal: bool) -> bool:
+        """Open the folder for a first or a further cache of this process, and mark it. No other process opens
+        it meanwhile. Returns False if it was removed. See `open_at`."""
+        kind = fcntl.LOCK_EX if self._can_write else fcntl.LOCK_SH
+        if not _wait_for(self._lock, _OPENING, kind, _OPENING_PATIENCE):
+            text = f"another process has been opening {self._path!r} for {_OPENING_PATIENCE} s"
+            raise TimeoutError(f"cached: {text}")
+        try:
+            if not os.fstat(self._lock).st_nlink:
+                return False
+            mark, is_open = marks.read(self._lock), self._env is not None
+            others = self._can_write and not _try_lock(self._lock, _OPEN, fcntl.LOCK_EX)
+            marks.compare(self._path, mark, about, is_used=is_open or others)
+            try:
+                if not is_open and (why := marks.lost(self._path, mark)):
+                    raise ValueError(why)
+                self._begin(mark, about, limit, is_literal)
+            except ValueError as error:
+                if not self._can_write:
+                    raise OSError(errno.EROFS, f"its disk is read-only, and {error}") from None
+                warnings.warn(f"cached: the folder {self._path!r} is begun anew: {error}", stacklevel=6)
+                os.unlink(os.path.join(self._path, marks.VALUES))  # who has it open goes on with it
+                self._begin(mark, about, limit, is_literal)
+            return True
+        finally:
+            fcntl.lockf(self._lock, fcntl.LOCK_UN, 1, _OPENING)
+
+    def _begin(self, mark: Any, about: dict[str, Any], limit: int, is_literal: bool) -> None:
+        """Mark the folder, before the first commit, and open it."""
+        is_open = self._env is not None
+        if not is_open:
+            flags = os.O_RDWR | os.O_CREAT if self._can_write else os.O_RDONLY
+            self._close(self._data)
+            self._data = os.open(os.path.join(self._path, marks.VALUES), flags | _SAFELY, 0o600)
+        new = marks.in_use(mark, about, limit, is_literal, self._data)
+        if self._can_write and new != mark:
+            marks.write(self._lock, new)
+        if new["limit"] > self.limit:
+            self.limit = new["limit"]
+            self._pid = -process_id.pid  # it is opened with this size
+        if not is_open:
+            self._open()
 
     def _open(self) -> None:
         """Open LMDB in this process."""
@@ -85,19 +132,45 @@ class Folder:
         options: Any = {"subdir": False, "lock": False, "sync": False, "metasync": False}
         options |= {"map_size": self.limit, "readonly": not self._can_write}
         try:
-            self._env = lmdb.open(f"/proc/self/fd/{self._data}", **options)
-            self.limit = self.limit or self._env.info()["map_size"]
-            self._page = self._env.stat()["psize"]
-            if os.fstat(self._data).st_size < self._size():
-                self._env.close()
+            env = lmdb.open(f"/proc/self/fd/{self._data}", **options)
+            self.limit = self.limit or env.info()["map_size"]
+            self._page = env.stat()["psize"]
+            if os.fstat(self._data).st_size < self._size(env):
+                env.close()
                 raise ValueError("the file ends before its last page")
         except lmdb.Error as error:
             raise _plain(error) from None
-        self._pid = process_id.pid
+        self._env, self._pid = env, process_id.pid
 
-    def _size(self) -> int:
+    def finish(self) -> None:
+        """Close the folder; the last process that has it open syncs it, and marks it clean."""
+        lock, self._lock = self._lock, -1
+        if lock < 0:
+            return
+        _opened.pop(marks.identity(lock), None)
+        if self._pid == process_id.pid and self._can_write and not self._is_busy:
+            with contextlib.suppress(OSError, lmdb.Error):
+                if _wait_for(lock, _OPENING, fcntl.LOCK_EX, 0) and _wait_for(lock, _OPEN, fcntl.LOCK_EX, 0):
+                    self._env.sync(True)
+                    mark = marks.read(lock)
+                    if mark is not None and mark["data"] == list(marks.identity(self._data)):
+                        marks.write(lock, {**mark, "clean": True})
+        if self._env is not None and not self._is_busy:
+            self._env.close()
+        self._close(lock, self._data)
+
+    def _close(self, *descriptors: int) -> None:
+        for descriptor in descriptors:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def __del__(self) -> None:
+        if "_lock" in vars(self):
+            self.finish()
+
+    def _size(self, env: Any) -> int:
         """Bytes up to the last page that LMDB uses."""
-        size: int = (self._env.info()["last_pgno"] + 1) * self._page
+        size: int = (env.info()["last_pgno"] + 1) * self._page
         return size
 
     def _enter(self) -> bool:
@@ -197,7 +270,7 @@ class Folder:
         name = _name(key)
         if not replace and txn.get(name) is not None:
             return BUSY
-        if self._size() + len(data) > self.limit:
+        if self._size(self._env) + len(data) > self.limit:
             return FULL
         _PREFIX.pack_into(data, 0, txn.id(), checksum)
         txn.put(name, data)
@@ -207,44 +280,11 @@ class Folder:
         """Bytes of the file, the number of values, and the limit."""
 
         def read(txn: Any) -> tuple[int, int, int]:
-            return self._size(), txn.stat()["entries"], self.limit
+            return self._size(self._env), txn.stat()["entries"], self.limit
 
         with contextlib.suppress(ValueError):
             return self._run(fcntl.LOCK_SH, read) or (0, 0, self.limit)
         return 0, 0, self.limit
-
-    def adopt(self, wanted: marks.Wanted) -> None:
-        """Check and mark the folder for another cache of this process; see `open_at`."""
-        _lock_opening(self._path, self._lock, self._can_write)
-        try:
-            marks.compare(self._path, marks.read(self._path), wanted.about, is_used=True)
-            holds = marks.update(self._path, wanted, self._data, self._can_write)
-        finally:
-            fcntl.lockf(self._lock, fcntl.LOCK_UN, 1, _OPENING)
-        if holds > self.limit:
-            self.limit, self._pid = holds, -process_id.pid
-
-    def finish(self) -> None:
-        """Close the folder; the last process that has it open syncs it, and marks it clean."""
-        lock, self._lock = self._lock, -1
-        if lock < 0:
-            return
-        _opened.pop(marks.identity(lock), None)
-        if self._pid == process_id.pid and self._can_write and not self._is_busy:
-            with contextlib.suppress(OSError, lmdb.Error):
-                if _wait_for(lock, _OPENING, fcntl.LOCK_EX, 0) and _wait_for(lock, _OPEN, fcntl.LOCK_EX, 0):
-                    self._env.sync(True)
-                    mark = marks.read(self._path)
-                    if mark is not None and mark["data"] == list(marks.identity(self._data)):
-                        marks.write(self._path, {**mark, "clean": True})
-        if not self._is_busy:
-            self._env.close()
-        os.close(lock)
-        os.close(self._data)
-
-    def __del__(self) -> None:
-        if "_pid" in vars(self):
-            self.finish()
 
 
 def _name(key: bytes) -> bytes:
@@ -274,11 +314,14 @@ def _try_lock(lock: int, byte: int, kind: int) -> bool:
     return True
 
 
-# ---- opening -----------------------------------------------------------------------------------------------
-
-
-def open_at(path: str, wanted: marks.Wanted) -> Folder:
+def open_at(path: str, about: dict[str, Any], limit: int, is_literal: bool) -> Folder:
     """Open or make a folder.
+
+    Args:
+        path: the folder.
+        about: "function", "version", and "file" and "code" of its source.
+        limit: largest size of the file of the values, in bytes.
+        is_literal: whether it is no part of the free space: a folder with a smaller one adopts it.
 
     Raises:
         mark.Differs: it belongs to another function or version, or is not a cache.
@@ -295,93 +338,32 @@ def open_at(path: str, wanted: marks.Wanted) -> Folder:
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
+        marks.refuse_others(path)
+        with memory.entering:
+            while (folder := _opened_at(path, about, limit, is_literal)) is None:
+                pass
+            return folder
     except OSError as error:
-        raise _explained(path, error) from error
-    marks.refuse_others(path)
-    with memory.entering:
-        known = _opened.get(marks.identity(os.path.join(path, marks.LOCK)))
-        if known is not None:
-            known.adopt(wanted)
-            return known
-        try:
-            folder = _opened_here(path, wanted)
-        except OSError as error:
-            if error.errno is None:
-                raise
-            raise _explained(path, error) from error
-        if not _opened:  # after the loaders are closed, whose workers have it open
-            util.Finalize(None, _finish_all, exitpriority=0)
-        _opened[marks.identity(folder._lock)] = folder
-        return folder
+        if error.errno is None:
+            raise
+        text = f"cached: path={path!r} cannot be opened: {error.strerror}"
+        raise type(error)(error.errno, text) from error
 
 
-def _explained(path: str, error: OSError) -> OSError:
-    return type(error)(error.errno, f"cached: path={path!r} cannot be opened: {error.strerror}")
+def _opened_at(path: str, *wanted: Any) -> Folder | None:
+    """Open a folder in this process; None if it was removed meanwhile."""
+    folder, is_used = _opened.get(marks.identity(os.path.join(path, marks.MARK))) or Folder(path), False
+    try:
+        if is_used := folder.use(*wanted):
+            if not _opened:  # after the loaders are closed, whose workers have it open
+                util.Finalize(None, _finish_all, exitpriority=0)
+            _opened[marks.identity(folder._lock)] = folder
+    finally:
+        if not is_used and folder not in _opened.values():
+            folder.finish()
+    return folder if is_used else None
 
 
 def _finish_all() -> None:
     for folder in list(_opened.values()):
         folder.finish()
-
-
-def _opened_here(path: str, wanted: marks.Wanted) -> Folder:
-    """Open the folder in this process; with new data, and a warning, if the data may not have survived."""
-    lock, can_write = _lock_of(path)
-    make = partial(_with_data, path, wanted, lock, can_write)
-    try:
-        mark = marks.read(path)
-        is_used = can_write and marks.is_empty(path) and not _try_lock(lock, _OPEN, fcntl.LOCK_EX)
-        marks.compare(path, mark, wanted.about, is_used)
-        if not (why := marks.lost(path, mark)):
-            try:
-                return make()
-            except ValueError as error:
-                why = str(error)
-        if not can_write:
-            raise OSError(errno.EROFS, f"its disk is read-only, and {why}")
-        warnings.warn(f"cached: the folder {path!r} is begun anew: {why}", stacklevel=5)
-        os.unlink(os.path.join(path, marks.VALUES))  # who has it open goes on with it
-        return make()
-    except BaseException:
-        os.close(lock)
-        raise
-
-
-def _with_data(path: str, wanted: marks.Wanted, lock: int, can_write: bool) -> Folder:
-    flags = os.O_RDWR | os.O_CREAT if can_write else os.O_RDONLY
-    data = os.open(os.path.join(path, marks.VALUES), flags | _SAFELY, 0o600)
-    try:
-        holds = marks.update(path, wanted, data, can_write)  # before the first commit
-        folder = Folder(path, lock, data, holds, can_write)
-    except BaseException:
-        os.close(data)
-        raise
-    fcntl.lockf(lock, fcntl.LOCK_UN, 1, _OPENING)
-    return folder
-
-
-def _lock_of(path: str) -> tuple[int, bool]:
-    """Open the file for locks, and lock it: no other process judges or begins the folder meanwhile. Returns
-    it, and whether the disk can be written to."""
-    while True:
-        file, can_write = os.path.join(path, marks.LOCK), True
-        try:
-            lock = os.open(file, os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
-        except OSError as error:
-            if error.errno != errno.EROFS:
-                raise
-            lock, can_write = os.open(file, os.O_RDONLY | _SAFELY), False
-        try:
-            _lock_opening(path, lock, can_write)
-            if os.fstat(lock).st_nlink:  # else it was removed meanwhile
-                return lock, can_write
-        except BaseException:
-            os.close(lock)
-            raise
-        os.close(lock)
-
-
-def _lock_opening(path: str, lock: int, can_write: bool) -> None:
-    kind = fcntl.LOCK_EX if can_write else fcntl.LOCK_SH
-    if not _wait_for(lock, _OPENING, kind, _OPENING_PATIENCE):
-        raise TimeoutError(f"cached: another process has been opening {path!r} for {_OPENING_PATIENCE} s")

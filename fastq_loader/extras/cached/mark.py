@@ -1,8 +1,10 @@
 """The mark of a folder of values: whose they are, and whether they survived. Read before LMDB is opened.
 
-Runs in the processes that open or remove a folder, under its lock. The mark is a small JSON file. "Not clean"
-is written and synced before the first value, because values are not synced; "clean" when the last process
-closes the folder. A folder that is not clean, of an earlier boot of the machine, begins empty.
+Runs in the processes that open or remove a folder, under its lock. The mark is JSON, in the file whose bytes
+are locked; a process that opened and closed this file once more would lose its locks, so these functions get
+its descriptor. "Not clean" is written and synced before the first value, because values are not synced;
+"clean" when the last process closes the folder. A folder that is not clean, of an earlier boot of the
+machine, begins empty.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ import json
 import mmap
 import os
 import stat
-from typing import Any, NamedTuple
+from typing import Any
 
 FORMAT = 3
-VALUES, _NEW_MARK, _MARK, LOCK = (f"fastq_loader.{name}" for name in ("values", "new", "mark", "lock"))
+VALUES, MARK = "fastq_loader.values", "fastq_loader.mark"
 _FIELDS = {"format", "function", "version", "file", "code", "limit", "boot", "data", "clean"}
 #: File systems of networks, beside those in user space.
 _REMOTE = " nfs nfs4 cifs smb3 smbfs 9p ceph lustre beegfs gpfs afs glusterfs "
@@ -25,56 +27,34 @@ class Differs(ValueError):
     """The folder belongs to another function or version, or is not ours; the text names the difference."""
 
 
-class Wanted(NamedTuple):
-    """A cache that opens a folder.
-
-    Attributes:
-        about: "function", "version", and "file" and "code" of its source.
-        limit: largest size of the file of the values, in bytes.
-        is_literal: whether it is no part of the free space: a folder with a smaller one adopts it.
-    """
-
-    about: dict[str, Any]
-    limit: int
-    is_literal: bool
-
-
-def read(path: str) -> Any:
-    """Read the mark of a folder; None if it is missing or damaged."""
+def read(file: int) -> Any:
+    """Read a mark; None if there is none, or it is damaged."""
     try:
-        with open(os.path.join(path, _MARK), encoding="utf-8") as file:
-            mark = json.load(file)
+        mark = json.loads(os.pread(file, os.fstat(file).st_size, 0))
         return mark if mark.keys() >= _FIELDS and isinstance(mark["limit"], int) else None
-    except (OSError, ValueError, AttributeError):
+    except (ValueError, AttributeError):
         return None
 
 
-def write(path: str, mark: dict[str, Any]) -> None:
-    """Write the mark of a folder, whole or not at all, and sync it."""
-    new = os.path.join(path, _NEW_MARK)
-    with open(new, "w", encoding="utf-8") as file:
-        json.dump(mark, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, os.path.join(path, _MARK))
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+def write(file: int, mark: dict[str, Any]) -> None:
+    """Write a mark, and sync it. Whole pages: a process that is killed has written all of one, or nothing."""
+    data = json.dumps(mark).encode()
+    os.pwrite(file, data + b" " * (-len(data) % mmap.PAGESIZE), 0)
+    os.fsync(file)
 
 
-def update(path: str, wanted: Wanted, data: int, can_write: bool) -> int:
-    """Mark a folder that is in use, if the mark can be written. Returns its limit: the first one, or a larger
-    number of bytes. `data` is the descriptor of the file of the values."""
-    mark = read(path)
-    limit = 0 if mark is None else mark["limit"]
-    if not limit or (wanted.is_literal and wanted.limit > limit):
-        limit = wanted.limit
+def in_use(mark: Any, about: dict[str, Any], limit: int, is_literal: bool, data: int) -> dict[str, Any]:
+    """The mark of a folder while it is used. The first limit stays, unless a larger number of bytes comes.
+
+    Args:
+        mark: the mark so far, if there is one.
+        about, limit, is_literal: see `folder.open_at`.
+        data: descriptor of the file of the values.
+    """
+    first = 0 if mark is None else mark["limit"]
+    limit = limit if not first or (is_literal and limit > first) else first
     uses = {"limit": limit, "boot": _boot(), "data": list(identity(data)), "clean": False}
-    if can_write and mark != (new := {"format": FORMAT, **wanted.about, **uses}):
-        write(path, new)
-    return limit
+    return {"format": FORMAT, **about, **uses}
 
 
 def lost(path: str, mark: Any) -> str:
@@ -145,7 +125,7 @@ def refuse_others(path: str) -> None:
         raise PermissionError(f"cached: path={path!r} is another user's; values are not shared between users")
     if found.st_mode & 0o022:
         raise PermissionError(f"cached: others may write to path={path!r}: chmod go-w, or use another folder")
-    if others := set(os.listdir(path)) - {LOCK, _NEW_MARK, _MARK, VALUES}:
+    if others := set(os.listdir(path)) - {MARK, VALUES}:
         raise _foreign(path, min(others))
     device = f"{os.major(found.st_dev)}:{os.minor(found.st_dev)}"
     with contextlib.suppress(OSError), open("/proc/self/mountinfo") as file:
@@ -169,9 +149,9 @@ def remove(path: str) -> None:
         Differs: it is not a cache.
     """
     there = os.listdir(path)
-    if there and _MARK not in there:
+    if there and MARK not in there:
         raise _foreign(path, min(there))
-    for name in (VALUES, _NEW_MARK, _MARK, LOCK):  # in this order: after a kill, the rest is recognised
+    for name in (VALUES, MARK):  # in this order: after a kill, the rest is recognised
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(path, name))
     with contextlib.suppress(OSError):  # something else is in it, or it is a mount

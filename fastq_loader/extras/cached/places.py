@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fastq_loader.api import calls
-from fastq_loader.extras.cached import counters, folder, identity, mark, memory
+from fastq_loader.extras.cached import counters, folder, identity, memory
 from fastq_loader.extras.cached.limits import is_part
 from fastq_loader.extras.cached.process import ProcessMemory
 
@@ -85,8 +85,7 @@ def open_place(options: Options, function: Any, name: str, fd: int = -1) -> Plac
     if options.path is None:
         place = _named(str(options.name), about, options.nbytes, is_literal)
     else:
-        wanted = mark.Wanted({**about, **source._asdict()}, options.nbytes, is_literal)
-        store = folder.open_at(options.path, wanted)
+        store = folder.open_at(options.path, {**about, **source._asdict()}, options.nbytes, is_literal)
         place = Place(memory.create(0) if fd < 0 else fd, store)
     if is_literal and (holds := place.store.limit) > options.nbytes:
         text = f"limit={options.limit!r} is not used: the cache has had {holds} bytes since it was made"

@@ -42,7 +42,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(path: Path, limit: int = LIMIT, **about: Any) -> Folder:
-    return folders.open_at(str(path), marks.Wanted({**ABOUT, **about}, limit, is_literal=True))
+    return folders.open_at(str(path), {**ABOUT, **about}, limit, is_literal=True)
 
 
 @pytest.fixture
@@ -388,7 +388,7 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(path: Path, tmp
     assert (tmp_path / "file").read_text() == "a file of the user's"
 
 
-@pytest.mark.parametrize("left", [[], ["lock"], ["new"], ["lock", "new", "values"]])
+@pytest.mark.parametrize("left", [[], ["mark"], ["values"], ["mark", "values"]])
 @pytest.mark.filterwarnings("ignore:.*its mark is damaged")
 def test_an_empty_folder_is_taken_and_what_a_killed_maker_left(path: Path, left: list[str]) -> None:
     path.mkdir()
