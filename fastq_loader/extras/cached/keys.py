@@ -14,8 +14,9 @@ from typing import Any
 
 #: Types that marshal writes as the same bytes in every process and version of Python.
 PLAIN = frozenset((int, str, bytes, float, bool, type(None)))
-#: First item of a tuple that stands for a value that is not plain. Arguments of users never begin with it.
+#: First item of a tuple that stands for something else. Arguments of users never begin with it.
 _MARK = ...
+_POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 class Keys:
@@ -28,21 +29,14 @@ class Keys:
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self._name = name
-        self._signature: inspect.Signature | None = None
-        self._positional = 0  # number of arguments for which the signature is not needed
-        self._defaults: list[Any] = []
-        self._many = ""  # name of the parameter with `**`
         try:
-            signature = inspect.signature(function, follow_wrapped=False)
+            self._signature: inspect.Signature | None = inspect.signature(function, follow_wrapped=False)
+            parameters = [*self._signature.parameters.values()]
         except (TypeError, ValueError):  # a C function without a signature
-            return
-        parameters = signature.parameters.values()
-        kinds = [parameter.kind for parameter in parameters]
-        self._signature = signature
+            self._signature, parameters = None, []
         self._defaults = [parameter.default for parameter in parameters]
-        self._many = next((each.name for each in parameters if each.kind == each.VAR_KEYWORD), "")
-        if set(kinds) <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}:
-            self._positional = len(kinds)
+        are_positional = all(parameter.kind in _POSITIONAL for parameter in parameters)
+        self._simple = len(parameters) if are_positional else -1  # arguments that need no signature
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         """The key of a call.
@@ -50,21 +44,19 @@ class Keys:
         Raises:
             TypeError: an argument's type is not allowed in a key, or the function rejects the arguments.
         """
-        if kwargs or len(args) != self._positional:
-            args = self._bound(args, kwargs)
+        names: list[str] = []
+        if kwargs or len(args) != self._simple:
+            if self._signature is not None:
+                bound = self._signature.bind(*args, **kwargs)
+                bound.apply_defaults()
+                args, kwargs = bound.args, bound.kwargs
+            names = sorted(kwargs)
+            args += tuple([kwargs[name] for name in names])
         for value in args:
             if type(value) not in PLAIN:
                 args = tuple([self._argument(value) for value in args])
                 break
-        return marshal.dumps(args, 2)
-
-    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        if self._signature is None:
-            return (*args, tuple(sorted(kwargs.items())))
-        bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments.items()
-        return tuple([tuple(sorted(each.items())) if name == self._many else each for name, each in given])
+        return marshal.dumps((_MARK, args, names) if names else args, 2)
 
     def _argument(self, value: Any) -> Any:
         try:

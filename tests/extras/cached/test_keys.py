@@ -52,7 +52,9 @@ def test_functions_of_any_number_of_arguments_have_keys() -> None:
 
     keys = Keys(any_number, "any_number")
     assert keys.key((1, 2), {"b": 1, "a": 2}) == keys.key((1, 2), {"a": 2, "b": 1, "flag": False})
-    assert len({keys.key((1, 2), {}), keys.key(((1, 2),), {}), keys.key((), {"a": (1, 2)})}) == 3
+    calls: list[Any] = [((1, 2), {}), (((1, 2),), {}), ((), {"a": (1, 2)}), ((("a", 1),), {}), ((), {"a": 1})]
+    calls.append((((1, False), ("a", "flag")), {}))
+    assert len({keys.key(*call) for call in calls}) == len(calls)
     assert Keys(max, "max").key((1, 2), {}) != Keys(max, "max").key((2, 1), {})
 
 
