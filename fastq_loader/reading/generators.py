@@ -207,13 +207,13 @@ def set_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None
 
 def moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Names of the states that differ from those `before`, or were not among them."""
-    return [name for name, state in now.items() if name not in before or not same(before[name], state)]
+    missing = object()
+    were = {name: before.get(name, missing) for name in now}
+    return [name for name, state in now.items() if were[name] is not state and not same(were[name], state)]
 
 
 def same(state: Any, other: Any) -> bool:
     """Whether two states of one generator, or two dicts or tuples of states, are equal."""
-    if state is other:
-        return True
     if isinstance(state, dict) and isinstance(other, dict):
         return state.keys() == other.keys() and all(same(each, other[name]) for name, each in state.items())
     if isinstance(state, (tuple, list)) and isinstance(other, (tuple, list)):

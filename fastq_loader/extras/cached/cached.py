@@ -102,6 +102,8 @@ class cached:
     """
 
     __qualname__: str
+    #: The name of this cache in each process that imports its module, if it has one.
+    handed_as: Any = None
 
     def __init__(
         self,
@@ -129,7 +131,8 @@ class cached:
             _bound.add(self)
         self._set_function()
         if identity.holds_nothing(function) and not self._options.is_shared:
-            self._number = handover.register(self, self._name)
+            with contextlib.suppress(identity.NotPlain):
+                self.handed_as = handover.register(self, identity.digest_of(function, cached))
         self._place = open_place(self._options, self._function, self._name)
 
     @staticmethod
@@ -143,7 +146,6 @@ class cached:
         mark.remove(os.fspath(path))
 
     def _set_function(self) -> None:
-        self._number = 0  # which cache of its function this is, in the order of a module
         self._in_class = False
         self._prefix: bytes | None = None  # of keys
         self._instances: dict[int, tuple[Any, bytes]] = {}
@@ -169,7 +171,7 @@ class cached:
         with memory.entering:
             if self._pid == process_id.current():
                 return of
-            if self._number and (handed := handover.received(self.handed_as())) >= 0:
+            if (handed := handover.received(self.handed_as)) >= 0:
                 self._place = Place(handed)
             if self._prefix is None:
                 try:
@@ -181,12 +183,6 @@ class cached:
             self._place.counters.enter()
             self._pid = process_id.current()
         return of
-
-    def handed_as(self) -> Any:
-        """The name of this cache in each process that imports its module; None if it has none."""
-        with contextlib.suppress(identity.NotPlain):
-            return identity.digest_of(self._function, cached), self._number
-        return None
 
     @property
     def fd(self) -> int:
@@ -273,26 +269,25 @@ class cached:
             self._place.counters.add("random" if is_ours else "busy")
             if is_ours:
                 text = (
-                    "they would be the same in every epoch. Wrap only the part that draws no random numbers"
+                    f"() draws from {', '.join(drew)}, so its values are not stored: they would be the same "
                 )
-                self._hint(f"draws from {', '.join(drew)}, so its values are not stored: {text}", NotCached)
+                text += "in every epoch. Wrap only the part that draws no random numbers"
+                self._warn_once("hinted", text)
             return value
         try:
             encoded = values.Encoded(value)
         except (UnpicklableError, RuntimeError) as error:
             self._place.counters.add("refused")
-            text = f"returns a value that cannot be pickled, so its values are not stored: {error}"
-            self._hint(text, NotCached)
+            text = f"() returns a value that cannot be pickled, so its values are not stored: {error}"
+            self._warn_once("hinted", text)
             return value
         if not self._options.copy and encoded.has_tensors:
             text = "returns tensors, which cannot be read-only: use copy=True, or return arrays"
             raise TypeError(f"cached: {self.__qualname__}() {text}")
         self._place.counters.add(self._add(key, encoded, is_damaged))
         if not draws.are_all_known:
-            text = (
-                "holds more than was searched for generators: if it draws, its values are the same each time"
-            )
-            self._hint(text, LoaderHint)
+            text = "() holds more than was searched for generators: "
+            self._warn_once("hinted", text + "if it draws, its values are the same each time", LoaderHint)
         found = None if self._options.copy else self._place.store.get(key, False)
         return value if found is None else values.decode(*found)  # the read-only one
 
@@ -317,16 +312,14 @@ class cached:
         return self._generators
 
     def _warn_of_damage(self, error: Exception) -> None:
-        first = not self._place.counters.sums()["damaged"]
-        self._place.counters.add("damaged")
-        if first:
-            where = f" of the folder {self._options.path!r}" if self._options.path else ""
-            text = f"a value{where} cannot be read and is computed again: {type(error).__name__}: {error}"
-            warnings.warn(f"cached: {self.__qualname__}: {text}", stacklevel=4)
+        where = f" of the folder {self._options.path!r}" if self._options.path else ""
+        text = f": a value{where} cannot be read and is computed again: {type(error).__name__}: {error}"
+        self._warn_once("damaged", text, UserWarning)
 
-    def _hint(self, text: str, kind: type[LoaderHint]) -> None:
-        if self._place.counters.is_first_hint():
-            warnings.warn(f"cached: {self.__qualname__}() {text}", kind, stacklevel=4)
+    def _warn_once(self, counter: str, text: str, kind: type[Warning] = NotCached) -> None:
+        """Warn if no process has yet, as this counter shows."""
+        if self._place.counters.add_first(counter):
+            warnings.warn(f"cached: {self.__qualname__}{text}", kind, stacklevel=5)
 
     def statistics(self) -> CacheStatistics:
         """Counts of the cache so far, of all processes that share this object, or its name."""
@@ -345,11 +338,14 @@ class cached:
         if self._options.is_shared and self._prefix is None:
             self._prefix = self._identity()
         self.let_go()
-        kept = "_options", "_function", "_in_class", "_prefix"
-        state = {name: vars(self)[name] for name in kept} | {"_of": self._object()}
+        state = self._state() | {"_prefix": self._prefix}
         if get_spawning_popen() is not None and self.fd >= 0:
             state["fd"] = reduction.DupFd(self.fd)
         return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
+
+    def _state(self) -> dict[str, Any]:
+        kept = {name: vars(self)[name] for name in ("_options", "_function", "_in_class")}
+        return kept | {"_of": self._object()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         fd = state.pop("fd").detach() if "fd" in state else -1
@@ -366,15 +362,13 @@ class cached:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> cached:
         """The same cache for a function; an empty one for a copied object, whose values may be others."""
-        made = object.__new__(type(self))
+        made: cached = object.__new__(type(self))
         memo[id(self)] = made
-        vars(made).update(vars(self))
-        of = self._object()
-        made._of, made._function = copying.deepcopy(of, memo), copying.deepcopy(self._function, memo)
-        if made._of is not of or made._function is not self._function:
-            made._set_function()
-            made._in_class = self._in_class
-            made._place = open_place(made._options, made._function, made._name)
+        state, copy = self._state(), copying.deepcopy(self._state(), memo)
+        if copy["_of"] is state["_of"] and copy["_function"] is self._function:
+            memo[id(self)] = self
+            return self
+        made.__setstate__(copy)
         return made
 
 

@@ -36,12 +36,11 @@ class Counters:
     def add(self, name: str) -> None:
         self._row[_INDEX[name]] += 1
 
-    def is_first_hint(self) -> bool:
-        """Whether no process has warned yet."""
-        if self._sum("hinted"):
-            return False
-        self.add("hinted")
-        return True
+    def add_first(self, name: str) -> bool:
+        """Whether no process has added to this counter before."""
+        is_first = not self._sum(name)
+        self.add(name)
+        return is_first
 
     def _sum(self, name: str) -> int:
         return sum(self._words[_INDEX[name] :: _ROW_WORDS])

@@ -28,7 +28,7 @@ from functools import partial
 from multiprocessing import util
 from typing import Any
 
-from fastq_loader.api import process_id
+from fastq_loader.api import locks, process_id
 from fastq_loader.extras.cached import mark as marks
 from fastq_loader.extras.cached import memory, values
 from fastq_loader.extras.cached.memory import BUSY, FULL, PATIENCE, STORED, in_time
@@ -86,16 +86,15 @@ class Folder:
     def use(self, about: dict[str, Any], limit: int, is_literal: bool) -> bool:
         """Open the folder for a first or a further cache of this process, and mark it. No other process opens
         it meanwhile. Returns False if it was removed. See `open_at`."""
-        kind = fcntl.LOCK_EX if self._can_write else fcntl.LOCK_SH
-        if not _wait_for(self._lock, _OPENING, kind, _OPENING_PATIENCE):
+        if not self._lock_opening(_OPENING_PATIENCE):
             text = f"another process has been opening {self._path!r} for {_OPENING_PATIENCE} s"
             raise TimeoutError(f"cached: {text}")
         try:
             if not os.fstat(self._lock).st_nlink:
                 return False
             mark, is_open = marks.read(self._lock), self._env is not None
-            others = self._can_write and not _try_lock(self._lock, _OPEN, fcntl.LOCK_EX)
-            marks.compare(self._path, mark, about, is_used=is_open or others)
+            is_used = is_open or locks.locked_length(self._lock, _OPEN) > 0
+            marks.compare(self._path, mark, about, is_used)
             try:
                 if not is_open and (why := marks.lost(self._path, mark)):
                     raise ValueError(why)
@@ -109,6 +108,9 @@ class Folder:
             return True
         finally:
             fcntl.lockf(self._lock, fcntl.LOCK_UN, 1, _OPENING)
+
+    def _lock_opening(self, seconds: float) -> bool:
+        return _wait_for(self._lock, _OPENING, fcntl.LOCK_EX if self._can_write else fcntl.LOCK_SH, seconds)
 
     def _begin(self, mark: Any, about: dict[str, Any], limit: int, is_literal: bool) -> None:
         """Mark the folder, before the first commit, and open it."""
@@ -127,7 +129,7 @@ class Folder:
             self._open()
 
     def _open(self) -> None:
-        """Open LMDB in this process."""
+        """Open LMDB in this process, which has locked the opening."""
         fcntl.lockf(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _OPEN)
         options: Any = {"subdir": False, "lock": False, "sync": False, "metasync": False}
         options |= {"map_size": self.limit, "readonly": not self._can_write}
@@ -185,9 +187,15 @@ class Folder:
                 self._is_busy = True
                 try:
                     self._env.close()
+                    if not self._lock_opening(PATIENCE):
+                        return False
+                    mark = marks.read(self._lock)
+                    if self._can_write and mark is not None and mark["clean"]:  # the parent has closed it
+                        marks.write(self._lock, {**mark, "clean": False})
                     self._open()
                 finally:
                     self._is_busy = False
+                    fcntl.lockf(self._lock, fcntl.LOCK_UN, 1, _OPENING)
         return True
 
     def _run(self, kind: int, work: Callable[..., Any], *args: Any) -> Any:

@@ -15,17 +15,17 @@ from typing import Any
 
 from fastq_loader.api import BESIDE, process_id
 
-_made: Counter[str] = Counter()
+_made: Counter[bytes] = Counter()
 _caches: weakref.WeakSet[Any] = weakref.WeakSet()
 #: In a worker: the consumer's descriptors, by the names of the caches.
 _handed: dict[Any, int] = {}
 
 
-def register(cache: Any, name: str) -> int:
-    """Register a cache of a function that holds nothing. Returns its number."""
+def register(cache: Any, digest: bytes) -> tuple[bytes, int]:
+    """Register a cache of a function that holds nothing. Returns its name, of the digest of the function."""
     _caches.add(cache)
-    _made[name] += 1
-    return _made[name]
+    _made[digest] += 1
+    return digest, _made[digest]
 
 
 def received(handed_as: Any) -> int:
@@ -36,8 +36,7 @@ def received(handed_as: Any) -> int:
 class _HandOver:
     def __reduce__(self) -> Any:
         caches = [cache for cache in _caches if cache.fd >= 0] if get_spawning_popen() is not None else []
-        handed = {cache.handed_as(): reduction.DupFd(cache.fd) for cache in caches}
-        handed.pop(None, None)
+        handed = {cache.handed_as: reduction.DupFd(cache.fd) for cache in caches}
         return _receive, (process_id.pid, handed)
 
 

@@ -28,6 +28,8 @@ from fastq_loader.api import attributes, function_members
 from fastq_loader.extras.cached.keys import PLAIN
 
 _POINTER = 8  # bytes
+#: What an object is, the form of the names of its parts in a path, these names, and the parts.
+_Held = tuple[tuple[Any, ...], str, Iterable[Any], Iterable[Any]]
 
 
 class Source(NamedTuple):
@@ -114,7 +116,8 @@ class _Parts:
         if id(value) in self._around:
             return "again", self._around.index(id(value))
         self._around.append(id(value))
-        about, form, names, held = self._held(value, path, whole)
+        members = _members(value)
+        about, form, names, held = self._object(value, path, whole) if members is None else members
         parts = [
             part if type(part) in PLAIN else self.of(part, path + form.format(name), name in ("self", "func"))
             for name, part in zip(names, held, strict=True)
@@ -122,30 +125,24 @@ class _Parts:
         self._around.pop()
         if isinstance(value, set | frozenset):
             parts = sorted(marshal.dumps(part, 2) for part in parts)
-        return (*about, parts)
+        return (name_of(type(value)), *about, parts)
 
-    def _held(self, value: Any, path: str, whole: bool) -> tuple[Any, str, Iterable[Any], Iterable[Any]]:
-        """What an object is, the form of the names of its parts in a path, these names, and the parts."""
-        kind = type(value)
-        about: tuple[Any, ...] = (name_of(kind),)
-        if kind in (list, tuple, set, frozenset) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
-            return about, "[{}]", range(len(value)), value
-        if kind in (dict, OrderedDict):
-            return about, "[{!r:.40}]", [*value, *value], [*value, *value.values()]
+    def _object(self, value: Any, path: str, whole: bool) -> _Held:
+        code: Any = ""
         if hasattr(value, "__qualname__"):
-            about = "function", name_of(value), self._code_beside_name(value, path)
-            if about[2] is None:
-                return about, "", (), ()
+            code = self._code_beside_name(value, path)
+            if code is None:
+                return (name_of(value),), "", (), ()
         elif not (
             isinstance(value, functools.partial)
             or is_dataclass(value)
-            or (whole and _is_made_of_attributes(kind))
+            or (whole and _is_made_of_attributes(type(value)))
         ):
             raise _refused(value, path)
         parts = parts_of(value)
         parts = [each for each in parts if each[0] != "__wrapped__" and not isinstance(each[1], self._caches)]
         names, held = [name for name, _ in parts], [part for _, part in parts]
-        return (*about, *names), ".{}", names, held
+        return (name_of(value), code, *names), ".{}", names, held
 
     def _code_beside_name(self, value: Any, path: str) -> Any:
         """The code of a function, class, method or cache; "" if its name stands for that, and None if for all
@@ -158,6 +155,16 @@ class _Parts:
         if not hasattr(value, "__code__"):
             raise NotPlain(f"{path} is {value!r}, which its module does not have under its name")
         return "" if is_found else _code(value.__code__)
+
+
+def _members(value: Any) -> _Held | None:
+    """The members of a container, or None for another object."""
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        return (), "[{!r:.40}]", [*value, *value], [*value, *value.values()]
+    if kind in (list, tuple, set, frozenset) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+        return (), "[{}]", range(len(value)), value
+    return None
 
 
 def _refused(value: Any, path: str) -> NotPlain:

@@ -164,6 +164,31 @@ def test_a_child_of_a_thread_that_reads_has_no_values(store: Folder) -> None:
 
 
 @pytest.mark.processes
+def test_a_child_that_outlives_its_parent_marks_what_that_left_clean(path: Path) -> None:
+    store = opened(path)
+    (asked, ask), (told, tell) = os.pipe(), os.pipe()
+
+    def child() -> None:
+        os.read(asked, 1)
+        assert put(store, 1, value_of(1)) == STORED
+        os.write(tell, b"!")
+        os.read(asked, 1)
+        store.finish()
+
+    pid = fork(child)
+    store.finish()
+    assert mark_of(path)["clean"]
+    os.write(ask, b"!")
+    os.read(told, 1)
+    assert not mark_of(path)["clean"], "its values are not synced"
+    os.write(ask, b"!")
+    assert end_of(pid) == 0
+    assert mark_of(path)["clean"]
+    for pipe in (asked, ask, told, tell):
+        os.close(pipe)
+
+
+@pytest.mark.processes
 def test_a_writer_that_is_stopped_in_its_transaction_holds_nobody_up(
     store: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
