@@ -45,7 +45,8 @@ _bound: weakref.WeakSet[cached] = weakref.WeakSet()
 
 def _let_go() -> None:
     for cache in list(_bound):
-        cache.let_go()
+        with contextlib.suppress(ReferenceError):
+            cache.object_of_method()
 
 
 if hasattr(os, "register_at_fork"):
@@ -152,7 +153,7 @@ class cached:
         self._generators: dict[str, Any] | None = None
         self._pid = 0  # of the process that has used it
         self._name: str = identity.name_of(self._function)
-        function = self._function if self._of is None else MethodType(self._function, self)
+        function = self._bound_to(None if self._of is None else self)
         self._keys = Keys(function, self._name.rpartition(".")[2])
         functools.update_wrapper(self, self._function, updated=())
         self.__qualname__ = identity.base_of(self._function).__qualname__
@@ -167,7 +168,7 @@ class cached:
 
     def _enter(self) -> Any:
         """Begin to use the cache in this process. Returns the object, which may be used for this one call."""
-        of = self._object()
+        of = self.object_of_method()
         with memory.entering:
             if self._pid == process_id.current():
                 return of
@@ -179,7 +180,6 @@ class cached:
                 except TypeError:
                     self._place = Place(-1, ProcessMemory(0))  # leaves its folder to others
                     raise
-            self.let_go()
             self._place.counters.enter()
             self._pid = process_id.current()
         return of
@@ -190,7 +190,7 @@ class cached:
         return self._place.fd
 
     def _identity(self) -> bytes:
-        function = self._function if self._of is None else MethodType(self._function, self._object())
+        function = self._bound_to(self.object_of_method())
         code = identity.source_of(function).code if self._options.name is not None else ""
         return self._digest(function) + f"{code} {self._options.version!r} ".encode()
 
@@ -216,35 +216,31 @@ class cached:
             instances[number] = weakref.ref(instance, lambda _: instances.pop(number, None)), digest
         return digest
 
-    def _object(self) -> Any:
-        """The object of a method."""
-        if type(self._of) is not weakref.ref:
-            return self._of
-        of = self._of()
-        if of is None:
-            raise ReferenceError(
-                f"cached: {self._name}: the object of this method is gone, and with it its values"
-            )
-        return of
-
-    def let_go(self) -> None:
-        """Refer weakly to an object that has this cache, so that both are freed at once."""
+    def object_of_method(self) -> Any:
+        """The object of a method, or None. Once that holds this cache, it is referred to weakly, so that both
+        are freed at once."""
         of = self._of
-        if of is None or type(of) is weakref.ref:
-            return
-        if any(value is self for value in attributes.held(of).values()):
+        if type(of) is weakref.ref:
+            of = of()
+            if of is None:
+                raise ReferenceError(
+                    f"cached: {self._name}: the object of this method is gone, and with it its values"
+                )
+        elif of is not None and any(value is self for value in attributes.held(of).values()):
             with contextlib.suppress(TypeError):  # it has slots
                 self._of = weakref.ref(of)
+        return of
+
+    def _bound_to(self, of: Any) -> Any:
+        return self._function if of is None else MethodType(self._function, of)
 
     # ---- calls ----------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._pid != process_id.pid:
             of = self._enter()  # noqa: F841 - alive until the call returns
-        if self._in_class:
-            key = self._digest_of_instance(args[0]) + self._keys.key((None, *args[1:]), kwargs)
-        else:
-            key = self._prefix + self._keys.key(args, kwargs)  # type: ignore[operator]
+        given = (self._digest_of_instance(args[0]), *args[1:]) if self._in_class else args
+        key = self._prefix + self._keys.key(given, kwargs)  # type: ignore[operator]
         is_damaged, place = False, self._place
         try:
             found = place.store.get(key, self._options.copy)
@@ -259,20 +255,19 @@ class cached:
         return self._compute(key, args, kwargs, is_damaged)
 
     def _compute(self, key: bytes, args: tuple[Any, ...], kwargs: dict[str, Any], is_damaged: bool) -> Any:
-        of = self._object()
+        of = self.object_of_method()
         with sample_seeds.watched():
             draws = Draws(self._own_generators(args))
-            value = self._function(*args, **kwargs) if of is None else self._function(of, *args, **kwargs)
-            self.let_go()
+            value = self._bound_to(of)(*args, **kwargs)
             drew, is_ours = draws.since()
         if drew:
             self._place.counters.add("random" if is_ours else "busy")
             if is_ours:
                 text = (
-                    f"() draws from {', '.join(drew)}, so its values are not stored: they would be the same "
+                    "so its values are not stored: they would be the same in every epoch. Wrap only the part "
                 )
-                text += "in every epoch. Wrap only the part that draws no random numbers"
-                self._warn_once("hinted", text)
+                text += "that draws no random numbers"
+                self._warn_once("hinted", f"() draws from {', '.join(drew)}, {text}")
             return value
         try:
             encoded = values.Encoded(value)
@@ -293,8 +288,7 @@ class cached:
 
     def _add(self, key: bytes, encoded: values.Encoded, replace: bool) -> str:
         try:
-            stored: str = self._place.store.add(key, encoded, replace)
-            return stored
+            return str(self._place.store.add(key, encoded, replace))
         except ValueError as error:
             self._warn_of_damage(error)
         except OSError as error:
@@ -308,7 +302,7 @@ class cached:
         if self._in_class:
             return generators_of(self._function, args[0], self)
         if self._generators is None:
-            self._generators = generators_of(self._function, self._object(), self)
+            self._generators = generators_of(self._function, self.object_of_method(), self)
         return self._generators
 
     def _warn_of_damage(self, error: Exception) -> None:
@@ -337,7 +331,6 @@ class cached:
             return self.__qualname__
         if self._options.is_shared and self._prefix is None:
             self._prefix = self._identity()
-        self.let_go()
         state = self._state() | {"_prefix": self._prefix}
         if get_spawning_popen() is not None and self.fd >= 0:
             state["fd"] = reduction.DupFd(self.fd)
@@ -345,7 +338,7 @@ class cached:
 
     def _state(self) -> dict[str, Any]:
         kept = {name: vars(self)[name] for name in ("_options", "_function", "_in_class")}
-        return kept | {"_of": self._object()}
+        return kept | {"_of": self.object_of_method()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         fd = state.pop("fd").detach() if "fd" in state else -1

@@ -22,18 +22,16 @@ class Draws:
     """
 
     def __init__(self, own: dict[str, Any]) -> None:
-        self._own = own
         self.are_all_known: bool = getattr(own, "complete", True)
-        self._before, self._shared = generators.states_of(own), generators.GeneratorSnapshot()
+        self._own, self._shared = generators.GeneratorSnapshot(own), generators.GeneratorSnapshot()
         self._seeds_used = sample_seeds.reading.used
 
     def since(self) -> tuple[list[str], bool]:
         """The generators that were drawn from since, and whether it was this call: another thread may have
         drawn from a global one."""
-        shared = self._shared.moved_since()
-        own = generators.moved(self._before, generators.states_of(self._own))
+        own, shared = self._own.moved_since(), self._shared.moved_since()
         own += ["the seed of a sample"] * (sample_seeds.reading.used > self._seeds_used)
-        return own + shared, bool(own) or _is_only_thread()
+        return own + shared, bool(own) or (bool(shared) and _is_only_thread())
 
 
 def _is_only_thread() -> bool:

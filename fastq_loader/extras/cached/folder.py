@@ -117,7 +117,7 @@ class Folder:
         is_open = self._env is not None
         if not is_open:
             flags = os.O_RDWR | os.O_CREAT if self._can_write else os.O_RDONLY
-            self._close(self._data)
+            _close(self._data)
             self._data = os.open(os.path.join(self._path, marks.VALUES), flags | _SAFELY, 0o600)
         new = marks.in_use(mark, about, limit, is_literal, self._data)
         if self._can_write and new != mark:
@@ -159,12 +159,8 @@ class Folder:
                         marks.write(lock, {**mark, "clean": True})
         if self._env is not None and not self._is_busy:
             self._env.close()
-        self._close(lock, self._data)
-
-    def _close(self, *descriptors: int) -> None:
-        for descriptor in descriptors:
-            if descriptor >= 0:
-                os.close(descriptor)
+        os.close(lock)
+        _close(self._data)
 
     def __del__(self) -> None:
         if "_lock" in vars(self):
@@ -295,6 +291,11 @@ class Folder:
         return 0, 0, self.limit
 
 
+def _close(descriptor: int) -> None:
+    if descriptor >= 0:
+        os.close(descriptor)
+
+
 def _name(key: bytes) -> bytes:
     return key if len(key) <= _LONGEST_KEY else hashlib.blake2b(key).digest()
 
@@ -309,7 +310,7 @@ def _plain(error: Any) -> Exception:
 
 def _wait_for(lock: int, byte: int, kind: int, seconds: float) -> bool:
     """Lock a byte, shared or not; False if it is not free in time."""
-    return _try_lock(lock, byte, kind) or in_time(partial(_try_lock, lock, byte, kind), seconds)
+    return in_time(partial(_try_lock, lock, byte, kind), seconds)
 
 
 def _try_lock(lock: int, byte: int, kind: int) -> bool:
