@@ -53,7 +53,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_let_go)
 
 
-class cached:
+class cached(identity.Apart):
     """Cache the values of a function, once for all processes of a machine and for all epochs.
 
     Wrap the part of a dataset that draws no random numbers: reading and decoding. Random augmentation stays
@@ -133,7 +133,7 @@ class cached:
         self._set_function()
         if identity.holds_nothing(function) and not self._options.is_shared:
             with contextlib.suppress(identity.NotPlain):
-                self.handed_as = handover.register(self, identity.digest_of(function, cached))
+                self.handed_as = handover.register(self, identity.digest_of(function))
         self._place = open_place(self._options, self._function, self._name)
 
     @staticmethod
@@ -197,7 +197,7 @@ class cached:
     def _digest(self, part: Any) -> bytes:
         """Digest of a function or an object. With a version, one that holds more than plain data has none."""
         try:
-            return identity.digest_of(part, cached)
+            return identity.digest_of(part)
         except identity.NotPlain as error:
             if self._options.version is not None:
                 return self._name.encode()

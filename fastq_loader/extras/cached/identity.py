@@ -44,6 +44,10 @@ class NotPlain(TypeError):
     """A function holds something that is no plain data; the text names it."""
 
 
+class Apart:
+    """Base class of `cached`: an attribute of this class is no part of what an object holds."""
+
+
 def base_of(function: Any) -> Any:
     """The function or class behind a callable: of a method, a partial or an object with `__call__`."""
     while isinstance(function, functools.partial | MethodType):
@@ -82,79 +86,78 @@ def holds_nothing(function: Any) -> bool:
     return hasattr(function, "__qualname__") and not (is_bound or getattr(function, "__closure__", None))
 
 
-def digest_of(function: Any, caches: type) -> bytes:
+def digest_of(function: Any) -> bytes:
     """Digest of a callable, or another object, with all that it holds.
-
-    Args:
-        function: the callable.
-        caches: class of the attributes that are left out.
 
     Raises:
         NotPlain: it holds something that is no plain data.
     """
-    return _digest(marshal.dumps(_Parts(caches).of(function, base_of(function).__qualname__, whole=True), 2))
+    return _digest(marshal.dumps(_apart(function, base_of(function).__qualname__, (), whole=True), 2))
 
 
 def _digest(data: bytes, size: int = 16) -> bytes:
     return hashlib.blake2b(data, digest_size=size).digest()
 
 
-class _Parts:
-    """Takes objects apart: to plain values, and for any other object a tuple that begins with its kind."""
+def _apart(value: Any, path: str, around: tuple[int, ...], whole: bool = False) -> Any:
+    """All that an object holds, for marshal: plain values, and for any other object a tuple that begins with
+    its class.
 
-    def __init__(self, caches: type) -> None:
-        self._caches = caches
-        self._around: list[int] = []  # ids of the objects around a part
+    Args:
+        value: the object.
+        path: its name in errors.
+        around: ids of the objects around it.
+        whole: whether its attributes are parts, whatever its class.
+    """
+    if type(value) in PLAIN:
+        return value
+    for kind, words in _DATA.items():
+        if isinstance(value, kind):
+            return (kind.__name__, *words(value, path))
+    if id(value) in around:
+        return "again", around.index(id(value))
+    around = (*around, id(value))
+    about, form, names, held = _members(value) or _object(value, path, whole)
+    parts = [
+        part
+        if type(part) in PLAIN
+        else _apart(part, path + form.format(name), around, name in ("self", "func"))
+        for name, part in zip(names, held, strict=True)
+    ]
+    if isinstance(value, set | frozenset):
+        parts = sorted(marshal.dumps(part, 2) for part in parts)
+    return (name_of(type(value)), *about, parts)
 
-    def of(self, value: Any, path: str, whole: bool = False) -> Any:
-        """All that an object holds, for marshal; `whole`: its attributes are parts, whatever its class."""
-        if type(value) in PLAIN:
-            return value
-        for kind, words in _DATA.items():
-            if isinstance(value, kind):
-                return (kind.__name__, *words(value, path))
-        if id(value) in self._around:
-            return "again", self._around.index(id(value))
-        self._around.append(id(value))
-        members = _members(value)
-        about, form, names, held = self._object(value, path, whole) if members is None else members
-        parts = [
-            part if type(part) in PLAIN else self.of(part, path + form.format(name), name in ("self", "func"))
-            for name, part in zip(names, held, strict=True)
-        ]
-        self._around.pop()
-        if isinstance(value, set | frozenset):
-            parts = sorted(marshal.dumps(part, 2) for part in parts)
-        return (name_of(type(value)), *about, parts)
 
-    def _object(self, value: Any, path: str, whole: bool) -> _Held:
-        code: Any = ""
-        if hasattr(value, "__qualname__"):
-            code = self._code_beside_name(value, path)
-            if code is None:
-                return (name_of(value),), "", (), ()
-        elif not (
-            isinstance(value, functools.partial)
-            or is_dataclass(value)
-            or (whole and _is_made_of_attributes(type(value)))
-        ):
-            raise _refused(value, path)
-        parts = parts_of(value)
-        parts = [each for each in parts if each[0] != "__wrapped__" and not isinstance(each[1], self._caches)]
-        names, held = [name for name, _ in parts], [part for _, part in parts]
-        return (name_of(value), code, *names), ".{}", names, held
+def _object(value: Any, path: str, whole: bool) -> _Held:
+    """The attributes of an object, if these are all that it holds."""
+    code: Any = ""
+    if hasattr(value, "__qualname__"):
+        code = _code_beside_name(value, path)
+        if code is None:
+            return (name_of(value),), "", (), ()
+    elif not (
+        isinstance(value, functools.partial)
+        or is_dataclass(value)
+        or (whole and _is_made_of_attributes(type(value)))
+    ):
+        raise _refused(value, path)
+    parts = [each for each in parts_of(value) if each[0] != "__wrapped__" and not isinstance(each[1], Apart)]
+    names, held = [name for name, _ in parts], [part for _, part in parts]
+    return (name_of(value), code, *names), ".{}", names, held
 
-    def _code_beside_name(self, value: Any, path: str) -> Any:
-        """The code of a function, class, method or cache; "" if its name stands for that, and None if for all
-        that it holds, too."""
-        if isinstance(value, MethodType | BuiltinFunctionType):
-            return ""
-        is_found = isinstance(value, self._caches) or _is_found(value, self._caches)
-        if is_found and not getattr(value, "__closure__", None):
-            return None
-        if not hasattr(value, "__code__"):
-            raise NotPlain(f"{path} is {value!r}, which its module does not have under its name")
-        return "" if is_found else _code(value.__code__)
+
+def _code_beside_name(value: Any, path: str) -> Any:
+    """The code of a function, class, method or cache; "" if its name stands for that; None if the name stands
+    for all that is held, too."""
+    if isinstance(value, MethodType | BuiltinFunctionType):
+        return ""
+    is_found = isinstance(value, Apart) or _is_found(value)
+    if is_found and not getattr(value, "__closure__", None):
+        return None
+    if not hasattr(value, "__code__"):
+        raise NotPlain(f"{path} is {value!r}, which its module does not have under its name")
+    return "" if is_found else _code(value.__code__)
 
 
 def _members(value: Any) -> _Held | None:
@@ -235,10 +238,10 @@ def found(value: Any) -> Any:
     return at
 
 
-def _is_found(value: Any, caches: type) -> bool:
+def _is_found(value: Any) -> bool:
     """Whether an object's module contains it under its name, or contains a cache that wraps it."""
     at = found(value)
-    at = vars(at)["__wrapped__"] if isinstance(at, caches) else at
+    at = vars(at)["__wrapped__"] if isinstance(at, Apart) else at
     return (at.__func__ if isinstance(at, staticmethod | classmethod) else at) is value
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from typing import Any
 
 from fastq_loader.extras.insight.machine import local_ranks, memory_bytes
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_NUMBER_AND_UNIT = re.compile(r"(\d+\.?\d*|\.\d+) *(B|[KMGT]I?B|)", re.IGNORECASE)
 
 
 def is_part(limit: int | str) -> bool:
@@ -31,12 +31,11 @@ def bytes_of(limit: Any, path: str | None, is_shared: bool) -> int:
     wrong = f"cached: limit={limit!r} must be bytes (8_000_000_000, '8GB') or a part of free space ('0.5')"
     if isinstance(limit, bool) or not isinstance(limit, (int, str)):
         raise TypeError(wrong)
-    text = str(limit).strip()
-    digits = text.rstrip("BKMGTIbkmgti ")
-    try:
-        count = float(digits) * _UNITS[text[len(digits) :].strip().upper()]
-    except (ValueError, KeyError):
-        raise ValueError(wrong) from None
+    found = _NUMBER_AND_UNIT.fullmatch(str(limit).strip())
+    if found is None:
+        raise ValueError(wrong)
+    number, unit = found.groups()
+    count = float(number) * (1024 if len(unit) == 3 else 1000) ** "BKMGT".index(unit[:1].upper() or "B")
     if is_part(limit):
         if not 0 < count < 1:
             raise ValueError(wrong)

@@ -21,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from fastq_loader import cached
 from fastq_loader.extras.cached import identity
 from fastq_loader.extras.cached.identity import NotPlain, digest_of, name_of, source_of
 from tests.support.thorough import examples, thorough
@@ -63,7 +62,7 @@ def defaulting(held: Any) -> Any:
 
 
 def digest(function: Any) -> bytes:
-    return digest_of(function, cached)
+    return digest_of(function)
 
 
 WAYS = {
@@ -188,7 +187,6 @@ def test_functions_of_a_notebook_have_code_and_no_file() -> None:
 
 SCRIPT = """
 import functools
-from fastq_loader import cached
 from fastq_loader.extras.cached.identity import digest_of, name_of
 
 def decode(index, names={"a", "b", "c"}):
@@ -196,7 +194,7 @@ def decode(index, names={"a", "b", "c"}):
 
 def show():
     for each in (decode, lambda index: index in {"x", "y", "z"}, functools.partial(decode, 3)):
-        print(name_of(each), digest_of(each, cached).hex())
+        print(name_of(each), digest_of(each).hex())
 
 if __name__ != "train":
     show()
