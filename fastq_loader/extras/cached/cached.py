@@ -313,7 +313,7 @@ class cached(identity.Apart):
     def _warn_once(self, counter: str, text: str, kind: type[Warning] = NotCached) -> None:
         """Warn if no process has yet, as this counter shows."""
         if self._place.counters.add_first(counter):
-            warnings.warn(f"cached: {self.__qualname__}{text}", kind, stacklevel=5)
+            warnings.warn(f"cached: {self.__qualname__}{text}", kind, stacklevel=4)
 
     def statistics(self) -> CacheStatistics:
         """Counts of the cache so far, of all processes that share this object, or its name."""

@@ -492,6 +492,18 @@ def test_a_folder_that_is_removed_serves_those_that_have_it(path: Path) -> None:
     assert not mark_of(path)["clean"], "of the other one"
 
 
+@pytest.mark.processes
+def test_a_folder_of_an_earlier_format_is_named_and_can_be_removed(path: Path) -> None:
+    """It may have files that this one has not."""
+    filled(path)
+    (path / "fastq_loader.mark").write_text(json.dumps({**mark_of(path), "format": 2}))
+    (path / "fastq_loader.lock").touch()
+    with pytest.raises(Differs, match=r"its format is 2, and here it is 3.*cached\.clear\(path\)"):
+        opened(path)
+    marks.remove(str(path))
+    assert not path.exists()
+
+
 def test_without_lmdb_the_error_says_what_to_install(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lmdb", None)
     with pytest.raises(ImportError, match=r"path= needs lmdb: pip install"):
