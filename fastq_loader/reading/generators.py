@@ -207,9 +207,11 @@ def set_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None
 
 def moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Names of the states that differ from those `before`, or were not among them."""
-    missing = object()
-    were = {name: before.get(name, missing) for name in now}
-    return [name for name, state in now.items() if were[name] is not state and not same(were[name], state)]
+    return [
+        name
+        for name, state in now.items()
+        if name not in before or not (state is before[name] or same(before[name], state))
+    ]
 
 
 def same(state: Any, other: Any) -> bool:

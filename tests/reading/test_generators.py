@@ -236,7 +236,7 @@ def test_a_draw_is_seen_and_a_generator_made_since(kind: str) -> None:
         assert before.moved_since() == []
         draw(mine["one"])
         assert before.moved_since() == ["one"]
-        assert before.moved_since({**mine, "new": random.Random(1)}) == ["one", "new"]
+        assert before.moved_since({**mine, "new": MAKE[kind]()}) == ["one", "new"]
 
 
 class OwnState(random.Random):
