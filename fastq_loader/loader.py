@@ -29,6 +29,7 @@ from fastq_loader.scheduling.schedules import Schedule
 from fastq_loader.statistics.snapshots import LoaderStatistics
 from fastq_loader.system.terminal import printable
 from fastq_loader.system.torch_names import untraced
+from fastq_loader.system.torch_patches import own_code
 from fastq_loader.system.unpatched import time
 from fastq_loader.workers.kinds import Auto, WorkerKind, read_workers
 
@@ -163,9 +164,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         return state.begun(self, self._begin)
 
     def _begin(self) -> Any:
-        keeps_ours = isinstance(self._iterator, MultiprocessIterator)  # persistent workers
-        if not keeps_ours and options.patched(self, resumes=resources_of(self).saved is not None):
-            return super().__iter__()  # which may be patched, too
+        if own_code(super().__iter__, "dataloader") is None:  # patched; `_get_iterator` looks for all patches
+            keeps_ours = isinstance(self._iterator, MultiprocessIterator)  # persistent workers
+            if not keeps_ours and options.suits_torchs(self, resumes=resources_of(self).saved is not None):
+                return super().__iter__()
         if isinstance(self.num_workers, Auto):
             self._choose_workers()
         if not self.persistent_workers or self.num_workers == 0:

@@ -247,7 +247,7 @@ def torchs_own(loader: Loader, resumes: bool = False, asked: str = "") -> str:
     patch, reason, remedy = torch_patches.found(), "", ""
     if lacking := _lacking(loader):
         reason, remedy = f"this system or sandbox lacks {lacking}", ". With num_workers=0 it is"
-    elif _suits_torchs(loader, resumes):
+    elif patch and suits_torchs(loader, resumes):
         reason = patch
     if asked and reason:
         text = f"{asked}: torch's own iterators run, and their work is not recorded: {reason}{remedy}"
@@ -262,12 +262,7 @@ def torchs_own(loader: Loader, resumes: bool = False, asked: str = "") -> str:
     return reason
 
 
-def patched(loader: Loader, resumes: bool) -> bool:
-    """Whether torch's own iterators run because torch's loader is patched."""
-    return _suits_torchs(loader, resumes) and bool(torch_patches.found())
-
-
-def _suits_torchs(loader: Loader, resumes: bool) -> bool:
+def suits_torchs(loader: Loader, resumes: bool) -> bool:
     """Whether torch's own iterators have all that the loader needs."""
     return of(loader) == _NONE and not resumes
 

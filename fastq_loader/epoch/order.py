@@ -87,8 +87,10 @@ class Order(Iterator[Any]):
         if saved is not None:
             samplers.set_epochs(index_sampler, start.epochs)
             self.pending = None if saved.now.drawn else start.first
-        elif traits.wants_epochs is not None:
-            self.first = FirstIndices(traits.wants_epochs)
+        else:
+            start.epochs = traits.epochs
+            if traits.wants_epochs is not None:
+                self.first = FirstIndices(traits.wants_epochs)
         self.drawing = False
         self._lock = threading.RLock()  # held during a draw: a stateful sampler is saved only between draws
         self.strategy = OrderStrategy(traits, saved)

@@ -189,7 +189,7 @@ def _whole_order(
         workers, traits = newest.left() if same_readers else (), newest.order.traits
     if saved is not None:
         position, workers = saved.position, saved.progress.workers
-    start = EpochStart(position.epoch, position.batches, resumes=True, epochs=samplers.epochs(parts[0]))
+    start = EpochStart(position.epoch, position.batches, resumes=True)
     return Order(*parts, start, Progress(workers=workers), traits=traits)
 
 

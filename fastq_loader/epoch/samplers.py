@@ -54,7 +54,7 @@ class SamplerInfo:
         torchs_only: all samplers are torch's or this package's.
         still: and none is stateful: iterating them changes nothing but the states of generators.
         by_permutation: see `reading.sampling.is_shuffle`.
-        compared, wants_epochs: results of the functions of these names.
+        compared, epochs, wants_epochs: results of the functions of these names.
     """
 
     def __init__(self, index_sampler: Any, generator: torch.Generator | None, dataset: Any) -> None:
@@ -66,18 +66,21 @@ class SamplerInfo:
         self.still = self.asked is None and self.torchs_only
         self.by_permutation = is_shuffle(index_sampler)
         self.compared = compared(index_sampler)
+        self.epochs = epochs(index_sampler)
         self.wants_epochs = wants_epochs(index_sampler)
-        self._of = _parts(index_sampler, generator, dataset) if self.still else []
+        self._given = index_sampler, generator, dataset
+        self._attributes = [(part, tuple(vars(part).values())) for part in chain(index_sampler) if self.still]
 
     def hold(self, index_sampler: Any, generator: torch.Generator | None, dataset: Any) -> bool:
         """Whether the facts still hold for these parts of the loader: torch's samplers change only through
         their attributes. A new inspection would take a third of the time of `iter()`."""
-        parts = _parts(index_sampler, generator, dataset) if self.still else None
-        return parts is not None and len(parts) == len(self._of) and all(map(is_, parts, self._of))
-
-
-def _parts(index_sampler: Any, *more: Any) -> list[Any]:
-    return [*more, *(each for part in chain(index_sampler) for each in (part, *vars(part).values()))]
+        return self.still and all(
+            len(now) == len(before) and all(map(is_, now, before))
+            for now, before in (
+                ((index_sampler, generator, dataset), self._given),
+                *((vars(part).values(), before) for part, before in self._attributes),
+            )
+        )
 
 
 def chain(index_sampler: Any) -> list[Any]:

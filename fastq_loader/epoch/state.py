@@ -115,7 +115,7 @@ def begun(loader: Loader, begin: Callable[[], T]) -> T:
     with contextlib.suppress(Exception):  # raised by user code; `now` raises it again
         mine.held = _hold(loader)
     try:
-        with generators.as_at(mine.shared):
+        with generators.as_at(mine.shared) if mine.shared else contextlib.nullcontext():
             iterator = begin()
         mine.shared = {}
         return iterator

@@ -57,6 +57,7 @@ def _packed(indices: _Array) -> Indices:
 
 
 _COMPUTED = (PermutationSampler, WeightedSampler)
+_TORCHS = {kind: own_code(kind.__iter__, "sampler") for kind in (BatchSampler, RandomSampler)}
 
 
 def _cuts(index_sampler: Any, *kinds: type) -> bool:
@@ -70,7 +71,7 @@ def _cuts(index_sampler: Any, *kinds: type) -> bool:
 
 def _is_torchs(kind: type[Any]) -> bool:
     """Whether a class iterates by torch's own code, which nothing replaces or wraps."""
-    return getattr(kind.__iter__, "__code__", None) is own_code(kind.__iter__, "sampler")
+    return getattr(kind.__iter__, "__code__", kind) is _TORCHS[kind]
 
 
 def is_shuffle(index_sampler: Any) -> bool:
