@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastq_loader.statistics.epoch import EpochCounters, summed
-from fastq_loader.statistics.records import CLOSE, COPY, CUT, DROP, NEXT, PART, Record, Step
+from fastq_loader.statistics.records import CLOSE, COPY, CUT, DROP, ITER, NEXT, PART, Record, Step
 from fastq_loader.statistics.snapshots import LoaderStatistics, MutableFields, StagingStatistics, values_of
 from fastq_loader.statistics.workers import WorkerCounters
 from fastq_loader.system.unpatched import time
@@ -82,7 +82,8 @@ class EpochLog:
         self.epoch = epoch.epoch
         self.steps: list[Step] = []
         self.first_batches: dict[int, list[tuple[bytes, int]]] = {}
-        self.drawn_from, self.unseen = set[str](), set[str]()
+        self.drawn_from: set[str] = set()
+        self.unseen: set[str] = set()
         self._counters, self._found = counters, epoch
         self._record = counters.records.append
         self._entered, self._thread = now, counters.identify()  # the call in progress, or 0
@@ -105,9 +106,7 @@ class EpochLog:
             seq: the number of the batch in whose place the error is raised, if any.
             error: the error. The records are then folded at once: its frames keep alive all they refer to.
         """
-        steps = self.steps or ()  # an empty list is used again in the next call
-        if steps:
-            self.steps = []
+        steps, self.steps = self.steps, []
         record = NEXT, self.epoch, self._entered, now, self._thread, steps, answer, seq, error
         self._entered, self._left = 0, now  # first: an interrupt must not record the call twice
         self._record(record)
@@ -124,8 +123,9 @@ class EpochLog:
         self._record(record)
         if kind != PART and kind != DROP:
             self._left = now
-        if kind != PART and kind != CUT:
-            self._counters.fold()
+        counters = self._counters
+        if kind != PART and kind != CUT and (kind != ITER or now >= counters.fold_at or counters.traced):
+            counters.fold()
 
     def counted(self) -> EpochCounters:
         """The counters of the epoch, with all records so far folded."""

@@ -6,7 +6,6 @@ subclasses of them.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ CAUSES = (
 PER_OCTAVE = 16
 
 
-class Histogram(Counter[int]):
+class Histogram(dict[int, int]):
     """Counts of durations, for percentiles without storing every value.
 
     A key is the number of a bucket, `int(PER_OCTAVE * log2(nanoseconds))`. A bucket is 1/16 of an octave
@@ -41,7 +40,11 @@ class Histogram(Counter[int]):
 
     def include(self, other: Histogram) -> None:
         """Add the counts of another histogram, which may be growing."""
-        self.update(dict(other))
+        for bucket, count in dict(other).items():
+            self[bucket] += count
+
+    def __missing__(self, bucket: int) -> int:
+        return 0
 
     def percentile(self, percent: float) -> float:
         """The duration in seconds that `percent` percent of all do not exceed; 0.0 without durations."""
