@@ -270,7 +270,7 @@ FAULTS = (
     Fault(
         "a state from the middle of the first draw begins after it",
         "epoch/order.py",
-        "self.pending = self.pending or self.shared_now()",
+        "self.pending = fixed or self.shared_now()",
         "assert self.pending is not None",
         "row S1",
         "epoch/test_state.py",

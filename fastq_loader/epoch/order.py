@@ -87,15 +87,14 @@ class Order(Iterator[Any]):
         if saved is not None:
             samplers.set_epochs(index_sampler, start.epochs)
             self.pending = None if saved.now.drawn else start.first
-        else:
-            start.epochs = traits.epochs
-            if traits.wants_epochs is not None:
-                self.first = FirstIndices(traits.wants_epochs)
+        elif traits.wants_epochs is not None:
+            self.first = FirstIndices(traits.wants_epochs)
+        start.epochs = traits.epochs if saved is None else start.epochs
         self.drawing = False
         self._lock = threading.RLock()  # held during a draw: a stateful sampler is saved only between draws
         self.strategy = OrderStrategy(traits, saved)
         self._fast_until = 0  # below this position, indices come straight from `source`
-        self.note_drawn()
+        self.drawn: Drawn = 0, False, {}, None  # until `note_drawn`
 
     # ---- the draws so far ---------------------------------------------------------------------
 
@@ -104,15 +103,11 @@ class Order(Iterator[Any]):
         strategy = self.strategy
         strategy.states = strategy.own_states()
         drawn = self.position + len(strategy.due)
-        self.drawn: Drawn = drawn, strategy.exhausted, strategy.states, strategy.digest
+        self.drawn = drawn, strategy.exhausted, strategy.states, strategy.digest
 
     def shared_now(self) -> dict[str, Any]:
         """The states of the shared generators that the sampler may draw from."""
-        return generators.states_of(self._shared)
-
-    @property
-    def _shared(self) -> dict[str, Any]:
-        return {name: generators.GLOBAL[name] for name in self.traits.shared}
+        return generators.states_of({name: generators.GLOBAL[name] for name in self.traits.shared})
 
     def drawn_now(self) -> Drawn:
         """Return the draws so far, with the current states of the loader's own generators, from which other
@@ -159,13 +154,12 @@ class Order(Iterator[Any]):
                 finally:
                     self.drawing = False
 
-    def _record_states(self, draw: Callable[[], T], states: dict[str, Any]) -> T:
-        """Call `draw`, and record in `states` the prior states of the shared generators that it used."""
-        before = generators.GeneratorSnapshot(self._shared)
+    def _record_states(self, draw: Callable[[], T], states: dict[str, Any], prior: dict[str, Any]) -> T:
+        """Call `draw`, and record in `states` the `prior` states of the shared generators that it used."""
         try:
             return draw()
         finally:
-            states.update({name: before.states[name] for name in before.moved_since()})
+            states.update({name: prior[name] for name in generators.moved(prior, self.shared_now())})
 
     # ---- begin, resume and break off an epoch -------------------------------------------------
 
@@ -183,7 +177,7 @@ class Order(Iterator[Any]):
                 self._iterate_from(0, packed)
             else:
                 self.start.states = states = self.strategy.own_states()
-                self._record_states(partial(self._iterate_from, 0, packed), states)
+                self._record_states(partial(self._iterate_from, 0, packed), states, self.shared_now())
         elif type(self.strategy) is OrderStrategy:
             if saved.place:
                 self._continue(saved)
@@ -281,8 +275,7 @@ class Order(Iterator[Any]):
 
     def note_shared(self) -> None:
         """Record the generators' states, because reads from here on draw from the shared ones."""
-        now = generators.states_of({**self.traits.own, **generators.GLOBAL})
-        self.start.states.update(now)
+        self.start.states.update(generators.states_of({**self.traits.own, **generators.GLOBAL}))
 
     def _set_first(self) -> None:
         generators.set_states({**generators.GLOBAL, **self.traits.own}, self.start.first)
@@ -343,11 +336,13 @@ class Order(Iterator[Any]):
         strategy, start = self.strategy, self.start
         if self.pending is None:
             return strategy.draw(self.source, self.position)
-        self.pending = self.pending or self.shared_now()  # a state requested meanwhile has these
-        with generators.as_at(self.pending):
+        fixed = self.pending
+        self.pending = fixed or self.shared_now()  # a state requested meanwhile has these
+        with generators.as_at(fixed):
             now = strategy.own_states()
             start.first |= {name: now[name] for name in generators.moved(start.states, now)}
-            return self._record_states(partial(strategy.draw, self.source, self.position), start.first)
+            prior = self.shared_now() if fixed else self.pending
+            return self._record_states(partial(strategy.draw, self.source, self.position), start.first, prior)
 
     def _record_draw(self, index: Any, error: Exception | None, head: int) -> None:
         strategy, first = self.strategy, self.first

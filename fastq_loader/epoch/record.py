@@ -17,7 +17,6 @@ import torch
 
 from fastq_loader import options
 from fastq_loader.consumer.bad_samples import BadSampleCounter
-from fastq_loader.epoch import samplers
 from fastq_loader.epoch.fields import EpochStart, Position, Saved
 from fastq_loader.epoch.order import Order
 from fastq_loader.options import Loader
@@ -145,11 +144,7 @@ class EpochRecord:
 
 
 def begin(
-    loader: Loader,
-    index_sampler: Any,
-    newest: EpochRecord | None,
-    saved: Saved | None,
-    same_readers: bool = False,
+    loader: Loader, index_sampler: Any, newest: EpochRecord | None, saved: Saved | None, same_readers: bool
 ) -> EpochRecord:
     """Create the record of an epoch that begins.
 

@@ -68,19 +68,18 @@ class SamplerInfo:
         self.compared = compared(index_sampler)
         self.epochs = epochs(index_sampler)
         self.wants_epochs = wants_epochs(index_sampler)
-        self._given = index_sampler, generator, dataset
-        self._attributes = [(part, tuple(vars(part).values())) for part in chain(index_sampler) if self.still]
+        self._parts = chain(index_sampler) if self.still else []
+        self._seen = _seen(self._parts, index_sampler, generator, dataset)
 
     def hold(self, index_sampler: Any, generator: torch.Generator | None, dataset: Any) -> bool:
         """Whether the facts still hold for these parts of the loader: torch's samplers change only through
         their attributes. A new inspection would take a third of the time of `iter()`."""
-        return self.still and all(
-            len(now) == len(before) and all(map(is_, now, before))
-            for now, before in (
-                ((index_sampler, generator, dataset), self._given),
-                *((vars(part).values(), before) for part, before in self._attributes),
-            )
-        )
+        now = _seen(self._parts, index_sampler, generator, dataset)
+        return self.still and len(now) == len(self._seen) and all(map(is_, now, self._seen))
+
+
+def _seen(parts: list[Any], *more: Any) -> list[Any]:
+    return [*more, *(each for part in parts for each in vars(part).values())]
 
 
 def chain(index_sampler: Any) -> list[Any]:
