@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from itertools import islice
+from operator import attrgetter
 from typing import Any, NoReturn
 
 from torch.autograd import profiler
@@ -34,7 +35,6 @@ from fastq_loader.ipc.messages import decode_index
 from fastq_loader.options import Loader
 from fastq_loader.reading import datapipes
 from fastq_loader.scheduling.progress import Progress
-from fastq_loader.statistics.counters import EpochLog
 from fastq_loader.statistics.records import DEVICE
 from fastq_loader.system.torch_names import untraced
 from fastq_loader.system.unpatched import time
@@ -42,18 +42,14 @@ from fastq_loader.system.unpatched import time
 #: Values that torch's iterators copy from a loader: of its arguments, and under the same name.
 _ARGUMENTS = ("dataset", "drop_last", "num_workers", "timeout", "collate_fn", "persistent_workers")
 _SAME_NAME = ("_index_sampler", "_dataset_kind", "_IterableDataset_len_called", "_auto_collation")
+_NAMES = *(f"_{name}" for name in _ARGUMENTS), *_SAME_NAME, "_world_size", "_rank", "_pg"
+_copied_from = attrgetter(*_ARGUMENTS, *_SAME_NAME)
 
 
 def _torchs_attributes(loader: Loader) -> dict[str, Any]:
     """The attributes of torch's iterators that stay the same, which other packages read."""
-    world_size, rank = datapipes.world_size_and_rank()
-    return {
-        **{f"_{name}": getattr(loader, name) for name in _ARGUMENTS},
-        **{name: getattr(loader, name) for name in _SAME_NAME},
-        "_pg": None,
-        "_world_size": world_size,
-        "_rank": rank,
-    }
+    values = *_copied_from(loader), *datapipes.world_size_and_rank(), None
+    return dict(zip(_NAMES, values, strict=True))
 
 
 @untraced
@@ -69,19 +65,18 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
     _profile_name = ""
     _base_seed: int
+    _hints: Any = None
 
     def __init__(self, loader: Loader) -> None:
-        self._log = self._begin_log(loader)
+        self._log = resources.of(loader).counters.begin_epoch(time.monotonic_ns(), time.process_time_ns())
         vars(self).update(_torchs_attributes(loader))
         self._options = options.of(loader)
         self._begin_record(loader, same_readers=loader.num_workers == 0)
         self._share_seed(loader)
         self._session = resources.device_session(loader)
-        self._pin_memory, self._pin_memory_device = False, None
-        self._finishes = False
-        if self._session is None:  # else batches are page-locked and transformed on their way to the device
-            self._pin_memory, self._pin_memory_device = options.pinning(loader)
-            self._finishes = self._pin_memory or self._options.device is not None  # device="cpu"
+        on_host = self._session is None  # else batches are page-locked and transformed on their way
+        self._pin_memory, self._pin_memory_device = options.pinning(loader) if on_host else (False, None)
+        self._finishes = on_host and (self._pin_memory or self._options.device is not None)  # device="cpu"
         self._restart_sampler()
         self._base_seed = self._record.draw_base_seed(loader.generator)
         self._num_yielded = self._record.progress.delivered
@@ -100,7 +95,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     def __next__(self) -> Any:
         if self._bad_samples.untold:
             self._bad_samples.tell()
-        if self._num_yielded >= self._hints.due:
+        if self._hints is not None and self._num_yielded >= self._hints.due:
             self._hints.look()
         # A signal handler may raise at any call. So an outcome is stored as soon as it exists, and no call
         # comes between taking it here and returning: no batch is lost. Matching a class is not a call.
@@ -127,13 +122,17 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
                 self._record.order.progress = outcome.progress
             case Ended() if self._record.over:
                 self.outcome = outcome  # an interrupt or a hint may end the calls below
-                self._bad_samples.tell()
-                self._hints.look_back()
+                self._tell_the_rest()
                 self.outcome = None
         try:
             raise outcome.error
         finally:
             del outcome  # the error's traceback references this frame
+
+    def _tell_the_rest(self) -> None:
+        self._bad_samples.tell()
+        if self._hints is not None:
+            self._hints.look_back()
 
     def skip_to(self, batch: int) -> None:
         """Go on at a later batch: draw the indices before it, and load nothing for them. @private"""
@@ -175,22 +174,18 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         wrappers forward it."""
         self.outcome = None
         if not first_iter:
-            self._log = self._begin_log(loader)
+            self._log = resources.of(loader).counters.begin_epoch(time.monotonic_ns(), time.process_time_ns())
             self._begin_record(loader, same_readers=True)
         self._restart_sampler()
         self._num_yielded = self._record.progress.delivered
         self._IterableDataset_len_called = loader._IterableDataset_len_called
         self._share_seed(loader)
 
-    def _begin_log(self, loader: Loader) -> EpochLog:
-        log: EpochLog = resources.of(loader).counters.begin_epoch(time.monotonic_ns(), time.process_time_ns())
-        return log
-
     def _begin_record(self, loader: Loader, same_readers: bool) -> None:
         """Create the record of the epoch that begins or resumes; `_epoch_has_begun` makes it the loader's."""
-        newest, loaded = resources.of(loader).place
-        self._record = begin(loader, self._index_sampler, newest, loaded, same_readers)
-        self._bad_samples, errors = resources.of(loader).bad_samples, self._options.errors
+        mine = resources.of(loader)
+        self._record = begin(loader, self._index_sampler, *mine.place, same_readers)
+        self._bad_samples, errors = mine.bad_samples, self._options.errors
         if errors is not None:
             known = {} if self._record.saved is None else self._record.saved.now.bad_samples
             epoch, in_batches = self._record.position.epoch, loader._auto_collation
@@ -199,17 +194,18 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     def _epoch_has_begun(self, loader: Loader) -> None:
         """Make the epoch's record the loader's newest, and drop the loaded state. Not called if the epoch
         could not begin, so the loaded state is then still there."""
-        from fastq_loader.extras.insight.hints import Hints
-
         mine = resources.of(loader)
         self._order.note_drawn()
         if mine.shared and self._order.pending is not None:
             self._order.pending = self._order.shared_now()
-        self._hints = Hints(loader, mine.record, self._record, self._log)
+        if loader.num_workers or loader.pin_memory or self._order.first is not None:  # else no hint can come
+            from fastq_loader.extras.insight.hints import Hints
+
+            self._hints = Hints(loader, mine.record, self._record, self._log)
         mine.place = self._record, None
         mine.begun.append(self._record)
-        replayed = sum(count for count, state in self._record.resume if "position" not in (state or {}))
-        if replayed and options.is_iterable(loader):
+        resume = self._record.resume if options.is_iterable(loader) else ()
+        if replayed := sum(count for count, state in resume if "position" not in (state or {})):
             warn_user(
                 f"Neither the dataset nor its iterator has state_dict and load_state_dict, so "
                 f"{replayed} batches that were handed out before are read again, which takes as "

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import threading
-from contextlib import nullcontext
 from typing import Any
 
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
@@ -44,7 +43,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     _profile_name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 
     def __init__(self, loader: Loader) -> None:
-        self._counters = resources.of(loader).counters
+        mine = resources.of(loader)
+        self._counters, self._idle = mine.counters, mine.idle
         super().__init__(loader)
         self._dynamic = self._options.is_dynamic
         if self._timeout != 0 and not isinstance(loader.num_workers, Auto):
@@ -52,7 +52,6 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         if self._num_workers != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires num_workers == 0")
         datapipes.shard(self._dataset, self._world_size, self._rank)
-        self._idle = resources.of(loader).idle
         self._staging = None if self._session is None else SerialStaging.of(self._session, self._idle)
         self._due: tuple[int, Any] | None = None  # number and index of the next batch
         self._lock = threading.RLock()  # threads may share the iterator
@@ -60,7 +59,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         rules = vars(options.rules(loader))
         reseeds = self._options.schedule.reseed
         self._reader = Reader(self._dataset, self._collate_fn, self._options.errors, rules, reseeds=reseeds)
-        with self._reader.put_back() if self._dynamic else nullcontext():
+        with self._reader.put_back() if self._dynamic else contextlib.nullcontext():
             self._begin_reading()
             self._note_place()
         self._epoch_has_begun(loader)

@@ -72,7 +72,8 @@ def packed(fetcher: Fetcher, **more: Any) -> bytes:
 
 def fetcher_at(place: dict[str, Any] | None, dataset: Any, **rules: Any) -> Fetcher:
     """`make_fetcher(dataset, **rules)` of a dataset restored to `place`, unless that is None."""
-    place = place or {}
+    if not place:  # the usual case
+        return make_fetcher(dataset, **rules)
     make = partial(make_fetcher, dataset, **rules)
     fetcher = begun_at(place, dataset, make, lambda made: made.dataset_iter)
     fetcher.ended = place.get("ended", False)

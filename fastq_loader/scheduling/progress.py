@@ -73,7 +73,7 @@ class Progress(NamedTuple):
         state after their last batch."""
         workers = enumerate(self.workers)
         left = tuple(WorkerProgress(0, said.get(number, worker.state)) for number, worker in workers)
-        return self._replace(workers=left, over=True)
+        return Progress(self.delivered, self.beyond, left, over=True)
 
 
 #: Nothing was delivered.
