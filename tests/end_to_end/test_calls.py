@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, StackDataset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 from fastq_loader import DataLoader
@@ -192,6 +192,14 @@ def test_a_steady_batch_stays_within_its_calls(
     assert path is None or path.stat().st_size > WARM
     over = [field for field in budget._fields if getattr(found, field) > getattr(budget, field)]
     assert not over, f"a batch of {name} costs {found}, and may cost {budget}; {where}"
+
+
+@pytest.mark.parametrize(("shuffle", "budget"), [(False, 550), (True, 640)])
+def test_an_epoch_of_one_batch_without_workers_stays_within_its_calls(shuffle: bool, budget: int) -> None:
+    loader = DataLoader(Subset(Rows(), range(64)), 64, shuffle=shuffle)
+    for _ in range(3):
+        list(loader)
+    assert calls(lambda: list(loader)) <= budget
 
 
 SAMPLES: dict[str, Callable[[int], Any]] = {

@@ -85,3 +85,5 @@ def test_what_is_not_torchs_own_shuffle_is_asked_itself(monkeypatch: pytest.Monk
     assert len(list(iterate(again))) == 40
     monkeypatch.setattr(RandomSampler, "__iter__", lambda self: iter([1, 1, 1]))
     assert list(iterate(BatchSampler(RandomSampler(range(9)), 2, False))) == [[1, 1], [1]]
+    monkeypatch.setattr(RandomSampler, "__iter__", SequentialSampler.__iter__)  # of another class
+    assert list(iterate(BatchSampler(RandomSampler(range(9)), 5, False))) == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]

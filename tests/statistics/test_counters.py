@@ -148,6 +148,10 @@ def test_records_are_folded_every_10_ms_and_with_each_error_at_once() -> None:
     log.enter(now := now + 10**7)
     log.give(now, None, None, None)
     assert not counters.records
+    for traced in (False, True):  # a new epoch is folded with its batches, unless somebody watches
+        counters.follow(*[kept.append] * traced)
+        counters.begin_epoch(now, 0).leave(ITER, now + 1)
+        assert len(counters.records) == (not traced)
 
 
 def test_an_interrupt_loses_no_record() -> None:
