@@ -350,6 +350,14 @@ FAULTS = (
         "device/test_page_lock.py",
     ),
     Fault(
+        "in containers other than lists and dicts, torch's threads page-lock",
+        "device/page_lock.py",
+        '"pin_memory": page_locked}',
+        "}",
+        "guarantee: device",
+        "device/test_page_lock.py",
+    ),
+    Fault(
         "a batch is handed out before its copy has arrived",
         "device/copies.py",
         "            stager.wait(stream, copy.ready)\n",

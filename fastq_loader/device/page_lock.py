@@ -8,7 +8,8 @@ over.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,13 +17,8 @@ import torch
 from fastq_loader.device.captures import relaxed
 from fastq_loader.system.torch_names import pin_memory
 
-#: `torch.empty_like`, or what replaces it in a test.
-Allocate = Callable[..., torch.Tensor]
-#: Containers, and what torch makes of them: older releases make a list of a tuple.
-_SEQUENCES: dict[type, type] = {list: list, tuple: type(pin_memory(()))}
 
-
-def page_locked(batch: Any, device: str | None, allocate: Allocate = torch.empty_like) -> Any:
+def page_locked(batch: Any, device: str | None = None) -> Any:
     """The batch in page-locked memory, as torch's `pin_memory` returns it: the same containers, types and
     strides. A tensor that is page-locked already is not copied.
 
@@ -33,23 +29,24 @@ def page_locked(batch: Any, device: str | None, allocate: Allocate = torch.empty
     Raises:
         RuntimeError: page-locked memory cannot be allocated.
     """
-    kind = type(batch)
-    if kind is torch.Tensor:
-        return batch if batch.is_pinned() else _copied(batch, allocate)
-    if kind in _SEQUENCES:
-        return _SEQUENCES[kind]([page_locked(part, device, allocate) for part in batch])
-    if kind is dict:
-        return {key: page_locked(part, device, allocate) for key, part in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields") and not hasattr(batch, "pin_memory"):
-        return kind(*(page_locked(part, device, allocate) for part in batch))
-    return pin_memory(batch, device)  # rare types, by torch's own rules
+    if type(batch) is torch.Tensor:
+        return batch if batch.is_pinned() else _copied(batch)
+    return _by_torchs_rules()(batch, device)
 
 
-def _copied(tensor: torch.Tensor, allocate: Allocate) -> torch.Tensor:
+@cache
+def _by_torchs_rules() -> FunctionType:
+    """torch's `pin_memory`, which calls `page_locked` for the members of a container: torch has many rules
+    for these, which differ between its releases."""
+    names = {**pin_memory.__globals__, "pin_memory": page_locked}
+    return FunctionType(pin_memory.__code__, names, None, pin_memory.__defaults__, pin_memory.__closure__)
+
+
+@relaxed()
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
     bytes_are_all = tensor.is_cpu and tensor.layout is torch.strided and not tensor.requires_grad
     if bytes_are_all and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg()):
-        with relaxed():
-            copy = allocate(tensor, pin_memory=True)
+        copy = torch.empty_like(tensor, pin_memory=True)
         if copy.stride() == tensor.stride():  # then the elements are one piece of memory, without gaps
             ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes)  # releases the GIL
             return copy

@@ -95,9 +95,11 @@ def test_page_locking_leaves_captures_alone(
     assert runtime.seen == [RELAXED]
 
 
-def test_a_batch_is_page_locked_beside_a_capture(runtime: Runtime) -> None:
-    page_locked(torch.ones(3), None, lambda tensor, pin_memory: torch.empty(3 + runtime.call()))
-    assert runtime.seen == [RELAXED]
+def test_a_batch_is_page_locked_beside_a_capture(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, **_: torch.empty(3 + runtime.call()))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", runtime.call)
+    page_locked({"copied here": torch.ones(3), "copied by torch": torch.ones(3).expand(2, 3)})
+    assert runtime.seen == [RELAXED] * 3, "for the second one an allocation is tried here first"
 
 
 def test_an_error_is_cleared_without_a_launch(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,11 +98,13 @@ class Allocator:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.given: list[torch.Tensor] = []
         self.locked_by_torch: list[torch.Tensor] = []
+        self._empty_like = torch.empty_like
+        patch.setattr(torch, "empty_like", self.empty_like)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: self.by_torch(tensor))
 
-    def __call__(self, tensor: torch.Tensor, *, pin_memory: bool) -> torch.Tensor:
+    def empty_like(self, tensor: torch.Tensor, *, pin_memory: bool) -> torch.Tensor:
         assert pin_memory
-        self.given.append(torch.empty_like(tensor))
+        self.given.append(self._empty_like(tensor))
         return self.given[-1]
 
     def by_torch(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -113,8 +115,8 @@ class Allocator:
 @given(BATCHES)
 def test_a_page_locked_batch_is_torchs(batch: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        allocator = Allocator(patch)
-        ours = page_locked(batch, None, allocator)
+        Allocator(patch)
+        ours = page_locked(batch)
         expected = pin_memory(batch)  # type: ignore[no-untyped-call]
     assert_same(expected, ours)
 
@@ -128,7 +130,7 @@ def test_only_what_is_one_piece_is_copied_byte_by_byte(
 ) -> None:
     allocator = Allocator(monkeypatch)
     tensor = TENSORS[number]()
-    copy = page_locked(tensor, None, allocator)
+    copy = page_locked(tensor)
     assert torch.equal(copy, tensor)
     assert bool(allocator.locked_by_torch) is not is_plain
     assert any(copy is given for given in allocator.given) is is_plain
@@ -138,12 +140,13 @@ def test_what_is_page_locked_already_is_not_copied(monkeypatch: pytest.MonkeyPat
     allocator = Allocator(monkeypatch)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor, device=None: True)
     batch = [torch.ones(2), torch.ones(3)]
-    assert all(one is other for one, other in zip(page_locked(batch, None, allocator), batch, strict=True))
+    assert all(one is other for one, other in zip(page_locked(batch), batch, strict=True))
     assert not allocator.given
 
 
 ONE_THREAD = """
     import os, torch
+    from collections import OrderedDict, UserDict
     from fastq_loader.device.accelerator import TorchBackend
     from fastq_loader.device.page_lock import page_locked
 
@@ -153,7 +156,9 @@ ONE_THREAD = """
     torch.set_num_threads(4)
     large = torch.empty(1 << 20)
     before = threads()
-    page_locked([large] * 3, None, lambda tensor, pin_memory: torch.empty_like(tensor))
+    empty_like = torch.empty_like
+    torch.empty_like = lambda tensor, pin_memory=True: empty_like(tensor)
+    page_locked({"fields": [large] * 3, "others": OrderedDict(one=UserDict(two=large))})
     TorchBackend.fill(None, torch.empty_like(large), 0, large.data_ptr(), large.nbytes)
     assert threads() == before, "a copy started threads"
     torch.empty_like(large).copy_(large)
