@@ -19,7 +19,8 @@ of an epoch would live on until the garbage collector runs.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import cached_property, partial
 from typing import Any
@@ -85,6 +86,15 @@ class CapturedCall:
             return result
         finally:
             del error  # its traceback refers to this frame
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """In the block tensors can be used for training: a batch that is begun in inference mode may be delivered
+    after it."""
+    grad = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
 
 
 class DeviceSession:
@@ -179,6 +189,7 @@ class Staging:
                     refuse_interrupt(error)
                     return
 
+    @_outside_inference_mode()
     def _copy(self, answer: Answer) -> Copy:
         assert answer.handle is not None, "it is a batch"
         part = self._unpacker.part(answer.handle) or (0, 0, 0, 0)
@@ -339,6 +350,7 @@ class SerialStaging:
         """
         return self._copies.take(copy)
 
+    @_outside_inference_mode()
     def begin(self, batch: Any) -> Copy:
         """Begin the copy of a batch.
 

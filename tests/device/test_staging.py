@@ -6,7 +6,6 @@ import functools
 import gc
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -14,8 +13,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader as TorchDataLoader
 
-from fastq_loader import DataLoader, ToDevice
+from fastq_loader import DataLoader, Prefetcher, ToDevice
 from fastq_loader.device import copies, pinning, staging
 from fastq_loader.memory.arena import Mapping
 from tests.conftest import descendants, wait_until
@@ -319,6 +319,24 @@ def test_a_device_without_memory_is_an_error_in_place(late: Late, monkeypatch: p
         assert labels_of(iterator) == [[at, at + 1] for at in range(8, 30, 2)]
 
 
-@dataclass(frozen=True)
-class Frozen(Exception):
-    code: int
+def halved(batch: Any) -> Any:
+    return [(part / 2).requires_grad_(torch.is_grad_enabled()) for part in batch]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", [DataLoader, Prefetcher])
+def test_a_batch_that_was_begun_in_inference_mode_can_be_trained_with(kind: type, late: Late) -> None:
+    """Its transform is called without inference mode, and without grad."""
+    device = late()
+    options = ToDevice("cuda", 1, halved, transform_stream="side")
+    if kind is DataLoader:
+        iterator: Any = iter(DataLoader(IMAGES(8), 2, num_workers=1, device=options))
+    else:
+        iterator = iter(Prefetcher(TorchDataLoader(IMAGES(8), 2), options))
+    with torch.inference_mode():
+        next(iterator)
+        if kind is DataLoader:
+            poll_until(iterator, lambda: len(device.copies) > 1)
+    images, _ = next(iterator)
+    assert not images.requires_grad
+    (images * torch.ones(1, requires_grad=True)).sum().backward()
