@@ -227,8 +227,14 @@ class Buffers:
         self._statistics.pinned_bytes -= buffer.locked
         buffer.memory, buffer.nbytes, buffer.locked = None, 0, 0
 
+    def drain(self) -> None:
+        """Wait for every copy, and forget them: those that were not delivered have device memory."""
+        self._copies.drain()
+        for buffer in self._buffers:
+            buffer.copy = None
+
     def close(self) -> None:
         """Free the buffers, after the copies that are under way."""
-        self._copies.settle()
+        self.drain()
         for buffer in self._buffers:
             self._free(buffer)

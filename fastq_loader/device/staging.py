@@ -332,12 +332,11 @@ class SerialStaging:
         return cls(session)
 
     def drain(self) -> None:
-        """Wait for every copy."""
-        self._copies.drain()
+        """Wait for every copy, and drop the batches that were not delivered."""
+        self._buffers.drain()
 
     def close(self) -> None:
         """Wait for every copy, and free the buffers."""
-        self.drain()
         self._buffers.close()
 
     def deliver(self, copy: Copy) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,6 +97,15 @@ def test_waiting_for_a_buffer_is_counted() -> None:
     assert pool.statistics.copy_wait_seconds == 0
     pool.buffers.take(100)
     assert pool.statistics.copy_wait_seconds > 0
+
+
+def test_buffers_do_not_keep_batches_that_were_dropped() -> None:
+    pool = Pool(in_blocks=False, prefetch=1)
+    buffer = pool.buffers.take(64)
+    buffer.copy = pool.begin(0)
+    dropped = weakref.ref(buffer.copy.memory)
+    pool.buffers.drain()
+    assert dropped() is None
 
 
 def test_buffers_grow_and_are_locked_in_powers_of_two() -> None:

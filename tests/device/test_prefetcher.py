@@ -185,6 +185,27 @@ def test_a_copy_is_under_way_when_a_batch_is_handed_out_and_statistics_say_so(la
     assert batches.statistics().pinned_bytes == 0  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("stream", ["side", "consumer"])
+def test_batches_that_are_never_handed_out_free_their_memory(
+    stream: str, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, made = late(), list[Any]()
+    empty = device.empty
+
+    def watched(nbytes: int) -> torch.Tensor:
+        memory = empty(nbytes)
+        made.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(device, "empty", watched)
+    batches = Prefetcher(images(), ToDevice("cuda", 2, add_one, transform_stream=stream))
+    epoch = iter(batches)  # held by the user
+    next(epoch)
+    batches.close()
+    assert [memory() for memory in made] == [None] * 3
+    assert len(list(batches)) == 5
+
+
 @pytest.mark.parametrize(
     ("batch", "end"),
     [
