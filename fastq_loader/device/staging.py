@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastq_loader.device.accelerator import ToDevice, TorchBackend, called
+from fastq_loader.device.accelerator import ToDevice, TorchBackend, TransformAhead, called
 from fastq_loader.device.copies import Copies, Copy, Memory
-from fastq_loader.device.pinning import Buffer, Buffers, Pinner, PinPolicy
+from fastq_loader.device.pinning import Buffers, Pinner, PinPolicy
 from fastq_loader.errors import UnpicklableError, WorkerTraceback
 from fastq_loader.ipc.messages import Answer, BatchHandle
 from fastq_loader.memory.arena import Mapping
@@ -167,8 +167,9 @@ class Staging:
         self._copies = session.open(in_blocks=True)
         self._pinner = Pinner(session.stager, self._copies, mapping, session.policy)
         self._unpacker = unpacker
-        self._session = session
-        self._transform = session.options.start_ahead()  # in a thread; None: it is called here
+        self._thread = thread = session.options.start_ahead()  # of the transform; None: it is called here
+        self._transform = session.options.apply_transform if thread is None else partial(_begun_by, thread)
+        self._beside = session.beside if thread is None else CapturedCall
         self._begun: dict[int, Copy] = {}  # number of the batch → its copy, until it is delivered
 
     def reap(self) -> list[int]:
@@ -194,11 +195,8 @@ class Staging:
         assert answer.handle is not None, "it is a batch"
         part = self._unpacker.part(answer.handle) or (0, 0, 0, 0)
         source = self._pinner.prepare(*part) if part[-1] else None
-        if self._transform is None:
-            build = partial(_unpacked, self._unpacker, self._session.options, answer.handle)
-            return self._copies.begin(source, part[-1], build, _blocks(answer), self._session.beside)
-        build = partial(_transforming, self._unpacker, self._transform.begin, answer.handle)
-        return self._copies.begin(source, part[-1], build, _blocks(answer), CapturedCall)
+        build = partial(_unpacked, self._unpacker, self._transform, answer.handle)
+        return self._copies.begin(source, part[-1], build, _blocks(answer), self._beside)
 
     def deliver(self, answer: Answer) -> Any:
         """Return the batch of an answer, on the device, ready for work queued on the current stream.
@@ -216,7 +214,7 @@ class Staging:
                 self._copies.free += _blocks(answer)
                 raise
         batch = self._copies.take(copy)
-        return batch if self._transform is None else called(batch[1])
+        return batch if self._thread is None else called(batch[1])
 
     def drain(self) -> list[int]:
         """Wait for every copy, and drop the batches that were not delivered: the scheduler frees their
@@ -237,27 +235,23 @@ class Staging:
         """End the pool: wait for every copy, end a transform's thread, and undo every page-lock. Returns the
         same as `drain`."""
         offsets = self.drain()
-        if self._transform is not None:
-            self._transform.close()
+        if self._thread is not None:
+            self._thread.close()
         self._pinner.close()
         return offsets
 
 
 # Functions, and not methods: a copy under way must not keep alive what keeps the copy.
-def _unpacked(unpacker: Unpacker, options: ToDevice, handle: BatchHandle, memory: torch.Tensor) -> Any:
-    """The batch of workers whose bytes are in device memory."""
-    return options.apply_transform(unpacker.unpack(handle, unpacker.open(handle)[2], memory))
+def _unpacked(
+    unpacker: Unpacker, transform: Callable[[Any], Any], handle: BatchHandle, memory: torch.Tensor
+) -> Any:
+    """The batch of workers whose bytes are in device memory, transformed."""
+    return transform(unpacker.unpack(handle, unpacker.open(handle)[2], memory))
 
 
-def _transforming(
-    unpacker: Unpacker,
-    begin: Callable[[Any], Callable[[], Any]],
-    handle: BatchHandle,
-    memory: torch.Tensor,
-) -> tuple[Any, Callable[[], Any]]:
-    """The batch of workers whose bytes will be in device memory; and what returns it, transformed."""
-    batch = unpacker.unpack(handle, unpacker.open(handle)[2], memory)
-    return batch, begin(batch)
+def _begun_by(thread: TransformAhead, batch: Any) -> tuple[Any, Callable[[], Any]]:
+    """A batch whose bytes will be in device memory, and what returns it, transformed."""
+    return batch, thread.begin(batch)
 
 
 def _rebuilt(
@@ -363,7 +357,10 @@ class SerialStaging:
             layout, segments, objects, build = self._pack(batch)
         finally:
             self._walker.clear()
-        buffer = self._fill_buffer(layout.device_bytes, segments)
+        buffer = self._buffers.take(layout.device_bytes)
+        for start, end, offset in segments:
+            if end > start:
+                stager.fill(buffer.memory, offset, start, end - start)
         copy = self._copies.begin(buffer.memory, layout.device_bytes, build, (), beside)
         buffer.copy = copy
         if self._ahead:
@@ -413,27 +410,18 @@ class SerialStaging:
             # A copy from page-locked memory would not be waited for, so it is moved from a clone.
             own = self._ahead or value.device != self.session.stager.device
             return b"", cloned(value) if own else value
-        has_tensors = False
+        tensors: list[torch.Tensor] = []
 
         def add_leaf(leaf: Any) -> int:
-            nonlocal has_tensors
-            has_tensors = has_tensors or isinstance(leaf, torch.Tensor)
+            if isinstance(leaf, torch.Tensor):
+                tensors.append(leaf)
             return self._walker.add_leaf(leaf)
 
-        data = b""
         try:
             data = pickling.dump(value, add_leaf, for_device=True)
         except UnpicklableError:
-            if has_tensors:
+            if tensors:
                 raise
-        if has_tensors:
+        if tensors:
             return data, None
         return b"", _copied(value) if self._ahead else value
-
-    def _fill_buffer(self, nbytes: int, segments: list[_Segment]) -> Buffer:
-        """Return a buffer filled with these segments."""
-        buffer = self._buffers.take(nbytes)
-        for start, end, offset in segments:
-            if end > start:
-                self.session.stager.fill(buffer.memory, offset, start, end - start)
-        return buffer

@@ -60,12 +60,8 @@ def simulated(kind: type) -> Any:
         def _pack(self, batch: Host) -> Any:
             value, transform = batch.value, self.session.options.apply_transform
             layout = SimpleNamespace(device_bytes=NBYTES)
-            return layout, [batch], [], lambda memory: transform(Batch([(memory, value)]))
-
-        def _fill_buffer(self, nbytes: int, segments: list[Host]) -> Any:
-            buffer = self._buffers.take(nbytes)
-            buffer.memory.value = segments[0].value
-            return buffer
+            segments = [(value, value + NBYTES, 0)]
+            return layout, segments, [], lambda memory: transform(Batch([(memory, value)]))
 
     return Simulated
 

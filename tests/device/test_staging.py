@@ -99,7 +99,7 @@ def test_no_run_of_buffers_breaks_a_rule(seed: int) -> None:
         (copies, "Copies", 47, run),
         (pinning, "Pinner", 18, run),
         (pinning, "Buffers", 22, run_buffers),
-        (staging, "Staging", 17, run),
+        (staging, "Staging", 16, run),
     ],
     ids=["copies", "blocks", "buffers", "staging"],
 )

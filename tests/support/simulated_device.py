@@ -318,6 +318,10 @@ class SimulatedDevice:
     def pageable(self, nbytes: int) -> Host:
         return Host(nbytes)
 
+    def fill(self, memory: Host, start: int, address: int, nbytes: int) -> None:
+        """The address is the value, in runs of `Prefetcher`."""
+        memory.value = address
+
     def view(self, address: int, nbytes: int) -> Host:
         return Host(nbytes, address)
 
