@@ -245,8 +245,7 @@ def can_share(device: torch.device) -> bool:
     makes the allocator keep it until that stream has read it. Reads torch's kernel table; initialises
     nothing."""
     key = torch_names.dispatch_key_for_device(device.type)
-    has_kernel: bool = torch_names.has_kernel_for_dispatch_key("aten::record_stream", key)
-    return has_kernel
+    return bool(torch_names.has_kernel_for_dispatch_key("aten::record_stream", key))
 
 
 class TorchBackend:
@@ -404,8 +403,7 @@ class TorchBackend:
         """
         host = torch.frombuffer(mmap.mmap(-1, _PROBE_BYTES), dtype=torch.uint8)  # shared, like the arena
         address = host.data_ptr()
-        pattern = (torch.arange(_PROBE_BYTES, device="cpu") * 31 % 251).to(torch.uint8)
-        host.copy_(pattern)
+        host.copy_(torch.arange(_PROBE_BYTES, device="cpu") * 31 % 251)
         self.register(address, _PROBE_BYTES)
         try:
             there = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=self.device)
@@ -415,5 +413,5 @@ class TorchBackend:
             back = there.cpu()
         finally:
             self.unregister(address)
-        if not torch.equal(back, pattern):
+        if not torch.equal(back, host):
             raise PinFailed("a copy from registered memory arrived with other bytes")
