@@ -272,7 +272,7 @@ def _blocks(answer: Answer) -> tuple[int, ...]:
     return tuple(offset for offset, _ in answer.used)
 
 
-#: Start and end address of a segment, and its offset in the batch on the device.
+#: Address and bytes of a segment, and its offset in the batch on the device.
 _Segment = tuple[int, int, int]
 #: An object of a batch that is no leaf: its pickle, or b"" and the object itself.
 _Carried = tuple[bytes, Any]
@@ -358,9 +358,8 @@ class SerialStaging:
         finally:
             self._walker.clear()
         buffer = self._buffers.take(layout.device_bytes)
-        for start, end, offset in segments:
-            if end > start:
-                stager.fill(buffer.memory, offset, start, end - start)
+        for start, nbytes, offset in segments:
+            stager.fill(buffer.memory, offset, start, nbytes)
         copy = self._copies.begin(buffer.memory, layout.device_bytes, build, (), beside)
         buffer.copy = copy
         if self._ahead:
@@ -390,19 +389,18 @@ class SerialStaging:
         return layout, segments, objects, build
 
     def _lay_out(self, tree: Any, metas: Metas, spans: list[Span]) -> tuple[BatchLayout, list[_Segment]]:
-        """The layout of a batch, and the segments that go to the device, one after the other."""
-        segments: list[_Segment] = []
-        offsets, nbytes = [-1] * len(spans), 0
+        """The layout of a batch, and the segments for the device, one after the other, without empty ones."""
+        sizes = tuple([end - start for start, end in spans])
+        at, nbytes = dict[int, int](), 0
         for segment in device_segments(metas):
-            segments.append((*spans[segment], nbytes))
-            offsets[segment] = nbytes
-            nbytes += device_aligned(spans[segment][1] - spans[segment][0])
-        plain = (tree, metas, tuple([end - start for start, end in spans]), tuple(offsets))
+            at[segment] = nbytes
+            nbytes += device_aligned(sizes[segment])
+        plain = (tree, metas, sizes, tuple([at.get(n, -1) for n in range(len(sizes))]))
         layout = self._layouts.get(plain)
         if layout is None:
             layout = BatchLayout(plain)
             self._layouts.remember(plain, layout, plain)
-        return layout, segments
+        return layout, [(spans[n][0], sizes[n], offset) for n, offset in at.items() if sizes[n]]
 
     def _carry(self, value: Any) -> _Carried:
         """Take an object apart that contains tensors, which go to the device as leaves."""

@@ -60,7 +60,7 @@ def simulated(kind: type) -> Any:
         def _pack(self, batch: Host) -> Any:
             value, transform = batch.value, self.session.options.apply_transform
             layout = SimpleNamespace(device_bytes=NBYTES)
-            segments = [(value, value + NBYTES, 0)]
+            segments = [(value, NBYTES, 0)]
             return layout, segments, [], lambda memory: transform(Batch([(memory, value)]))
 
     return Simulated
