@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 Stream = Hashable
 Event = Any
 Memory = Any
+#: Makes a batch from device memory.
+Build = Callable[[Memory], Any]
 
 
 class DeviceBackend(Protocol):
@@ -132,7 +134,7 @@ class Copy:
     memory: Memory
     home: Stream
     nbytes: int
-    build: Callable[[Memory], Any] | None
+    build: Build | None
     blocks: tuple[int, ...]
     began: float
     done: Event = None
@@ -164,12 +166,7 @@ class Copies:
         self.free: list[int] = []
 
     def begin(
-        self,
-        source: Memory,
-        nbytes: int,
-        build: Callable[[Memory], Any],
-        blocks: tuple[int, ...] = (),
-        beside: Callable[..., Any] | None = None,
+        self, source: Memory, nbytes: int, build: Build, blocks: tuple[int, ...] = (), beside: Any = None
     ) -> Copy:
         """Begin to copy a batch.
 
@@ -247,20 +244,15 @@ class Copies:
             with self._stager.relaxed():
                 while running and self._stager.query(running[0].done):
                     self._arrived(running.popleft())
-        return self._freed()
-
-    def settle(self) -> None:
-        """Wait until every copy that was begun has run."""
-        if self._running:
-            self.wait_for(self._running[-1])
+        free, self.free = self.free, []
+        return free
 
     def wait_for(self, copy: Copy) -> None:
         """Wait until a copy, and so all earlier ones, have run."""
-        if not copy.over:
-            with self._stager.relaxed():
-                self._stager.synchronize(copy.done)
-            while not copy.over:
-                self._arrived(self._running.popleft())
+        with self._stager.relaxed():
+            self._stager.synchronize(copy.done)
+        while not copy.over:
+            self._arrived(self._running.popleft())
 
     def _arrived(self, copy: Copy) -> None:
         """Note that a copy is over."""
@@ -269,22 +261,20 @@ class Copies:
             self.free += copy.blocks
         self._statistics.copied(copy.nbytes, copy.began, self._stager.clock())
 
+    def settle(self) -> None:
+        """Wait until every copy that was begun has run."""
+        # Not for the copies' own events: an interrupt may have come between a copy and its entry here.
+        with self._stager.relaxed():
+            self._stager.synchronize(self._stager.record(self._stager.side))
+
     def drain(self) -> list[int]:
-        """Wait until all copies that were begun have run. Undelivered batches are dropped.
+        """Wait until every copy that was begun has run. Undelivered batches are dropped.
 
         Returns:
             The blocks of delivered batches; the other blocks may be written again as well.
         """
-        # Not the copies' own events: an interrupt may have come between a copy and its entry here.
-        with self._stager.relaxed():
-            self._stager.synchronize(self._stager.record(self._stager.side))
-        while self._running:
-            self._arrived(self._running.popleft())
-        return self._freed()
-
-    def _freed(self) -> list[int]:
-        free, self.free = self.free, []
-        return free
+        self.settle()
+        return self.reap()
 
     def _queue(self, memory: Memory, home: Stream, source: Memory, nbytes: int) -> Event:
         """Queue a copy to memory that was just allocated on `home`. Return the copy's event."""

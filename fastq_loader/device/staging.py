@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from fastq_loader.device.accelerator import ToDevice, TorchBackend, TransformAhead, called
-from fastq_loader.device.copies import Copies, Copy, Memory
+from fastq_loader.device.copies import Build, Copies, Copy
 from fastq_loader.device.pinning import Buffers, Pinner, PinPolicy
 from fastq_loader.errors import UnpicklableError, WorkerTraceback
 from fastq_loader.ipc.messages import Answer, BatchHandle
@@ -368,9 +368,7 @@ class SerialStaging:
                 stager.share(objects, stager.side)
         return copy
 
-    def _pack(
-        self, batch: Any
-    ) -> tuple[BatchLayout, list[_Segment], list[_Carried], Callable[[Memory], Any]]:
+    def _pack(self, batch: Any) -> tuple[BatchLayout, list[_Segment], list[_Carried], Build]:
         """Take a batch apart.
 
         Returns:
