@@ -374,6 +374,22 @@ FAULTS = (
         "device/test_pinning.py",
     ),
     Fault(
+        "the sizes of a packed sequence go to the device, where torch refuses them",
+        "packing/pickling.py",
+        "if type(value) is PackedSequence and self._for_device:",
+        "if False:",
+        "row B7",
+        "device/test_batches.py",
+    ),
+    Fault(
+        "a batch that is begun in inference mode cannot be trained with",
+        "device/staging.py",
+        "with torch.inference_mode(False), torch.set_grad_enabled(grad):",
+        "with torch.set_grad_enabled(grad):",
+        "guarantee: device",
+        "device/test_staging.py",
+    ),
+    Fault(
         "fields on a device share a version counter, so autograd refuses its own",
         "packing/device_views.py",
         "unsafe_split_with_sizes(sizes)",

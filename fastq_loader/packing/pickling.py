@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.multiprocessing import reductions
+from torch.nn.utils.rnn import PackedSequence
 
 from fastq_loader.errors import ProtocolError, UnpicklableError, WorkerTraceback, add_note, shorten
 from fastq_loader.system import torch_names
@@ -108,6 +109,10 @@ def _storage(whole: torch.Tensor | np.ndarray) -> torch.UntypedStorage:
     return tensor.untyped_storage()
 
 
+def _packed(data: torch.Tensor, sizes: np.ndarray, *order: torch.Tensor | None) -> PackedSequence:
+    return PackedSequence(data, torch.from_numpy(sizes), *order)
+
+
 def _dispatch_table() -> dict[type, Callable[[Any], Any]]:
     # All reducers registered with multiprocessing (by itself, by libraries for their tensors, by torch for
     # typed storages) except torch's own for tensors and storages: these would send each storage to the
@@ -141,6 +146,8 @@ class _Pickler(pickle.Pickler):
             # A tensor of all its bytes shares memory with the tensors over them; an array stays on the host.
             whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(value)
             return _storage, (whole.numpy() if self._for_device else whole,)
+        if type(value) is PackedSequence and self._for_device:  # it refuses sizes that are not on the host
+            return _packed, (value.data, value.batch_sizes.numpy(), *value[2:])
         return NotImplemented
 
     def _reduce_tensor(self, value: torch.Tensor) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader, Prefetcher, ToDevice
@@ -173,6 +174,25 @@ def test_fields_can_be_written_to_without_spoiling_what_autograd_saved(workers: 
         second.mul_(2)
         loss.backward()
         assert weights.grad is not None
+
+
+@pytest.mark.parametrize(("workers", "prefetcher"), [(0, False), (2, False), (0, True)])
+def test_the_sizes_of_a_packed_sequence_stay_on_the_host(workers: int, prefetcher: bool, late: Late) -> None:
+    device = late()
+    options: Any = {"batch_size": 2, "collate_fn": pack}
+    if prefetcher:
+        ours: Any = Prefetcher(TorchDataLoader(range(6), **options), "cuda")
+    else:
+        ours = DataLoader(range(6), num_workers=workers, device="cuda", **options)
+    for expected, batch in zip(TorchDataLoader(range(6), **options), ours, strict=True):
+        assert_same(tuple(expected), tuple(batch))
+        data, sizes, order = [part.untyped_storage().data_ptr() for part in batch[:3]]
+        assert sizes != data == order
+    assert len(device.copies) == 3
+
+
+def pack(samples: list[int]) -> PackedSequence:
+    return pack_sequence([torch.full((sample + 1,), sample) for sample in samples], enforce_sorted=False)
 
 
 def fields(index: int) -> Any:
