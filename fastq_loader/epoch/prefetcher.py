@@ -254,5 +254,4 @@ class _PrefetchIterator(Iterator[Any]):
 
     def close(self, why: str) -> None:
         """Drop the loader's iterator. Batches fetched ahead are lost."""
-        self._invalid, self._batches = why, iter(())
-        self._ahead.clear()
+        self._invalid, self._batches, self._ahead = why, iter(()), deque()
