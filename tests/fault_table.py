@@ -260,6 +260,14 @@ FAULTS = (
     ),
     # ---- resume
     Fault(
+        "what changed in a sampler between two epochs is not noticed",
+        "epoch/samplers.py",
+        "return self.still and len(now) == len(self._seen) and all(map(is_, now, self._seen))",
+        "return self.still and len(now) == len(self._seen)",
+        "row S1",
+        "epoch/test_samplers.py",
+    ),
+    Fault(
         "an order that does not come back is not noticed",
         "epoch/strategies.py",
         "self.differs = now != self.expected",

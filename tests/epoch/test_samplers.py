@@ -67,3 +67,14 @@ def test_epochs_are_set_again_where_it_is_known_what_that_means(kind: Callable[[
                 iter(other)
             other.sampler.set_epoch(4)  # type: ignore[attr-defined]
             assert list(other) == list(iterator)
+
+
+def test_the_epoch_set_between_two_epochs_is_in_the_state_of_the_second() -> None:
+    one, other = (DataLoader(NUMBERS, sampler=DistributedSampler(NUMBERS, 1, 0)) for _ in range(2))
+    for epoch in (1, 4):
+        one.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        iterator = iter(one)
+        next(iterator)
+        other.load_state_dict(one.state_dict())
+        assert list(other) == list(iterator)
+        assert other.sampler.epoch == epoch  # type: ignore[attr-defined]
