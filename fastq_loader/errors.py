@@ -333,9 +333,10 @@ def checked_names(argument: str, names: Any, known: Collection[str], least: int 
 
 
 def shorten(value: Any, limit: int = 80) -> str:
-    """`repr(value)` in at most `limit` characters; if `repr` fails, the type of the error."""
+    """`repr(value)` in at most `limit` characters; if `repr` fails, the type of the error. Of an exception
+    its type and text: the `repr` of an OSError lacks the name of the file."""
     try:
-        text = repr(value)
+        text = f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else repr(value)
     except Exception as error:  # a user's repr may do anything
         text = f"<repr failed: {type(error).__name__}>"
     return text if len(text) <= limit else text[: limit - 3] + "..."

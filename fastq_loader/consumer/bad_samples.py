@@ -14,7 +14,7 @@ from typing import Any
 
 from fastq_loader.errors import BadSampleFound, add_note, shorten, warn_user
 from fastq_loader.ipc.messages import Indices
-from fastq_loader.reading.tolerance import Tolerance
+from fastq_loader.reading.tolerance import Replace, Tolerance
 from fastq_loader.statistics.snapshots import BadSample
 
 #: Bad samples that are recorded individually, and how many of them an error lists.
@@ -120,7 +120,8 @@ class BadSampleCounter:
         if self._errors.allows(self.bad, self.read):
             return None
         named = map(_line, self._among.last[-_NAMED:])
-        head = f"errors={self._errors}: {self.bad} of {self.read} samples could not be read, the last:"
+        among = "samples and their replacements" if isinstance(self._errors, Replace) else "samples"
+        head = f"errors={self._errors}: {self.bad} of {self.read} {among} could not be read, the last:"
         add_note(error, "\n  ".join([head, *named]))
         return error
 

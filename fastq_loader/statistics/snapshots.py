@@ -242,7 +242,7 @@ class BadSample:
         instead: the index of the sample that took its place; None: it was left out.
         error: the exception, as text.
 
-    >>> BadSample(epoch=0, batch=7, index=449, instead=12, error="OSError('truncated')").instead
+    >>> BadSample(epoch=0, batch=7, index=449, instead=12, error="OSError: truncated").instead
     12
     """
 

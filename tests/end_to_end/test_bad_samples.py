@@ -67,6 +67,11 @@ class Files(Dataset[Any]):
         return index
 
 
+class Paths(Files):
+    def __getitem__(self, index: int) -> Any:
+        return index if index not in self.bad else open(f"missing/{index}.png")
+
+
 class Stateful(Files):
     """It says how many it has read; every worker has its own."""
 
@@ -191,7 +196,8 @@ def test_beyond_the_limit_the_last_error_is_raised_with_a_list_at_the_same_batch
         assert [text[text.find("errors=") :] for text in others] == notes
     if hasattr(BaseException, "add_note"):
         bad = sum(text.count("could not be read and") for text in notes[:1])
-        assert re.match(rf"errors={re.escape(str(errors))}: {bad} of (32|40|44) samples could not", notes[0])
+        among = "samples and their replacements" if type(errors) is Replace else "samples"
+        assert re.match(rf"errors={re.escape(str(errors))}: {bad} of (32|40|44) {among} could not", notes[0])
         assert 7 < bad <= 10
 
 
@@ -199,14 +205,16 @@ def test_beyond_the_limit_the_last_error_is_raised_with_a_list_at_the_same_batch
 @WORKERS
 def test_the_first_one_is_warned_of_once_and_as_an_error_costs_no_batch(workers: int, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
-    loader = DataLoader(Files(12, frozenset({1, 6})), 2, errors=Skip(path=path), num_workers=workers)
+    loader = DataLoader(Paths(12, frozenset({1, 6})), 2, errors=Skip(path=path), num_workers=workers)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         next(iter(loader))  # an epoch that is broken off loses it not
         assert of_kind(caught, BadSampleFound) == []
         assert [values(batch) for batch in loader] == [[0], [2, 3], [4, 5], [7], [8, 9], [10, 11]]
     (warning,) = of_kind(caught, BadSampleFound)
-    assert "sample 1 of batch 0, epoch 0, could not be read and was left out: OSError" in str(warning.message)
+    text = "sample 1 of batch 0, epoch 0, could not be read and was left out: FileNotFoundError: "
+    assert text in str(warning.message)
+    assert "'missing/1.png'" in str(warning.message)
     assert warning.filename == __file__
     written = [json.loads(line) for line in path.read_text().splitlines()]
     assert written == [vars(each) for each in noted(loader)]

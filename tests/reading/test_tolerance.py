@@ -20,7 +20,7 @@ SIZE = 50
 
 
 class Broken(Exception):
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         raise RuntimeError("nor can it be shown")
 
 
@@ -81,7 +81,7 @@ def indices_of(fetching: Any) -> list[tuple[Any, Any]]:
 def test_samples_that_raise_are_left_out_and_the_others_are_read_once(kind: Any) -> None:
     fetching = fetcher(dataset := kind(3, 5), Skip())
     assert fetching.fetch([1, 3, 4, 5, 1]) == [1, 4, 1]
-    assert fetching.bad == [[3, None, "KeyError(3)"], [5, None, "KeyError(5)"]]
+    assert fetching.bad == [[3, None, "KeyError: 3"], [5, None, "KeyError: 5"]]
     assert type(fetching.error) is KeyError
     if kind is Reads:
         assert dataset.read == [1, 3, 4, 5, 1]
