@@ -21,8 +21,9 @@ _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _ADOBE = 0xEE
 
 
-class DecodeError(ValueError):
-    """The bytes are no image that can be decoded; the text has the name of the file."""
+class DecodeError(OSError, ValueError):
+    """The bytes are no image that can be decoded; the text has the name of the file. Like pillow's error it is
+    an OSError, so that `only=OSError` tolerates damaged files as well as missing ones."""
 
 
 class Header(NamedTuple):
