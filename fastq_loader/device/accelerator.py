@@ -193,7 +193,7 @@ def parse(device: Any) -> torch.device | None:
     reason = _absence(parsed)
     if reason:
         raise ValueError(
-            f"device={device!r} cannot be used: {reason}; device=None leaves batches on the host"
+            f"device={device!r} cannot be used: {reason}; device='cpu' leaves batches on the host"
         )
     return parsed
 

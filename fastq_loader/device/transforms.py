@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from fastq_loader.packing.tensors import tensors_of
@@ -27,8 +28,8 @@ class normalize:
     It may also be used in compiled and captured steps: it neither copies from the host nor waits.
 
     Args:
-        mean, std: one number for each channel, for values between 0 and 1 (torchvision's convention; apex's
-            example has them times 255).
+        mean, std: one number for each channel, in a list, array or tensor, for values between 0 and 1
+            (torchvision's convention; apex's example has them times 255).
         dtype: of the result: torch.float16, bfloat16, float32 or float64. Intermediate values are float32
             at least.
         channels_last: whether results lie in memory with the channels last (`torch.channels_last`).
@@ -37,7 +38,8 @@ class normalize:
             (N, C, …) with at least 3 dimensions and as many channels as `mean`.
 
     Raises:
-        ValueError: `mean` and `std` differ in length or a `std` is 0; in a call, a batch has no image.
+        ValueError: `mean` and `std` differ in length or a `std` is 0; in a call, a batch has no image, or
+            `mean` is for values up to 255, which would be divided by 255.
         TypeError: `dtype` is not floating-point, or `which` is a single name.
 
     >>> images = torch.full((1, 3, 2, 2), 255, dtype=torch.uint8)
@@ -53,8 +55,7 @@ class normalize:
     which: Collection[str | int] | None = None
 
     def __post_init__(self) -> None:
-        self.mean = tuple(float(value) for value in self.mean)
-        self.std = tuple(float(value) for value in self.std)
+        self.mean, self.std = (tuple(np.ravel(each).astype(float).tolist()) for each in (self.mean, self.std))
         if not self.mean or len(self.mean) != len(self.std):
             raise ValueError(f"mean={self.mean} and std={self.std} must have one number for each channel")
         if not all(self.std):
@@ -82,7 +83,7 @@ class normalize:
             raise ValueError(f"which names {missing}, and the batch has {list(parts)}")
         if all(parts[key] is given[key] for key in given):
             raise ValueError(
-                f"normalize found no image with {len(self.mean)} channels among "
+                f"normalize found no uint8 image of shape (N, {len(self.mean)}, ...) among "
                 f"{', '.join(map(_describe, given.values()))}: name it with which=, or check the collate_fn"
             )
         return rebuilt(batch, parts)
@@ -112,6 +113,11 @@ class normalize:
         limit = self.max_value
         if limit is None:
             limit = 1.0 if pixels.dtype.is_floating_point else 255.0
+            if limit > 1 and max(self.mean) > 1:
+                raise ValueError(
+                    f"mean={self.mean} is of pixels up to 255, and normalize divides pixels by 255: divide "
+                    "mean and std by 255, too, or pass max_value=1"
+                )
         wide = torch.float64 if torch.float64 in (self.dtype, pixels.dtype) else torch.float32
 
         # Filled by kernels, anew for each batch: a copy from the host cannot be captured, and cached tensors

@@ -90,14 +90,26 @@ def test_which_names_what_is_normalised() -> None:
         normalize(MEAN, STD, which=["left", "lfet"])({"left": left, "right": right})
 
 
+def test_apexs_mean_and_std_of_pixels_up_to_255_are_taken_as_such_or_refused() -> None:
+    pixels = images(2, 3, 4, 4)
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) * 255 for values in (MEAN, STD))
+    with pytest.raises(ValueError, match=r"mean=\(123.67.*and std by 255, too, or pass max_value=1"):
+        normalize(mean, std)([pixels])
+    found = normalize(mean, std, max_value=1)(pixels)
+    torch.testing.assert_close(found, normalize(MEAN, STD)(pixels), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(normalize(mean, std)(pixels.float()), found)
+    gray = images(2, 1, 4, 4)
+    assert torch.equal(normalize(0.5, 0.2)(gray), normalize([0.5], [0.2])(gray))
+
+
 @pytest.mark.parametrize(
     ("batch", "text"),
     [
         (
             [torch.rand(2, 3, 4, 4), "x"],
-            r"found no image with 3 channels among torch.float32 \(2, 3, 4, 4\), str",
+            r"found no uint8 image of shape \(N, 3, ...\) among torch.float32 \(2, 3, 4, 4\), str",
         ),
-        ({"image": images(2, 1, 4, 4)}, r"found no image with 3 channels among torch.uint8 \(2, 1, 4, 4\)"),
+        ({"image": images(2, 1, 4, 4)}, r"found no uint8 image of .* among torch.uint8 \(2, 1, 4, 4\)"),
         (images(2, 4, 4, 3), r"an image of shape \(2, 4, 4, 3\) has not: images are \(N, C, ...\)"),
         ("text", "normalize got a str"),
     ],

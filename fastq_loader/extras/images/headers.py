@@ -22,8 +22,10 @@ _ADOBE = 0xEE
 
 
 class DecodeError(OSError, ValueError):
-    """The bytes are no image that can be decoded; the text has the name of the file. Like pillow's error it is
-    an OSError, so that `only=OSError` tolerates damaged files as well as missing ones."""
+    """The bytes are no image that can be decoded; the text has the name of the file.
+
+    An OSError, as pillow's is, so that `only=OSError` tolerates damaged files as well as missing ones.
+    """
 
 
 class Header(NamedTuple):
