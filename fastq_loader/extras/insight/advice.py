@@ -6,6 +6,7 @@ if the loader's other arguments make the proposal ineffective.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -26,6 +27,8 @@ _PLAIN = 100e-6
 _HIT, _HIT_BYTE, _CACHE = 25e-6, 0.1e-9, 0.5
 #: Minimum gain that justifies the memory of a cache.
 _LEAST_CACHED = 1.5
+#: Seconds of an epoch in which starting workers anew, which takes some tenths of a second, would show.
+_SHORT = 10.0
 #: Minimum share of an epoch in which batches are copied to page-locked memory.
 _LEAST_PINNING = 0.05
 
@@ -42,6 +45,8 @@ def advice(run: RunProfile, limits: Sequence[str]) -> tuple[str, ...]:
     case = _Case(run, run.costs)
     for rules in (_RULES, _OTHERWISE):
         chosen = dict.fromkeys(rule for limit in limits for rule in rules.get(limit, ()))
+        if run.loader.chooses_workers:  # it tries these numbers itself, and knows better than the model
+            chosen = {rule: None for rule in chosen if rule not in _NUMBERS}
         if chosen:
             chosen[_pinning] = None
         found = [advised for rule in chosen for advised in rule(case) if advised[0] >= _LEAST_GAIN]
@@ -57,6 +62,10 @@ def duration(seconds: float) -> str:
         if seconds >= 0.9995 * size:
             return f"{seconds / size:.3g} {unit}" if seconds < 100 * size else f"{seconds / size:.0f} {unit}"
     return f"{seconds * 1e6:.0f} µs"
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2g} GB" if nbytes >= 1e9 else f"{math.ceil(nbytes / 1e6)} MB"
 
 
 #: The factor by which the run becomes faster, and the line of advice.
@@ -110,8 +119,9 @@ def _other_workers(case: _Case) -> Iterator[_Advised]:
         until = ", until the CPUs limit"
     free = int(case.run.cpus - costs.cpu / case.now + 0.1)
     cores = f"; {free} core{'s are' if free > 1 else ' is'} free" if free > 0 else ""
+    stay = " and persistent_workers=True" if not now and case.run.epoch.seconds < _SHORT else ""
     split = "" if now or not case.run.loader.iterable else ", if the dataset is split among workers"
-    yield gain, f"num_workers {now} → {best}{split}: {_times(gain)}{until}{cores}"
+    yield gain, f"num_workers {now} → {best}{stay}{split}: {_times(gain)}{until}{cores}"
 
 
 def _no_workers(case: _Case) -> Iterator[_Advised]:
@@ -253,7 +263,8 @@ def _decoded_once(case: _Case) -> Iterator[_Advised]:
     gain = case.gain(loads=case.loads(1 - saved))
     if gain >= _LEAST_CACHED:
         read = f"reading samples is {run.fetching:.0%} of loading"
-        room = f"would hold {held:,} of {samples:,} in {held * nbytes / 1e9:.2g} GB"
+        part_held = "all samples" if held == samples else f"{held / samples:.0%} of the samples"
+        room = f"would hold {part_held} in {_size(held * nbytes)}"
         part = "fastq_loader.cached, around the part of it that draws no random numbers"
         yield gain, f"{read}: {part}, {room}: up to {_times(gain)} from the second epoch on"
 
@@ -270,5 +281,7 @@ _RULES: dict[str, tuple[_Rule, ...]] = {
     "start_up": (_workers_stay, _no_start),
     "balanced": (_no_workers, _other_workers, _decoded_once),
 }
+#: Rules about the number of workers.
+_NUMBERS = {_other_workers, _no_workers, _no_start, _fewer_workers}
 #: Changes to the user's own code, proposed if no argument would help.
 _OTHERWISE: dict[str, tuple[_Rule, ...]] = {"workers": (_cheaper_samples,), "head_of_line": (_even_batches,)}

@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 from torch.utils.data._utils.collate import default_collate, default_convert
 
 from fastq_loader.api import (
+    Auto,
     Counters,
     EpochCounters,
     EpochStatistics,
@@ -94,6 +95,7 @@ def of_arguments(loader: Any) -> tuple[Setting, LoaderFacts]:
     arguments = LoaderFacts(
         iterable=iterable,
         persistent=loader.persistent_workers,
+        chooses_workers=isinstance(loader.num_workers, Auto),
         in_order=loader.in_order,
         shuffles=type(sampler) is RandomSampler,
         sampler=type(sampler).__qualname__,

@@ -157,6 +157,7 @@ class LoaderFacts:
     Attributes:
         iterable: whether the dataset is read in order, and not by index.
         persistent: whether workers stay from one epoch to the next.
+        chooses_workers: whether the loader chooses the number of workers itself.
         in_order: whether batches are delivered in the order of the sampler.
         shuffles: whether torch's own sampler shuffles the indices.
         sampler: class name of the sampler.
@@ -168,6 +169,7 @@ class LoaderFacts:
 
     iterable: bool = False
     persistent: bool = False
+    chooses_workers: bool = False
     in_order: bool = True
     shuffles: bool = False
     sampler: str = ""

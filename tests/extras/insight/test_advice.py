@@ -49,6 +49,27 @@ def test_more_workers_as_far_as_they_help(costs: Costs, workers: int, cpus: floa
     assert lines("workers", costs, Setting(workers), cpus) == f"num_workers {line}"
 
 
+def test_the_first_workers_of_short_epochs_stay() -> None:
+    short = lines("workers", Costs((0.1,)), Setting(0), epoch=replace(EPOCH, seconds=9.0))
+    assert short.startswith("num_workers 0 → 4 and persistent_workers=True: about 4 ×")
+
+
+@pytest.mark.parametrize(
+    ("limit", "costs", "workers", "text"),
+    [
+        ("workers", Costs((0.1,)), 0, "num_workers 0 → 4"),
+        ("consumer", Costs((1e-3,), step=0.1), 4, "would do"),
+        ("transport", Costs((1e-5,), overhead=1e-3), 2, "num_workers=0 is"),
+        ("start_up", Costs((0.01,)), 2, "num_workers=0 is"),
+    ],
+)
+def test_a_loader_that_chooses_the_number_of_workers_is_advised_none(
+    limit: str, costs: Costs, workers: int, text: str
+) -> None:
+    assert text in lines(limit, costs, Setting(workers))
+    assert text not in lines(limit, costs, Setting(workers), chooses_workers=True)
+
+
 def test_an_iterable_dataset_must_be_split_among_its_first_workers() -> None:
     first = lines("workers", Costs((0.1,)), Setting(0), iterable=True)
     assert first.startswith("num_workers 0 → 4, if the dataset is split among workers: about 4 ×")
@@ -75,8 +96,9 @@ DECODED = {
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
-        ({}, "92%.*would hold 2,000 of 2,000 in 10 GB: up to about 5.4 × from the second epoch on"),
-        ({"free_bytes": 14_000_000_000}, "would hold 1,400 of 2,000 in 7 GB: up to about 2.3 ×"),
+        ({}, "92%.*would hold all samples in 10 GB: up to about 5.4 × from the second epoch on"),
+        ({"free_bytes": 14_000_000_000}, "would hold 70% of the samples in 7 GB: up to about 2.3 ×"),
+        ({"costs": Costs((0.1,), batch_bytes=640)}, "would hold all samples in 1 MB: up to"),
         ({"free_bytes": 1_000_000_000}, None),  # too few to be worth it
         ({"is_cached": True}, None),
         ({"iterable": True}, None),

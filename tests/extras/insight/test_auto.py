@@ -17,6 +17,7 @@ from fastq_loader.extras.insight.auto import Chooser, Measurement, remember
 from fastq_loader.extras.insight.auto import decide as decide_within
 from fastq_loader.extras.insight.auto import given as number_given
 from fastq_loader.extras.insight.chooser import Limits, most_workers, numbers
+from fastq_loader.extras.insight.facts import of_arguments
 from fastq_loader.extras.insight.model import Costs, Setting, seconds_per_batch
 from fastq_loader.workers.kinds import Auto
 from tests.support.datasets import Made, Stream
@@ -192,3 +193,9 @@ def test_the_word_is_for_the_constructor() -> None:
         loader.num_workers = "auto"  # type: ignore[assignment]
     loader.num_workers = 3
     assert type(loader.num_workers) is int
+
+
+@pytest.mark.parametrize("number", ["auto", 1])
+def test_advice_knows_who_chooses_the_number_of_workers(number: Any) -> None:
+    loader = DataLoader(EIGHT, num_workers=number, schedule="dynamic")
+    assert of_arguments(loader)[1].chooses_workers == (number == "auto")
