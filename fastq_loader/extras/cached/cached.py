@@ -85,7 +85,7 @@ class cached(identity.Apart):
         name: name of a cache in memory that all processes of this user on this machine share under it; it
             ends with the last of them.
         path: folder for the values, which outlives the program, on a disk of this machine; one that cannot
-            be written to is read. Needs lmdb.
+            be written to is read. `~` is the home folder. Needs lmdb.
         version: version of the data or the function, text or number; a cache of another version is refused.
             With a name or a path, needed for a function that holds more than plain data, and for one of a
             notebook.
@@ -98,7 +98,7 @@ class cached(identity.Apart):
             removes a folder.
         TypeError: with a name or a path, at the first call: the function holds something that is no plain
             data, and there is no version.
-        OSError: the folder cannot be opened, or others may write to it.
+        OSError: the folder cannot be opened, the one above it does not exist, or others may write to it.
         RuntimeError: `name` or `path` needs a system call that this system or sandbox lacks.
     """
 
@@ -122,7 +122,7 @@ class cached(identity.Apart):
             raise ValueError(
                 f"cached: name={name!r} and path={str(path)!r}: give one, the memory's name or a folder"
             )
-        path = None if path is None else os.path.abspath(path)
+        path = None if path is None else mark.absolute(path)
         nbytes = bytes_of(limit, path, is_shared=name is not None or path is not None)
         self._options = Options(limit, nbytes, name, path, version, copy)
         self._of: Any = None
@@ -144,7 +144,7 @@ class cached(identity.Apart):
             ValueError: this is no folder of a cache.
             FileNotFoundError: there is no such folder.
         """
-        mark.remove(os.fspath(path))
+        mark.remove(mark.absolute(path))
 
     def _set_function(self) -> None:
         self._in_class = False

@@ -28,6 +28,14 @@ class Differs(ValueError):
     """The folder belongs to another function or version, or is not ours; the text names the difference."""
 
 
+def absolute(path: str | os.PathLike[str]) -> str:
+    """The path of a folder that a user named, from the root on. Raises ValueError: it is empty."""
+    text = os.fsdecode(path)
+    if not text:
+        raise ValueError(f"cached: path={path!r} names no folder")
+    return os.path.abspath(os.path.expanduser(text))
+
+
 def read(file: int) -> Any:
     """Read a mark; None if there is none, or it is damaged."""
     try:

@@ -196,6 +196,21 @@ def test_a_file_outlives_its_program_and_is_cleared(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_path_is_taken_as_users_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("~/values", os.fsencode(tmp_path / "values")):
+        cached(read, limit="1MB", path=path)(1)
+        assert (tmp_path / "values").is_dir()
+        cached.clear(path)
+        assert not (tmp_path / "values").exists()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="path='' names no folder"):
+        cached(read, limit="1MB", path="")
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*/nvme': make it, or use another path"):
+        cached(read, limit="1MB", path="nvme/values")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_damaged_value_is_computed_again_and_said(tmp_path: Path) -> None:
     path = tmp_path / "values"
     cached(read, limit="1MB", path=path)(1)
