@@ -110,14 +110,7 @@ class normalize:
                 f"normalize has {len(self.mean)} channels (mean and std), and an image of shape "
                 f"{tuple(pixels.shape)} has not: images are (N, C, ...)"
             )
-        limit = self.max_value
-        if limit is None:
-            limit = 1.0 if pixels.dtype.is_floating_point else 255.0
-            if limit > 1 and max(self.mean) > 1:
-                raise ValueError(
-                    f"mean={self.mean} is of pixels up to 255, and normalize divides pixels by 255: divide "
-                    "mean and std by 255, too, or pass max_value=1"
-                )
+        limit = self._divisor(pixels)
         wide = torch.float64 if torch.float64 in (self.dtype, pixels.dtype) else torch.float32
 
         # Filled by kernels, anew for each batch: a copy from the host cannot be captured, and cached tensors
@@ -135,6 +128,14 @@ class normalize:
         images.mul_(factor([1 / (limit * std) for std in self.std]))
         images.add_(factor([-mean / std for mean, std in zip(self.mean, self.std, strict=True)]))
         return images.to(self.dtype)
+
+    def _divisor(self, pixels: torch.Tensor) -> float:
+        if self.max_value is not None or pixels.dtype.is_floating_point:
+            return 1.0 if self.max_value is None else self.max_value
+        if max(self.mean) > 1:
+            text = "normalize divides pixels by 255: divide mean and std by 255, too, or pass max_value=1"
+            raise ValueError(f"mean={self.mean} is of pixels up to 255, and {text}")
+        return 255.0
 
 
 def _describe(value: Any) -> str:

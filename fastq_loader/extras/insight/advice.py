@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from fastq_loader.extras.insight.chooser import Limits, rank
-from fastq_loader.extras.insight.model import Costs, RunProfile, Setting
+from fastq_loader.extras.insight.model import Costs, LoaderFacts, RunProfile, Setting
 
 #: Smaller gains are within the error of the model.
 _LEAST_GAIN = 1.05
@@ -44,16 +44,22 @@ def advice(run: RunProfile, limits: Sequence[str]) -> tuple[str, ...]:
         return ()
     case = _Case(run, run.costs)
     for rules in (_RULES, _OTHERWISE):
-        chosen = dict.fromkeys(rule for limit in limits for rule in rules.get(limit, ()))
-        if run.loader.chooses_workers:  # it tries these numbers itself, and knows better than the model
-            chosen = {rule: None for rule in chosen if rule not in _NUMBERS}
-        if chosen:
+        if chosen := _applicable(rules, limits, run.loader):
             chosen[_pinning] = None
         found = [advised for rule in chosen for advised in rule(case) if advised[0] >= _LEAST_GAIN]
         if found:
             found.sort(key=lambda advised: -advised[0])
             return tuple(line for _, line in found[:_LINES])
     return ()
+
+
+def _applicable(
+    rules: dict[str, tuple[_Rule, ...]], limits: Sequence[str], loader: LoaderFacts
+) -> dict[_Rule, None]:
+    chosen = dict.fromkeys(rule for limit in limits for rule in rules.get(limit, ()))
+    if loader.chooses_workers:  # it tries these numbers itself, and knows better than the model
+        chosen = {rule: None for rule in chosen if rule not in _NUMBERS}
+    return chosen
 
 
 def duration(seconds: float) -> str:
