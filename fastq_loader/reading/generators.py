@@ -101,6 +101,11 @@ def find(roots: dict[str, Any], but: Iterable[Any] = ()) -> Found:
     return found
 
 
+def is_generator(value: Any) -> bool:
+    """Whether an object is a generator, by its class."""
+    return issubclass(type(value), tuple(_KINDS))
+
+
 def _package(generator: Any) -> str:
     return type(generator).__module__.partition(".")[0]
 

@@ -6,9 +6,11 @@ Runs in every process that calls a cached function.
 from __future__ import annotations
 
 import threading
+from types import CodeType, FunctionType
 from typing import Any
 
 from fastq_loader.api import generators, sample_seeds
+from fastq_loader.extras.cached.identity import base_of
 
 
 class Draws:
@@ -40,11 +42,26 @@ def _is_only_thread() -> bool:
 
 
 def generators_of(function: Any, of: Any, cache: Any) -> dict[str, Any]:
-    """The generators in a function's closure, defaults and arguments, and of its object; none if a user's
-    object raises."""
+    """The generators in a function's closure, defaults and arguments, of its object, and those of its module
+    that it names; none if a user's object raises."""
     try:
-        found = generators.find({"self": of, "": function}, [cache])
+        found = generators.find({"self": of, "": function, **_of_module(function)}, [cache])
         generators.states_of(found)
     except Exception:
         return {}
+    return found
+
+
+def _of_module(function: Any) -> dict[str, Any]:
+    """The generators of a module that a function uses, itself or in other functions of the module."""
+    base, found = base_of(function), dict[str, Any]()
+    names, codes = getattr(base, "__globals__", {}), [getattr(base, "__code__", None)]
+    for code in codes:  # which grows
+        for name in getattr(code, "co_names", ()):
+            value = names.get(name)
+            if generators.is_generator(value):
+                found[name] = value
+            elif type(value) is FunctionType and value.__globals__ is names and value.__code__ not in codes:
+                codes.append(value.__code__)
+        codes += [each for each in getattr(code, "co_consts", ()) if type(each) is CodeType]
     return found

@@ -462,6 +462,29 @@ def test_generators_that_a_function_holds_are_found(make: Any, kind: Any) -> Non
     assert wrapped.statistics().random == 2
 
 
+_generator: Any = None
+
+
+def _of_module(index: int) -> list[float]:
+    return [_in_another_function(index) for _ in range(1)]
+
+
+def _in_another_function(index: int) -> float:
+    return float(_generator.random()) if index else 0.0
+
+
+@pytest.mark.parametrize("wraps", [lambda function: function, functools.partial])
+def test_generators_of_the_module_that_a_function_uses_are_found(
+    monkeypatch: pytest.MonkeyPatch, wraps: Any
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "_generator", np.random.default_rng(0))
+    wrapped = cached(wraps(_of_module), limit="1MB")
+    assert wrapped(0) == wrapped(0) == [0.0]
+    with pytest.warns(NotCached, match=r"draws from _generator"):
+        assert wrapped(1) != wrapped(1)
+    assert (wrapped.statistics().random, wrapped.statistics().hits) == (2, 1)
+
+
 def test_a_search_that_did_not_see_all_is_said_once_and_values_are_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
