@@ -355,10 +355,10 @@ def open_at(path: str, about: dict[str, Any], limit: int, is_literal: bool) -> F
     except OSError as error:
         if error.errno is None:
             raise
-        above, text = os.path.dirname(path), f"cannot be opened: {error.strerror}"
+        above, text = os.path.dirname(path), f" cannot be opened: {error.strerror}"
         if not os.path.exists(above):
-            text = f"there is no folder {above!r}: make it, or use another path"
-        raise type(error)(error.errno, f"cached: path={path!r}: {text}") from error
+            text = f": there is no folder {above!r}: make it, or use another path"
+        raise type(error)(error.errno, f"cached: path={path!r}{text}") from error
 
 
 def _opened_at(path: str, *wanted: Any) -> Folder | None:

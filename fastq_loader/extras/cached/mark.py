@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import stat
+import warnings
 from typing import Any
 
 FORMAT = 3
@@ -88,7 +89,8 @@ def is_empty(path: str) -> bool:
 
 
 def compare(path: str, mark: Any, about: dict[str, Any], is_used: bool) -> None:
-    """Compare the mark with this function. A folder without values belongs to nobody, if no cache uses it.
+    """Compare the mark with this function, and warn if only its code differs, and no version says that its
+    values are the same. A folder without values belongs to nobody, if no cache uses it.
 
     Raises:
         Differs: it belongs to another function or version.
@@ -98,6 +100,11 @@ def compare(path: str, mark: Any, about: dict[str, Any], is_used: bool) -> None:
     here = {"format": FORMAT, **about}
     differ = [name for name in here if mark[name] != here[name]]
     if set(differ) <= {"file", "code"} and (about["version"] is not None or len(differ) < 2):
+        if about["version"] is None and "code" in differ:
+            text = (
+                "is not that of the stored values, which are used as they are: cached.clear(path) begins anew"
+            )
+            warnings.warn(f"cached: path={path!r}: the code of {about['function']} {text}", stacklevel=6)
         return  # the file was moved, or its code changed
     name = differ[0]
     raise Differs(
