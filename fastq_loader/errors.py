@@ -227,7 +227,8 @@ class PinnedCopies(LoaderHint):
 
 class NotCached(LoaderHint):
     """The values of a function passed to `cached` are not stored: it drew from torch's, Python's or numpy's
-    generator, so that cached values would repeat in every epoch; or its values cannot be pickled.
+    generator, so that cached values would repeat in every epoch; its values cannot be pickled; or one is
+    larger than the whole cache.
 
     >>> warnings.simplefilter("ignore", NotCached)
     """

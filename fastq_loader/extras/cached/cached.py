@@ -12,7 +12,6 @@ import copyreg
 import errno
 import functools
 import os
-import warnings
 import weakref
 from collections.abc import Callable
 from multiprocessing import reduction
@@ -30,6 +29,7 @@ from fastq_loader.api import (
     pickling,
     process_id,
     sample_seeds,
+    warn_user,
 )
 from fastq_loader.extras.cached import handover, identity, mark, memory, values
 from fastq_loader.extras.cached.draws import Draws, generators_of
@@ -202,7 +202,8 @@ class cached(identity.Apart):
             if self._options.version is not None:
                 return self._name.encode()
             raise TypeError(
-                f"cached: {error}, which is no plain data: pass version=, which says what values depend on"
+                f"cached: {error}, which is no plain data: pass version=1, and another number when it gives "
+                "other values; or cache a function that does not hold it"
             ) from None
 
     def _digest_of_instance(self, instance: Any) -> bytes:
@@ -287,14 +288,18 @@ class cached(identity.Apart):
         return value if found is None else values.decode(*found)  # the read-only one
 
     def _add(self, key: bytes, encoded: values.Encoded, replace: bool) -> str:
+        stored: str = memory.FULL
         try:
-            return str(self._place.store.add(key, encoded, replace))
+            stored = self._place.store.add(key, encoded, replace)
         except ValueError as error:
             self._warn_of_damage(error)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
                 raise
-        return memory.FULL
+        if stored == memory.FULL and encoded.nbytes > self._options.nbytes:
+            text = f"() returns a value of {encoded.nbytes:,} bytes, for which "
+            self._warn_once("hinted", f"{text}limit={self._options.limit!r} is too low")
+        return stored
 
     def _own_generators(self, args: tuple[Any, ...]) -> dict[str, Any]:
         """The generators that the function holds, searched once in a process; of a method that was cached in
@@ -313,7 +318,7 @@ class cached(identity.Apart):
     def _warn_once(self, counter: str, text: str, kind: type[Warning] = NotCached) -> None:
         """Warn if no process has yet, as this counter shows."""
         if self._place.counters.add_first(counter):
-            warnings.warn(f"cached: {self.__qualname__}{text}", kind, stacklevel=4)
+            warn_user(f"cached: {self.__qualname__}{text}", kind)
 
     def statistics(self) -> CacheStatistics:
         """Counts of the cache so far, of all processes that share this object, or its name."""

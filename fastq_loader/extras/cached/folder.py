@@ -21,14 +21,13 @@ import importlib
 import os
 import struct
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
 from multiprocessing import util
 from typing import Any
 
-from fastq_loader.api import locks, process_id
+from fastq_loader.api import locks, process_id, warn_user
 from fastq_loader.extras.cached import mark as marks
 from fastq_loader.extras.cached import memory, values
 from fastq_loader.extras.cached.memory import BUSY, FULL, PATIENCE, STORED, in_time
@@ -102,7 +101,7 @@ class Folder:
             except ValueError as error:
                 if not self._can_write:
                     raise OSError(errno.EROFS, f"its disk is read-only, and {error}") from None
-                warnings.warn(f"cached: the folder {self._path!r} is begun anew: {error}", stacklevel=6)
+                warn_user(f"cached: the folder {self._path!r} is begun anew: {error}", UserWarning)
                 os.unlink(os.path.join(self._path, marks.VALUES))  # who has it open goes on with it
                 self._begin(mark, about, limit, is_literal)
             return True

@@ -156,7 +156,7 @@ def _code_beside_name(value: Any, path: str) -> Any:
     if is_found and not getattr(value, "__closure__", None):
         return None
     if not hasattr(value, "__code__"):
-        raise NotPlain(f"{path} is {value!r}, which its module does not have under its name")
+        raise NotPlain(f"{path} is {name_of(value)}, which its module does not have under its name")
     return "" if is_found else _code(value.__code__)
 
 
@@ -171,7 +171,7 @@ def _members(value: Any) -> _Held | None:
 
 
 def _refused(value: Any, path: str) -> NotPlain:
-    return NotPlain(f"{path} is {value!r:.60}, a {name_of(type(value))}")
+    return NotPlain(f"{path} is of class {name_of(type(value))}")
 
 
 def _words_of_array(value: Any, path: str) -> tuple[Any, ...]:

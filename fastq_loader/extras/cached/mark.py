@@ -14,8 +14,9 @@ import json
 import mmap
 import os
 import stat
-import warnings
 from typing import Any
+
+from fastq_loader.api import warn_user
 
 FORMAT = 3
 _OURS = "fastq_loader."  # the names of all files of a folder begin with it
@@ -104,7 +105,7 @@ def compare(path: str, mark: Any, about: dict[str, Any], is_used: bool) -> None:
             text = (
                 "is not that of the stored values, which are used as they are: cached.clear(path) begins anew"
             )
-            warnings.warn(f"cached: path={path!r}: the code of {about['function']} {text}", stacklevel=6)
+            warn_user(f"cached: path={path!r}: the code of {about['function']} {text}", UserWarning)
         return  # the file was moved, or its code changed
     name = differ[0]
     raise Differs(

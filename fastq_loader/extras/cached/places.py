@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import mmap
 import os
-import warnings
 from functools import partial
 from typing import Any, NamedTuple
 
-from fastq_loader.api import calls
+from fastq_loader.api import calls, warn_user
 from fastq_loader.extras.cached import counters, folder, identity, memory
 from fastq_loader.extras.cached.limits import is_part
 from fastq_loader.extras.cached.process import ProcessMemory
@@ -89,7 +88,7 @@ def open_place(options: Options, function: Any, name: str, fd: int = -1) -> Plac
         place = Place(memory.create(0) if fd < 0 else fd, store)
     if is_literal and (holds := place.store.limit) > options.nbytes:
         text = f"limit={options.limit!r} is not used: the cache has had {holds} bytes since it was made"
-        warnings.warn(f"cached: {name}: {text}", stacklevel=3)
+        warn_user(f"cached: {name}: {text}", UserWarning)
     return place
 
 

@@ -59,6 +59,11 @@ class Encoded:
             pickled = self._pickled(value)
             self.form, self.parts = (_unpickled.__name__,), [pickled, *self.parts]
 
+    @property
+    def nbytes(self) -> int:
+        """Its size, without the table."""
+        return len(self.pickled) + sum(part.nbytes for part in self.parts)
+
     def part(self, value: Any) -> Any:
         """A function that makes a tensor or an array, and its arguments: bytes, and what is for marshal. None
         for a value that must be pickled."""
