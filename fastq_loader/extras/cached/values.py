@@ -61,8 +61,8 @@ class Encoded:
 
     @property
     def nbytes(self) -> int:
-        """Its size, without the table."""
-        return len(self.pickled) + sum(part.nbytes for part in self.parts)
+        """Bytes of all parts."""
+        return sum(memoryview(part).nbytes for part in self.parts)
 
     def part(self, value: Any) -> Any:
         """A function that makes a tensor or an array, and its arguments: bytes, and what is for marshal. None
