@@ -21,10 +21,7 @@ from fastq_loader.epoch.fields import EpochStart, Position, Saved
 from fastq_loader.epoch.order import Order
 from fastq_loader.options import Loader
 from fastq_loader.reading import generators
-from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
-
-#: Stands in for a reader's state that is unknown.
-UNKNOWN = pickle.dumps({"unknown": True})
+from fastq_loader.scheduling.progress import START, UNKNOWN, Progress, WorkerProgress
 
 
 def mixed(seed: int, *numbers: int) -> int:

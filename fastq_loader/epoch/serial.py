@@ -19,14 +19,13 @@ from fastq_loader.consumer.outcomes import ENDED, Ended, Handed, Outcome, Raised
 from fastq_loader.device.staging import SerialStaging
 from fastq_loader.epoch import resources
 from fastq_loader.epoch.base import LoaderIterator
-from fastq_loader.epoch.record import UNKNOWN
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.options import Loader
 from fastq_loader.reading import datapipes
 from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.reading.reader import HandedOutBefore, Reader
 from fastq_loader.reading.tolerance import LeftOut
-from fastq_loader.scheduling.progress import Progress, WorkerProgress
+from fastq_loader.scheduling.progress import UNKNOWN, Progress, WorkerProgress
 from fastq_loader.statistics.records import DEVICE, DREW, END, ITER, LOADED
 from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.system.torch_names import untraced

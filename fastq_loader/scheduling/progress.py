@@ -6,8 +6,12 @@ counted for each worker, because each worker reads its own part.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from typing import NamedTuple
+
+#: Stands in for the state of a worker that has read beyond the delivered batches.
+UNKNOWN = pickle.dumps({"unknown": True})
 
 
 class WorkerProgress(NamedTuple):
@@ -56,7 +60,8 @@ class Progress(NamedTuple):
 
         Args:
             worker: its number.
-            state: the worker's state after the batch; b"" leaves its last one.
+            state: the worker's state after the batch; b"" leaves its last one, unless that is unknown: the
+                worker has none.
             position: of the batch; None for an iterable dataset.
         """
         after = (
@@ -65,7 +70,8 @@ class Progress(NamedTuple):
             else self.after(position)
         )
         workers = list(self.workers)
-        workers[worker] = WorkerProgress(workers[worker].delivered + 1, state or workers[worker].state)
+        delivered, last = workers[worker]
+        workers[worker] = WorkerProgress(delivered + 1, state or (b"" if last == UNKNOWN else last))
         return Progress(after.delivered, after.beyond, tuple(workers))
 
     def at_end(self, said: Mapping[int, bytes]) -> Progress:

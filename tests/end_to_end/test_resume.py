@@ -479,15 +479,16 @@ def test_a_state_from_before_the_first_epoch_fixes_it(workers: int) -> None:
 
 @thorough(but={"workers": 2})
 @pytest.mark.parametrize("workers", [0, 2])
-def test_where_a_broken_epoch_has_left_a_stream_is_not_guessed(workers: int) -> None:
-    loader = DataLoader(Stays(9), 2, num_workers=workers, persistent_workers=workers > 0)
+@pytest.mark.parametrize("kind", [Stays, SaysNothing])
+def test_where_a_broken_epoch_has_left_a_stream_is_not_guessed(kind: Any, workers: int) -> None:
+    loader = DataLoader(kind(9), 2, num_workers=workers, persistent_workers=workers > 0)
     next(iter(loader))
     iterator = iter(loader)
     with pytest.raises(ValueError, match=r"field 'workers\.0': the epoch before was broken off"):
-        resumed(DataLoader(Stays(9), 2, num_workers=workers), loader.state_dict())
+        resumed(DataLoader(kind(9), 2, num_workers=workers), loader.state_dict())
     for _ in range(workers + 1):
         next(iterator)
-    resumed(DataLoader(Stays(9), 2, num_workers=workers), loader.state_dict())
+    resumed(DataLoader(kind(9), 2, num_workers=workers), loader.state_dict())
     loader.close()
 
 
