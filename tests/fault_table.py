@@ -537,6 +537,22 @@ FAULTS = (
         "extras/cached/test_folder.py",
     ),
     Fault(
+        "the generators of a function's module are not looked for",
+        "extras/cached/draws.py",
+        ", **_of_module(function)}",
+        "}",
+        "row K1",
+        "extras/cached/test_cached.py",
+    ),
+    Fault(
+        "the old values of an edited function are used without a word",
+        "extras/cached/mark.py",
+        'if about["version"] is None and "code" in differ:',
+        "if False:",
+        "row K1",
+        "extras/cached/test_folder.py",
+    ),
+    Fault(
         "values that were drawn at random are cached",
         "extras/cached/cached.py",
         "        if drew:\n",
