@@ -22,7 +22,7 @@ from fastq_loader.consumer.outcomes import OutcomeSlot
 from fastq_loader.device.staging import DeviceSession
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.statistics.counters import Counters
-from fastq_loader.system import exits, process_id
+from fastq_loader.system import exits, interrupts, process_id
 from fastq_loader.system.torch_names import untraced
 from fastq_loader.system.unpatched import os
 from fastq_loader.workers import stopping
@@ -279,7 +279,7 @@ class Engine:
             except BaseException as error:  # an interrupt: this is the last chance to finish
                 interrupt = error
         if interrupt is not None:
-            raise interrupt
+            interrupts.come_again(interrupt)
 
     def processes(self) -> list[BaseProcess]:
         """The processes of all workers that were started, also of workers that have ended."""

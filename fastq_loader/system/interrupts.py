@@ -7,10 +7,12 @@ sampler draws is not the sampler's error: it must not be delivered in place of a
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # unlike `signal` it makes no enums: 0.1 ms for all numbers
+import _thread
 import contextlib
 import functools
 import inspect
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -44,6 +46,30 @@ def raised_by_handler(error: BaseException, own_alarm: bool = False) -> bool:
             return not (inside and frame.f_code in alarms)
         inside = frame.f_globals.get("__name__", "").partition(".")[0] != "fastq_loader"
     return False
+
+
+def come_again(error: BaseException) -> None:
+    """Send a signal again whose handler raised this exception; it arrives when the caller has returned.
+
+    For finalizers: Python prints what they raise, and goes on. A Ctrl-C would be lost.
+
+    Raises:
+        BaseException: the exception, if no signal handler raised it.
+    """
+    frames = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    for number, handler in handlers.items():
+        default = handler is signal.default_int_handler and isinstance(error, KeyboardInterrupt)  # no frame
+        if (default or frames & _codes_of({number})) and not sys.is_finalizing():
+            # The new thread gets the GIL when this one has left this function and, almost always, its caller.
+            _thread.start_new_thread(_send, (number, threading.get_ident()))
+            return
+    raise error
+
+
+def _send(number: int, thread: int) -> None:
+    if callable(signal.getsignal(number)):  # else the handler is gone, and the signal may end the process
+        signal.pthread_kill(thread, number)
 
 
 def alarm_is_set() -> bool:

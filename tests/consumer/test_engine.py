@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,8 +18,12 @@ import torch
 import fastq_loader
 from fastq_loader import DataLoader
 from fastq_loader.system import interrupts, process_id
+from fastq_loader.workers.stopping import Stopping
+from tests.conftest import wait_until
+from tests.support.alarms import Alarm, ring
 from tests.support.datasets import Made
 from tests.support.forking import end_of, fork
+from tests.support.gates import LIMIT, is_inside, once
 from tests.support.thorough import thorough
 
 pytestmark = pytest.mark.processes
@@ -67,6 +72,19 @@ def test_an_interrupt_while_workers_start_leaves_nothing(monkeypatch: pytest.Mon
     with pytest.raises(KeyboardInterrupt):
         iter(loader)
     assert signal.SIG_SETMASK in forks
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler, ring])
+def test_an_interrupt_while_an_iterator_is_dropped_comes_after_it(handler: Any) -> None:
+    """Unlike torch's: Python ignores what a finalizer raises, so the program would go on after a Ctrl-C."""
+    interrupt = partial(signal.pthread_kill, threading.get_ident(), signal.SIGINT)
+    before = signal.signal(signal.SIGINT, handler)
+    held = [iter(DataLoader(range(9), num_workers=1))]
+    try:
+        with once(lambda: is_inside(Stopping.finish), interrupt), pytest.raises((KeyboardInterrupt, Alarm)):
+            wait_until(held.clear, LIMIT)  # it returns None
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @thorough()
