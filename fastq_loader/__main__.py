@@ -9,8 +9,10 @@ searched for in the current folder, too.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import importlib
+import inspect
 import io
 import json
 import os
@@ -19,7 +21,6 @@ import platform
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from importlib import metadata
 from operator import attrgetter
 from typing import Any
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if "loader" in arguments:
             named = find(arguments["loader"])
-            arguments["loader"] = named() if callable(named) else named
+            arguments["loader"] = _made(arguments["loader"], named) if callable(named) else named
         status: int = run(**arguments)
     except WrongUse as error:
         parser.error(str(error))
@@ -162,7 +163,7 @@ class WrongUse(Exception):
     """Wrong arguments on the command line."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def _typed(about: str = "") -> Iterator[None]:
     """Raise errors of the block as errors of the command line."""
     try:
@@ -191,6 +192,18 @@ def find(name: str) -> Any:
         if module not in sys.modules:
             raise
         raise WrongUse(f"{name!r}: {error}") from error
+
+
+def _made(name: str, function: Any) -> Any:
+    """The result of a function, which must need no arguments, and return a loader."""
+    with contextlib.suppress(ValueError):  # a function in C has no signature
+        try:
+            inspect.signature(function).bind()
+        except TypeError as error:
+            raise WrongUse(f"{name!r} is called without arguments, and that fails: {error}") from error
+    if (made := function()) is None:
+        raise WrongUse(f"{name!r} returned None in place of a loader")
+    return made
 
 
 def run() -> int:

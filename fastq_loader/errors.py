@@ -300,9 +300,10 @@ def warn_user(text: str, category: type[Warning]) -> None:
 
 
 def add_note(error: BaseException | None, text: str) -> None:
-    """Append a note to an error, if Python (3.11 or later) and the error's class allow it."""
+    """Append a note to an error that has no such note, if Python (3.11 or later) and its class allow it."""
     with contextlib.suppress(Exception):
-        error.add_note(text)  # type: ignore[union-attr]
+        if text not in getattr(error, "__notes__", ()):  # an error may come through two processes
+            error.add_note(text)  # type: ignore[union-attr]
 
 
 def is_int(value: Any) -> bool:

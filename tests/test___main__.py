@@ -61,6 +61,28 @@ def test_a_name_that_leads_nowhere_is_an_error_that_says_it(
     assert name.partition(":")[0] in capsys.readouterr().err
 
 
+def needs(size: int) -> Any:
+    return LOADER, size
+
+
+def forgets() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("needs", "called without arguments, and that fails: .*'size'"),
+        ("forgets", "returned None in place of a loader"),
+    ],
+)
+def test_a_function_that_makes_no_loader_is_an_error_without_a_traceback(
+    name: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["compare", f"{__name__}:{name}"])
+    assert re.search(text, capsys.readouterr().err)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []

@@ -404,7 +404,9 @@ def test_a_local_class_becomes_its_nearest_importable_base() -> None:
 
 def test_notes_and_groups_survive() -> None:
     error: Any = with_attributes(Plain("mine"), __notes__=["a note"])
-    assert carried(error).__dict__["__notes__"][0] == "a note"
+    once = carried(error).__dict__["__notes__"]
+    assert once[0] == "a note"
+    assert carried(carried(error)).__dict__["__notes__"] == once, "through a second process, as by tune"
     group: Any = getattr(builtins, "ExceptionGroup", None)
     if group is None:
         pytest.skip("this Python has no exception groups")
