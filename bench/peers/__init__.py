@@ -34,6 +34,7 @@ PEERS = {
     "stateful": Entry("stateful", "Stateful", "StatefulDataLoader"),
     "spdl_processes": Entry("spdl_loaders", "SpdlProcesses", "SPDL, processes"),
     "spdl_threads": Entry("spdl_loaders", "SpdlThreads", "SPDL, threads"),
+    "spdl_decoder": Entry("spdl_decoder", "SpdlDecoder", "SPDL, its own decoder"),
     "grain": Entry("grain_loaders", "GrainProcesses", "Grain, processes"),
     "grain_threads": Entry("grain_loaders", "GrainThreads", "Grain, threads"),
     "torch_0": Entry("torch_loader", "TorchInline", "torch, 0 workers"),

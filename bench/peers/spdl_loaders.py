@@ -75,18 +75,22 @@ class SpdlThreads(Peer):
 
     def epoch(self) -> Iterator[Any]:
         self.close()
-        load = self._load
         builder: PipelineBuilder[Any, Any] = PipelineBuilder()
-        if load.iterable:  # one reader, the collate in threads
-            builder.add_source(whole_batches(load.dataset, load.batch_size))  # type: ignore[arg-type]
-        else:
-            builder.add_source(load.index_batches())
-        work = load.collate if load.iterable else lambda indices: load.collate(load.fetch(indices))
-        builder.pipe(work, concurrency=self._threads, output_order="input").add_sink(self._buffer)
-        self._pipeline = builder.build(num_threads=self._threads)
+        self._add_stages(builder, {"concurrency": self._threads, "output_order": "input"})
+        self._pipeline = builder.add_sink(self._buffer).build(num_threads=self._threads)
         self._pipeline.start()
         batches: Iterator[Any] = self._pipeline.get_iterator()
         return batches
+
+    def _add_stages(self, builder: PipelineBuilder[Any, Any], threads: dict[str, Any]) -> None:
+        """Add the source, and the stages that make batches of it; `threads` are arguments of these."""
+        load = self._load
+        if load.iterable:  # one reader, the collate in threads
+            source = whole_batches(load.dataset, load.batch_size)  # type: ignore[arg-type]
+            builder.add_source(source).pipe(load.collate, **threads)
+        else:
+            builder.add_source(load.index_batches())
+            builder.pipe(lambda indices: load.collate(load.fetch(indices)), **threads)
 
     def close(self) -> None:
         if self._pipeline is not None:

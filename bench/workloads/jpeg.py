@@ -41,19 +41,31 @@ class JpegFolder(Endless):
         self.labels = [int(Path(path).stem.split("_")[1]) for path in self.paths]
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        which = index % len(self.paths)
-        with Image.open(self.paths[which]) as file:
+        path, label = self.file(index)
+        with Image.open(path) as file:
             image = self.cut(file.convert("RGB"))
-        if torch.rand(()) < 0.5:
+        if self.flipped():
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         pixels = torch.from_numpy(np.array(image))
-        return self.finish(pixels.permute(2, 0, 1)), self.labels[which]
+        return self.finish(pixels.permute(2, 0, 1)), label
+
+    def file(self, index: int) -> tuple[str, int]:
+        """The path and the label of a sample."""
+        which = index % len(self.paths)
+        return self.paths[which], self.labels[which]
+
+    def corner(self, width: int, height: int) -> tuple[int, int]:
+        """Left and top of a random 224x224 crop of an image of that size."""
+        # torch's generator, because a loader seeds it in each worker.
+        return int(torch.randint(width - CROP + 1, ())), int(torch.randint(height - CROP + 1, ()))
+
+    def flipped(self) -> bool:
+        """Whether the next image is flipped: half of them are."""
+        return bool(torch.rand(()) < 0.5)
 
     def cut(self, image: Image.Image) -> Image.Image:
         """A random 224x224 crop, not scaled."""
-        # torch's generator, because a loader seeds it in each worker.
-        left = int(torch.randint(image.width - CROP + 1, ()))
-        top = int(torch.randint(image.height - CROP + 1, ()))
+        left, top = self.corner(*image.size)
         return image.crop((left, top, left + CROP, top + CROP))
 
     def finish(self, pixels: Tensor) -> Tensor:
@@ -93,8 +105,8 @@ class DecodedJpegs(JpegFolder):
         )
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        which = index % len(self.paths)
-        return self.pixels(self.encoded(self.paths[which])), self.labels[which]
+        path, label = self.file(index)
+        return self.pixels(self.encoded(path)), label
 
 
 def _uniform(low: float, high: float) -> float:

@@ -8,6 +8,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +25,7 @@ from bench.timing import rounds, steady
 from bench.timing.batches import compare
 from bench.timing.processes import descendants
 from bench.timing.rounds import Case, Lane, Plan, measure
-from bench.workloads import Cycled, Load
+from bench.workloads import Cycled, Load, jpeg
 from tests.conftest import ROOT
 
 
@@ -156,6 +157,43 @@ def test_threads_give_torchs_batches_in_their_order_without_processes(name: str)
     next(peer.epoch())  # one that stops in the middle
     assert (descendants(), threading.active_count() > before[1]) == (before[0], True)
     peer.close()
+
+
+@pytest.fixture
+def photographs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Six of them, cut in the same place by everybody, and not flipped."""
+    monkeypatch.setattr(jpeg, "FILES", 6)
+    monkeypatch.setattr(jpeg.JpegFolder, "corner", lambda self, width, height: (16, 8))
+    monkeypatch.setattr(jpeg.JpegFolder, "flipped", lambda self: False)
+    return replace(jpeg.BYTES.load(tmp_path), batch_size=4, batches=3)
+
+
+@pytest.mark.processes
+def test_spdls_own_decoder_gives_torchs_photographs_in_their_order(photographs: Load) -> None:
+    pytest.importorskip("spdl.io")
+    try:
+        peer = make_peer("spdl_decoder", photographs, LoaderSettings(2, "fork"))
+    except Unsupported as error:
+        pytest.skip(str(error))
+    torchs = make_peer("torch_0", photographs, LoaderSettings(2, "fork"))
+    for (pixels, labels), expected in zip(peer.epoch(), torchs.epoch(), strict=True):
+        assert compare([pixels, labels], expected, values=False) == ([], [])
+        assert labels.tolist() == expected[1].tolist()
+        assert (pixels.float() - expected[0].float()).abs().mean() < 4, "another decoder rounds in other ways"
+    peer.close()
+
+
+def test_spdls_own_decoder_says_what_it_lacks(photographs: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    spdl_io = pytest.importorskip("spdl.io")
+
+    def missing() -> None:
+        raise RuntimeError("Failed to import libspdl.")
+
+    monkeypatch.setattr(spdl_io.utils, "get_ffmpeg_versions", missing)
+    with pytest.raises(Unsupported, match="apt-get install ffmpeg"):
+        make_peer("spdl_decoder", photographs, LoaderSettings(2, "fork"))
+    with pytest.raises(Unsupported, match="JPEG files as uint8 only"):
+        make_peer("spdl_decoder", Load(Cycled(torch.arange(30)), 4), LoaderSettings(2, "fork"))
 
 
 def test_grain_has_no_threads_for_data_in_memory() -> None:
