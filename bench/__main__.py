@@ -49,7 +49,8 @@ def _measure(options: argparse.Namespace, folder: Path) -> int:
     if options.readme is not None:
         from bench.output import readme
 
-        return readme.measure_and_write(options, here, folder)
+        ours = readme.measure_and_compare if options.again else readme.measure_and_write
+        return ours(options, here, folder)
     if options.train:
         device_of = training.Cuda() if options.device == "cuda" else training.Host()
         here |= device_of.describe()

@@ -45,6 +45,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     known_peers: Sequence[str] = tuple(LANES if options.train else ARMS if device else PEERS)
     if against is None and (options.prefetch != USUAL_PREFETCH or options.schedule or options.ceiling):
         parser.error("--prefetch, --schedule and --ceiling go with --against REVISION")
+    if options.again and options.readme in (None, options.json):
+        parser.error("--again goes with --readme FILE, and --json names another file then")
     # In five rounds the rounds of two revisions that are as fast agree once in 16 times.
     if against is not None and options.blocks and options.blocks < SHORT_BLOCKS:
         parser.error(f"--against needs at least {SHORT_BLOCKS} rounds to tell noise, got {options.blocks}")
@@ -90,6 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     instead("--against", metavar="REVISION", help=f"{about} (default workloads: {' '.join(COMPARED)})")
     about = "the README's figures: measure what FILE has not of them, and write them"
     instead("--readme", type=results_file, metavar="FILE", help=about)
+    about = "with --readme: measure again what FILE has, and say which figures are others now; write nothing"
+    add("--again", action="store_true", help=about)
     add("--prefetch", type=positive, default=USUAL_PREFETCH, help="with --against: prefetch_factor of both")
     add("--schedule", metavar="NAME", help="with --against: schedule= of both (default: the loader's own)")
     add("--ceiling", action="store_true", help="with --against: the ceiling takes turns with both")

@@ -17,18 +17,25 @@ from bench.machine import age
 from bench.output import pictures, rows
 from bench.output.figures import BASELINE, OURS
 from bench.output.layout import in_markdown
+from bench.output.repeated import repeated
 from bench.output.rows import Results, Row
-from bench.output.tables import case_tables, program_table, short_table, summary_tables
+from bench.output.tables import case_tables, program_table, short_table, started, summary_tables
 from bench.programs import PROGRAMS, command
 from bench.programs import case as programs
 from bench.run import perform, run_row
-from bench.timing import steady
+from bench.timing import starts, steady
+from bench.timing.rounds import Case
 
 BEGIN = "<!-- bench:begin: written by `python -m bench --readme {source}` -->"
 END = "<!-- bench:end -->"
 _BEGINS = r"<!-- bench:begin(?:: written by `python -m bench --readme (\S+)`)? -->\n"
 _SECTION = re.compile(f"{_BEGINS}.*?{END}", re.S)
-HEADINGS = {"steady": "Every loader on every workload", "program": "Programs with torch's loader and ours"}
+HEADINGS = {
+    "steady": "Every loader on every workload",
+    "program": "Programs with torch's loader and ours",
+    starts.KIND: "The first batch, new workers in each epoch, and memory",
+}
+MINUTES = 15  # that all of it takes
 PROGRAM_ROUNDS = 3  # a round of all of them takes two minutes
 
 
@@ -39,9 +46,8 @@ def measure_and_write(options: argparse.Namespace, here: Row, folder: Path) -> i
         SystemExit: the file has rows of another package or machine, or what was measured cannot be shown.
     """
     file = options.json = options.readme
-    options.resume, options.rounds = True, min(options.blocks, PROGRAM_ROUNDS)
-    of_programs = command.parse(["all", "--rounds", str(options.rounds)])
-    cases = [*steady.cases(options, folder), *programs.cases(tuple(PROGRAMS), of_programs, folder)]
+    options.resume = True
+    cases = _cases(options, folder)
     try:
         found = rows.read(file) if file.exists() else Results()
         source = file.resolve().relative_to(Path.cwd()).as_posix()
@@ -49,13 +55,43 @@ def measure_and_write(options: argparse.Namespace, here: Row, folder: Path) -> i
         new = [run_row(options, here)] if to_measure else []
         if why := refusal([*found.runs, *new]):
             command_line = f"rm -f {source} && python -m bench --readme {source}"
-            raise ValueError(f"{why}. To measure all of it again, in 12 minutes: {command_line}")
+            raise ValueError(f"{why}. To measure all of it again, in {MINUTES} minutes: {command_line}")
         status = perform(options, here, cases)
         if not status:
             print(*write(file, source), sep="\n")
     except (OSError, ValueError) as error:
         sys.exit(f"python -m bench --readme: {error}")
     return status
+
+
+def measure_and_compare(options: argparse.Namespace, here: Row, folder: Path) -> int:
+    """Measure again what the file has of the README, and compare. 1 where a figure is another one now.
+
+    The new rows go to the file of `--json`, or to none that stays; nothing else is written.
+
+    Raises:
+        SystemExit: the file has no results, or those of another machine.
+    """
+    try:
+        stored = rows.read(options.readme)
+        if why := refusal([*stored.runs, run_row(options, here)]):
+            raise ValueError(why)
+    except (OSError, ValueError) as error:
+        sys.exit(f"python -m bench --readme: {error}")
+    options.json = options.json or folder / "again.jsonl"
+    cases = [case for case in _cases(options, folder) if tuple(case.key.values()) in stored]
+    status = perform(options, here, cases)
+    found = repeated(stored, rows.read(options.json))
+    print("", in_markdown(found.table), " ".join(["In short:", *found.sentences]), sep="\n\n")
+    return status or found.status
+
+
+def _cases(options: argparse.Namespace, folder: Path) -> list[Case]:
+    """What the README and the file of all tables show."""
+    options.rounds = min(options.blocks, PROGRAM_ROUNDS)
+    of_programs = command.parse(["all", "--rounds", str(options.rounds)])
+    of_steady, of_starts = steady.cases(options, folder), starts.cases(options, folder)
+    return [*of_steady, *of_starts, *programs.cases(tuple(PROGRAMS), of_programs, folder)]
 
 
 def refusal(runs: Sequence[Row]) -> str:
@@ -91,9 +127,13 @@ def _short(results: Results, source: PurePosixPath) -> Iterator[str]:
     for table in (short_table(results), program_table(results)):
         if table.rows:
             yield in_markdown(table)
-    yield (
-        f"{_caption(results)}. How to read these numbers: [bench/README.md](bench/README.md); every loader: "
-        f"[all tables]({source.with_suffix('.md')})."
+    alone = [f"{started(case)} " for case in results.cases(starts.KIND)[-1:]]
+    yield "".join(
+        [
+            *alone,
+            f"{_caption(results)}. How to read these numbers: [bench/README.md](bench/README.md); ",
+            f"every loader: [all tables]({source.with_suffix('.md')}).",
+        ]
     )
     for each in pictures.pictures(results)[:1]:
         yield f"![{each.title}]({source.with_suffix('') / each.name})"

@@ -5,7 +5,8 @@
 package's files), the command line's `arguments`.
 What follows, up to the next such line, was measured so.
 
-All others name the case: `kind` ("steady", "program", "against", "device", "training"), `case` (the name of
+All others name the case: `kind` ("steady", "program", "starts", "against", "device",
+"training"), `case` (the name of
 the workload, program, shape of batches or training), `workers`, `start_method`.
 
 `case`: what is known of it before any block (`description`, `batch_bytes`, ...).
@@ -16,7 +17,7 @@ blocks. In the steady state percentiles of `next()` in seconds (`p50` ...).
 `block`: one timed block: `peer`, `block` (of every peer block k ran in round k), `part` where a round has
 several, `batches`, `seconds` of wall clock. `consumer_cpu` and `worker_cpu` are seconds of CPU, user and
 system, of all threads; `switches` are context switches of both. `timing.device`,
-`timing.training` and `programs.case` say what blocks of theirs have.
+`timing.training`, `timing.starts` and `programs.case` say what blocks of theirs have.
 """
 
 from __future__ import annotations

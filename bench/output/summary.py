@@ -12,6 +12,7 @@ from bench.programs import CACHED, report
 from bench.timing.against import AGAINST, NEW, OLD
 from bench.timing.device import DRAIN, RESIDENT, TORCH
 from bench.timing.device import KIND as DEVICE
+from bench.timing.starts import KIND as STARTS
 from bench.timing.training import KIND as TRAINING
 from bench.timing.training import ON_DEVICE, PINNED
 
@@ -81,6 +82,15 @@ def _programs(cases: Cases) -> list[str]:
     ]
 
 
+def _starts(cases: Cases) -> list[str]:
+    first, epoch, memory = (_ratios(cases, OURS, BASELINE, each) for each in ("first", "epoch", "pss"))
+    return [
+        f"The first batch takes {_times(first)} as long as torch's.",
+        f"An epoch with new workers takes {_times(epoch)} as long as torch's.",
+        f"All processes together have {_times(memory)} torch's memory (PSS).",
+    ]
+
+
 def _device(cases: Cases) -> list[str]:
     side_stream = _ratios(cases, "register", "torch_side_stream", part=DRAIN)
     return [
@@ -113,6 +123,7 @@ def _against(cases: Cases) -> list[str]:
 KINDS: dict[str, Callable[[Cases], list[str]]] = {
     "steady": _steady,
     "program": _programs,
+    STARTS: _starts,
     DEVICE: _device,
     TRAINING: _training,
     AGAINST: _against,

@@ -38,6 +38,7 @@ from bench.programs import report
 from bench.timing.against import AGAINST, NEW, OLD
 from bench.timing.device import COPY, DRAIN, LENGTHS, LINK, RESIDENT
 from bench.timing.device import KIND as DEVICE
+from bench.timing.starts import KIND as STARTS
 from bench.timing.training import KIND as TRAINING
 
 Cells = dict[str, str]
@@ -59,12 +60,25 @@ ABOUT_TRAINING = """items/s: samples trained. share: of the speed with batches t
 next(): the mean, with .to() where there is one. CPU: of the consumer's process, for 1,000 items. first batch:
 from making the loader on. page-locked: the most at a time."""
 
+ABOUT_STARTS = """Each loader alone, in a fresh process for each block. first batch: from making the loader
+on. epoch: 64 batches with new workers, from iter() until these have ended. PSS: of all processes, where a
+page that several map counts once; USS: the pages that each has alone; shared: the machine's shared memory
+beyond that of before. Memory is looked at in the middle of an epoch, with all prefetched batches ready."""
+START_COLUMNS = {
+    "first": ("first batch, ms", 1e3),
+    "epoch": ("epoch, ms", 1e3),
+    "pss": ("PSS, MB", 1e-6),
+    "uss": ("USS, MB", 1e-6),
+    "shared": ("shared, MB", 1e-6),
+}
+
 
 def case_tables(case: CaseRows) -> list[Table]:
     """What is shown of a case as soon as it is measured."""
     makers: dict[str, Callable[[CaseRows], Table]]
     makers = {"steady": _peers, "program": report.table, DEVICE: _onto_device}
     makers[TRAINING] = _trained
+    makers[STARTS] = _started
     makers[AGAINST] = lambda case: _against([case])
     return [makers[case.key[0]](case)]
 
@@ -107,6 +121,27 @@ def program_table(results: Results) -> Table:
             row["this loader"] = report.single(figure(case, name, "seconds"))
             rows.append(row | {"torch ÷ it": report.single(compared(case, BASELINE, name, "seconds"))})
     return Table("", rows, 2)
+
+
+def started(case: CaseRows) -> str:
+    """How loaders start and what memory they have, in a sentence; torch's first."""
+    found = []
+    for measure, (title, scale) in START_COLUMNS.items():
+        both = " / ".join(number(median(case, name, measure, scale)) for name in (BASELINE, OURS))
+        what, unit = title.split(", ")
+        found.append(f"{what} {both} {unit}")
+    return f"{case.name} with {worker_count(case.facts['workers'])}, torch / {OURS}: {', '.join(found)}."
+
+
+def _started(case: CaseRows) -> Table:
+    rows = []
+    for name, peer in measured(case).items():
+        row = {"loader": peer.label}
+        for measure, (title, scale) in START_COLUMNS.items():
+            row[title] = report.single(figure(case, name, measure, scale=scale))
+        row["torch's epoch ÷ it"] = "" if name == BASELINE else ratio(compared(case, BASELINE, name, "epoch"))
+        rows.append(row)
+    return Table(title_of(case), rows, about=ABOUT_STARTS, notes=remarks(case))
 
 
 def _peers(case: CaseRows) -> Table:

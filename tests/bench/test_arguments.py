@@ -41,6 +41,8 @@ def test_what_is_named_is_what_runs(tmp_path: Path) -> None:
         ("--against HEAD --rounds 4", "at least 5 rounds to tell noise, got 4"),
         ("--against HEAD --device cuda", "not allowed"),
         ("--prefetch 16", "go with --against"),
+        ("--again", "goes with --readme"),
+        ("--again --readme a.jsonl --json a.jsonl", "names another file"),
         ("--train", "goes with --device"),
         ("--device cpu", "and --device cpu with --train"),
         ("large_u8 --device cuda --train", "is not a workload"),

@@ -11,7 +11,7 @@ import pytest
 
 from bench import digest, machine
 from bench.arguments import parse
-from bench.output import readme, rows
+from bench.output import readme, repeated, rows
 from bench.output.layout import Table
 from bench.output.rows import Results
 from bench.output.summary import sentences
@@ -92,6 +92,19 @@ def everything(title: str) -> Table:
             ["1,000", "10 (10..10)", "50% (50%..50%)", "grain 200; 5.0 (5.0..5.0)"],
         ),
         ("Cost with 2 workers (fork)", "rows", 1, ["2.0 / 2.0", "4,000 / 400", "10 / 1.0"]),
+        (
+            "large_u8: what large_u8 loads; 8 workers",
+            "fastq_loader",
+            1,
+            [
+                "100 (90..110)",
+                "200 (180..220)",
+                "400 (360..440)",
+                "200 (180..220)",
+                "100 (90..110)",
+                "2.0 (2.0..2.0)",
+            ],
+        ),
         ("csv_table: ", "fastq_loader", 1, ["3.0 (2.0..4.0)", "2.0", "0.50", "750 (500..1,000)"]),
     ],
 )
@@ -127,6 +140,9 @@ def test_the_readme_has_torch_without_workers_the_programs_and_the_commit(projec
     assert by_name["rows"][1:-1] == ["100", "2,000", "200 (grain)", "1,000", "–"]  # noqa: RUF001
     assert by_name["rows"][torch_0] == "2,000"
     assert by_name["csv_table"][-1] == "2.0"
+    assert (
+        "\nlarge_u8 with 8 workers, torch / fastq_loader: first batch 200 / 100 ms, epoch 400 / 200" in text
+    )
     assert "Commit 0123456789, A CPU, 2 cores, torch 2.13.0, 3 blocks of 1 s each, 2026-01-02" in text
     assert readme.source_of(text) == SOURCE
 
@@ -172,6 +188,31 @@ def test_figures_of_two_machines_do_not_stand_side_by_side() -> None:
     same, other = ({**example.run(), "machine": example.MACHINE | each} for each in (later, {"cores": 4}))
     assert readme.refusal([example.run(), same]) == ""
     assert "two machines: cores is 2, and 4" in readme.refusal([example.run(), other])
+
+
+def test_a_new_run_says_which_figures_are_others() -> None:
+    before = example.everything()
+    same = repeated.repeated(before, example.everything())
+    assert same.status == 0
+    assert same.sentences == [
+        # Four of each workload, two of the program, and five of each loader's start.
+        "20 of 20 figures lie within the spread of those before; "
+        "where nothing but chance differs, about 12 do.",
+        "Outside, with ranges that overlap: none.",
+        "Other figures than before: none.",
+    ]
+    other = [example.run(), *example.steady("tokens"), *example.starts(), *example.program()]
+    for row in other:
+        if row["row"] == "block" and row["peer"] == "torch" and row["kind"] != "starts":
+            row["seconds"] *= 1.15 if row["kind"] == "steady" else 3
+    found = repeated.repeated(before, Results(other))
+    assert found.status == 1
+    assert "14 of 20" in found.sentences[0]
+    assert found.sentences[1].endswith("overlap: tokens (2 workers), torch, batches/s.")
+    for name in ("rows (2 workers), torch, batches/s", "csv_table (2 workers), torch, seconds"):
+        assert name in found.sentences[2]
+        assert cells(found.table, name)[-1] == "NO"
+    assert "large_u8" not in found.sentences[2]
 
 
 SHORT: dict[str, tuple[dict[str, tuple[float, float]], list[str]]] = {

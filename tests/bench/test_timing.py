@@ -21,7 +21,7 @@ import torch
 from bench.output.rows import CaseRows, Results
 from bench.peers import PEERS, Entry, LoaderSettings, Unsupported, make_peer
 from bench.peers.torch_loader import TorchInline
-from bench.timing import rounds, steady
+from bench.timing import rounds, starts, steady
 from bench.timing.batches import compare
 from bench.timing.processes import descendants
 from bench.timing.rounds import Case, Lane, Plan, measure
@@ -194,6 +194,19 @@ def test_spdls_own_decoder_says_what_it_lacks(photographs: Load, monkeypatch: py
         make_peer("spdl_decoder", photographs, LoaderSettings(2, "fork"))
     with pytest.raises(Unsupported, match="JPEG files as uint8 only"):
         make_peer("spdl_decoder", Load(Cycled(torch.arange(30)), 4), LoaderSettings(2, "fork"))
+
+
+@pytest.mark.processes
+def test_a_loader_alone_has_its_start_and_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "wait_until_quiet", lambda: None)
+    monkeypatch.setattr(starts, "MEASURED", (("rows", 2),))
+    (case,) = starts.cases(Namespace(start_method="fork", blocks=1), tmp_path)
+    for peer in measured(case).peers.values():
+        assert peer.failure is None
+        (row,) = peer.rows
+        assert 0 < row["first"] < row["epoch"] * 100
+        assert row["batches"] * row["epoch"] / starts.EPOCH <= row["seconds"] * starts.EPOCHS
+        assert 0 < row["uss"] < row["pss"]
 
 
 def test_grain_has_no_threads_for_data_in_memory() -> None:
