@@ -28,6 +28,7 @@ from typing import Any
 
 import fastq_loader
 from bench.digest import ROOT
+from bench.output.layout import say
 from bench.peers import LoaderSettings, Unsupported
 from bench.peers.fastq import FastqLoader
 from bench.timing.ceiling import CEILING, CeilingLane
@@ -53,6 +54,7 @@ def cases(options: Namespace, folder: Path) -> list[Case]:
     Raises:
         SystemExit: there is no such revision, or one cannot be installed.
     """
+    say(f"installing {options.against} and the working tree")
     with worktree(options.against, folder / "worktree") as old:
         commit = _run("git", "-C", str(old), "rev-parse", "--short", "HEAD")
         _install(old, folder / OLD)
