@@ -26,7 +26,7 @@ NO_FFMPEG = "FFmpeg's shared libraries are not there (Debian: apt-get install ff
 class SpdlDecoder(SpdlThreads):
     def __init__(self, load: Load, settings: LoaderSettings) -> None:
         if type(load.dataset) is not JpegFolder:
-            raise Unsupported("is measured for JPEG files as uint8 only")
+            raise Unsupported("only JPEG files, as uint8")
         self._files = load.dataset
         super().__init__(load, settings)
         try:

@@ -192,7 +192,7 @@ def test_spdls_own_decoder_says_what_it_lacks(photographs: Load, monkeypatch: py
     monkeypatch.setattr(spdl_io.utils, "get_ffmpeg_versions", missing)
     with pytest.raises(Unsupported, match="apt-get install ffmpeg"):
         make_peer("spdl_decoder", photographs, LoaderSettings(2, "fork"))
-    with pytest.raises(Unsupported, match="JPEG files as uint8 only"):
+    with pytest.raises(Unsupported, match="only JPEG files, as uint8"):
         make_peer("spdl_decoder", Load(Cycled(torch.arange(30)), 4), LoaderSettings(2, "fork"))
 
 
