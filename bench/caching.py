@@ -161,9 +161,9 @@ def compare(kind: type[Files], write: Callable[[Path], None], rounds: int) -> di
             line.append(f"epoch {epoch}: {spread(took)} s, {spread(rates)} × torch's;")
         print(*line, spread([held for _, held in runs], 0), "MB")
     gains = {}
-    for other, epoch in (("torch", 1), ("fastq_loader", 0)):
-        pairs = zip(found[other], found["cached"], strict=True)
-        gains[other] = spread([without[0][epoch] / own[0][epoch] for without, own in pairs])
+    for base, epoch in (("torch", 1), ("fastq_loader", 0)):
+        pairs = zip(found[base], found["cached"], strict=True)
+        gains[base] = spread([without[0][epoch] / own[0][epoch] for without, own in pairs])
     print("  first epoch, cached / without:", gains["fastq_loader"])
     return gains
 
