@@ -374,7 +374,7 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     dtype = torch.get_default_dtype() if dtype is None else dtype
     tensor = out_tensor(sizes, dtype)
-    return torch.empty(sizes, dtype=dtype) if tensor is None else tensor
+    return torch.empty(sizes, dtype=dtype, device="cpu") if tensor is None else tensor
 
 
 def out_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:

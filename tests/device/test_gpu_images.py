@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from fastq_loader import DataLoader, Prefetcher, ToDevice
-from fastq_loader.extras.images import ahead, gpu, headers
-from fastq_loader.extras.images.gpu import Gpu
+from fastq_loader.extras.images import decoders, gpu
+from fastq_loader.extras.images.gpu import Target
 from fastq_loader.images import DecodeImages, EncodedBatch, encoded
 from tests.support.gpu import MARKS, Guard, guarded, lag
 from tests.support.photographs import KINDS, file_of, photograph
@@ -42,11 +42,11 @@ def decoded_on_gpu(pixels: DecodeImages, **options: Any) -> DataLoader[Any]:
 
 
 @pytest.fixture
-def device() -> Gpu:
+def device() -> Target:
     """A GPU that has decoded before, so that its library is set up."""
-    made = Gpu(torch.device("cuda"))
+    made = Target(torch.device("cuda"))
     with made.working():
-        assert made.decode(list(batch_of(JPEGS)))
+        assert made.decode(JPEGS)
     return made
 
 
@@ -58,29 +58,31 @@ def test_pixels_are_the_cpus(subsampling: str) -> None:
     expected, found = pixels(batch), pixels.on_device(torch.device("cuda"))(batch)
     assert found.is_cuda
     differences = (found.cpu().int() - expected.int()).abs().float().mean(dim=(1, 2, 3)).tolist()
-    baseline = [file.header.kind == headers.BASELINE for file in batch]
+    baseline = [file.header.kind == decoders.BASELINE for file in batch]
     assert sum(baseline) == 3
     for difference, is_decoded_there in zip(differences, baseline, strict=True):
         assert difference <= (2 if is_decoded_there else 0)
 
 
 @guarded
-def test_a_decode_waits_for_queued_work(guard: Guard, device: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_waits_for_queued_work(
+    guard: Guard, device: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The decoder of this hardware writes at once; it is in data-centre GPUs."""
     if torch.cuda.get_device_capability() not in [(8, 0), (9, 0), (10, 0)]:
         pytest.skip("a GPU without a hardware decoder of JPEG: its decoder keeps the order")
     with device.working():
-        expected = torch.stack([image.long().sum() for image in device.decode(list(batch_of(JPEGS)))])
+        expected = torch.stack([image.long().sum() for image in device.decode(JPEGS)])
     wrong = 0
     for _ in range(10):
         with device.working():
-            images = device.decode(list(batch_of(JPEGS)))
+            images = device.decode(JPEGS)
             lag(device.stream)
             sums = torch.stack([image.long().sum() for image in images])
             del images  # their memory is free now, and is read later
             with monkeypatch.context() as patch:
-                guard.remove(patch, Gpu, "wait", lambda self: None)
-                device.decode(list(batch_of(OTHERS)))
+                guard.remove(patch, Target, "wait", lambda self: None)
+                device.decode(OTHERS)
         wrong += not torch.equal(sums, expected)
     with guard.outcome:
         assert not wrong
@@ -90,7 +92,7 @@ def test_a_decode_waits_for_queued_work(guard: Guard, device: Gpu, monkeypatch: 
 @pytest.mark.processes
 def test_a_batch_is_read_after_it_was_dropped(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory is the thread's stream's, which uses it again only after the consumer's has read it."""
-    guard.remove(monkeypatch, ahead.Target, "received", lambda self, images: images)
+    guard.remove(monkeypatch, Target, "received", lambda self, images: images)
     pixels = DecodeImages(224, scale=None)
     loader = decoded_on_gpu(pixels, persistent_workers=True)
     expected = [images.long().sum().item() for images, _ in loader]
@@ -144,15 +146,15 @@ def test_out_of_memory_raises_at_its_batch_and_the_loop_goes_on(monkeypatch: pyt
     loader = decoded_on_gpu(pixels)
     batches = iter(loader)
     first = next(batches)[0]
-    decode = gpu.Gpu.decode
+    decode = Target.decode
     failing = iter([True])
 
-    def full(self: Gpu, files: Any) -> Any:
+    def full(self: Target, files: Any) -> Any:
         if next(failing, False):
             torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
         return decode(self, files)
 
-    monkeypatch.setattr(Gpu, "decode", full)
+    monkeypatch.setattr(Target, "decode", full)
     seen, errors = 1, 0
     while True:
         try:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fastq_loader import DataLoader, IteratorInvalid, Prefetcher, Processes, ToDevice, WorkerDied
-from fastq_loader.extras.images import ahead
+from fastq_loader.extras.images import ahead, gpu
 from fastq_loader.images import DecodeError, DecodeImages, EncodedBatch, encoded
 from tests.conftest import wait_until
 from tests.extras.images.test_decode_images import FILES, Photos, loaded
@@ -256,7 +256,7 @@ def test_an_interrupt_does_not_wait_for_the_thread(late: Late, monkeypatch: pyte
     with on_late(Photos()) as loader:
         with monkeypatch.context() as patch:
             decoded = counted(patch, lambda: gate.wait(20))
-            patch.setattr(ahead, "_PATIENCE", 0.1)
+            patch.setattr(gpu, "PATIENCE", 0.1)
             batches = iter(loader)
             assert wait_until(lambda: batches.poll() or decoded, 20)
             with alarm_after(0.3, ring), pytest.raises(Alarm):

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fastq_loader.api import is_int
+
+#: Two numbers: height and width, or a lower and an upper bound.
+Pair = tuple[float, float]
 
 
 class Crop(NamedTuple):
@@ -23,8 +27,6 @@ class Crop(NamedTuple):
 
     def scaled(self, down: float, across: float) -> Crop:
         """The rectangle in the same image at another size, `down` and `across` times as large."""
-        if down == across == 1:
-            return self
         top, left = round(self.top * down), round(self.left * across)
         bottom, right = round((self.top + self.height) * down), round((self.left + self.width) * across)
         return Crop(top, left, max(1, bottom - top), max(1, right - left))
@@ -48,9 +50,7 @@ def numbers(seed: int) -> Iterator[float]:
 _64_BITS = (1 << 64) - 1
 
 
-def random_crop(
-    height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float], drawn: Iterator[float]
-) -> Crop:
+def random_crop(height: int, width: int, scale: Pair, ratio: Pair, drawn: Iterator[float]) -> Crop:
     """A crop of random area and aspect ratio, by the rule of torchvision's `RandomResizedCrop`.
 
     Args:
@@ -67,28 +67,9 @@ def random_crop(
         if 0 < across <= width and 0 < down <= height:
             top = int((height - down + 1) * next(drawn))
             return Crop(top, int((width - across + 1) * next(drawn)), down, across)
-    return _middle_of_ratio(height, width, ratio)
-
-
-def _middle_of_ratio(height: int, width: int, ratio: tuple[float, float]) -> Crop:
-    across, down = width, height
-    if width / height < ratio[0]:
-        down = round(width / ratio[0])
-    elif width / height > ratio[1]:
-        across = round(height * ratio[1])
+    down = min(height, max(1, round(width / ratio[0])))  # none fits: the middle
+    across = min(width, max(1, round(height * ratio[1])))
     return Crop((height - down) // 2, (width - across) // 2, down, across)
-
-
-def shorter_side(height: int, width: int, size: int) -> tuple[int, int]:
-    """Height and width of an image whose shorter side becomes `size`, as torchvision's `Resize(size)`."""
-    if width <= height:
-        return int(size * height / width), size
-    return size, int(size * width / height)
-
-
-def middle(height: int, width: int, size: tuple[int, int]) -> Crop:
-    """The middle of an image that is at least of this size, as torchvision's `CenterCrop`."""
-    return Crop(round((height - size[0]) / 2), round((width - size[1]) / 2), *size)
 
 
 class Cut(NamedTuple):
@@ -108,8 +89,36 @@ class Cut(NamedTuple):
 
     def smallest(self, height: int, width: int) -> tuple[int, int]:
         """The smallest size of the image, of this height and width, whose part need not be enlarged."""
-        crop, shape = self.crop, self.shape
-        return -(-height * shape[0] // crop.height), -(-width * shape[1] // crop.width)
+        return -(-height * self.shape[0] // self.crop.height), -(-width * self.shape[1] // self.crop.width)
+
+
+#: For each argument, a function of its value and of all, true if it is valid; and what to give instead.
+Checks = dict[str, tuple[Callable[[Any, Any], object], str]]
+
+
+def check(arguments: CropRule, checks: Checks) -> None:
+    """Raise ValueError if an argument is not valid, whatever its type."""
+    for name, (holds, text) in checks.items():
+        value, valid = getattr(arguments, name), False
+        with suppress(Exception):  # it is of another type
+            valid = bool(holds(value, arguments))
+        if not valid:
+            raise ValueError(f"DecodeImages({name}={value!r}): {text}")
+
+
+_CHECKS: Checks = {
+    "size": (
+        lambda _, its: [is_int(of) and of > 0 for of in its.shape] == [True] * 2,
+        "give pixels, at least 1: one number, or (height, width)",
+    ),
+    "scale": (lambda of, _: of is None or 0 < of[0] <= of[1] <= 1, "give 0 < lower <= upper <= 1, or None"),
+    "ratio": (lambda of, _: 0 < of[0] <= of[1] < math.inf, "give 0 < lower <= upper"),
+    "flip": (lambda flip, _: flip is None or 0 <= flip <= 1, "give a probability, or None"),
+    "resize": (
+        lambda side, its: side is None or (its.scale is None and is_int(side) and side >= max(its.shape)),
+        "with scale=None, give at least the larger side of size; else None",
+    ),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,33 +126,13 @@ class CropRule:
     """The arguments of `DecodeImages` that say where an image is cut."""
 
     size: int | tuple[int, int]
-    scale: tuple[float, float] | None = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    scale: Pair | None = (0.08, 1.0)
+    ratio: Pair = (3 / 4, 4 / 3)
     flip: float | None = None
     resize: int | None = None
 
     def __post_init__(self) -> None:
-        text = "give pixels, at least 1: one number, or (height, width)"
-        self.check("size", lambda _: [is_int(side) and side >= 1 for side in self.shape] == [True] * 2, text)
-        text = "give two shares, 0 < lower <= upper <= 1, or None"
-        self.check("scale", lambda scale: scale is None or _are_ordered((*scale, 1)), text)
-        text = "give two numbers, 0 < lower <= upper"
-        self.check("ratio", lambda ratio: _are_ordered((*ratio, math.inf)), text)
-        self.check("flip", lambda flip: flip is None or 0 <= flip <= 1, "give a probability, or None")
-        least = max(self.shape)
-        text = f"with scale=None, give at least the size, {least}; else None"
-        valid = lambda side: side is None or (self.scale is None and is_int(side) and side >= least)  # noqa: E731
-        self.check("resize", valid, text)
-
-    def check(self, name: str, holds: Callable[[Any], bool], text: str) -> None:
-        """Raise ValueError if an argument is not valid, whatever its type."""
-        value = getattr(self, name)
-        try:
-            valid = holds(value)
-        except Exception:  # it is of another type
-            valid = False
-        if not valid:
-            raise ValueError(f"DecodeImages({name}={value!r}): {text}")
+        check(self, _CHECKS)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -153,8 +142,7 @@ class CropRule:
     @property
     def flips(self) -> float:
         """The probability of a flip."""
-        default = 0.0 if self.scale is None else 0.5
-        return default if self.flip is None else self.flip
+        return (self.scale is not None) / 2 if self.flip is None else self.flip
 
     @property
     def draws(self) -> bool:
@@ -163,14 +151,11 @@ class CropRule:
 
     def cut(self, height: int, width: int, seed: int) -> Cut:
         """How the result is made from an image of this size, with this seed."""
-        drawn, whole = numbers(seed), (height, width)
-        if self.scale is None:
-            crop, shape = Crop(0, 0, *whole), shorter_side(*whole, self.resize or max(self.shape))
+        drawn, crop, shape = numbers(seed), Crop(0, 0, height, width), self.shape
+        if self.scale is None:  # as torchvision's `Resize` of the shorter side, and `CenterCrop`
+            side, shorter = self.resize or max(shape), min(height, width)
+            shape = int(side * height / shorter), int(side * width / shorter)
         else:
-            crop, shape = random_crop(*whole, self.scale, self.ratio, drawn), self.shape
-        return Cut(crop, shape, middle(*shape, self.shape), next(drawn) < self.flips)
-
-
-def _are_ordered(numbers: tuple[float, ...]) -> bool:
-    lower, upper, limit = numbers
-    return 0 < lower <= upper <= limit
+            crop = random_crop(height, width, self.scale, self.ratio, drawn)
+        top, left = round((shape[0] - self.shape[0]) / 2), round((shape[1] - self.shape[1]) / 2)
+        return Cut(crop, shape, Crop(top, left, *self.shape), next(drawn) < self.flips)

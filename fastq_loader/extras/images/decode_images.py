@@ -6,23 +6,46 @@ the transform of a loader with workers and a device, it decodes in a thread of i
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import interpolate
 
 from fastq_loader import api
-from fastq_loader.extras.images import headers
-from fastq_loader.extras.images.ahead import Ahead, Target
-from fastq_loader.extras.images.crops import CropRule, Cut
-from fastq_loader.extras.images.decoders import Source
+from fastq_loader.extras.images.ahead import Ahead
+from fastq_loader.extras.images.crops import Checks, CropRule, Cut, check
+from fastq_loader.extras.images.decoders import BASELINE, decode, read_orientation
 from fastq_loader.extras.images.encoded import Encoded, EncodedBatch
-from fastq_loader.extras.images.gpu import Gpu
+from fastq_loader.extras.images.gpu import TURN, Target
 
-_INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
+_MODES = ("bilinear", "bicubic", "nearest")
+
+
+def _are_three(*given: Any) -> bool:
+    return all(len([float(value) for value in values]) == 3 for values in given)
+
+
+_CHECKS: Checks = {
+    "mean": (lambda mean, _: mean is None or _are_three(mean), "give three numbers, one a channel, or None"),
+    "std": (
+        lambda of, its: of is its.mean is None or (_are_three(its.mean, of) and all(of)),
+        "with mean, give three numbers, one a channel, that are not 0; else None",
+    ),
+    "dtype": (lambda dtype, _: dtype.is_floating_point, "give a dtype such as torch.float16"),
+    "interpolation": (lambda _, its: its.modes(1) and {*its.modes(1)} <= {*_MODES}, f"use one of {_MODES}"),
+    "same_crop": (lambda value, _: isinstance(value, bool), "give True or False"),
+    "exif": (lambda value, _: isinstance(value, bool), "give True or False"),
+    "draft": (lambda value, _: isinstance(value, bool), "give True or False"),
+    "then": (lambda then, _: then is None or callable(then), "give a function, or None"),
+    "device": (lambda device, _: device is None or torch.device(device), "give a device"),
+    "group_bytes": (lambda size, _: api.is_int(size) and size > 0, "give a number of bytes"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,52 +101,34 @@ class DecodeImages(CropRule):
     device: torch.device | str | None = None
     group_bytes: int = 512 << 20
     _normalize: api.normalize | None = field(default=None, init=False, repr=False)
-    _target: Target | None = field(default=None, init=False, repr=False)
+    _target: Target = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("mean", "std"):
-            text = "give three numbers, one for each channel, or None"
-            self.check(
-                name, lambda values: values is None or len([float(each) for each in values]) == 3, text
-            )
-        self.check("std", lambda std: (std is None) == (self.mean is None), "give mean and std, or neither")
-        self.check("std", lambda std: std is None or all(std), "it is divided by: give no 0")
-        self.check("dtype", lambda dtype: dtype.is_floating_point, "give a dtype such as torch.float16")
-        text = f"use {', '.join(_INTERPOLATIONS)}"
-        valid = lambda _: len(self._modes) > 0 and {*self._modes} <= {*_INTERPOLATIONS}  # noqa: E731
-        self.check("interpolation", valid, text)
-        for name in ("same_crop", "exif", "draft"):
-            self.check(name, lambda value: isinstance(value, bool), "give True or False")
-        self.check("then", lambda then: then is None or callable(then), "give a function, or None")
-        self.check("group_bytes", lambda size: api.is_int(size) and size > 0, "give a number of bytes")
-        self.check("device", lambda device: device is None or bool(torch.device(device)), "give a device")
+        check(self, _CHECKS)
         if self.mean is not None and self.std is not None:
-            object.__setattr__(self, "_normalize", api.normalize(self.mean, self.std, self.dtype))
-        if self.device is not None:
-            object.__setattr__(self, "_target", Target(torch.device(self.device)))
+            vars(self)["_normalize"] = api.normalize(self.mean, self.std, self.dtype)
+        vars(self)["_target"] = Target(None if self.device is None else torch.device(self.device))
 
-    @property
-    def _modes(self) -> tuple[str, ...]:
-        return (self.interpolation,) if isinstance(self.interpolation, str) else tuple(self.interpolation)
-
-    def _modes_of(self, parts: list[Any]) -> tuple[str, ...]:
-        return self._modes * len(parts) if isinstance(self.interpolation, str) else self._modes
+    def modes(self, parts: int) -> list[str]:
+        """The interpolation of each encoded part of a sample. @private"""
+        return [self.interpolation] * parts if isinstance(self.interpolation, str) else [*self.interpolation]
 
     # ---- on a device --------------------------------------------------------------------------
 
     def on_device(self, device: torch.device) -> DecodeImages:
         """Return a copy whose results are on a device."""
-        return replace(self, device=device)
+        copied = copy.copy(self)
+        vars(copied).update(device=device, _target=Target(device))
+        return copied
 
     def start_ahead(self) -> Ahead:
         """Begin to decode in a thread, in the order of the batches. A loader does this for its transform."""
-        assert self._target is not None, "results go to a device"
         return Ahead(self.decoded, self.result, self._target)
 
     def paused(self) -> AbstractContextManager[object]:
-        """Context in which no other thread decodes with this object."""
-        return nullcontext() if self._target is None else self._target.turn
+        """Context in which no other thread decodes for a device."""
+        return TURN
 
     # ---- a batch ------------------------------------------------------------------------------
 
@@ -131,81 +136,67 @@ class DecodeImages(CropRule):
         """Decode an encoded image or batch, or all of them in a structure of lists, tuples and dicts."""
         return self.result(batch, self.decoded(batch))
 
-    def decoded(self, batch: Any) -> list[torch.Tensor]:
+    def decoded(self, batch: Any) -> list[Tensor]:
         """Decode the encoded parts of a batch to uint8 of shape (N, 3, height, width). @private"""
-        parts = list(_encoded_parts(batch))
+        parts: list[Encoded | EncodedBatch] = []
+        _with_parts(batch, lambda part: parts.append(part) or part)  # type: ignore[func-returns-value]
         if not parts:
             raise ValueError(f"DecodeImages got a {type(batch).__name__} without an encoded image")
-        if not isinstance(self.interpolation, str) and len(self._modes) != len(parts):
-            text = f"a sample has {len(parts)} encoded parts"
-            raise ValueError(f"DecodeImages(interpolation={self.interpolation!r}): {text}")
-        modes = self._modes_of(parts)
-        of_first = _seeds(parts[0])
-        seeds = [of_first if self.same_crop else _seeds(part) for part in parts]
-        if self._target is None:
-            return [self._decode(*each, None) for each in zip(parts, seeds, modes, strict=True)]
-        with self._target.working() as gpu:
-            return [self._decode(*each, gpu) for each in zip(parts, seeds, modes, strict=True)]
+        modes, seeded = self.modes(len(parts)), parts[:1] * len(parts) if self.same_crop else parts
+        if len(modes) != len(parts):
+            raise ValueError(f"DecodeImages(interpolation={modes}): a sample has {len(parts)} encoded parts")
+        with self._target.working():
+            return [self._decode(*each) for each in zip(parts, map(_seeds, seeded), modes, strict=True)]
 
-    def result(self, batch: Any, decoded: list[torch.Tensor]) -> Any:
+    def result(self, batch: Any, decoded: list[Tensor]) -> Any:
         """The batch with its encoded parts replaced, for work on the current stream. @private"""
-        parts = list(_encoded_parts(batch))
-        one_for_each = not isinstance(self.interpolation, str)
-        are_masks = [one_for_each and mode == "nearest" for mode in self._modes_of(parts)]
-        finished = [self._finish(*each) for each in zip(parts, decoded, are_masks, strict=True)]
-        result = _with_decoded(batch, iter(finished))
+        left = zip(decoded, self.modes(len(decoded)), strict=True)
+        result = _with_parts(batch, lambda part: self._finish(part, *next(left)))
         return result if self.then is None else self.then(result)
 
-    def _finish(self, part: Encoded | EncodedBatch, images: torch.Tensor, is_mask: bool) -> torch.Tensor:
-        if self._target is not None:
-            images = self._target.received(images)
-        if self._normalize is not None and not is_mask:
+    def _finish(self, part: Encoded | EncodedBatch, images: Tensor, mode: str) -> Tensor:
+        images = self._target.received(images)
+        if self._normalize is not None and (mode != "nearest" or isinstance(self.interpolation, str)):
             images = self._normalize.image(images)
         return images[0] if isinstance(part, Encoded) else images
 
-    def _decode(
-        self, part: Encoded | EncodedBatch, seeds: Sequence[int], mode: str, gpu: Gpu | None
-    ) -> torch.Tensor:
+    def _decode(self, part: Encoded | EncodedBatch, seeds: Sequence[int], mode: str) -> Tensor:
         api.sample_seeds.reading.used += self.draws
         files = dict(enumerate([part] if isinstance(part, Encoded) else part))
-        shape = len(files), 3, *self.shape
-        if gpu is None:
-            images = torch.empty(shape, dtype=torch.uint8)
-        else:  # CUDA has no antialiased resize of uint8
-            images = torch.empty(shape, dtype=torch.float32, device=gpu.device)
-            for group in [*self._groups(files)]:
-                for number, pixels in zip(group, gpu.decode([files[at] for at in group]), strict=False):
-                    del files[number]
-                    height, width = pixels.shape[1:]
-                    cut = self.cut(height, width, seeds[number])
-                    images[number] = _cut_out(pixels, (height, width), cut, mode, torch.float32)
+        stream = self._target.stream
+        # CUDA has no antialiased resize of uint8.
+        dtype, device = (torch.float32, stream.device) if stream else (torch.uint8, "cpu")
+        images = torch.empty((len(files), 3, *self.shape), dtype=dtype, device=device)
+        for group in self._groups({**files}) if stream else ():
+            for number, pixels in zip(
+                group, self._target.decode([files[at].data for at in group]), strict=False
+            ):
+                del files[number]
+                size = pixels.shape[1], pixels.shape[2]
+                images[number] = _cut_out(pixels, size, self.cut(*size, seeds[number]), mode, dtype)
         for number, file in files.items():
-            source = Source(file, self.exif)
-            size = source.height, source.width
+            turn, (height, width, kind) = self._turn(file), file.header
+            size = (width, height) if turn >= 5 else (height, width)
             cut = self.cut(*size, seeds[number])
-            array = source.pixels(cut.smallest(*size) if self.draft else None)
-            images[number] = _cut_out(torch.from_numpy(array).permute(2, 0, 1), size, cut, mode, torch.uint8)
-        return images if gpu is None else images.round_().clamp_(0, 255).to(torch.uint8)
+            smallest = cut.smallest(*size) if self.draft else (0, 0)
+            pixels = torch.from_numpy(decode(file.data, file.name, kind, turn, smallest)).permute(2, 0, 1)
+            images[number] = _cut_out(pixels, size, cut, mode, torch.uint8)
+        return images.round_().clamp_(0, 255).to(torch.uint8) if stream else images
+
+    def _turn(self, file: Encoded) -> int:
+        return read_orientation(file.data, file.name) if self.exif else 1
 
     def _groups(self, files: dict[int, Encoded]) -> Iterator[list[int]]:
         """The files that a GPU decodes, in groups of at most `group_bytes` of pixels."""
-        group: list[int] = []
-        left = self.group_bytes
-        for number, file in files.items():
-            height, width, kind = file.header
-            if kind == headers.BASELINE and not (self.exif and Source(file, exif=True).is_turned):
-                left -= 3 * height * width
-                if left < 0 and group:
-                    yield group
-                    group, left = [], self.group_bytes - 3 * height * width
-                group.append(number)
-        if group:
-            yield group
+        left = [at for at, file in files.items() if file.header.kind == BASELINE and self._turn(file) == 1]
+        while left:
+            totals = accumulate(3 * files[at].header.height * files[at].header.width for at in left)
+            count = max(1, sum(total <= self.group_bytes for total in totals))
+            yield left[:count]
+            left = left[count:]
 
 
-def _cut_out(
-    pixels: torch.Tensor, size: tuple[int, int], cut: Cut, mode: str, dtype: torch.dtype
-) -> torch.Tensor:
+def _cut_out(pixels: Tensor, size: tuple[int, int], cut: Cut, mode: str, dtype: torch.dtype) -> Tensor:
     """Crop, resize and flip.
 
     Args:
@@ -225,21 +216,13 @@ def _cut_out(
 
 
 def _seeds(part: Encoded | EncodedBatch) -> Sequence[int]:
-    return (part.seed_of_this_batch(),) if isinstance(part, Encoded) else part.seeds
+    return (part.seed_of_this_batch(),) if isinstance(part, Encoded) else part.seeds.tolist()
 
 
-def _encoded_parts(value: Any) -> Iterator[Encoded | EncodedBatch]:
+def _with_parts(value: Any, replaced: Callable[[Encoded | EncodedBatch], Any]) -> Any:
+    """Return the structure with each encoded part replaced; what has none is returned as it is."""
     if isinstance(value, (Encoded, EncodedBatch)):
-        yield value
-    for inner in (api.members_of(value) or {}).values():
-        yield from _encoded_parts(inner)
-
-
-def _with_decoded(value: Any, decoded: Iterator[torch.Tensor]) -> Any:
-    """Return the structure with each encoded part replaced by the next of the decoded tensors."""
-    if isinstance(value, (Encoded, EncodedBatch)):
-        return next(decoded)
-    members = api.members_of(value)
-    if members is None:
-        return value
-    return api.rebuilt(value, {key: _with_decoded(inner, decoded) for key, inner in members.items()})
+        return replaced(value)
+    members = api.members_of(value) or {}
+    parts = {key: _with_parts(inner, replaced) for key, inner in members.items()}
+    return api.rebuilt(value, parts) if any(parts[key] is not members[key] for key in parts) else value

@@ -1,134 +1,153 @@
-"""From the bytes of an image file to its pixels, on the CPU.
+"""An image file's header and pixels, on the CPU.
 
-Runs where `DecodeImages` is called. simplejpeg (libjpeg-turbo) decodes JPEG where it is installed; pillow
-decodes other files, and JPEG that simplejpeg refuses. The pixels equal pillow's `convert("RGB")`; for
-baseline JPEG they differ by 0.1 of 255 in the mean.
+The header is read where samples are read, so that `errors=` applies to a file whose header is broken already;
+the pixels where `DecodeImages` is called. simplejpeg (libjpeg-turbo) reads JPEG where it is installed; pillow
+reads other files, and those that simplejpeg refuses. The pixels equal pillow's `convert("RGB")`; for baseline
+JPEG they differ by 0.1 of 255 in the mean.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
+import io
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastq_loader.extras.images import gpu, headers
-from fastq_loader.extras.images.encoded import Encoded
-from fastq_loader.extras.images.headers import DecodeError
+from fastq_loader.extras.images import gpu
 
-Pixels = np.ndarray[Any, np.dtype[np.uint8]]
+#: Kinds of files: what pillow decodes; JPEG that simplejpeg decodes; the JPEG that GPUs decode, too.
+OTHER, JPEG, BASELINE = range(3)
 
-#: The tag of the orientation in EXIF data.
-_ORIENTATION = 0x0112
+#: The markers of a JPEG's frame: 0xC0 to 0xCF without three, which begin tables and extensions.
+_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
+
+
+class DecodeError(OSError, ValueError):
+    """The bytes are no image that can be decoded; the text has the name of the file. Like pillow's error it is
+    an OSError, so that `only=OSError` tolerates damaged files as well as missing ones."""
+
+
+class Header(NamedTuple):
+    """Height and width of an image in pixels, and the kind of its file."""
+
+    height: int
+    width: int
+    kind: int
 
 
 @functools.cache
-def _simplejpeg() -> Any:
-    try:
-        return importlib.import_module("simplejpeg")
-    except ImportError:
-        return None
+def library(name: str) -> Any:
+    """The module of a library; None if it cannot be imported."""
+    with suppress(ImportError):
+        return importlib.import_module(name)
+    return None
 
 
 def chosen() -> dict[str, str]:
     """The library that decodes each kind of file in this process, and why: the doctor shows it."""
-    has_pillow = importlib.util.find_spec("PIL") is not None
-    missing = "simplejpeg is not installed" if has_pillow else "neither simplejpeg nor pillow is installed"
+    others = "pillow" if library("PIL.Image") else "none, because pillow is not installed"
+    jpeg = "simplejpeg" if library("simplejpeg") else "pillow, because simplejpeg is not installed"
     for_gpus, text = gpu.decoder()
     return {
-        "JPEG": "simplejpeg" if _simplejpeg() else f"{'pillow' if has_pillow else 'none'}, because {missing}",
-        "other files": "pillow" if has_pillow else "none, because pillow is not installed",
+        "JPEG": jpeg if others == "pillow" else others,
+        "other files": others,
         "baseline JPEG on GPUs": text if for_gpus else f"as on the CPU, because {text}",
     }
 
 
-class Source:
-    """An image file whose header was read, and whose pixels can be decoded.
-
-    Args:
-        image: the file.
-        exif: whether the image is turned as its EXIF data says.
-
-    Attributes:
-        height, width: in pixels, at full size, after turning.
-        is_turned: whether the image is turned or mirrored.
+def read_header(data: Any, name: str) -> Header:
+    """Read the header of a file.
 
     Raises:
         DecodeError: it is no image, or has more pixels than pillow's limit.
-        ImportError: no library is installed.
+        ImportError: pillow is not installed.
     """
-
-    def __init__(self, image: Encoded, exif: bool = False) -> None:
-        self._image = image
-        self._opened: Any = None
-        height, width, kind = image.header
-        self._is_plain_jpeg = kind != headers.OTHER
-        self._turn = _orientation(self._open()) if exif else 1
-        self.is_turned = self._turn in _TURNS
-        self._is_on_its_side = self._turn in (5, 6, 7, 8)
-        self.height, self.width = (width, height) if self._is_on_its_side else (height, width)
-
-    def pixels(self, smallest: tuple[int, int] | None = None) -> Pixels:
-        """Decode it.
-
-        Args:
-            smallest: height and width that the result must reach: a JPEG may be decoded at 1/8 to 7/8 of its
-                size. None decodes at full size.
-
-        Returns:
-            uint8, shape (height, width, 3), RGB.
-
-        Raises:
-            DecodeError: it cannot be decoded.
-        """
-        fast = self._is_plain_jpeg and _simplejpeg() is not None
-        found = self._by_simplejpeg(smallest) if fast else None
-        if found is None:
-            found = self._by_pillow()
-        return np.ascontiguousarray(_TURNS[self._turn](found)) if self.is_turned else found
-
-    def _by_simplejpeg(self, smallest: tuple[int, int] | None) -> Pixels | None:
-        """None for files that it refuses, such as damaged ones: pillow decides, and has the better text."""
-        down, across = smallest or (0, 0)
-        if self._is_on_its_side:
-            down, across = across, down
-        try:
-            found: Pixels = _simplejpeg().decode_jpeg(
-                self._image.data, "RGB", min_height=down, min_width=across
-            )
-        except ValueError:
-            return None
-        return found
-
-    def _by_pillow(self) -> Pixels:
-        try:
-            return np.array(self._open().convert("RGB"))
-        except Exception as error:
-            name = headers.called(self._image.data, self._image.name)
-            raise DecodeError(f"{name} cannot be decoded: {error}") from error
-
-    def _open(self) -> Any:
-        if self._opened is None:
-            self._opened = headers.opened(self._image.data, self._image.name)
-        return self._opened
+    if library("PIL.Image") is None:
+        raise ImportError(
+            "to decode images, install pillow and simplejpeg: pip install 'fastq-loader[images]'"
+        )
+    header = _of_jpeg(data) or _by_pillow(data, name, lambda opened: _of_opened(opened, data))
+    limit = library("PIL.Image").MAX_IMAGE_PIXELS
+    if limit is not None and header.height * header.width > 2 * limit:  # as pillow refuses what it opens
+        raise _refusal(data, name, f"it has more than twice the {limit} pixels of PIL.Image.MAX_IMAGE_PIXELS")
+    return header
 
 
-def _orientation(opened: Any) -> int:
+def _of_jpeg(data: Any) -> Header | None:
+    """The header of a JPEG that simplejpeg decodes as pillow does; else None."""
     try:
-        return int(opened.getexif().get(_ORIENTATION, 1))
-    except Exception:  # damaged EXIF data says nothing
-        return 1
+        height, width, colors, _ = library("simplejpeg").decode_jpeg_header(data)
+    except (AttributeError, ValueError):  # it is not installed, or this is no JPEG
+        return None
+    kind = BASELINE if colors == "YCbCr" and _is_baseline(data) else JPEG
+    return Header(height, width, kind) if colors in ("YCbCr", "RGB", "Gray") else None
 
 
-#: What turns the pixels upright, by the number in the EXIF data (as `PIL.ImageOps.exif_transpose`).
-_TURNS: dict[int, Callable[[Pixels], Pixels]] = {
-    2: lambda pixels: pixels[:, ::-1],
-    3: lambda pixels: pixels[::-1, ::-1],
-    4: lambda pixels: pixels[::-1],
-    5: lambda pixels: pixels.transpose(1, 0, 2),
-    6: lambda pixels: np.rot90(pixels, -1),
-    7: lambda pixels: pixels[::-1, ::-1].transpose(1, 0, 2),
-    8: lambda pixels: np.rot90(pixels),
-}
+def _of_opened(opened: Any, data: Any) -> Header:
+    in_ycbcr = (opened.format, opened.mode, opened.info.get("adobe_transform", 1)) == ("JPEG", "RGB", 1)
+    return Header(opened.height, opened.width, BASELINE if in_ycbcr and _is_baseline(data) else OTHER)
+
+
+def _is_baseline(data: Any) -> bool:
+    """Whether the frame of a JPEG is baseline: neither progressive nor of another kind."""
+    at = 2
+    with suppress(IndexError):
+        while (marker := data[at + 1]) not in _FRAMES:  # a byte that fills up, or a segment
+            at += 1 if marker == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+        return bool(marker == 0xC0)
+    return False
+
+
+def read_orientation(data: Any, name: str) -> int:
+    """How an image has to be turned, by its EXIF data: 1 (not at all) to 8. Raises DecodeError."""
+    opened, found = _by_pillow(data, name, lambda opened: opened), 1
+    with suppress(Exception):  # damaged EXIF data says nothing; and TIFF is turned by pillow itself
+        found = 1 if opened.format == "TIFF" else int(opened.getexif().get(0x0112, 1))
+    return found if 1 <= found <= 8 else 1
+
+
+def decode(
+    data: Any, name: str, kind: int, turn: int = 1, smallest: tuple[int, int] = (0, 0)
+) -> np.ndarray[Any, Any]:
+    """Decode an image.
+
+    Args:
+        data, name, kind: of the file.
+        turn: its orientation, or 1 for none.
+        smallest: height and width that the result must reach: a JPEG may be decoded at 1/8 to 7/8 of its
+            size. Zeros decode at full size.
+
+    Returns:
+        uint8, shape (height, width, 3), RGB, upright.
+
+    Raises:
+        DecodeError: it cannot be decoded.
+    """
+    down, across = smallest[::-1] if turn >= 5 else smallest
+    pixels: Any = None
+    with suppress(AttributeError, ValueError):  # without simplejpeg, or if it refuses a file, pillow decodes
+        if kind != OTHER:
+            pixels = library("simplejpeg").decode_jpeg(data, "RGB", min_height=down, min_width=across)
+    if pixels is None:
+        pixels = _by_pillow(data, name, lambda opened: np.array(opened.convert("RGB")))
+    upright = pixels.transpose(1, 0, 2) if turn >= 5 else pixels  # as `PIL.ImageOps.exif_transpose`
+    rows, columns = -1 if turn in (3, 4, 7, 8) else 1, -1 if turn in (2, 3, 6, 7) else 1
+    return np.ascontiguousarray(upright[::rows, ::columns])
+
+
+def _by_pillow(data: Any, name: str, wanted: Callable[[Any], Any]) -> Any:
+    """Open a file with pillow, which reads its header, and return what is wanted of it."""
+    pillow = library("PIL.Image")
+    try:
+        return wanted(pillow.open(io.BytesIO(data)))
+    except Exception as error:
+        unknown = isinstance(error, pillow.UnidentifiedImageError)  # its text has the address of the buffer
+        raise _refusal(data, name, "it is no image that pillow knows" if unknown else str(error)) from error
+
+
+def _refusal(data: Any, name: str, reason: str) -> DecodeError:
+    return DecodeError(f"{name or f'an image of {len(data)} bytes'} cannot be decoded: {reason}")

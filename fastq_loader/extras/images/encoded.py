@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from fastq_loader import api
-from fastq_loader.extras.images import headers
-from fastq_loader.extras.images.headers import Header
+from fastq_loader.extras.images.decoders import Header, read_header
 
 api.sample_seeds.want()
+
+Ints = np.ndarray[Any, Any]
 
 
 class Encoded:
@@ -30,25 +32,27 @@ class Encoded:
         data: the bytes.
         name: the name of the file for errors; "" if it has none.
         seed: the number from which the random choices for this sample are made; 63 bits.
+        header: its size in pixels, and the kind of file.
+
+    Raises:
+        DecodeError, ImportError: see `encoded`.
     """
 
-    __slots__ = ("_batch", "_header", "data", "name", "seed")
+    __slots__ = ("_batch", "data", "header", "name", "seed")
 
     def __init__(self, data: Any, name: str = "", seed: int = 0, header: Header | None = None) -> None:
-        self.data, self.name, self.seed, self._header = data, name, seed, header
+        self.data, self.name, self.seed = data, name, seed
+        self.header = header or read_header(data, name)
         self._batch = api.sample_seeds.current()  # the batch that the seed belongs to
 
-    @property
-    def header(self) -> Header:
-        """Its size in pixels, and the kind of file. Raises DecodeError, ImportError."""
-        if self._header is None:
-            self._header = headers.read(self.data, self.name)
-        return self._header
+    def seed_of_this_batch(self, renews: bool = False) -> int:
+        """The seed. A sample that a dataset keeps takes a new one for each batch of this package's loader.
 
-    def seed_of_this_batch(self) -> int:
-        """The seed. A sample that a dataset keeps takes a new one for each batch of this package's loader."""
+        Args:
+            renews: whether it takes a new one in any case.
+        """
         now = api.sample_seeds.current()
-        if now not in (None, self._batch):
+        if renews or now not in (None, self._batch):
             self.seed, self._batch = api.sample_seeds.take(), now
         return self.seed
 
@@ -57,13 +61,11 @@ class Encoded:
         return len(self.data)
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return bytes(self.data), self.name, self.seed, self._header
+        return bytes(self.data), self.name, self.seed, self.header, self._batch
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.data, self.name, self.seed, self._header = state
-        self._batch = api.sample_seeds.current()
-        if api.sample_seeds.reading.renews:
-            self.seed = api.sample_seeds.take()
+        self.data, self.name, self.seed, self.header, self._batch = state
+        self.seed_of_this_batch(api.sample_seeds.reading.renews)  # here the sample's position is known
 
     def __repr__(self) -> str:
         return f"Encoded({self.name!r}, {len(self)} bytes)"
@@ -82,8 +84,8 @@ def encoded(source: str | os.PathLike[str] | Any, name: str | None = None) -> En
     from torch's global generator.
 
     Args:
-        source: path of the file; or its contents as bytes, bytearray, memoryview, or a uint8 array or
-            tensor of one dimension.
+        source: path of the file; or its contents as bytes, another buffer of bytes (such as a bytearray, a
+            memoryview or a mapped file), or a uint8 array or tensor of one dimension.
         name: the name for errors; by default the path.
 
     The header of the file is read, so that `errors=` of the loader applies to a file without a valid one. A
@@ -93,34 +95,27 @@ def encoded(source: str | os.PathLike[str] | Any, name: str | None = None) -> En
         OSError: the file cannot be read.
         DecodeError: it is no image, or has more pixels than `PIL.Image.MAX_IMAGE_PIXELS` allows.
         TypeError: `source` is neither a path nor bytes.
-        ImportError: the file is no JPEG, and pillow is not installed.
+        ImportError: pillow is not installed.
 
     >>> encoded(b"...", name="photo")
     Traceback (most recent call last):
     DecodeError: photo cannot be decoded: it is no image that pillow knows
     """
-    if isinstance(source, (str, os.PathLike)):
-        data: Any = Path(source).read_bytes()
-        name = os.fspath(source) if name is None else name
-    elif isinstance(source, (bytes, bytearray, memoryview)):
-        data = source
-    elif isinstance(source, (np.ndarray, torch.Tensor)):
-        data = _bytes_of(source)
-    else:
-        kind = type(source).__name__
-        raise TypeError(f"encoded(source={kind}): give the path of a file, or its contents as bytes")
+    is_path = isinstance(source, (str, os.PathLike))
+    data = Path(source).read_bytes() if is_path else _bytes_of(source)
+    name = (os.fspath(source) if is_path else "") if name is None else name
     seed = api.sample_seeds.take()  # first: a broken file takes one, too
-    return Encoded(data, name or "", seed, headers.read(data, name or ""))
+    return Encoded(data, name, seed)
 
 
-def _bytes_of(source: np.ndarray[Any, Any] | torch.Tensor) -> Any:
-    """The bytes of an array, without a copy. Raises TypeError."""
-    array: Any = np.asarray(source)
-    if array.dtype != np.uint8 or array.ndim != 1:
-        found = f"{array.dtype} of shape {array.shape}"
-        text = f"encoded(source={found}): the contents of a file are uint8, of shape (n,)"
-        raise TypeError(text)
-    return np.ascontiguousarray(array).data
+def _bytes_of(source: Any) -> memoryview:
+    """The contents of a file, without a copy where they lie in one piece. Raises TypeError."""
+    with suppress(TypeError):
+        view = memoryview(cast(Any, source.numpy()) if isinstance(source, torch.Tensor) else source)
+        if (view.format, view.ndim) == ("B", 1):
+            return view if view.contiguous else memoryview(view.tobytes())
+    text = "give the path of a file, or its contents as bytes or uint8 of shape (n,)"
+    raise TypeError(f"encoded(source={type(source).__name__}): {text}")
 
 
 class EncodedBatch:
@@ -133,46 +128,27 @@ class EncodedBatch:
         data: array of uint8, shape (total bytes,).
         offsets: array of int64, shape (N + 1,): file i is `data[offsets[i]:offsets[i + 1]]`.
         names: name of each file.
+        seeds: array of int64, shape (N,): seed of each file.
         headers: array of int64, shape (N, 3): height, width and kind of each file.
     """
 
-    __slots__ = ("_seeds", "data", "headers", "names", "offsets")
+    __slots__ = ("data", "headers", "names", "offsets", "seeds")
 
-    def __init__(
-        self,
-        data: np.ndarray[Any, Any],
-        offsets: np.ndarray[Any, Any],
-        names: Sequence[str],
-        seeds: Sequence[int],
-        headers: np.ndarray[Any, Any],
-    ) -> None:
-        self.data, self.offsets, self.headers = data, offsets, headers
-        self.names, self._seeds = (
-            tuple(names),
-            np.array(seeds, np.int64),
-        )  # less to look through than integers
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        """Seed of each file."""
-        return tuple(self._seeds.tolist())
+    def __init__(self, data: Ints, offsets: Ints, names: tuple[str, ...], seeds: Ints, headers: Ints) -> None:
+        self.data, self.offsets, self.names, self.seeds, self.headers = data, offsets, names, seeds, headers
 
     def __len__(self) -> int:
         """Number of files."""
         return len(self.names)
 
-    @overload
-    def __getitem__(self, index: int) -> Encoded: ...
-    @overload
-    def __getitem__(self, index: slice) -> EncodedBatch: ...
-    def __getitem__(self, index: int | slice) -> Encoded | EncodedBatch:
+    def __getitem__(self, index: int | slice) -> Any:
         """One file, whose bytes are a view of the batch's; or some of the files, with a copy of theirs."""
         if isinstance(index, slice):
             return joined([self[i] for i in range(*index.indices(len(self)))])
         number = range(len(self))[index]
         begin, end = self.offsets[number : number + 2]
         header = Header(*self.headers[number].tolist())
-        return Encoded(self.data[begin:end].data, self.names[number], int(self._seeds[number]), header)
+        return Encoded(self.data[begin:end].data, self.names[number], int(self.seeds[number]), header)
 
     def __iter__(self) -> Iterator[Encoded]:
         return map(self.__getitem__, range(len(self)))
@@ -196,13 +172,13 @@ def joined(samples: Sequence[Encoded], *, collate_fn_map: Any = None) -> Encoded
         samples: the files, in their order.
         collate_fn_map: part of torch's interface for collate functions; unused.
     """
-    offsets = np.zeros(len(samples) + 1, np.int64)
-    np.cumsum([len(sample) for sample in samples], out=offsets[1:])
+    offsets = np.cumsum([0, *map(len, samples)], dtype=np.int64)
     data = api.allocator.empty((int(offsets[-1]),), dtype=torch.uint8).numpy()
     for sample, begin, end in zip(samples, offsets, offsets[1:], strict=False):
         data[begin:end] = np.frombuffer(sample.data, np.uint8)
-    names, seeds = [sample.name for sample in samples], [sample.seed_of_this_batch() for sample in samples]
-    return EncodedBatch(data, offsets, names, seeds, np.array([sample.header for sample in samples]))
+    seeds = np.array([sample.seed_of_this_batch() for sample in samples], np.int64)
+    sizes = np.array([sample.header for sample in samples], np.int64).reshape(-1, 3)
+    return EncodedBatch(data, offsets, tuple(sample.name for sample in samples), seeds, sizes)
 
 
 default_collate_fn_map[Encoded] = joined

@@ -1,4 +1,4 @@
-"""JPEG files decoded by an NVIDIA GPU, by torchcodec or torchvision, on a stream of its own.
+"""The device of the results; and JPEG files decoded by an NVIDIA GPU, with torchcodec or torchvision.
 
 Runs in the thread that decodes ahead, or where `DecodeImages` is called. The decoder of this hardware writes
 when it is called, whatever its stream has yet to do (torchvision #9606, torchcodec #1634). So it must get no
@@ -11,71 +11,90 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-import re
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import metadata
 from typing import Any
 
 import torch
 
 from fastq_loader import api
-from fastq_loader.extras.images.encoded import Encoded
 
 #: Where `decode_jpeg` takes a list of files for CUDA, and from which version on.
-_LIBRARIES = {"torchcodec": ("torchcodec.decoders", (0, 17)), "torchvision": ("torchvision.io", (0, 20))}
-_NON_BLOCKING = 1  # cudaStreamNonBlocking: it does not wait for the default stream
+_LIBRARIES = {"torchcodec": ("torchcodec.decoders", "0.17"), "torchvision": ("torchvision.io", "0.20")}
+
+#: Lock that whoever decodes for a device holds for a batch. A fork of this process waits for it, so that no
+#: child inherits the locks of a library in the middle of a decode.
+TURN = threading.RLock()
+#: Seconds that a fork, and the end of the thread, wait for the batch that is being decoded.
+PATIENCE = 2.0
 
 
 @functools.cache
-def decoder() -> tuple[Callable[..., Any] | None, str]:
+def decoder() -> tuple[Callable[..., list[torch.Tensor]] | None, str]:
     """The function that decodes a list of JPEG files on a device, and its library; or None, and why."""
     if torch.version.cuda is None:
         return None, f"torch {torch.__version__} was built without CUDA"
     reasons = []
     for name, (module, oldest) in _LIBRARIES.items():
         try:
-            version = metadata.version(name)
-            if tuple(map(int, re.findall(r"\d+", version)[:2])) >= oldest:
-                found = importlib.import_module(module)
+            found, version = importlib.import_module(module), metadata.version(name)
+            if torch.torch_version.TorchVersion(version) >= oldest:
                 return functools.partial(found.decode_jpeg, mode=found.ImageReadMode.RGB), f"{name} {version}"
-            reasons.append(f"{name} {version} is older than {oldest[0]}.{oldest[1]}")
-        except metadata.PackageNotFoundError:
-            reasons.append(f"{name} is not installed")
+            reasons.append(f"{name} {version} is older than {oldest}")
         except Exception as error:  # some builds of a library do not load beside some of torch
-            reasons.append(f"{name} {version} cannot be loaded: {error!r}")
+            reasons.append(f"{name} cannot be loaded: {error!r}")
     return None, " and ".join(reasons)
 
 
-class Gpu:
-    """One GPU, and the stream on which it decodes.
+class Target:
+    """The device of the results, and on a GPU the stream on which it decodes.
 
     Args:
-        device: the GPU, of CUDA.
+        device: the device; None: the results stay on the CPU.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self.device = torch.device("cuda", index)
+    def __init__(self, device: torch.device | None) -> None:
+        self.device = device
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Target, (self.device,)
+
+    @functools.cached_property
+    def stream(self) -> Any:
+        """The stream of the GPU, which nobody else uses; None: the CPU decodes. Of "cuda" it is the GPU that
+        is current on the thread that asks first."""
+        if self.device is None or self.device.type != "cuda" or torch.version.cuda is None:
+            return None
         with torch.cuda.device(self.device), api.captures.relaxed():
-            self.stream = _own_stream()
+            create, handle = api.captures.runtime_function("cudaStreamCreateWithFlags"), ctypes.c_void_p()
+            # 1 is cudaStreamNonBlocking: it does not wait for the default stream.
+            if create is None or create(ctypes.byref(handle), 1):
+                return torch.cuda.Stream()  # type: ignore[no-untyped-call]  # one of 32 that torch hands out
+            return torch.cuda.ExternalStream(handle.value)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Context in which this thread's work runs on the stream; it has run when the context is left. In it,
-        the CUDA calls of this thread do not end the capture of a graph by another one."""
-        with api.captures.relaxed(), torch.cuda.stream(self.stream):
-            try:
-                yield
-            finally:
-                self.wait()
+        """Context of the decode of one batch. On a GPU this thread's work runs on the stream, and has run
+        when the context is left; its CUDA calls do not end the capture of a graph by another thread."""
+        with nullcontext() if self.device is None else TURN, ExitStack() as leaving:
+            if self.stream is not None:
+                leaving.enter_context(api.captures.relaxed())
+                leaving.enter_context(torch.cuda.stream(self.stream))
+                leaving.callback(self.wait)
+            yield
 
     def wait(self) -> None:
         """Wait until all work on the stream has run."""
         self.stream.synchronize()
 
-    def decode(self, files: Sequence[Encoded]) -> Sequence[torch.Tensor]:
-        """Decode JPEG files, in `working`.
+    def decode(self, files: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """Decode JPEG files on the GPU, in `working`.
+
+        Args:
+            files: the bytes of each.
 
         Returns:
             uint8 tensors of shape (3, height, width); none if there is no decoder, or a file that it refuses.
@@ -88,22 +107,35 @@ class Gpu:
             return ()
         self.wait()  # queued work may still read memory that is free again; see above
         try:
-            found: list[torch.Tensor] = decode([*map(_tensor, files)], device=self.device)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:
-            return ()
-        return found
+            return decode([*map(_tensor, files)], device=self.stream.device)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+        return ()
+
+    def received(self, images: torch.Tensor) -> torch.Tensor:
+        """Images on the device, for work on the current stream."""
+        if self.stream is None:
+            return images.to(self.device)
+        images.record_stream(torch.cuda.current_stream(images.device))
+        return images
 
 
-def _own_stream() -> Any:
-    """A new stream of the current device. torch's own are handed out again after 32."""
-    create, handle = api.captures.runtime_function("cudaStreamCreateWithFlags"), ctypes.c_void_p()
-    if create is None or create(ctypes.byref(handle), _NON_BLOCKING):
-        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    return torch.cuda.ExternalStream(handle.value)  # type: ignore[no-untyped-call]
-
-
-def _tensor(file: Encoded) -> torch.Tensor:
-    data = memoryview(file.data)
+def _tensor(file: Any) -> torch.Tensor:
+    data = memoryview(file)
     return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)
+
+
+def is_ours() -> bool:
+    """Whether this thread has the turn."""
+    return TURN._is_owned()  # type: ignore[attr-defined, no-any-return]
+
+
+def _after_fork() -> None:
+    if is_ours():  # it was not waited for longer than `PATIENCE`
+        TURN.release()
+
+
+if hasattr(os, "register_at_fork"):  # as on every system with forks
+    before = functools.partial(TURN.acquire, timeout=PATIENCE)
+    os.register_at_fork(before=before, after_in_parent=_after_fork, after_in_child=_after_fork)

@@ -8,19 +8,22 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import default_collate
 
-from fastq_loader.extras.images import ahead
-from fastq_loader.extras.images.ahead import Ahead, Target
-from fastq_loader.extras.images.decoders import Source
-from fastq_loader.images import DecodeError, DecodeImages, Encoded, EncodedBatch, encoded
+from fastq_loader.extras.images import gpu
+from fastq_loader.extras.images.ahead import Ahead
+from fastq_loader.extras.images.decoders import BASELINE, decode
+from fastq_loader.extras.images.gpu import Target
+from fastq_loader.images import DecodeError, DecodeImages, EncodedBatch, encoded
 from tests.conftest import run_script, wait_until
 from tests.extras.images.test_decode_images import FILES, Photos, loaded
+from tests.support.alarms import alarm_after, ring
 from tests.support.photographs import file_of, photograph
 
 TARGET = Target(torch.device("cpu"))
@@ -86,7 +89,7 @@ def test_the_end_waits_for_the_batch_that_is_decoded(gated: Gated) -> None:
 
 
 def test_the_end_does_not_wait_for_ever(gated: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_PATIENCE", 0.01)
+    monkeypatch.setattr(gpu, "PATIENCE", 0.01)
     gated.ahead.begin(0)
     gated.ahead.close()
     assert not gated.gate.is_set()
@@ -111,7 +114,8 @@ def test_a_process_ends_in_the_middle_of_a_batch() -> None:
         """
         import time
         import torch
-        from fastq_loader.extras.images.ahead import Ahead, Target
+        from fastq_loader.extras.images.ahead import Ahead
+        from fastq_loader.extras.images.gpu import Target
 
         target = Target(torch.device("cpu"))
         ahead = Ahead(lambda batch: time.sleep(30), lambda batch, found: None, target)
@@ -138,12 +142,36 @@ def test_a_fork_waits_for_the_batch() -> None:
     inside.wait()
     child = os.fork()
     if child == 0:  # the lock is free here, too
-        os._exit(0 if target.turn.acquire(timeout=5) else 1)
+        os._exit(0 if gpu.TURN.acquire(timeout=5) else 1)
     assert end
     assert os.waitpid(child, 0)[1] == 0
     thread.join()
     with target.working():
         assert end[0] <= time.monotonic()
+
+
+@pytest.mark.processes
+def test_a_fork_beside_another_one_leaves_its_turn_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other thread is between the two steps of its own fork: it has the turn, and gives it back."""
+    monkeypatch.setattr(gpu, "PATIENCE", 0.01)
+    holds, end = threading.Event(), threading.Event()
+
+    def fork() -> None:
+        with gpu.TURN:
+            holds.set()
+            end.wait(5)
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    holds.wait()
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    end.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert gpu.TURN.acquire(timeout=1)
+    gpu.TURN.release()
 
 
 def test_decoding_pauses() -> None:
@@ -164,38 +192,38 @@ def test_decoding_pauses() -> None:
 def test_the_device_is_the_one_that_is_current_for_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's current device belongs to a thread, and is the first one in a new thread."""
     asked = []
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(ahead, "Gpu", lambda device: asked.append(threading.current_thread()) or FakeGpu())
+    stream = property(lambda target: asked.append(threading.current_thread()))
+    monkeypatch.setattr(Target, "stream", stream)
     decoding = DecodeImages(16, device="cuda").start_ahead()
     decoding.begin(batch_of(FILES[0]))
     decoding.close()
-    assert asked == [threading.current_thread()]
+    assert asked[0] is threading.current_thread()
 
 
-def test_the_thread_of_the_step_keeps_its_threads() -> None:
-    before = torch.get_num_threads()
+def test_other_threads_keep_their_threads() -> None:
+    """torch sets the number for all threads that begin later, too."""
+    before, found = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(3)
     decoding = Ahead(lambda _: torch.get_num_threads(), lambda _, found: found, TARGET)
     assert decoding.begin(0)() == 1
+    later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    later.start()
+    later.join()
     decoding.close()
-    assert torch.get_num_threads() == before
+    assert [torch.get_num_threads(), *found] == [3, 3]
+    torch.set_num_threads(before)
 
 
-class FakeGpu:
-    """Decodes on the CPU what a GPU can. `refused`: a file that it cannot decode."""
+def test_what_is_no_exception_is_raised_at_its_turn_too() -> None:
+    def panic(batch: Any) -> None:
+        raise BaseException("a panic of a plugin")
 
-    device = torch.device("cpu")
-
-    def __init__(self, refused: str = "") -> None:
-        self.refused, self.groups = refused, []
-
-    def working(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def decode(self, files: list[Encoded]) -> Any:
-        self.groups.append([file.name for file in files])
-        if self.refused in self.groups[-1]:
-            return ()
-        return [torch.from_numpy(Source(file).pixels()).permute(2, 0, 1) for file in files]
+    decoding = Ahead(panic, lambda _, found: found, TARGET)
+    waiting = [decoding.begin(number) for number in range(2)]
+    for take in waiting:
+        with alarm_after(5, ring), pytest.raises(BaseException, match="a panic of a plugin"):
+            take()
+    decoding.close()
 
 
 def batch_of(*files: bytes) -> EncodedBatch:
@@ -203,23 +231,33 @@ def batch_of(*files: bytes) -> EncodedBatch:
     return made
 
 
-@pytest.mark.parametrize("refused", ["", "3"])
+@pytest.mark.parametrize("refused", [None, 3])
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic", "nearest"])
 def test_a_gpu_decodes_baseline_jpeg_in_groups(
-    refused: str, mode: str, monkeypatch: pytest.MonkeyPatch
+    refused: int | None, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     photos = [file_of(photograph(40, 50, seed), "JPEG") for seed in range(6)]
     turned = file_of(photograph(40, 50), "JPEG", exif=_turned())
     batch = batch_of(*photos, FILES[0], file_of(photograph(40, 50), "JPEG", progressive=True), turned)
-    gpu = FakeGpu(refused)
+    groups: list[list[int]] = []
+
+    def decoded(target: Target, files: list[Any]) -> Any:
+        groups.append([photos.index(bytes(file)) for file in files])
+        found = [torch.from_numpy(decode(file, "", BASELINE)).permute(2, 0, 1) for file in files]
+        return () if refused in groups[-1] else found
+
     options = {"exif": True, "interpolation": mode}
     pixels = DecodeImages(16, device="cpu", group_bytes=2 * 3 * 40 * 50 + 1, **options)
-    monkeypatch.setattr(Target, "gpu", gpu)
+    monkeypatch.setattr(Target, "stream", SimpleNamespace(device=torch.device("cpu")))
+    monkeypatch.setattr(Target, "working", lambda self: nullcontext())
+    monkeypatch.setattr(Target, "decode", decoded)
     monkeypatch.setattr(Target, "received", lambda self, images: images)
-    differences = (pixels(batch).int() - DecodeImages(16, **options)(batch).int()).abs()
+    found = pixels(batch)
+    monkeypatch.undo()
+    differences = (found.int() - DecodeImages(16, **options)(batch).int()).abs()
     assert differences[:6].max() <= 1  # computed in floats; bicubic values are cut off, too
     assert differences[6:].max() == 0
-    assert gpu.groups == [["0", "1"], ["2", "3"], ["4", "5"]]
+    assert groups == [[0, 1], [2, 3], [4, 5]]
 
 
 def _turned() -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fastq_loader.extras.images import crops
@@ -17,9 +17,11 @@ from fastq_loader.extras.images import crops
 SIDES = st.integers(1, 3000)
 
 
-@given(SIDES, SIDES, st.integers(0, 2**63 - 1))
-def test_a_crop_lies_in_the_image(height: int, width: int, seed: int) -> None:
-    top, left, down, across = crops.random_crop(height, width, (0.08, 1), (3 / 4, 4 / 3), crops.numbers(seed))
+@given(SIDES, SIDES, st.sampled_from([(3 / 4, 4 / 3), (0.1, 0.2), (6, 9)]), st.integers(0, 2**63 - 1))
+@example(height=1, width=100, ratio=(0.1, 0.2), seed=0)
+@example(height=100, width=1, ratio=(6, 9), seed=0)
+def test_a_crop_lies_in_the_image(height: int, width: int, ratio: tuple[float, float], seed: int) -> None:
+    top, left, down, across = crops.random_crop(height, width, (0.08, 1), ratio, crops.numbers(seed))
     assert 0 <= top <= top + down <= height
     assert 0 <= left <= left + across <= width
     assert down >= 1

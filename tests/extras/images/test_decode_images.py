@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import copy
 import io
+import pickle
 import re
 import types
 from typing import Any
@@ -116,6 +118,46 @@ def test_structures_keep_their_types() -> None:
     fixed = pixels(types.MappingProxyType({"image": file}))
     assert type(fixed) is types.MappingProxyType
     assert fixed["image"].shape == (3, 4, 4)
+
+
+def test_what_has_no_image_is_the_same_object() -> None:
+    extremes, made = (
+        torch.ones(3, 2).max(0),
+        {"labels": [1, 2]},
+    )  # a tuple that cannot be made from its members
+    found = DecodeImages(4)([encoded(FILES[0]), extremes, made])
+    assert (found[1] is extremes, found[2] is made) == (True, True)
+
+
+class OfSize4(DecodeImages):
+    """A subclass with arguments of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda pixels: pickle.loads(pickle.dumps(pixels))]
+)
+def test_copies_are_on_their_own_device(copied: Any) -> None:
+    pixels, file = OfSize4(), encoded(FILES[0])
+    elsewhere = copied(pixels.on_device(torch.device("meta")))
+    assert type(elsewhere) is OfSize4
+    assert (elsewhere(file).device.type, pixels(file).device.type) == ("meta", "cpu")
+
+
+def test_torchs_default_device_moves_no_pixels() -> None:
+    """As `torch.set_default_device("cuda")` in a script whose workers, or transform, decode on the CPU."""
+    with torch.device("meta"):
+        files = default_collate([encoded(file) for file in FILES])
+        assert DecodeImages(4)(files).device.type == DecodeImages(4)(files[0]).device.type == "cpu"
+
+
+def test_an_empty_batch_has_no_pixels() -> None:
+    files = default_collate([encoded(FILES[0])])[:0]
+    assert (len(files), files.headers.dtype) == (0, np.int64)
+    for pixels in (DecodeImages(4), DecodeImages(4, mean=(0.5,) * 3, std=(1,) * 3, device="cpu")):
+        assert pixels(files).shape == (0, 3, 4, 4)
 
 
 def test_masks_share_the_crop_of_their_image() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import io
 import random
-from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +13,21 @@ import pytest
 import torch
 
 from fastq_loader.extras.images import decoders, gpu
-from fastq_loader.extras.images.decoders import DecodeError, Source
-from fastq_loader.extras.images.encoded import Encoded, encoded
+from fastq_loader.extras.images.decoders import DecodeError
+from fastq_loader.extras.images.encoded import encoded
 from tests.support.photographs import KINDS, drawn_file, file_of, photograph
 from tests.support.thorough import seeds
 
 Image = pytest.importorskip("PIL.Image")
 ImageOps = pytest.importorskip("PIL.ImageOps")
+
+
+def by_us(data: bytes, exif: bool = False, name: str = "", smallest: Any = (0, 0)) -> Any:
+    """Our pixels, after the size in the header, turned as the pixels are."""
+    height, width, kind = decoders.read_header(data, name)
+    turn = decoders.read_orientation(data, name) if exif else 1
+    size = (width, height) if turn >= 5 else (height, width)
+    return size, decoders.decode(data, name, kind, turn, smallest)
 
 
 def by_pillow(data: bytes, exif: bool = False) -> Any:
@@ -31,24 +38,23 @@ def by_pillow(data: bytes, exif: bool = False) -> Any:
 @pytest.mark.parametrize("name", KINDS)
 def test_pixels_are_pillows(name: str) -> None:
     data = KINDS[name]()
-    expected, source = by_pillow(data), Source(Encoded(data, name))
-    ours = source.pixels()
-    assert (source.height, source.width, 3) == ours.shape == expected.shape
+    expected, (size, ours) = by_pillow(data), by_us(data)
+    assert (*size, 3) == ours.shape == expected.shape
     assert ours.flags.writeable
     difference = np.abs(ours.astype(int) - expected).mean()
     assert difference <= (2 if data[:2] == b"\xff\xd8" else 0)
 
 
-@pytest.mark.parametrize("turn", range(1, 9))
-def test_images_are_turned_as_pillow_turns_them(turn: int) -> None:
+@pytest.mark.parametrize("turn", range(10))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
+def test_images_are_turned_as_pillow_turns_them(kind: str, turn: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = turn
-    data = file_of(photograph(40, 60), "JPEG", exif=exif)
-    expected, source = by_pillow(data, exif=True), Source(Encoded(data), exif=True)
-    ours = source.pixels()
-    assert (source.height, source.width, 3) == ours.shape == expected.shape
-    assert np.abs(ours.astype(int) - expected).mean() <= 2
-    assert np.array_equal(Source(Encoded(data)).pixels().shape, (40, 60, 3))
+    data = file_of(photograph(40, 60), kind, exif=exif)
+    for upright in (True, False):  # pillow turns TIFF in any case
+        expected, (size, ours) = by_pillow(data, upright), by_us(data, upright)
+        assert (*size, 3) == ours.shape == expected.shape
+        assert np.abs(ours.astype(int) - expected).mean() <= 2
 
 
 @pytest.mark.parametrize("turn", [1, 6])
@@ -57,11 +63,9 @@ def test_a_photograph_is_decoded_at_a_part_of_its_size(turn: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = turn
     data = file_of(photograph(800, 1200), "JPEG", exif=exif)
-    source = Source(Encoded(data), exif=True)
     height, width = (1200, 800) if turn == 6 else (800, 1200)
-    assert (source.height, source.width) == (height, width)
-    found = source.pixels((height // 4, width // 4)).shape
-    assert found == (height // 4, width // 4, 3)
+    size, found = by_us(data, exif=True, smallest=(height // 4, width // 4))
+    assert (size, found.shape) == ((height, width), (height // 4, width // 4, 3))
 
 
 @pytest.mark.parametrize("library", ["simplejpeg", "pillow"])
@@ -71,16 +75,33 @@ def test_damaged_files_are_refused_by_name(
     kind: str, damage: str, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if library == "pillow":
-        monkeypatch.setattr("fastq_loader.extras.images.decoders._simplejpeg", lambda: None)
+        without(monkeypatch, "simplejpeg")
     whole = file_of(photograph(64, 64), kind)
     data = {"cut": whole[: len(whole) // 2], "no image": b"hello" * 99, "empty": b""}[damage]
     with pytest.raises(DecodeError, match=r"holiday[.]jpg cannot be decoded"):
-        Source(Encoded(data, "holiday.jpg")).pixels()
+        by_us(data, name="holiday.jpg")
+
+
+def without(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    find = decoders.library
+    monkeypatch.setattr(decoders, "library", lambda name: None if name == missing else find(name))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_without_simplejpeg_pixels_are_pillows_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = KINDS[name]()
+    kind = decoders.read_header(data, "").kind
+    without(monkeypatch, "simplejpeg")
+    assert np.array_equal(by_us(data)[1], by_pillow(data))
+    assert (decoders.read_header(data, "").kind == decoders.BASELINE) == (kind == decoders.BASELINE)
+    without(monkeypatch, "PIL.Image")
+    with pytest.raises(ImportError, match="install pillow"):
+        encoded(data)
 
 
 def test_a_file_without_a_name_is_told_by_its_size() -> None:
     with pytest.raises(DecodeError, match="an image of 3 bytes cannot be decoded"):
-        Source(Encoded(b"abc"))
+        encoded(b"abc")
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
@@ -88,10 +109,12 @@ def test_more_pixels_than_pillow_allows_are_refused(kind: str, monkeypatch: pyte
     data = file_of(photograph(40, 60), kind)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1200)
     with pytest.warns(Image.DecompressionBombWarning) if kind == "PNG" else pytest.MonkeyPatch.context():
-        Source(Encoded(data))
+        encoded(data)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1199)
-    with pytest.raises(DecodeError, match=r"large|MAX_IMAGE_PIXELS"):
-        Source(Encoded(data, "large"))
+    with pytest.raises(DecodeError, match=r"^large cannot be decoded: .*(MAX_IMAGE_PIXELS|exceeds limit)"):
+        encoded(data, "large")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    encoded(data)
 
 
 class Library:
@@ -110,32 +133,27 @@ class Library:
         ({"torchcodec": "0.17.0", "torchvision": "0.29.0"}, "torchcodec 0.17.0"),
         ({"torchcodec": "0.16.1", "torchvision": "0.29.0+cu130"}, "torchvision 0.29.0+cu130"),
         ({"torchcodec": "0.17 broken", "torchvision": "0.20.1"}, "torchvision 0.20.1"),
-        ({}, "torchcodec is not installed and torchvision is not installed"),
-        (
-            {"torchcodec": "0.9", "torchvision": "1 broken"},
-            "9 is older than 0.17 and torchvision 1 broken cannot",
-        ),
+        ({}, "torchcodec cannot be loaded: ModuleNotFoundError"),
+        ({"torchcodec": "0.9", "torchvision": "1 broken"}, "9 is older than 0.17 and torchvision cannot"),
     ],
 )
 def test_the_decoder_of_gpus_is_chosen_by_what_loads(
     versions: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def version(name: str) -> str:
-        if name not in versions:
-            raise metadata.PackageNotFoundError(name)
-        return versions[name]
-
     def load(name: str) -> type[Library]:
-        if "broken" in versions[name.partition(".")[0]]:
+        package = name.partition(".")[0]
+        if package not in versions:
+            raise ModuleNotFoundError(f"No module named {package!r}")
+        if "broken" in versions[package]:
             raise OSError("libtorch_cuda.so: cannot open shared object file")
         return Library
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(gpu.metadata, "version", version)
+    monkeypatch.setattr(gpu.metadata, "version", versions.__getitem__)
     monkeypatch.setattr(gpu.importlib, "import_module", load)
     decode, text = gpu.decoder.__wrapped__()
     assert expected in text
-    if " is " in expected:
+    if "cannot" in expected:
         assert decode is None
         return
     assert decode is not None
@@ -147,15 +165,15 @@ def test_the_choice_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = decoders.chosen()
     assert shown["baseline JPEG on GPUs"] == "as on the CPU, because torch was built without CUDA"
     assert shown["other files"] == "pillow"
-    monkeypatch.setattr(decoders, "_simplejpeg", lambda: None)
+    without(monkeypatch, "simplejpeg")
     assert decoders.chosen()["JPEG"] == "pillow, because simplejpeg is not installed"
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert decoders.chosen()["other files"] == "none, because pillow is not installed"
+    without(monkeypatch, "PIL.Image")
+    assert {*decoders.chosen().values()} > {"none, because pillow is not installed"}
 
 
 def decoded_or_refused(data: bytes, name: str) -> tuple[Any, str]:
     try:
-        return Source(encoded(data, name)).pixels(), ""
+        return by_us(data, name=name)[1], ""
     except DecodeError as error:
         return None, str(error)
 

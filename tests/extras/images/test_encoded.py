@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import copy
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,7 +61,9 @@ def content(batch: EncodedBatch) -> list[bytes]:
 
 
 def seeds_of(loader: Any) -> list[Any]:
-    return [(first.seeds, second.seeds, numbers.tolist()) for first, numbers, second in loader]
+    return [
+        (first.seeds.tolist(), second.seeds.tolist(), numbers.tolist()) for first, numbers, second in loader
+    ]
 
 
 @pytest.mark.parametrize("loader", [TorchDataLoader, DataLoader])
@@ -71,12 +75,23 @@ def test_files_arrive_as_they_were_read(loader: Any, workers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", [SMALL, bytearray(SMALL), memoryview(SMALL), np.frombuffer(SMALL, np.uint8)]
+    "source",
+    [
+        *(
+            SMALL,
+            bytearray(SMALL),
+            memoryview(SMALL),
+            np.frombuffer(SMALL, np.uint8),
+            array.array("B", SMALL),
+        ),
+        np.repeat(np.frombuffer(SMALL, np.uint8), 2)[::2],
+        torch.tensor(list(SMALL), dtype=torch.uint8),
+    ],
 )
 def test_contents_may_be_given_in_any_form(source: Any) -> None:
-    for given in (source, torch.tensor(list(source), dtype=torch.uint8)):
-        file = encoded(given, name="x")
-        assert (bytes(file.data), file.name, len(file)) == (SMALL, "x", len(SMALL))
+    file = encoded(source, name="x")
+    assert (bytes(file.data), file.name, len(file)) == (SMALL, "x", len(SMALL))
+    assert content(default_collate([file, file])) == [SMALL] * 2
 
 
 def test_a_path_is_read_and_is_the_name(tmp_path: Path) -> None:
@@ -88,7 +103,9 @@ def test_a_path_is_read_and_is_the_name(tmp_path: Path) -> None:
         encoded(tmp_path / "missing")
 
 
-@pytest.mark.parametrize("source", [3, None, np.zeros(3), torch.zeros(2, 2, dtype=torch.uint8)])
+@pytest.mark.parametrize(
+    "source", [3, None, np.zeros(3), torch.zeros(2, 2, dtype=torch.uint8), memoryview(np.zeros(8, np.int32))]
+)
 def test_what_is_no_file_is_refused(source: Any) -> None:
     with pytest.raises(TypeError, match=r"encoded\(source="):
         encoded(source)
@@ -97,7 +114,7 @@ def test_what_is_no_file_is_refused(source: Any) -> None:
 def test_slices_and_pickles_have_their_own_part_only() -> None:
     batch = default_collate([encoded(LARGE, "large"), encoded(SMALL, "small")])
     part = batch[1:]
-    assert (content(part), part.names, part.seeds) == ([SMALL], ("small",), batch.seeds[1:])
+    assert (content(part), part.names, part.seeds.tolist()) == ([SMALL], ("small",), batch.seeds.tolist()[1:])
     assert part.data.base is None or part.data.base.nbytes == len(SMALL)
     assert len(pickle.dumps(part)) < 2000
     assert len(pickle.dumps(batch[1])) < 500
@@ -238,23 +255,32 @@ def test_a_cache_is_filled_outside_of_a_loader_too() -> None:
 class Kept(Files):
     """Its files were read before, and are kept."""
 
-    def __init__(self, pixels: Any = None) -> None:
+    def __init__(self, pixels: Any = None, copied: Any = lambda file: file) -> None:
         self.files = [encoded(file_of(photograph(32, 48, index), "PNG")) for index in range(len(FILES))]
-        self.pixels = pixels
+        self.pixels, self.copied = pixels, copied
 
     def __getitem__(self, index: int) -> Any:
-        file = self.files[index]
+        file = self.copied(self.files[index])
         return file if self.pixels is None else self.pixels(file)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_file_that_a_dataset_keeps_has_a_new_seed_in_each_epoch(workers: int, persistent: bool) -> None:
-    options: Any = {"num_workers": workers, "persistent_workers": persistent and workers > 0}
-    loader = DataLoader(Kept(), 5, **options)
-    seeds = [seed for _ in range(3) for batch in loader for seed in batch.seeds]
+@pytest.mark.parametrize(
+    ("workers", "persistent", "copied"),
+    [
+        *((workers, workers > 0, lambda file: file) for workers in (0, 2)),
+        (0, False, copy.copy),
+        (2, False, lambda file: pickle.loads(pickle.dumps(file))),
+    ],
+)
+def test_a_file_that_a_dataset_keeps_has_a_new_seed_in_each_epoch(
+    workers: int, persistent: bool, copied: Any
+) -> None:
+    """Also a copy of it, such as from shared or pickled lists."""
+    options: Any = {"num_workers": workers, "persistent_workers": persistent}
+    loader = DataLoader(Kept(copied=copied), 5, **options)
+    seeds = [seed for _ in range(3) for batch in loader for seed in batch.seeds.tolist()]
     assert len(set(seeds)) == 3 * len(FILES)
-    cropped = DataLoader(Kept(DecodeImages(8)), 5, **options)
+    cropped = DataLoader(Kept(DecodeImages(8), copied), 5, **options)
     first, second = (torch.cat(list(cropped)) for _ in range(2))
     assert not torch.equal(first, second)
 

@@ -12,9 +12,7 @@ import torch
 
 from fastq_loader import api
 from fastq_loader.extras.images import gpu
-from fastq_loader.extras.images.ahead import Target
-from fastq_loader.extras.images.gpu import Gpu
-from fastq_loader.images import Encoded
+from fastq_loader.extras.images.gpu import Target
 from tests.support.photographs import file_of, photograph
 
 FILE = file_of(photograph(20, 30), "JPEG")
@@ -22,6 +20,8 @@ FILE = file_of(photograph(20, 30), "JPEG")
 
 class Stream:
     """Notes the calls that it gets."""
+
+    device = torch.device("cuda:2")
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
@@ -43,7 +43,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return enter
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     monkeypatch.setattr(torch.cuda, "device", context("device"))
     monkeypatch.setattr(torch.cuda, "stream", context("stream"))
     monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream(made))
@@ -53,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def decoding(monkeypatch: pytest.MonkeyPatch, calls: list[str], error: Exception | None = None) -> None:
     def decode(files: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        calls.append("decode")
+        calls.append(f"decode on {device}")
         assert all(bytes(file.numpy()) == FILE for file in files)
         if error is not None:
             raise error
@@ -67,14 +66,12 @@ def test_the_stream_is_waited_for_before_each_decode_and_at_the_end(
 ) -> None:
     decoding(monkeypatch, calls)
     target = Target(torch.device("cuda"))
-    with target.working() as device:
-        assert device is not None
-        assert device.device == torch.device("cuda:2")
+    with target.working():
         assert calls == ["device", "relaxed", "relaxed", "stream"]
         calls.clear()
         for data in (FILE, bytearray(FILE), np.frombuffer(FILE, np.uint8).data):
-            assert len(device.decode([Encoded(data)])) == 1
-    assert calls == ["wait", "decode"] * 3 + ["wait"]
+            assert len(target.decode([data])) == 1
+    assert calls == ["wait", "decode on cuda:2"] * 3 + ["wait"]
     with pytest.raises(KeyError), target.working():
         raise KeyError
     assert calls[-1] == "wait"
@@ -83,15 +80,14 @@ def test_the_stream_is_waited_for_before_each_decode_and_at_the_end(
 def test_what_cannot_be_decoded_there_is_left_to_the_cpu(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = Gpu(torch.device("cuda", 1))
-    assert device.device == torch.device("cuda:1")
+    device = Target(torch.device("cuda", 1))
     decoding(monkeypatch, calls, RuntimeError("not a JPEG"))
-    assert list(device.decode([Encoded(FILE)])) == []
+    assert list(device.decode([FILE])) == []
     decoding(monkeypatch, calls, torch.OutOfMemoryError("full"))
     with pytest.raises(torch.OutOfMemoryError, match="full"):
-        device.decode([Encoded(FILE)])
+        device.decode([FILE])
     monkeypatch.setattr(gpu, "decoder", lambda: (None, "no library"))
-    assert list(device.decode([Encoded(FILE)])) == []
+    assert list(device.decode([FILE])) == []
 
 
 @pytest.mark.usefixtures("calls")
@@ -103,5 +99,5 @@ def test_the_stream_is_no_other_users(code: int, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(api.captures, "runtime_function", {"cudaStreamCreateWithFlags": create}.get)
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: f"stream {handle}")
-    found = Gpu(torch.device("cuda")).stream
+    found = Target(torch.device("cuda")).stream
     assert isinstance(found, Stream) if code else found == "stream 4711"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, Replace, Skip
-from fastq_loader.extras.images import headers
+from fastq_loader.extras.images import decoders
 from fastq_loader.images import DecodeError, encoded
 from tests.support.photographs import KINDS, file_of, photograph
 
@@ -26,23 +26,26 @@ FILLED = PHOTO[:2] + b"\xff\xff" + PHOTO[2:]
 @pytest.mark.parametrize("name", KINDS)
 def test_sizes_are_pillows(name: str) -> None:
     data = KINDS[name]()
-    height, width, kind = headers.read(data, name)
+    height, width, kind = decoders.read_header(data, name)
     assert (width, height) == Image.open(io.BytesIO(data)).size
     is_jpeg = name.startswith("JPEG") and "CMYK" not in name
-    assert kind == (headers.BASELINE if name in BASELINE else headers.JPEG if is_jpeg else headers.OTHER)
+    assert kind == (decoders.BASELINE if name in BASELINE else decoders.JPEG if is_jpeg else decoders.OTHER)
     assert encoded(data).header == (height, width, kind)
 
 
 def test_a_jpeg_may_be_filled_up_or_have_other_colors() -> None:
-    assert headers.read(FILLED, "") == (20, 30, headers.BASELINE)
+    assert decoders.read_header(FILLED, "") == (20, 30, decoders.BASELINE)
     in_rgb = file_of(photograph(20, 30), "JPEG", keep_rgb=True)
-    assert headers.read(in_rgb, "") == (20, 30, headers.JPEG)
+    assert decoders.read_header(in_rgb, "") == (20, 30, decoders.JPEG)
 
 
 @given(st.integers(0, len(PHOTO)), st.binary(max_size=40))
 def test_any_bytes_are_a_header_or_refused_by_name(cut: int, more: bytes) -> None:
     try:
-        assert headers.read(PHOTO[:cut] + more, "holiday.jpg").kind in (headers.BASELINE, headers.JPEG)
+        assert decoders.read_header(PHOTO[:cut] + more, "holiday.jpg").kind in (
+            decoders.BASELINE,
+            decoders.JPEG,
+        )
     except DecodeError as error:
         assert str(error).startswith("holiday.jpg ")  # noqa: PT017
 
