@@ -702,7 +702,7 @@ FAULTS = (
     Fault(
         "a fork does not wait for the thread that decodes",
         "extras/images/gpu.py",
-        "before=before, after_in_parent",
+        "before=before_fork, after_in_parent",
         "before=_after_fork, after_in_parent",
         "row G1",
         "extras/images/test_ahead.py",
@@ -710,8 +710,8 @@ FAULTS = (
     Fault(
         "a GPU decodes into memory that queued work still reads",
         "extras/images/gpu.py",
-        "        self.wait()  # queued work",
-        "        # queued work",
+        "    wait(stream)  # queued work",
+        "    # queued work",
         "rule 1",
         "extras/images/test_gpu.py",
     ),

@@ -11,7 +11,6 @@ from torch.utils.data import Dataset, default_collate
 
 from fastq_loader import DataLoader, Prefetcher, ToDevice
 from fastq_loader.extras.images import decoders, gpu
-from fastq_loader.extras.images.gpu import Target
 from fastq_loader.images import DecodeImages, EncodedBatch, encoded
 from tests.support.gpu import MARKS, Guard, guarded, lag
 from tests.support.photographs import KINDS, file_of, photograph
@@ -42,12 +41,11 @@ def decoded_on_gpu(pixels: DecodeImages, **options: Any) -> DataLoader[Any]:
 
 
 @pytest.fixture
-def device() -> Target:
-    """A GPU that has decoded before, so that its library is set up."""
-    made = Target(torch.device("cuda"))
-    with made.working():
-        assert made.decode(JPEGS)
-    return made
+def stream() -> Any:
+    """That of a GPU that has decoded before, so that its library is set up."""
+    with gpu.working("cuda") as stream:
+        assert gpu.decode(JPEGS, stream)
+    return stream
 
 
 @pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
@@ -65,24 +63,22 @@ def test_pixels_are_the_cpus(subsampling: str) -> None:
 
 
 @guarded
-def test_a_decode_waits_for_queued_work(
-    guard: Guard, device: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decode_waits_for_queued_work(guard: Guard, stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The decoder of this hardware writes at once; it is in data-centre GPUs."""
     if torch.cuda.get_device_capability() not in [(8, 0), (9, 0), (10, 0)]:
         pytest.skip("a GPU without a hardware decoder of JPEG: its decoder keeps the order")
-    with device.working():
-        expected = torch.stack([image.long().sum() for image in device.decode(JPEGS)])
+    with gpu.working("cuda"):
+        expected = torch.stack([image.long().sum() for image in gpu.decode(JPEGS, stream)])
     wrong = 0
     for _ in range(10):
-        with device.working():
-            images = device.decode(JPEGS)
-            lag(device.stream)
+        with gpu.working("cuda"):
+            images = gpu.decode(JPEGS, stream)
+            lag(stream)
             sums = torch.stack([image.long().sum() for image in images])
             del images  # their memory is free now, and is read later
             with monkeypatch.context() as patch:
-                guard.remove(patch, Target, "wait", lambda self: None)
-                device.decode(OTHERS)
+                guard.remove(patch, gpu, "wait", lambda stream: None)
+                gpu.decode(OTHERS, stream)
         wrong += not torch.equal(sums, expected)
     with guard.outcome:
         assert not wrong
@@ -92,7 +88,7 @@ def test_a_decode_waits_for_queued_work(
 @pytest.mark.processes
 def test_a_batch_is_read_after_it_was_dropped(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory is the thread's stream's, which uses it again only after the consumer's has read it."""
-    guard.remove(monkeypatch, Target, "received", lambda self, images: images)
+    guard.remove(monkeypatch, gpu, "received", lambda images, device: images)
     pixels = DecodeImages(224, scale=None)
     loader = decoded_on_gpu(pixels, persistent_workers=True)
     expected = [images.long().sum().item() for images, _ in loader]
@@ -146,15 +142,15 @@ def test_out_of_memory_raises_at_its_batch_and_the_loop_goes_on(monkeypatch: pyt
     loader = decoded_on_gpu(pixels)
     batches = iter(loader)
     first = next(batches)[0]
-    decode = Target.decode
+    decode = gpu.decode
     failing = iter([True])
 
-    def full(self: Target, files: Any) -> Any:
+    def full(files: Any, stream: Any) -> Any:
         if next(failing, False):
             torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
-        return decode(self, files)
+        return decode(files, stream)
 
-    monkeypatch.setattr(Target, "decode", full)
+    monkeypatch.setattr(gpu, "decode", full)
     seen, errors = 1, 0
     while True:
         try:

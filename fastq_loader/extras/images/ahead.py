@@ -20,7 +20,6 @@ import torch
 
 from fastq_loader import api
 from fastq_loader.extras.images import gpu
-from fastq_loader.extras.images.gpu import Target
 
 #: The ticket of a call, and the call.
 _Task = tuple["weakref.ref[Future[api.CapturedCall]]", Callable[[], Any]]
@@ -32,12 +31,10 @@ class Ahead:
     Args:
         decode: called with a batch, on the thread.
         finish: called with the batch and the result of `decode`, on the thread that takes the batch.
-        target: the device for which it decodes.
     """
 
-    def __init__(self, decode: Callable[..., Any], finish: Callable[..., Any], target: Target) -> None:
+    def __init__(self, decode: Callable[..., Any], finish: Callable[..., Any]) -> None:
         self._decode, self._finish = decode, finish
-        self._stream = target.stream  # made here, where the user's device is the current one
         self._queue: SimpleQueue[_Task | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from fastq_loader import api
+from fastq_loader.extras.images import gpu
 from fastq_loader.extras.images.ahead import Ahead
 from fastq_loader.extras.images.crops import Checks, CropRule, Cut, check
 from fastq_loader.extras.images.decoders import BASELINE, decode, read_orientation
 from fastq_loader.extras.images.encoded import Encoded, EncodedBatch
-from fastq_loader.extras.images.gpu import TURN, Target
 
 _MODES = ("bilinear", "bicubic", "nearest")
 
@@ -101,14 +101,12 @@ class DecodeImages(CropRule):
     device: torch.device | str | None = None
     group_bytes: int = 512 << 20
     _normalize: api.normalize | None = field(default=None, init=False, repr=False)
-    _target: Target = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self, _CHECKS)
         if self.mean is not None and self.std is not None:
             vars(self)["_normalize"] = api.normalize(self.mean, self.std, self.dtype)
-        vars(self)["_target"] = Target(None if self.device is None else torch.device(self.device))
 
     def modes(self, parts: int) -> list[str]:
         """The interpolation of each encoded part of a sample. @private"""
@@ -119,16 +117,18 @@ class DecodeImages(CropRule):
     def on_device(self, device: torch.device) -> DecodeImages:
         """Return a copy whose results are on a device."""
         copied = copy.copy(self)
-        vars(copied).update(device=device, _target=Target(device))
+        vars(copied)["device"] = device
         return copied
 
     def start_ahead(self) -> Ahead:
         """Begin to decode in a thread, in the order of the batches. A loader does this for its transform."""
-        return Ahead(self.decoded, self.result, self._target)
+        stream = gpu.stream_of(self.device)  # here, where the user's device is the current one
+        pixels = self if stream is None else self.on_device(stream.device)
+        return Ahead(pixels.decoded, pixels.result)
 
     def paused(self) -> AbstractContextManager[object]:
         """Context in which no other thread decodes for a device."""
-        return TURN
+        return gpu.TURN
 
     # ---- a batch ------------------------------------------------------------------------------
 
@@ -145,8 +145,10 @@ class DecodeImages(CropRule):
         modes, seeded = self.modes(len(parts)), parts[:1] * len(parts) if self.same_crop else parts
         if len(modes) != len(parts):
             raise ValueError(f"DecodeImages(interpolation={modes}): a sample has {len(parts)} encoded parts")
-        with self._target.working():
-            return [self._decode(*each) for each in zip(parts, map(_seeds, seeded), modes, strict=True)]
+        with gpu.working(self.device) as stream:
+            return [
+                self._decode(*each, stream) for each in zip(parts, map(_seeds, seeded), modes, strict=True)
+            ]
 
     def result(self, batch: Any, decoded: list[Tensor]) -> Any:
         """The batch with its encoded parts replaced, for work on the current stream. @private"""
@@ -155,22 +157,20 @@ class DecodeImages(CropRule):
         return result if self.then is None else self.then(result)
 
     def _finish(self, part: Encoded | EncodedBatch, images: Tensor, mode: str) -> Tensor:
-        images = self._target.received(images)
+        images = gpu.received(images, self.device)
         if self._normalize is not None and (mode != "nearest" or isinstance(self.interpolation, str)):
             images = self._normalize.image(images)
         return images[0] if isinstance(part, Encoded) else images
 
-    def _decode(self, part: Encoded | EncodedBatch, seeds: Sequence[int], mode: str) -> Tensor:
+    def _decode(self, part: Encoded | EncodedBatch, seeds: Sequence[int], mode: str, stream: Any) -> Tensor:
         api.sample_seeds.reading.used += self.draws
         files = dict(enumerate([part] if isinstance(part, Encoded) else part))
-        stream = self._target.stream
         # CUDA has no antialiased resize of uint8.
         dtype, device = (torch.float32, stream.device) if stream else (torch.uint8, "cpu")
         images = torch.empty((len(files), 3, *self.shape), dtype=dtype, device=device)
         for group in self._groups({**files}) if stream else ():
-            for number, pixels in zip(
-                group, self._target.decode([files[at].data for at in group]), strict=False
-            ):
+            decoded = gpu.decode([files[at].data for at in group], stream)
+            for number, pixels in zip(group, decoded, strict=False):
                 del files[number]
                 size = pixels.shape[1], pixels.shape[2]
                 images[number] = _cut_out(pixels, size, self.cut(*size, seeds[number]), mode, dtype)

@@ -22,6 +22,8 @@ import torch
 
 from fastq_loader import api
 
+Device = torch.device | str | None
+
 #: Where `decode_jpeg` takes a list of files for CUDA, and from which version on.
 _LIBRARIES = {"torchcodec": ("torchcodec.decoders", "0.17"), "torchvision": ("torchvision.io", "0.20")}
 
@@ -49,76 +51,79 @@ def decoder() -> tuple[Callable[..., list[torch.Tensor]] | None, str]:
     return None, " and ".join(reasons)
 
 
-class Target:
-    """The device of the results, and on a GPU the stream on which it decodes.
+def stream_of(device: Device) -> Any:
+    """The stream on which a GPU decodes images, and does nothing else; None for devices that do not decode.
 
     Args:
-        device: the device; None: the results stay on the CPU.
+        device: the device; None: the CPU. Of "cuda" it is the one that is current on this thread.
     """
+    place = torch.device("cpu" if device is None else device)
+    if place.type != "cuda" or torch.version.cuda is None:
+        return None
+    return _own_stream(torch.cuda.current_device() if place.index is None else place.index)
 
-    def __init__(self, device: torch.device | None) -> None:
-        self.device = device
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Target, (self.device,)
+@functools.cache
+def _own_stream(index: int) -> Any:
+    with torch.cuda.device(index), api.captures.relaxed():
+        create, handle = api.captures.runtime_function("cudaStreamCreateWithFlags"), ctypes.c_void_p()
+        # 1 is cudaStreamNonBlocking: it does not wait for the default stream.
+        if create is None or create(ctypes.byref(handle), 1):
+            return torch.cuda.Stream()  # type: ignore[no-untyped-call]  # one of 32 that torch hands out
+        return torch.cuda.ExternalStream(handle.value)  # type: ignore[no-untyped-call]
 
-    @functools.cached_property
-    def stream(self) -> Any:
-        """The stream of the GPU, which nobody else uses; None: the CPU decodes. Of "cuda" it is the GPU that
-        is current on the thread that asks first."""
-        if self.device is None or self.device.type != "cuda" or torch.version.cuda is None:
-            return None
-        with torch.cuda.device(self.device), api.captures.relaxed():
-            create, handle = api.captures.runtime_function("cudaStreamCreateWithFlags"), ctypes.c_void_p()
-            # 1 is cudaStreamNonBlocking: it does not wait for the default stream.
-            if create is None or create(ctypes.byref(handle), 1):
-                return torch.cuda.Stream()  # type: ignore[no-untyped-call]  # one of 32 that torch hands out
-            return torch.cuda.ExternalStream(handle.value)  # type: ignore[no-untyped-call]
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Context of the decode of one batch. On a GPU this thread's work runs on the stream, and has run
-        when the context is left; its CUDA calls do not end the capture of a graph by another thread."""
-        with nullcontext() if self.device is None else TURN, ExitStack() as leaving:
-            if self.stream is not None:
-                leaving.enter_context(api.captures.relaxed())
-                leaving.enter_context(torch.cuda.stream(self.stream))
-                leaving.callback(self.wait)
-            yield
+@contextmanager
+def working(device: Device) -> Iterator[Any]:
+    """Context of the decode of one batch for a device; yields its stream, or None.
 
-    def wait(self) -> None:
-        """Wait until all work on the stream has run."""
-        self.stream.synchronize()
+    On a GPU this thread's work runs on the stream, and has run when the context is left; its CUDA calls do
+    not end the capture of a graph by another thread.
+    """
+    stream = stream_of(device)
+    with nullcontext() if device is None else TURN, ExitStack() as leaving:
+        if stream is not None:
+            leaving.enter_context(api.captures.relaxed())
+            leaving.enter_context(torch.cuda.stream(stream))
+            leaving.callback(wait, stream)
+        yield stream
 
-    def decode(self, files: Sequence[Any]) -> Sequence[torch.Tensor]:
-        """Decode JPEG files on the GPU, in `working`.
 
-        Args:
-            files: the bytes of each.
+def wait(stream: Any) -> None:
+    """Wait until all work on a stream has run."""
+    stream.synchronize()
 
-        Returns:
-            uint8 tensors of shape (3, height, width); none if there is no decoder, or a file that it refuses.
 
-        Raises:
-            OutOfMemoryError: the device has no memory for them.
-        """
-        decode, _ = decoder()
-        if decode is None:
-            return ()
-        self.wait()  # queued work may still read memory that is free again; see above
-        try:
-            return decode([*map(_tensor, files)], device=self.stream.device)
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
+def decode(files: Sequence[Any], stream: Any) -> Sequence[torch.Tensor]:
+    """Decode JPEG files on a GPU, in `working`.
+
+    Args:
+        files: the bytes of each.
+        stream: of the GPU.
+
+    Returns:
+        uint8 tensors of shape (3, height, width); none if there is no decoder, or a file that it refuses.
+
+    Raises:
+        OutOfMemoryError: the device has no memory for them.
+    """
+    decode_jpeg, _ = decoder()
+    if decode_jpeg is None:
         return ()
+    wait(stream)  # queued work may still read memory that is free again; see above
+    try:
+        return decode_jpeg([*map(_tensor, files)], device=stream.device)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+    return ()
 
-    def received(self, images: torch.Tensor) -> torch.Tensor:
-        """Images on the device, for work on the current stream."""
-        if self.stream is None:
-            return images.to(self.device)
+
+def received(images: torch.Tensor, device: Device) -> torch.Tensor:
+    """Decoded images on the device, for work on the current stream."""
+    if images.is_cuda:
         images.record_stream(torch.cuda.current_stream(images.device))
-        return images
+    return images if device is None else images.to(device)
 
 
 def _tensor(file: Any) -> torch.Tensor:
@@ -137,5 +142,5 @@ def _after_fork() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # as on every system with forks
-    before = functools.partial(TURN.acquire, timeout=PATIENCE)
-    os.register_at_fork(before=before, after_in_parent=_after_fork, after_in_child=_after_fork)
+    before_fork = functools.partial(TURN.acquire, timeout=PATIENCE)
+    os.register_at_fork(before=before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

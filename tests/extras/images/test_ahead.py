@@ -19,14 +19,12 @@ from torch.utils.data import default_collate
 from fastq_loader.extras.images import gpu
 from fastq_loader.extras.images.ahead import Ahead
 from fastq_loader.extras.images.decoders import BASELINE, decode
-from fastq_loader.extras.images.gpu import Target
 from fastq_loader.images import DecodeError, DecodeImages, EncodedBatch, encoded
 from tests.conftest import run_script, wait_until
 from tests.extras.images.test_decode_images import FILES, Photos, loaded
 from tests.support.alarms import alarm_after, ring
 from tests.support.photographs import file_of, photograph
 
-TARGET = Target(torch.device("cpu"))
 ON_CPU = DecodeImages(16, device="cpu")
 
 
@@ -35,7 +33,7 @@ class Gated:
 
     def __init__(self) -> None:
         self.gate, self.began = threading.Event(), []
-        self.ahead = Ahead(self.decode, lambda number, found: (number, found), TARGET)
+        self.ahead = Ahead(self.decode, lambda number, found: (number, found))
 
     def decode(self, number: int) -> int:
         self.began.append(number)
@@ -115,10 +113,8 @@ def test_a_process_ends_in_the_middle_of_a_batch() -> None:
         import time
         import torch
         from fastq_loader.extras.images.ahead import Ahead
-        from fastq_loader.extras.images.gpu import Target
 
-        target = Target(torch.device("cpu"))
-        ahead = Ahead(lambda batch: time.sleep(30), lambda batch, found: None, target)
+        ahead = Ahead(lambda batch: time.sleep(30), lambda batch, found: None)
         waiting = ahead.begin(0)
         time.sleep(0.1)
         print("leaves", flush=True)
@@ -129,10 +125,10 @@ def test_a_process_ends_in_the_middle_of_a_batch() -> None:
 
 @pytest.mark.processes
 def test_a_fork_waits_for_the_batch() -> None:
-    target, inside, end = Target(torch.device("cpu")), threading.Event(), []
+    inside, end = threading.Event(), list[float]()
 
     def decode() -> None:
-        with target.working():
+        with gpu.working("cpu"):
             inside.set()
             time.sleep(0.2)
             end.append(time.monotonic())
@@ -146,7 +142,7 @@ def test_a_fork_waits_for_the_batch() -> None:
     assert end
     assert os.waitpid(child, 0)[1] == 0
     thread.join()
-    with target.working():
+    with gpu.working("cpu"):
         assert end[0] <= time.monotonic()
 
 
@@ -191,20 +187,28 @@ def test_decoding_pauses() -> None:
 
 def test_the_device_is_the_one_that_is_current_for_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's current device belongs to a thread, and is the first one in a new thread."""
-    asked = []
-    stream = property(lambda target: asked.append(threading.current_thread()))
-    monkeypatch.setattr(Target, "stream", stream)
+    current = {threading.current_thread(): 2}
+    used: list[int] = []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current.get(threading.current_thread(), 0))
+
+    def stream(index: int) -> Any:
+        used.append(index)
+        return SimpleNamespace(device=torch.device("cuda", index))
+
+    monkeypatch.setattr(gpu, "_own_stream", stream)
     decoding = DecodeImages(16, device="cuda").start_ahead()
-    decoding.begin(batch_of(FILES[0]))
+    waiting = decoding.begin(batch_of(FILES[0]))
     decoding.close()
-    assert asked[0] is threading.current_thread()
+    assert used == [2, 2]
+    del waiting
 
 
 def test_other_threads_keep_their_threads() -> None:
     """torch sets the number for all threads that begin later, too."""
     before, found = torch.get_num_threads(), list[int]()
     torch.set_num_threads(3)
-    decoding = Ahead(lambda _: torch.get_num_threads(), lambda _, found: found, TARGET)
+    decoding = Ahead(lambda _: torch.get_num_threads(), lambda _, found: found)
     assert decoding.begin(0)() == 1
     later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
     later.start()
@@ -218,7 +222,7 @@ def test_what_is_no_exception_is_raised_at_its_turn_too() -> None:
     def panic(batch: Any) -> None:
         raise BaseException("a panic of a plugin")
 
-    decoding = Ahead(panic, lambda _, found: found, TARGET)
+    decoding = Ahead(panic, lambda _, found: found)
     waiting = [decoding.begin(number) for number in range(2)]
     for take in waiting:
         with alarm_after(5, ring), pytest.raises(BaseException, match="a panic of a plugin"):
@@ -236,28 +240,29 @@ def batch_of(*files: bytes) -> EncodedBatch:
 def test_a_gpu_decodes_baseline_jpeg_in_groups(
     refused: int | None, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    photos = [file_of(photograph(40, 50, seed), "JPEG") for seed in range(6)]
     turned = file_of(photograph(40, 50), "JPEG", exif=_turned())
-    batch = batch_of(*photos, FILES[0], file_of(photograph(40, 50), "JPEG", progressive=True), turned)
+    photos = [*(file_of(photograph(40, 50, seed), "JPEG") for seed in range(6)), turned]
+    batch = batch_of(*photos[:6], FILES[0], file_of(photograph(40, 50), "JPEG", progressive=True), turned)
     groups: list[list[int]] = []
 
-    def decoded(target: Target, files: list[Any]) -> Any:
+    def decoded(files: list[Any], stream: Any) -> Any:
         groups.append([photos.index(bytes(file)) for file in files])
         found = [torch.from_numpy(decode(file, "", BASELINE)).permute(2, 0, 1) for file in files]
         return () if refused in groups[-1] else found
 
     options = {"exif": True, "interpolation": mode}
-    pixels = DecodeImages(16, device="cpu", group_bytes=2 * 3 * 40 * 50 + 1, **options)
-    monkeypatch.setattr(Target, "stream", SimpleNamespace(device=torch.device("cpu")))
-    monkeypatch.setattr(Target, "working", lambda self: nullcontext())
-    monkeypatch.setattr(Target, "decode", decoded)
-    monkeypatch.setattr(Target, "received", lambda self, images: images)
+    pixels = DecodeImages(16, device="cpu", group_bytes=2 * 3 * 40 * 50, **options)
+    stream = SimpleNamespace(device=torch.device("cpu"))
+    monkeypatch.setattr(gpu, "working", lambda device: nullcontext(stream))
+    monkeypatch.setattr(gpu, "decode", decoded)
     found = pixels(batch)
+    assert groups == [[0, 1], [2, 3], [4, 5]]
+    assert DecodeImages(16, device="cpu", group_bytes=1)(batch).shape == found.shape
+    assert groups[3:] == [[number] for number in range(7)]  # with `exif=False` the last one, too
     monkeypatch.undo()
     differences = (found.int() - DecodeImages(16, **options)(batch).int()).abs()
     assert differences[:6].max() <= 1  # computed in floats; bicubic values are cut off, too
     assert differences[6:].max() == 0
-    assert groups == [[0, 1], [2, 3], [4, 5]]
 
 
 def _turned() -> Any:

@@ -155,7 +155,7 @@ def test_torchs_default_device_moves_no_pixels() -> None:
 
 def test_an_empty_batch_has_no_pixels() -> None:
     files = default_collate([encoded(FILES[0])])[:0]
-    assert (len(files), files.headers.dtype) == (0, np.int64)
+    assert (files.headers.shape, files.headers.dtype) == ((0, 3), np.int64)
     for pixels in (DecodeImages(4), DecodeImages(4, mean=(0.5,) * 3, std=(1,) * 3, device="cpu")):
         assert pixels(files).shape == (0, 3, 4, 4)
 

@@ -296,6 +296,6 @@ def test_a_random_crop_is_not_stored_in_a_cache() -> None:
     with pytest.warns(NotCached, match="draws from the seed of a sample"):
         list(DataLoader(dataset, 4))
     assert not dataset.read.statistics().values  # type: ignore[attr-defined]
-    middle = FromCache(DecodeImages(8, scale=None, flip=0))
+    middle = FromCache(DecodeImages(8, scale=None, mean=(0.5,) * 3, std=(1,) * 3, device="cpu"))
     list(DataLoader(middle, 4))
     assert middle.read.statistics().values == len(FILES)  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 
 from fastq_loader import api
 from fastq_loader.extras.images import gpu
-from fastq_loader.extras.images.gpu import Target
 from tests.support.photographs import file_of, photograph
 
 FILE = file_of(photograph(20, 30), "JPEG")
@@ -43,6 +43,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return enter
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(gpu, "_own_stream", functools.cache(gpu._own_stream.__wrapped__))
     monkeypatch.setattr(torch.cuda, "device", context("device"))
     monkeypatch.setattr(torch.cuda, "stream", context("stream"))
     monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream(made))
@@ -65,14 +67,13 @@ def test_the_stream_is_waited_for_before_each_decode_and_at_the_end(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoding(monkeypatch, calls)
-    target = Target(torch.device("cuda"))
-    with target.working():
+    with gpu.working("cuda") as stream:
         assert calls == ["device", "relaxed", "relaxed", "stream"]
         calls.clear()
         for data in (FILE, bytearray(FILE), np.frombuffer(FILE, np.uint8).data):
-            assert len(target.decode([data])) == 1
+            assert len(gpu.decode([data], stream)) == 1
     assert calls == ["wait", "decode on cuda:2"] * 3 + ["wait"]
-    with pytest.raises(KeyError), target.working():
+    with pytest.raises(KeyError), gpu.working("cuda"):
         raise KeyError
     assert calls[-1] == "wait"
 
@@ -80,14 +81,15 @@ def test_the_stream_is_waited_for_before_each_decode_and_at_the_end(
 def test_what_cannot_be_decoded_there_is_left_to_the_cpu(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = Target(torch.device("cuda", 1))
+    stream = gpu.stream_of("cuda:1")
+    assert stream is gpu.stream_of(torch.device("cuda:1")) is not gpu.stream_of("cuda")
     decoding(monkeypatch, calls, RuntimeError("not a JPEG"))
-    assert list(device.decode([FILE])) == []
+    assert list(gpu.decode([FILE], stream)) == []
     decoding(monkeypatch, calls, torch.OutOfMemoryError("full"))
     with pytest.raises(torch.OutOfMemoryError, match="full"):
-        device.decode([FILE])
+        gpu.decode([FILE], stream)
     monkeypatch.setattr(gpu, "decoder", lambda: (None, "no library"))
-    assert list(device.decode([FILE])) == []
+    assert list(gpu.decode([FILE], stream)) == []
 
 
 @pytest.mark.usefixtures("calls")
@@ -99,5 +101,5 @@ def test_the_stream_is_no_other_users(code: int, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(api.captures, "runtime_function", {"cudaStreamCreateWithFlags": create}.get)
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: f"stream {handle}")
-    found = Target(torch.device("cuda")).stream
+    found = gpu.stream_of("cuda")
     assert isinstance(found, Stream) if code else found == "stream 4711"
