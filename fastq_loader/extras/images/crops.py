@@ -38,10 +38,8 @@ def numbers(seed: int) -> Iterator[float]:
     The generator is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
     2014).
     """
-    state = seed
     while True:
-        state = (state + 0x9E3779B97F4A7C15) & _64_BITS
-        mixed = state
+        mixed = seed = (seed + 0x9E3779B97F4A7C15) & _64_BITS
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _64_BITS
         yield ((mixed ^ (mixed >> 31)) >> 11) / (1 << 53)
@@ -106,13 +104,18 @@ def check(arguments: CropRule, checks: Checks) -> None:
             raise ValueError(f"DecodeImages({name}={value!r}): {text}")
 
 
+def _are_sides(height: int, width: int) -> bool:
+    return is_int(height) and is_int(width) and min(height, width) >= 1
+
+
+def _are_ordered(limit: float, lower: float, upper: float) -> bool:
+    return 0 < lower <= upper <= limit
+
+
 _CHECKS: Checks = {
-    "size": (
-        lambda _, its: [is_int(of) and of > 0 for of in its.shape] == [True] * 2,
-        "give pixels, at least 1: one number, or (height, width)",
-    ),
-    "scale": (lambda of, _: of is None or 0 < of[0] <= of[1] <= 1, "give 0 < lower <= upper <= 1, or None"),
-    "ratio": (lambda of, _: 0 < of[0] <= of[1] < math.inf, "give 0 < lower <= upper"),
+    "size": (lambda _, its: _are_sides(*its.shape), "give pixels, at least 1: one, or (height, width)"),
+    "scale": (lambda of, _: of is None or _are_ordered(1, *of), "give 0 < lower <= upper <= 1, or None"),
+    "ratio": (lambda of, _: _are_ordered(1e9, *of), "give 0 < lower <= upper"),
     "flip": (lambda flip, _: flip is None or 0 <= flip <= 1, "give a probability, or None"),
     "resize": (
         lambda side, its: side is None or (its.scale is None and is_int(side) and side >= max(its.shape)),

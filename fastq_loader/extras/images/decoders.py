@@ -51,11 +51,10 @@ def chosen() -> dict[str, str]:
     """The library that decodes each kind of file in this process, and why: the doctor shows it."""
     others = "pillow" if library("PIL.Image") else "none, because pillow is not installed"
     jpeg = "simplejpeg" if library("simplejpeg") else "pillow, because simplejpeg is not installed"
-    for_gpus, text = gpu.decoder()
     return {
         "JPEG": jpeg if others == "pillow" else others,
         "other files": others,
-        "baseline JPEG on GPUs": text if for_gpus else f"as on the CPU, because {text}",
+        "baseline JPEG on GPUs": gpu.decoder()[1],
     }
 
 
@@ -67,9 +66,7 @@ def read_header(data: Any, name: str) -> Header:
         ImportError: pillow is not installed.
     """
     if library("PIL.Image") is None:
-        raise ImportError(
-            "to decode images, install pillow and simplejpeg: pip install 'fastq-loader[images]'"
-        )
+        raise ImportError("images need pillow, and simplejpeg for speed: pip install 'fastq-loader[images]'")
     header = _of_jpeg(data) or _by_pillow(data, name, lambda opened: _of_opened(opened, data))
     limit = library("PIL.Image").MAX_IMAGE_PIXELS
     if limit is not None and header.height * header.width > 2 * limit:  # as pillow refuses what it opens
@@ -110,9 +107,7 @@ def read_orientation(data: Any, name: str) -> int:
     return found if 1 <= found <= 8 else 1
 
 
-def decode(
-    data: Any, name: str, kind: int, turn: int = 1, smallest: tuple[int, int] = (0, 0)
-) -> np.ndarray[Any, Any]:
+def decode(data: Any, name: str, kind: int, turn: int, smallest: tuple[int, int]) -> np.ndarray[Any, Any]:
     """Decode an image.
 
     Args:

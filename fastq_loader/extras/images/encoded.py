@@ -67,9 +67,6 @@ class Encoded:
         self.data, self.name, self.seed, self.header, self._batch = state
         self.seed_of_this_batch(api.sample_seeds.reading.renews)  # here the sample's position is known
 
-    def __repr__(self) -> str:
-        return f"Encoded({self.name!r}, {len(self)} bytes)"
-
 
 def encoded(source: str | os.PathLike[str] | Any, name: str | None = None) -> Encoded:
     """A sample: the bytes of an image file, undecoded.
@@ -104,8 +101,7 @@ def encoded(source: str | os.PathLike[str] | Any, name: str | None = None) -> En
     is_path = isinstance(source, (str, os.PathLike))
     data = Path(source).read_bytes() if is_path else _bytes_of(source)
     name = (os.fspath(source) if is_path else "") if name is None else name
-    seed = api.sample_seeds.take()  # first: a broken file takes one, too
-    return Encoded(data, name, seed)
+    return Encoded(data, name, api.sample_seeds.take())  # a broken file takes one, too
 
 
 def _bytes_of(source: Any) -> memoryview:
@@ -114,8 +110,7 @@ def _bytes_of(source: Any) -> memoryview:
         view = memoryview(cast(Any, source.numpy()) if isinstance(source, torch.Tensor) else source)
         if (view.format, view.ndim) == ("B", 1):
             return view if view.contiguous else memoryview(view.tobytes())
-    text = "give the path of a file, or its contents as bytes or uint8 of shape (n,)"
-    raise TypeError(f"encoded(source={type(source).__name__}): {text}")
+    raise TypeError(f"encoded(source={type(source).__name__}): give a path, bytes, or uint8 of shape (n,)")
 
 
 class EncodedBatch:

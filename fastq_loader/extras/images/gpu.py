@@ -38,7 +38,7 @@ PATIENCE = 2.0
 def decoder() -> tuple[Callable[..., list[torch.Tensor]] | None, str]:
     """The function that decodes a list of JPEG files on a device, and its library; or None, and why."""
     if torch.version.cuda is None:
-        return None, f"torch {torch.__version__} was built without CUDA"
+        return None, f"as on the CPU, because torch {torch.__version__} was built without CUDA"
     reasons = []
     for name, (module, oldest) in _LIBRARIES.items():
         try:
@@ -48,7 +48,7 @@ def decoder() -> tuple[Callable[..., list[torch.Tensor]] | None, str]:
             reasons.append(f"{name} {version} is older than {oldest}")
         except Exception as error:  # some builds of a library do not load beside some of torch
             reasons.append(f"{name} cannot be loaded: {error!r}")
-    return None, " and ".join(reasons)
+    return None, f"as on the CPU, because {' and '.join(reasons)}"
 
 
 def stream_of(device: Device) -> Any:

@@ -247,7 +247,7 @@ def test_a_gpu_decodes_baseline_jpeg_in_groups(
 
     def decoded(files: list[Any], stream: Any) -> Any:
         groups.append([photos.index(bytes(file)) for file in files])
-        found = [torch.from_numpy(decode(file, "", BASELINE)).permute(2, 0, 1) for file in files]
+        found = [torch.from_numpy(decode(file, "", BASELINE, 1, (0, 0))).permute(2, 0, 1) for file in files]
         return () if refused in groups[-1] else found
 
     options = {"exif": True, "interpolation": mode}
