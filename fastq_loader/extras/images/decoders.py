@@ -27,8 +27,8 @@ _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 
 
 class DecodeError(OSError, ValueError):
-    """The bytes are no image that can be decoded; the text has the name of the file. Like pillow's error it is
-    an OSError, so that `only=OSError` tolerates damaged files as well as missing ones."""
+    """The bytes are no image that can be decoded; the text has the name of the file. It is an OSError, as
+    pillow's is, so that `only=OSError` tolerates damaged files as well as missing ones."""
 
 
 class Header(NamedTuple):
