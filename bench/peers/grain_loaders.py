@@ -144,7 +144,7 @@ class _BatchSource:
         sampler = load.sampler()
         assert sampler is not None, "an iterable dataset has no indices"
         # An order is known as a whole before the workers start, and each of them gets it.
-        self._indices: Any = np.array(list(sampler)) if load.shuffle else sampler
+        self._indices: Any = np.array(list(sampler)) if load.shuffle else range(len(sampler))
 
     def __len__(self) -> int:
         return len(self._indices) // self._load.batch_size

@@ -13,7 +13,6 @@ from typing import Any
 
 import spdl.io
 import torch
-from spdl.pipeline import PipelineBuilder
 
 from bench.peers import LoaderSettings, Unsupported
 from bench.peers.spdl_loaders import SpdlThreads
@@ -34,7 +33,7 @@ class SpdlDecoder(SpdlThreads):
         except RuntimeError as error:
             raise Unsupported(NO_FFMPEG) from error
 
-    def _add_stages(self, builder: PipelineBuilder[Any, Any], threads: dict[str, Any]) -> None:
+    def _add_stages(self, builder: Any, threads: dict[str, Any]) -> None:
         builder.add_source(chain.from_iterable(self._load.index_batches()))
         builder.pipe(self._decoded, **threads)
         builder.aggregate(self._load.batch_size, drop_last=True).pipe(_batch, **threads)
@@ -46,7 +45,7 @@ class SpdlDecoder(SpdlThreads):
     def _decoded(self, index: int) -> tuple[Any, int]:
         """The frame of a file, and its label."""
         path, label = self._files.file(index)
-        packets = spdl.io.demux_image(path)
+        packets: Any = spdl.io.demux_image(path)
         left, top = self._files.corner(packets.codec.width, packets.codec.height)
         flip = "hflip," if self._files.flipped() else ""
         wanted = f"crop={CROP}:{CROP}:{left}:{top},{flip}format=pix_fmts=rgb24"

@@ -6,20 +6,26 @@ batch size and an order, and each peer turns these into its own arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, default_collate
+from torch.utils.data import (
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 Step = Callable[[Any], None]
 Collate = Callable[[Any], Any]
 
 # Longer than any run: 20,000 batches of 64 a second would take 14 minutes to end the epoch. A sequential
-# sampler over it is a `range`, which costs nothing to start.
+# sampler over it iterates a `range`, which costs nothing to start.
 ENDLESS = 1 << 30
 
 
@@ -58,13 +64,13 @@ class Load:
         """What makes a batch of a list of samples."""
         return self.collate_fn or default_collate
 
-    def sampler(self) -> Sequence[int] | RandomSampler | None:
+    def sampler(self) -> SequentialSampler | RandomSampler | None:
         """A new source of indices; two of them yield the same ones. None for an iterable dataset."""
         if self.iterable:
             return None
         samples = len(self.dataset) if self.batches is None else self.batches * self.batch_size  # type: ignore[arg-type]
         if not self.shuffle:
-            return range(samples)
+            return SequentialSampler(range(samples))
         return RandomSampler(
             self.dataset,  # type: ignore[arg-type]
             num_samples=samples,
