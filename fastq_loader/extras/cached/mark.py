@@ -19,8 +19,8 @@ from typing import Any
 from fastq_loader.api import warn_user
 
 FORMAT = 3
-_OURS = "fastq_loader."  # the names of all files of a folder begin with it
-VALUES, MARK = f"{_OURS}values", f"{_OURS}mark"
+VALUES, MARK = "fastq_loader.values", "fastq_loader.mark"
+_EARLIER = "fastq_loader.lock", "fastq_loader.new"  # files of earlier formats
 _FIELDS = {"format", "function", "version", "file", "code", "limit", "boot", "data", "clean"}
 #: File systems of networks, beside those in user space.
 _REMOTE = " nfs nfs4 cifs smb3 smbfs 9p ceph lustre beegfs gpfs afs glusterfs "
@@ -142,7 +142,7 @@ def refuse_others(path: str) -> None:
         raise PermissionError(f"cached: path={path!r} is another user's; values are not shared between users")
     if found.st_mode & 0o022:
         raise PermissionError(f"cached: others may write to path={path!r}: chmod go-w, or use another folder")
-    if others := [name for name in os.listdir(path) if not name.startswith(_OURS)]:
+    if others := set(os.listdir(path)) - {VALUES, MARK, *_EARLIER}:
         raise _foreign(path, min(others))
     device = f"{os.major(found.st_dev)}:{os.minor(found.st_dev)}"
     with contextlib.suppress(OSError), open("/proc/self/mountinfo") as file:
@@ -165,14 +165,11 @@ def remove(path: str) -> None:
         FileNotFoundError: there is no such folder.
         Differs: it is not a cache.
     """
-    there = sorted(
-        os.listdir(path), key=MARK.__eq__
-    )  # it is removed last: after a kill, the rest is recognised
-    if there and there[-1] != MARK:
-        raise _foreign(path, there[0])
-    for name in there:
-        if name.startswith(_OURS):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(path, name))
+    there = os.listdir(path)
+    if there and MARK not in there:
+        raise _foreign(path, min(there))
+    for name in (*_EARLIER, VALUES, MARK):  # in this order: after a kill, the rest is recognised
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(path, name))
     with contextlib.suppress(OSError):  # something else is in it, or it is a mount
         os.rmdir(path)
