@@ -331,8 +331,9 @@ class Search:
         )
         self._least = max(_LEAST_SECONDS, min(wanted, self._left / 8))
         expected = rank(costs, {}, replace(self.limits, worker_bytes=measured.worker_bytes))
-        # As many settings as can be measured in half of the time that is left.
-        affordable = max(2, min(_MOST, int(self._left / 2 / (self._least + self._overhead))))
+        # As many settings as can be measured in half of the time that is left; at least the best expected one
+        # and the two that were measured, one of which may be faster than the model expects.
+        affordable = max(3, min(_MOST, int(self._left / 2 / (self._least + self._overhead))))
         for each in promising(expected, [each for each in self.rows if each in expected])[:affordable]:
             self._survivors.append(self.rows.setdefault(each, Row(each)))
         for row in self.rows.values():

@@ -125,6 +125,14 @@ def test_what_wins(costs: Costs, cpus: float, own: Setting, best: Setting) -> No
     assert Machine(costs, cpus).best(own) == best
 
 
+@pytest.mark.parametrize("overhead", [0.1, 1.0])
+def test_a_short_search_does_not_recommend_what_is_slower_than_its_table(overhead: float) -> None:
+    search = Machine(decoding(), 4.0, {2: 4.0, 4: 4.0}, overhead).found(seconds=3.0)
+    assert len({row.setting.num_workers for row in search.rows.values() if row.rate}) == 3
+    assert search.best is search.rows[Setting(1, 2)]
+    assert search.best.rate == pytest.approx(max(row.rate for row in search.rows.values()))
+
+
 def test_rounds_go_there_and_back() -> None:
     played, odd = Machine(decoding(), overhead=0.0), Setting(2, 7)
     assert played.found(odd).rows[odd].slices, "the own one is compared at the same time"
