@@ -187,7 +187,8 @@ def find(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module exists, but imports one that does not
-        raise WrongUse(f"{name!r}: {error}") from error
+        hint = "; leave out '.py'" if module.endswith(".py") else ""
+        raise WrongUse(f"{name!r}: {error}{hint}") from error
     except AttributeError as error:
         if module not in sys.modules:
             raise

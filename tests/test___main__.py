@@ -47,6 +47,7 @@ def test_a_name_leads_to_a_loader_or_to_what_makes_one(name: str, found: Any) ->
         ("tests:", "must be MODULE:NAME"),
         ("no_such_module:loader", "'no_such_module:loader': No module named 'no_such_module'"),
         ("tests.no_such_module:loader", "No module named 'tests.no_such_module'"),
+        (f"{__name__}.py:make_loader", "is not a package; leave out '.py'"),
         (f"{__name__}:nothing", f"module '{__name__}' has no attribute 'nothing'"),
         (f"{__name__}:Loaders.nothing", "'Loaders' has no attribute 'nothing'"),
     ],

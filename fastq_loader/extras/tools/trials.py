@@ -100,7 +100,8 @@ def check_loader(loader: Any, kind: type, needed: str) -> None:
     """
     if not isinstance(loader, kind):
         given = f"{type(loader).__module__}.{type(loader).__qualname__}"
-        raise TypeError(f"loader is a {given}: {needed}, not a class or a function")
+        hint = ", not a class or a function" if callable(loader) else ""
+        raise TypeError(f"loader is a {given}: {needed}{hint}")
     if lacking := calls.missing():
         raise RuntimeError(
             f"this system or sandbox lacks {lacking}, which workers of this package need, so torch's own run "

@@ -294,8 +294,9 @@ def test_wrong_use_has_a_text_and_an_exit_code(capsys: Any) -> None:
         with pytest.raises(SystemExit, match="2"):
             main(["compare", f"{__name__}:LOADER", *given.split()])
         assert text in capsys.readouterr().err
-    with pytest.raises(TypeError, match="compare needs a DataLoader"):
-        compare(DataLoader)
+    for wrong, end in ((DataLoader, ", not a class or a function"), ((LOADER,), ""), (iter(LOADER), "")):
+        with pytest.raises(TypeError, match=f"compare needs a DataLoader{end}$"):
+            compare(wrong)
 
 
 @thorough(but={"name": "ODD"})
