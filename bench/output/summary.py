@@ -78,7 +78,7 @@ def _programs(cases: Cases) -> list[str]:
         f"A whole program runs {_times(_ratios(cases, BASELINE, OURS, 'seconds'))} as fast as with torch's.",
         f"With cached, epochs from the second on run {_times(cached)} as fast as torch's."
         if cached
-        else "No program was run with cached.",
+        else "No program was run both with cached and with torch's loader.",
     ]
 
 
