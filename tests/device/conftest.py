@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import ExitStack
+from functools import partial
 
 import pytest
 
 from tests.support.gpu import device_or_skip
-from tests.support.late_device import Late, late_device
+from tests.support.late_device import Late, use_late
 
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
-    """Puts a late device in the place of every accelerator, until the test is over."""
-    with ExitStack() as devices:
-        yield lambda **options: devices.enter_context(late_device(monkeypatch, **options))
-        gc.collect()
+    """Puts a late device in the place of every accelerator, until the test is over. It is put there by the
+    test's own monkeypatch, which takes back what it and the test have replaced in the right order."""
+    yield partial(use_late, monkeypatch)
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)

@@ -149,13 +149,18 @@ def move_late(patch: pytest.MonkeyPatch, device: LateStager) -> Callable[[], Non
     return finish
 
 
+def use_late(patch: pytest.MonkeyPatch, **options: Any) -> LateStager:
+    """From here on device="cuda" is this."""
+    stager = LateStager(**options)
+    patch.setattr(staging, "TorchBackend", lambda device: stager)
+    patch.setattr(accelerator, "parse", lambda device: torch.device("cpu"))
+    for module in (accelerator, prefetcher):
+        patch.setattr(module, "can_share", lambda device: True)
+    return stager
+
+
 @contextmanager
 def late_device(patch: pytest.MonkeyPatch, **options: Any) -> Iterator[LateStager]:
     """Inside, device="cuda" is this."""
-    stager = LateStager(**options)
     with patch.context() as patched:
-        patched.setattr(staging, "TorchBackend", lambda device: stager)
-        patched.setattr(accelerator, "parse", lambda device: torch.device("cpu"))
-        for module in (accelerator, prefetcher):
-            patched.setattr(module, "can_share", lambda device: True)
-        yield stager
+        yield use_late(patched, **options)
