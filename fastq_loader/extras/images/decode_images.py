@@ -145,6 +145,9 @@ class DecodeImages(CropRule):
         modes, seeded = self.modes(len(parts)), parts[:1] * len(parts) if self.same_crop else parts
         if len(modes) != len(parts):
             raise ValueError(f"DecodeImages(interpolation={modes}): a sample has {len(parts)} encoded parts")
+        lengths = [1 if isinstance(part, Encoded) else len(part) for part in parts]
+        if self.same_crop and len({*lengths}) > 1:
+            raise ValueError(f"DecodeImages(same_crop=True): the encoded parts have {lengths} images each")
         with gpu.working(self.device) as stream:
             return [
                 self._decode(*each, stream) for each in zip(parts, map(_seeds, seeded), modes, strict=True)

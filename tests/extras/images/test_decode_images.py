@@ -170,6 +170,10 @@ def test_masks_share_the_crop_of_their_image() -> None:
     one, other = DecodeImages(30, same_crop=True, interpolation=("bilinear", "nearest"))((image, mask))
     assert not torch.equal(one, other)
     assert (one.int() - other.int()).abs().float().mean() < 8  # the same part of the image
+    two = default_collate([mask, mask])
+    for parts, lengths in (((image, two), r"\[1, 2\]"), ((two, image, mask), r"\[2, 1, 1\]")):
+        with pytest.raises(ValueError, match=rf"same_crop=True\): the encoded parts have {lengths} images"):
+            DecodeImages(30, same_crop=True)(parts)
 
 
 def test_a_photograph_may_be_decoded_smaller_than_it_is() -> None:
