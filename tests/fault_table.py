@@ -398,6 +398,14 @@ FAULTS = (
         "device/test_batches.py",
     ),
     Fault(
+        "a fallback that the user's filters make an error is lost if it comes ahead of its turn",
+        "device/staging.py",
+        "self._fallback = PinFallback(*warning.args)",
+        "return",
+        "guarantee: device",
+        "device/test_pinning.py",
+    ),
+    Fault(
         "a batch that is begun in inference mode cannot be trained with",
         "device/staging.py",
         "with torch.inference_mode(False), torch.set_grad_enabled(grad):",

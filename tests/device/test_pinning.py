@@ -193,6 +193,28 @@ def test_auto_falls_back_and_says_so_once(
 
 
 @pytest.mark.processes
+@pytest.mark.filterwarnings("error::fastq_loader.PinFallback")
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("limit", [0, 100_000])
+def test_a_fallback_that_is_an_error_comes_once_in_place_of_a_batch(
+    limit: int, workers: int, late: Late
+) -> None:
+    """Also if it is raised while a later batch is copied ahead, as torch shows every warning."""
+    late()
+    device = ToDevice("cuda", pin_limit_bytes=limit, prefetch=2)
+    with DataLoader(Made(image_and_label, 20), 2, num_workers=workers, device=device) as loader:
+        iterator, found = iter(loader), list[int | None]()
+        for _ in range(10):
+            try:
+                found.append(int(next(iterator)[1][0]) // 2)
+            except PinFallback:
+                found.append(None)
+            iterator.poll()  # does not try again what was raised
+    assert found.count(None) == 1
+    assert all(batch in (None, number) for number, batch in enumerate(found))
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(("pin", "workers"), [("register", 2), ("register", 0), ("bounce", 0)])
 def test_a_mode_by_name_raises_rather_than_degrade(pin: str, workers: int, late: Late) -> None:
     late(refuse=("register", "pinned"))
