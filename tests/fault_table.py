@@ -286,8 +286,8 @@ FAULTS = (
     Fault(
         "after a break, the place of a stream without a state stays unknown",
         "scheduling/progress.py",
-        '(b"" if last == UNKNOWN else last)',
-        "last",
+        "if not state and last == UNKNOWN:",
+        "if False:",
         "row S1",
         "end_to_end/test_resume.py",
     ),

@@ -88,7 +88,9 @@ class Delivery:
     def _after_worker(self, progress: Progress, batch: Batch) -> Progress:
         """Return the progress after a batch, if progress is recorded for each worker."""
         assert batch.worker is not None, "a worker has loaded it"
-        state = b"" if batch.answer is None else batch.answer.state
+        answer, last = batch.answer, progress.workers[batch.worker].state
+        # An error is no proof that the worker has no state: it may be that of `state_dict`.
+        state = last if answer is None or (answer.kind != BATCH and not answer.state) else answer.state
         return progress.after_worker(batch.worker, state, None if self._iterable else batch.seq)
 
     def _outcome_without_batch(self, batch: Batch, too_many: BaseException | None) -> Raised | None:

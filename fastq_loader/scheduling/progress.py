@@ -60,8 +60,8 @@ class Progress(NamedTuple):
 
         Args:
             worker: its number.
-            state: the worker's state after the batch; b"" leaves its last one, unless that is unknown: the
-                worker has none.
+            state: the worker's state after the batch; b"" leaves its last one, unless that is unknown: then
+                this worker has none, and neither has another one, whose part of the dataset may be empty.
             position: of the batch; None for an iterable dataset.
         """
         after = (
@@ -71,7 +71,10 @@ class Progress(NamedTuple):
         )
         workers = list(self.workers)
         delivered, last = workers[worker]
-        workers[worker] = WorkerProgress(delivered + 1, state or (b"" if last == UNKNOWN else last))
+        if not state and last == UNKNOWN:
+            workers = [each._replace(state=b"") if each.state == UNKNOWN else each for each in workers]
+            last = b""
+        workers[worker] = WorkerProgress(delivered + 1, state or last)
         return Progress(after.delivered, after.beyond, tuple(workers))
 
     def at_end(self, said: Mapping[int, bytes]) -> Progress:
