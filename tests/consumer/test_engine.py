@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from tests.conftest import wait_until
 from tests.support.alarms import Alarm, ring
 from tests.support.datasets import Made
 from tests.support.forking import end_of, fork
-from tests.support.gates import LIMIT, is_inside, once
+from tests.support.gates import LIMIT
 from tests.support.thorough import thorough
 
 pytestmark = pytest.mark.processes
@@ -75,16 +74,27 @@ def test_an_interrupt_while_workers_start_leaves_nothing(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("handler", [signal.default_int_handler, ring])
-def test_an_interrupt_while_an_iterator_is_dropped_comes_after_it(handler: Any) -> None:
+def test_an_interrupt_while_an_iterator_is_dropped_comes_after_it(
+    handler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unlike torch's: Python ignores what a finalizer raises, so the program would go on after a Ctrl-C."""
-    interrupt = partial(signal.pthread_kill, threading.get_ident(), signal.SIGINT)
+    finish, sent = Stopping.finish, list[int]()
+
+    def interrupted(self: Stopping, *args: Any) -> Any:
+        if not sent:
+            sent.append(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return finish(self, *args)
+
+    monkeypatch.setattr(Stopping, "finish", interrupted)
     before = signal.signal(signal.SIGINT, handler)
     held = [iter(DataLoader(range(9), num_workers=1))]
     try:
-        with once(lambda: is_inside(Stopping.finish), interrupt), pytest.raises((KeyboardInterrupt, Alarm)):
+        with pytest.raises((KeyboardInterrupt, Alarm)):
             wait_until(held.clear, LIMIT)  # it returns None
     finally:
         signal.signal(signal.SIGINT, before)
+    assert sent
 
 
 @thorough()
