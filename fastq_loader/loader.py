@@ -350,10 +350,17 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         >>> loader.position
         Position(epoch=0, batch=1, batches=1)
         """
+        if "position" in vars(self):  # a subclass's own attribute, as torch's loader allows
+            own: Position = vars(self)["position"]
+            return own
         record, loaded = resources_of(self).place
         if loaded is not None:
             return loaded.position
         return Position() if record is None else record.shown_position
+
+    @position.setter
+    def position(self, value: Any) -> None:
+        vars(self)["position"] = value
 
     def statistics(self) -> LoaderStatistics:
         """Counts of this loader so far, as an immutable snapshot.

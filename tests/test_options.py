@@ -169,6 +169,27 @@ def test_names_of_options_are_a_subclasss_own_as_with_torchs_loader(make: Callab
         assert options.of(copied) == options.of(DataLoader(range(6))), "as its constructor was told"
 
 
+def test_every_name_that_torchs_loader_lacks_is_free_for_an_attribute_of_a_subclass() -> None:
+    """`self.position = 0`, say, before its constructor or after it."""
+    names = {name for name in dir(DataLoader) if name[0] != "_"} - set(dir(TorchLoader))
+
+    class Mine(DataLoader[Any]):
+        def __init__(self, *args: Any) -> None:
+            self.own("before")
+            super().__init__(*args)
+            assert {getattr(self, name) for name in names} == {"before"}
+            self.own("after")
+
+        def own(self, value: str) -> None:
+            for name in names:
+                setattr(self, name, value)
+
+    made = Mine(range(4), 2)
+    for each in (made, copy.copy(made)):
+        assert [batch.tolist() for batch in each] == [[0, 1], [2, 3]]
+        assert {getattr(each, name) for name in names} == {"after"}
+
+
 def test_a_stream_goes_with_the_default_of_ray_and_not_with_another_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
