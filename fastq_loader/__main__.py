@@ -108,7 +108,8 @@ def _compare(loader: Any, **arguments: Any) -> int:
 
 def _replay(loader: Any, state: str, batch: int, pdb: bool, save: str | None) -> int:
     if not isinstance(loader, DataLoader):
-        raise WrongUse(f"this is a {type(loader).__name__}, not a fastq_loader.DataLoader")
+        kind = type(loader)
+        raise WrongUse(f"this is a {kind.__module__}.{kind.__name__}, not a fastq_loader.DataLoader")
     read = _read_state(state)
     if not read:
         raise WrongUse(f"STATE {state!r} is empty: save the result of state_dict() in mid-epoch")
