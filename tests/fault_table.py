@@ -73,7 +73,7 @@ FAULTS = (
         "while self.head < self.drawn:",
         "while self.head < self.drawn - 1:",
         "guarantee: order",
-        "epoch/test_iteration.py",
+        "scheduling/test_scheduler.py",
     ),
     Fault(
         "the answer of an earlier attempt is accepted",

@@ -204,7 +204,9 @@ for epoch in range(2):
     for _, [indices] in loader:
         found += indices.tolist()
     print(sorted(found), flush=True)
-print(sum(worker.batches > 0 for worker in loader.statistics().workers), flush=True)
+while (busy := sum(worker.batches > 0 for worker in loader.statistics().workers)) < 2:
+    list(loader)  # a worker may have started only after the others had loaded both epochs
+print(busy, flush=True)
 while not os.path.exists({go!r}):
     time.sleep(0.01)
 loader.close()
@@ -216,7 +218,8 @@ def test_a_rank_leaves_room_for_the_others(cluster: Nodes, tmp_path: Path) -> No
     cluster.resize(2, 2)
     env, said = {"WORLD_SIZE": "2"}, {"address": cluster.address, "go": str(tmp_path / "go")}
     with running_script(RANK.format(rank=0, **said), env=env, warm=True) as first:
-        first.wait_for("2\n", 100)  # its workers stay, and are two of four
+        first.wait_for("2\n", 100)
+        assert len(far_workers()) == 2, "they stay, and are two of four"
         with running_script(RANK.format(rank=1, **said), env=env) as second:
             second.wait_for("2\n", 100)
             (tmp_path / "go").touch()

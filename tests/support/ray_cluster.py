@@ -40,7 +40,11 @@ class Nodes:
         ray.init(address=self.address, log_to_driver=False)
 
     def resize(self, *cpus: int) -> None:
-        """Have nodes with so many CPUs. Those that are there are kept: one takes seconds to start."""
+        """Have nodes with so many CPUs, all of them free if no test holds any.
+
+        Those that are there are kept: one takes seconds to start. Ray frees what a killed program held some
+        time after its end, and a rank's share is what is free when it starts.
+        """
         missing = list(cpus)
         for node, number in list(self.nodes.items()):
             if number in missing:
@@ -50,6 +54,11 @@ class Nodes:
                 del self.nodes[node]
         for number in missing:
             self.add(number)
+
+        def free() -> float:
+            return float(self._ray.available_resources().get("CPU", 0))
+
+        wait_until(lambda: free() + len(remote_processes()) >= sum(cpus), 30)
 
     def add(self, cpus: int, gpus: int = 0) -> None:
         self.nodes[self._cluster.add_node(num_cpus=cpus, num_gpus=gpus)] = cpus
