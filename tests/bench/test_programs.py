@@ -105,6 +105,22 @@ def test_every_loader_trains_the_same_to_the_bit(name: str, folder: Path) -> Non
     assert len(ends) == 1
 
 
+def test_a_pass_that_is_not_shown_asks_the_loader_for_nothing_but_batches() -> None:
+    """Statistics while it is timed would count against the one loader that has any."""
+
+    class Counts(fastq_loader.DataLoader[Any]):
+        calls = 0
+
+        def statistics(self) -> Any:
+            Counts.calls += 1
+            return super().statistics()
+
+    for shown, calls in ((False, 0), (True, 2)):  # once before the pass, and once for its first batch
+        Counts.calls = 0
+        for _ in islice(Track(shown)(Counts(range(8), 4), "a pass"), 2):
+            assert Counts.calls == calls
+
+
 def photographs_end(own: Path, workers: int, **options: Any) -> Any:
     torch.manual_seed(0)
     loss, predictions = photographs.train(own, num_workers=workers, epochs=2, **options)
