@@ -16,7 +16,12 @@ LOADERS = MappingProxyType(
     {"torch": "torch.utils.data:DataLoader", "fastq_loader": "fastq_loader:DataLoader"}
 )
 CACHED, ON_DISK = "cached", "cached_on_disk"
-LABELS = {CACHED: "fastq_loader, cached", ON_DISK: "fastq_loader, cached, path="}
+LABELS = {
+    CACHED: "fastq_loader, cached",
+    ON_DISK: "fastq_loader, cached, path=",
+    "in_workers": "fastq_loader, in workers",
+    "prefetcher": "torch, our Prefetcher",
+}
 """Of loaders whose names do not say it."""
 
 
@@ -26,6 +31,7 @@ class Program(NamedTuple):
     Attributes:
         data: the function of `data` that writes its files. `few`: its arguments where few files will do.
         workers: the numbers of workers that it is run with.
+        turns: how often a round runs it: more than once where a run takes a fraction of a second.
         loaders: name in rows and on the command line → where to find the second argument of its `train`.
         part: for a program that runs with little memory, the function of `data` that makes a folder of a few
             of its rows: what it needs without the others is measured.
@@ -36,6 +42,7 @@ class Program(NamedTuple):
     few: Mapping[str, Any]
     workers: Sequence[int] = (2,)
     epochs: int = 3
+    turns: int = 1
     loaders: Mapping[str, str] = LOADERS
     part: str = ""
 
@@ -74,6 +81,9 @@ PROGRAMS = {
         },
     ),
     "csv_table": Program(
-        "a small table and a small model", "small_table", {"rows": 200}, workers=(0, 2), epochs=10
+        *("a small table and a small model", "small_table", {"rows": 200}),
+        workers=(0, 2),
+        epochs=10,
+        turns=3,
     ),
 }

@@ -62,7 +62,7 @@ def cases(names: Sequence[str], options: Namespace, folder: Path) -> Iterator[Ca
     for name in names:
         for workers in options.workers or PROGRAMS[name].workers:
             plan = partial(_plan, name, workers, options, folder)
-            yield Case(KIND, name, workers, "fork", options.rounds, plan)
+            yield Case(KIND, name, workers, "fork", options.rounds * PROGRAMS[name].turns, plan)
 
 
 def files(folder: Path, name: str, program: Program, few: bool) -> Path:

@@ -35,7 +35,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--loader", choices=loaders, help="only this one (default: all in turn)")
     add("--workers", type=numbers, metavar="N,M", help="worker processes (default: 2; csv_table: 0,2)")
     add("--epochs", type=positive, help="(default: 3; csv_table: 10)")
-    add("--rounds", type=positive, default=1, help="runs of each loader, in turn (default: 1)")
+    add("--rounds", type=positive, default=1, help="runs of each loader, in turn (1; csv_table: thrice)")
     add("--few", action="store_true", help="few and small files: to try it")
     add("--data", type=folder, metavar="FOLDER", help="keep the files here, and use those that are")
     about = "memory of each process (default: for image_table what it needs without its table, measured, and"

@@ -80,6 +80,6 @@ class Keys:
             if type(scalar) in PLAIN:
                 return scalar
         raise TypeError(
-            f"cached: {self._name}() was called with {value!r:.99}, a {kind.__name__}; a key is made of int, "
+            f"cached: {self._name}() was called with {value!r:.99} of class {kind.__name__}; a key is made of int, "
             "str, bytes, float, Path, None and tuples of these: pass what identifies the sample instead"
         )
