@@ -107,7 +107,7 @@ class Order(Iterator[Any]):
 
     def shared_now(self) -> dict[str, Any]:
         """The states of the shared generators that the sampler may draw from."""
-        return generators.states_of({name: generators.GLOBAL[name] for name in self.traits.shared})
+        return {name: generators.state_of(generators.GLOBAL[name]) for name in self.traits.shared}
 
     def drawn_now(self) -> Drawn:
         """Return the draws so far, with the current states of the loader's own generators, from which other
@@ -159,7 +159,8 @@ class Order(Iterator[Any]):
         try:
             return draw()
         finally:
-            states.update({name: prior[name] for name in generators.moved(prior, self.shared_now())})
+            used = prior if self.traits.seeded else generators.moved(prior, self.shared_now())
+            states.update({name: prior[name] for name in used})
 
     # ---- begin, resume and break off an epoch -------------------------------------------------
 
@@ -333,16 +334,20 @@ class Order(Iterator[Any]):
                 del error  # its traceback refers to this frame
 
     def _draw(self) -> IndexOrError:
-        strategy, start = self.strategy, self.start
         if self.pending is None:
-            return strategy.draw(self.source, self.position)
+            return self.strategy.draw(self.source, self.position)
         fixed = self.pending
         self.pending = fixed or self.shared_now()  # a state requested meanwhile has these
+        if not fixed:
+            return self._draw_first(self.pending)
         with generators.as_at(fixed):
-            now = strategy.own_states()
-            start.first |= {name: now[name] for name in generators.moved(start.states, now)}
-            prior = self.shared_now() if fixed else self.pending
-            return self._record_states(partial(strategy.draw, self.source, self.position), start.first, prior)
+            return self._draw_first(self.shared_now())
+
+    def _draw_first(self, prior: dict[str, Any]) -> IndexOrError:
+        strategy, first = self.strategy, self.start.first
+        if own := strategy.own_states():
+            first |= {name: own[name] for name in generators.moved(self.start.states, own)}
+        return self._record_states(partial(strategy.draw, self.source, self.position), first, prior)
 
     def _record_draw(self, index: Any, error: Exception | None, head: int) -> None:
         strategy, first = self.strategy, self.first

@@ -5,6 +5,7 @@ Runs in the consumer, on the thread that calls `iter()`, `next()` and `state_dic
 
 from __future__ import annotations
 
+import itertools
 from operator import is_
 from typing import Any
 
@@ -54,6 +55,7 @@ class SamplerInfo:
         torchs_only: all samplers are torch's or this package's.
         still: and none is stateful: iterating them changes nothing but the states of generators.
         by_permutation: see `reading.sampling.is_shuffle`.
+        seeded: and the shuffle begins with the draw of a seed from torch's global generator.
         compared, epochs, wants_epochs: results of the functions of these names.
     """
 
@@ -65,6 +67,7 @@ class SamplerInfo:
         self.torchs_only = len(self.shared) < len(generators.GLOBAL)
         self.still = self.asked is None and self.torchs_only
         self.by_permutation = is_shuffle(index_sampler)
+        self.seeded = self.by_permutation and index_sampler.sampler.generator is None
         self.compared = compared(index_sampler)
         self.epochs = epochs(index_sampler)
         self.wants_epochs = wants_epochs(index_sampler)
@@ -79,7 +82,7 @@ class SamplerInfo:
 
 
 def _seen(parts: list[Any], *more: Any) -> list[Any]:
-    return [*more, *(each for part in parts for each in vars(part).values())]
+    return [*more, *itertools.chain.from_iterable(map(dict.values, map(vars, parts)))]
 
 
 def chain(index_sampler: Any) -> list[Any]:
