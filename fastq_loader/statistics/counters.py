@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastq_loader.statistics.epoch import EpochCounters, summed
-from fastq_loader.statistics.records import CLOSE, COPY, CUT, DROP, ITER, NEXT, PART, Record, Step
+from fastq_loader.statistics.records import CLOSE, COPY, CUT, DROP, END, ITER, NEXT, PART, Record, Step
 from fastq_loader.statistics.snapshots import LoaderStatistics, MutableFields, StagingStatistics, values_of
 from fastq_loader.statistics.workers import WorkerCounters
 from fastq_loader.system.unpatched import time
@@ -124,7 +124,8 @@ class EpochLog:
         if kind != PART and kind != DROP:
             self._left = now
         counters = self._counters
-        if kind != PART and kind != CUT and (kind != ITER or now >= counters.fold_at or counters.traced):
+        if kind in (CLOSE, DROP) or (kind in (ITER, END) and (now >= counters.fold_at or counters.traced)):
+            counters.fold_at = now + _EVERY
             counters.fold()
 
     def counted(self) -> EpochCounters:

@@ -148,10 +148,16 @@ def test_records_are_folded_every_10_ms_and_with_each_error_at_once() -> None:
     log.enter(now := now + 10**7)
     log.give(now, None, None, None)
     assert not counters.records
-    for traced in (False, True):  # a new epoch is folded with its batches, unless somebody watches
+    for traced in (False, True):  # begin and end of an epoch are folded with batches, unless somebody watches
         counters.follow(*[kept.append] * traced)
-        counters.begin_epoch(now, 0).leave(ITER, now + 1)
-        assert len(counters.records) == (not traced)
+        log = counters.begin_epoch(now, 0)
+        for number, (kind, *cpu) in enumerate(((ITER,), (END, 0)), 1):
+            log.leave(kind, now + number, *cpu)
+            assert len(counters.records) == number * (not traced)
+    counters.follow()
+    log.leave(END, now := now + 2 * 10**7, 0)
+    log.leave(END, now + 10, 0)
+    assert len(counters.records) == 1, "it is time at the first one, and not again at the second"
 
 
 def test_an_interrupt_loses_no_record() -> None:
