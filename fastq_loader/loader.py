@@ -36,6 +36,7 @@ from fastq_loader.workers.kinds import Auto, WorkerKind, read_workers
 if TYPE_CHECKING:
     from fastq_loader.extras.insight.verdict import Diagnosis
 
+_ITER = own_code(torch.utils.data.DataLoader.__iter__, "dataloader")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -164,10 +165,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         return state.begun(self, self._begin)
 
     def _begin(self) -> Any:
-        if own_code(super().__iter__, "dataloader") is None:  # patched; `_get_iterator` looks for all patches
+        iterate = super().__iter__
+        # Is this method patched? `_get_iterator` looks for all patches.
+        if getattr(iterate, "__code__", 0) is not _ITER and own_code(iterate, "dataloader") is None:
             keeps_ours = isinstance(self._iterator, MultiprocessIterator)  # persistent workers
             if not keeps_ours and options.suits_torchs(self, resumes=resources_of(self).saved is not None):
-                return super().__iter__()
+                return iterate()
         if isinstance(self.num_workers, Auto):
             self._choose_workers()
         if not self.persistent_workers or self.num_workers == 0:
@@ -200,8 +203,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
     def _get_iterator(self) -> Any:
         """Create an iterator; subclasses wrap its return value (torch_geometric, litdata)."""
         resources, mine = resources_of(self), options.of(self)
-        options.check_workers(self, mine, resumes=resources.saved is not None)
-        if options.torchs_own(self, resumes=resources.saved is not None):
+        resumes = resources.saved is not None
+        options.check_workers(self, mine, resumes)
+        if options.torchs_own(self, resumes):
             return resources.add_torchs(super()._get_iterator())
         if self.num_workers == 0:
             return SerialIterator(self)
@@ -375,7 +379,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         if history := resources.counters.history:
             history[-1].used_cpu(time.process_time_ns())
         if not resources.counters.epochs:
-            device_session(self)  # usually created when an epoch begins; it counts the copies
+            device_session(
+                self, resources, options.of(self).device
+            )  # usually created when an epoch begins; it counts the copies
         blocks = [(0, 0, 0), *(engine.blocks() for engine in list(resources.engines))]
         in_use, free, nbytes = map(sum, zip(*blocks, strict=True))
         return resources.counters.snapshot(

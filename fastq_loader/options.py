@@ -150,11 +150,10 @@ def is_iterable(loader: Loader) -> bool:
     return bool(getattr(loader, "_dataset_kind", None) == _DatasetKind.Iterable)
 
 
-def rules(loader: Loader) -> Rules:
+def rules(loader: Loader, errors: Tolerance | None) -> Rules:
     """Rules by which its dataset is read."""
     iterable = is_iterable(loader)
-    replaces = of(loader).errors is not None and not iterable
-    population = _population(loader._index_sampler) if replaces else None
+    population = None if errors is None or iterable else _population(loader._index_sampler)
     return Rules(iterable, loader._auto_collation, loader.drop_last, population)
 
 
@@ -182,9 +181,10 @@ def check_workers(loader: Loader, options: Options, resumes: bool = False) -> No
         ValueError: there are too many, the dataset does not allow workers to be replaced, or `device` does
             not go with workers.
     """
-    _check_auto(loader, options.schedule)
     kind = options.workers
     number = getattr(loader, "num_workers", 0)
+    if isinstance(number, Auto):
+        _check_auto(loader, options.schedule)
     if not number:
         return
     if options.device is not None:
@@ -217,8 +217,6 @@ def _check_auto(loader: Loader, schedule: Schedule) -> None:
     Raises:
         ValueError: they would.
     """
-    if not isinstance(getattr(loader, "num_workers", 0), Auto):
-        return
     if not isinstance(schedule, Dynamic):
         raise ValueError(
             f"num_workers='auto' cannot go with schedule={schedule}: the random numbers of its batches "
@@ -329,7 +327,7 @@ def plan(loader: Loader, for_device: bool = False, kept: dict[str, Any] | None =
             datapipes.sharding_init_fn(loader.dataset, loader.worker_init_fn),
             options.errors,
         ),
-        rules=rules(loader),
+        rules=rules(loader, options.errors),
         workers=int(loader.num_workers),
         prefetch=prefetch,
         in_order=loader.in_order,

@@ -45,8 +45,8 @@ class BadSamples:
 
     def tell(self) -> None:
         """Show the pending warnings. Called when no batch is lost if warnings are errors."""
-        with contextlib.suppress(IndexError):  # another thread may have taken the last one
-            while True:
+        while self.untold:
+            with contextlib.suppress(IndexError):  # another thread may have taken the last one
                 warn_user(self.untold.popleft(), BadSampleFound)
 
     def state(self) -> dict[str, Any]:

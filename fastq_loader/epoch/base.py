@@ -27,9 +27,9 @@ from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.consumer.outcomes import Ended, Handed, Outcome, Raised
 from fastq_loader.device.page_lock import page_locked
 from fastq_loader.device.transforms import copy_into
-from fastq_loader.epoch import resources
-from fastq_loader.epoch.order import Order
 from fastq_loader.epoch.record import begin
+from fastq_loader.epoch.resources import Resources, device_session
+from fastq_loader.epoch.resources import of as resources_of
 from fastq_loader.errors import warn_user
 from fastq_loader.ipc.messages import decode_index
 from fastq_loader.options import Loader
@@ -46,18 +46,13 @@ _NAMES = *(f"_{name}" for name in _ARGUMENTS), *_SAME_NAME, "_world_size", "_ran
 _copied_from = attrgetter(*_ARGUMENTS, *_SAME_NAME)
 
 
-def _torchs_attributes(loader: Loader) -> dict[str, Any]:
-    """The attributes of torch's iterators that stay the same, which other packages read."""
-    values = *_copied_from(loader), *datapipes.world_size_and_rank(), None
-    return dict(zip(_NAMES, values, strict=True))
-
-
 @untraced
 class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     """Iterator over an epoch of a loader, or over one epoch after the other.
 
     Args:
         loader: the loader, with its arguments.
+        mine: its resources.
 
     Attributes:
         outcome: the next outcome of `next()`, once it is ready; else None.
@@ -67,19 +62,21 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     _base_seed: int
     _hints: Any = None
 
-    def __init__(self, loader: Loader) -> None:
-        self._log = resources.of(loader).counters.begin_epoch(time.monotonic_ns(), time.process_time_ns())
-        vars(self).update(_torchs_attributes(loader))
+    def __init__(self, loader: Loader, mine: Resources) -> None:
+        self._log = mine.counters.begin_epoch(time.monotonic_ns(), time.process_time_ns())
+        # The attributes of torch's iterators that stay the same, which other packages read.
+        values = *_copied_from(loader), *datapipes.world_size_and_rank(), None
+        vars(self).update(zip(_NAMES, values, strict=True))
         self._options = options.of(loader)
-        self._begin_record(loader, same_readers=loader.num_workers == 0)
+        self._begin_record(loader, mine, loader.num_workers == 0)
         self._share_seed(loader)
-        self._session = resources.device_session(loader)
+        self._session = device_session(loader, mine, self._options.device)
         on_host = self._session is None  # else batches are page-locked and transformed on their way
         self._pin_memory, self._pin_memory_device = options.pinning(loader) if on_host else (False, None)
         self._finishes = on_host and (self._pin_memory or self._options.device is not None)  # device="cpu"
         self._restart_sampler()
         self._base_seed = self._record.draw_base_seed(loader.generator)
-        self._num_yielded = self._record.progress.delivered
+        self._num_yielded = self._record.order.progress.delivered
         self.outcome: Outcome | None = None
 
     def __iter__(self) -> LoaderIterator:
@@ -120,7 +117,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
                 return outcome.batch
             case Raised():
                 self._record.order.progress = outcome.progress
-            case Ended() if self._record.over:
+            case Ended() if self._record.order.progress.over:
                 self.outcome = outcome  # an interrupt or a hint may end the calls below
                 self._tell_the_rest()
                 self.outcome = None
@@ -136,13 +133,13 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
     def skip_to(self, batch: int) -> None:
         """Go on at a later batch: draw the indices before it, and load nothing for them. @private"""
-        for _ in islice(self._sampler_iter, batch - self._order.progress.delivered):
+        for _ in islice(self._sampler_iter, batch - self._record.order.progress.delivered):
             continue
-        self._order.progress = Progress(batch)
+        self._record.order.progress = Progress(batch)
 
     def record_skipped(self, progress: Progress) -> None:
         """Record the progress after a batch that was left out. @private"""
-        self._order.progress = progress
+        self._record.order.progress = progress
 
     def poll(self) -> None:
         """Begin the copies of batches that have become ready since the last `next()`, without waiting. Use it
@@ -174,16 +171,16 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         wrappers forward it."""
         self.outcome = None
         if not first_iter:
-            self._log = resources.of(loader).counters.begin_epoch(time.monotonic_ns(), time.process_time_ns())
-            self._begin_record(loader, same_readers=True)
+            mine = resources_of(loader)
+            self._log = mine.counters.begin_epoch(time.monotonic_ns(), time.process_time_ns())
+            self._begin_record(loader, mine, same_readers=True)
         self._restart_sampler()
-        self._num_yielded = self._record.progress.delivered
+        self._num_yielded = self._record.order.progress.delivered
         self._IterableDataset_len_called = loader._IterableDataset_len_called
         self._share_seed(loader)
 
-    def _begin_record(self, loader: Loader, same_readers: bool) -> None:
+    def _begin_record(self, loader: Loader, mine: Resources, same_readers: bool) -> None:
         """Create the record of the epoch that begins or resumes; `_epoch_has_begun` makes it the loader's."""
-        mine = resources.of(loader)
         self._record = begin(loader, self._index_sampler, *mine.place, same_readers)
         self._bad_samples, errors = mine.bad_samples, self._options.errors
         if errors is not None:
@@ -191,20 +188,20 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             epoch, in_batches = self._record.position.epoch, loader._auto_collation
             self._record.bad_samples = BadSampleCounter(self._bad_samples, errors, epoch, in_batches, known)
 
-    def _epoch_has_begun(self, loader: Loader) -> None:
+    def _epoch_has_begun(self, loader: Loader, mine: Resources) -> None:
         """Make the epoch's record the loader's newest, and drop the loaded state. Not called if the epoch
         could not begin, so the loaded state is then still there."""
-        mine = resources.of(loader)
-        self._order.note_drawn()
-        if mine.shared and self._order.pending is not None:
-            self._order.pending = self._order.shared_now()
-        if loader.num_workers or loader.pin_memory or self._order.first is not None:  # else no hint can come
+        order = self._record.order
+        order.note_drawn()
+        if mine.shared and order.pending is not None:
+            order.pending = order.shared_now()
+        if loader.num_workers or loader.pin_memory or order.first is not None:  # else no hint can come
             from fastq_loader.extras.insight.hints import Hints
 
             self._hints = Hints(loader, mine.record, self._record, self._log)
         mine.place = self._record, None
         mine.begun.append(self._record)
-        resume = self._record.resume if options.is_iterable(loader) else ()
+        resume = self._record.resume if self._dataset_kind == _DatasetKind.Iterable else ()
         if replayed := sum(count for count, state in resume if "position" not in (state or {})):
             warn_user(
                 f"Neither the dataset nor its iterator has state_dict and load_state_dict, so "
@@ -226,16 +223,12 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         """Begin the epoch's order of indices."""
 
     @property
-    def _order(self) -> Order:
-        return self._record.order
-
-    @property
     def _sampler_iter(self) -> Iterator[Any]:
-        return map(decode_index, self._order)
+        return map(decode_index, self._record.order)
 
     @_sampler_iter.setter
     def _sampler_iter(self, indices: Iterator[Any]) -> None:
-        self._order.source = indices
+        self._record.order.source = indices
 
     def _next_index(self) -> Any:
         return next(self._sampler_iter)

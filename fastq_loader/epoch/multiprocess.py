@@ -38,7 +38,8 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
     engine: Engine
 
     def __init__(self, loader: Loader) -> None:
-        super().__init__(loader)
+        mine = resources.of(loader)
+        super().__init__(loader, mine)
         self._prefetch_factor = loader.prefetch_factor
         self._in_order = loader.in_order
         self._worker_init_fn = datapipes.sharding_init_fn(self._dataset, loader.worker_init_fn)
@@ -46,7 +47,6 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             raise AssertionError("num_workers must be greater than 0 for MultiProcessingDataLoaderIter")
         if self._prefetch_factor <= 0:
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
-        mine = resources.of(loader)
         plan = options.plan(loader, for_device=mine.session is not None, kept=mine.kept)
         self.engine = Engine(plan, self._record.pool_seed, self._shared_seed, mine.counters, mine.session)
         mine.engines.add(self.engine)
@@ -59,7 +59,8 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         self._start_epoch(loader, shared_seed)
 
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
-        resources.device_session(loader)  # ends the workers if the device was changed
+        device = options.of(loader).device
+        resources.device_session(loader, resources.of(loader), device)  # ends the workers if it was changed
         if not self.engine.usable:
             self.engine.close("a new iteration began")
             if not isinstance(loader.num_workers, Auto):
@@ -80,9 +81,9 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         record.start.lives_on = self._persistent_workers and not self._options.is_dynamic
         base_seed = record.start.base_seed if self._options.is_dynamic else None
         seeds = shared_seed, base_seed, record.start.base_seed
-        start = PoolEpoch(record.order, *seeds, log, record.progress, record.resume, record.bad_samples)
+        start = PoolEpoch(record.order, *seeds, log, record.order.progress, record.resume, record.bad_samples)
         self._epoch = self.engine.start_epoch(start)
-        self._epoch_has_begun(loader)
+        self._epoch_has_begun(loader, resources.of(loader))
         log.leave(ITER, time.monotonic_ns())
 
     def successor(self) -> MultiprocessIterator:
@@ -93,7 +94,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         return successor
 
     def _restart_sampler(self) -> None:
-        self._order.begin(self._record.saved, packed=True, read_ahead=self._options.is_dynamic)
+        self._record.order.begin(self._record.saved, packed=True, read_ahead=self._options.is_dynamic)
 
     def _advance(self) -> None:
         if self._session is not None:
@@ -116,18 +117,18 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             case Handed(progress=progress) | Raised(progress=progress) if (
                 self._record.order.strategy.read_ahead is not None
             ):
-                self._order.show(progress)
+                self._record.order.show(progress)
         if running and gate.end is not None:
             self._log.leave(CLOSE, time.monotonic_ns())
 
     def _end(self) -> None:
         """The epoch is over, or a worker's failure has ended it."""
         self._exhausted = True
-        if not (self.engine.gate.end == FAILED or self._record.over):
+        if not (self.engine.gate.end == FAILED or self._record.order.progress.over):
             self._record.end(self.engine.end_states())
         if not self._persistent_workers:
             self.engine.close("it was exhausted")
-        self._order.show(None)
+        self._record.order.show(None)
 
     def poll(self) -> None:
         if self._session is not None and not self._exhausted:

@@ -334,20 +334,16 @@ class Order(Iterator[Any]):
                 del error  # its traceback refers to this frame
 
     def _draw(self) -> IndexOrError:
+        strategy, start = self.strategy, self.start
         if self.pending is None:
-            return self.strategy.draw(self.source, self.position)
+            return strategy.draw(self.source, self.position)
         fixed = self.pending
         self.pending = fixed or self.shared_now()  # a state requested meanwhile has these
-        if not fixed:
-            return self._draw_first(self.pending)
         with generators.as_at(fixed):
-            return self._draw_first(self.shared_now())
-
-    def _draw_first(self, prior: dict[str, Any]) -> IndexOrError:
-        strategy, first = self.strategy, self.start.first
-        if own := strategy.own_states():
-            first |= {name: own[name] for name in generators.moved(self.start.states, own)}
-        return self._record_states(partial(strategy.draw, self.source, self.position), first, prior)
+            if now := strategy.own_states():
+                start.first |= {name: now[name] for name in generators.moved(start.states, now)}
+            prior = self.shared_now() if fixed else self.pending
+            return self._record_states(partial(strategy.draw, self.source, self.position), start.first, prior)
 
     def _record_draw(self, index: Any, error: Exception | None, head: int) -> None:
         strategy, first = self.strategy, self.first

@@ -64,18 +64,9 @@ class EpochRecord:
             order.progress = Progress(progress.delivered, progress.beyond, (WorkerProgress(),) * readers)
 
     @property
-    def progress(self) -> Progress:
-        return self.order.progress
-
-    @property
-    def over(self) -> bool:
-        """Whether the epoch was exhausted."""
-        return self.progress.over
-
-    @property
     def position(self) -> Position:
         """The loader's position in this epoch."""
-        progress = self.progress
+        progress = self.order.progress
         epoch, batches = self.start.epoch, self.start.batches + progress.delivered
         return (
             Position(epoch + 1, 0, batches) if progress.over else Position(epoch, progress.delivered, batches)
@@ -111,7 +102,7 @@ class EpochRecord:
         Not the original one if the epoch is resumed in the middle: workers would draw the same random
         numbers as before for other samples. If progress is recorded for each worker, those with delivered
         batches get a seed of their own instead (see `resume`)."""
-        progress = self.progress
+        progress = self.order.progress
         if self.saved is None or not progress.delivered or progress.workers:
             return self.start.base_seed
         return mixed(self.start.base_seed, progress.delivered)
@@ -119,25 +110,27 @@ class EpochRecord:
     @property
     def resume(self) -> list[tuple[int, dict[str, Any] | None]]:
         """For each worker: the number of its delivered batches, and its state."""
-        return [self._of_worker(worker) for worker in self.progress.workers] if self.tells_readers else []
+        return (
+            [self._of_worker(worker) for worker in self.order.progress.workers] if self.tells_readers else []
+        )
 
     def _of_worker(self, worker: WorkerProgress) -> tuple[int, dict[str, Any] | None]:
         state = pickle.loads(worker.state) if worker.state else None
         if state and worker.delivered and "generators" not in state:
-            state["seed"] = mixed(self.start.base_seed, self.progress.delivered)
+            state["seed"] = mixed(self.start.base_seed, self.order.progress.delivered)
         return worker.delivered, state
 
     def end(self, said: Mapping[int, bytes]) -> None:
         """Record that the epoch is over; see `Progress.at_end`."""
-        self.order.progress = self.progress.at_end(said)
+        self.order.progress = self.order.progress.at_end(said)
 
     def left(self) -> tuple[WorkerProgress, ...]:
         """Progress of the readers with which they enter the next epoch. If this one was broken off, it is
         unknown: they have read beyond the delivered batches."""
-        workers = self.progress.workers
-        if self.over or not self.order.drawn[0]:
-            return workers
-        return (WorkerProgress(0, UNKNOWN),) * len(workers)
+        progress = self.order.progress
+        if progress.over or not self.order.drawn[0]:
+            return progress.workers
+        return (WorkerProgress(0, UNKNOWN),) * len(progress.workers)
 
 
 def begin(
@@ -152,18 +145,18 @@ def begin(
         saved: the state loaded for it, or None.
         same_readers: whether the readers of the previous epoch serve it, too.
     """
-    dynamic = options.of(loader).is_dynamic
-    if newest is not None and saved is None and not newest.over and dynamic:
+    arguments = options.of(loader)
+    if newest is not None and saved is None and not newest.order.progress.over and arguments.is_dynamic:
         newest.order.break_off()
     parts = index_sampler, loader.generator, loader.dataset
     if saved is not None and saved.start.resumes:
         order = Order(*parts, copy.deepcopy(saved.start), saved.progress, saved)
-        record = EpochRecord(order, saved, _readers(loader))
+        record = EpochRecord(order, saved, _readers(loader, arguments))
     else:
         order = _whole_order(parts, newest, saved, same_readers)
-        record = EpochRecord(order, None, _readers(loader))
+        record = EpochRecord(order, None, _readers(loader, arguments))
         if saved is not None and saved.start.lives_on and loader.persistent_workers:
-            record.continues_workers = loader.num_workers > 0 and not dynamic
+            record.continues_workers = loader.num_workers > 0 and not arguments.is_dynamic
             record.start.base_seed = saved.start.base_seed
     record.tells_readers = saved is not None
     record.persistent = loader.persistent_workers or loader.num_workers == 0
@@ -174,20 +167,21 @@ def _whole_order(
     parts: tuple[Any, Any, Any], newest: EpochRecord | None, saved: Saved | None, same_readers: bool
 ) -> Order:
     """The order of a whole epoch. `parts`: the first arguments of `Order`; see `begin` for the others."""
-    position, workers, traits = Position(), START.workers, None
+    epoch, batches, progress, traits = 0, 0, START, None
     if newest is not None:
         # Even if the newest epoch is broken off, this is the next one.
-        position = Position(newest.start.epoch + 1, 0, newest.shown_position.batches)
-        workers, traits = newest.left() if same_readers else (), newest.order.traits
+        epoch, batches, traits = newest.start.epoch + 1, newest.shown_position.batches, newest.order.traits
+        if same_readers and (workers := newest.left()):
+            progress = Progress(workers=workers)
     if saved is not None:
-        position, workers = saved.position, saved.progress.workers
-    start = EpochStart(position.epoch, position.batches, resumes=True)
-    return Order(*parts, start, Progress(workers=workers), traits=traits)
+        epoch, _, batches = saved.position
+        progress = Progress(workers=saved.progress.workers)
+    return Order(*parts, EpochStart(epoch, batches, resumes=True), progress, traits=traits)
 
 
-def _readers(loader: Loader) -> int:
+def _readers(loader: Loader, arguments: options.Options) -> int:
     """Number of dataset readers, if each has a state or a part of the data of its own; else 0."""
-    saves = loader.num_workers > 0 and options.of(loader).schedule.save_generators
+    saves = loader.num_workers > 0 and arguments.schedule.save_generators
     if options.is_iterable(loader) or saves:
         return max(1, int(loader.num_workers))
     return 0

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fastq_loader import options
 from fastq_loader.consumer.bad_samples import BadSamples
 from fastq_loader.consumer.engine import Engine
+from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.device.staging import DeviceSession, SerialStaging
 from fastq_loader.epoch.fields import Saved
 from fastq_loader.errors import IteratorInvalid, LoaderHint
@@ -132,10 +132,9 @@ def forget(loader: Any) -> None:
     vars(loader).pop("_resources", None)
 
 
-def device_session(loader: Any) -> DeviceSession | None:
+def device_session(loader: Any, resources: Resources, device: ToDevice | None) -> DeviceSession | None:
     """The device session, reused from epoch to epoch: a stream for each epoch would strand memory. A change
     of the device, or of its options, needs a new session and new workers."""
-    resources, device = of(loader), options.of(loader).device
     if device is not None and device.target is None:
         device = None
     if device != (None if resources.session is None else resources.session.options):

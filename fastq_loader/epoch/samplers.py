@@ -6,7 +6,7 @@ Runs in the consumer, on the thread that calls `iter()`, `next()` and `state_dic
 from __future__ import annotations
 
 import itertools
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -81,8 +81,11 @@ class SamplerInfo:
         return self.still and len(now) == len(self._seen) and all(map(is_, now, self._seen))
 
 
+_namespace = attrgetter("__dict__")
+
+
 def _seen(parts: list[Any], *more: Any) -> list[Any]:
-    return [*more, *itertools.chain.from_iterable(map(dict.values, map(vars, parts)))]
+    return [*more, *itertools.chain.from_iterable(map(dict.values, map(_namespace, parts)))]
 
 
 def chain(index_sampler: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from fastq_loader.epoch import resources
 from fastq_loader.epoch.base import LoaderIterator
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.options import Loader
-from fastq_loader.reading import datapipes
+from fastq_loader.reading import datapipes, generators
 from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.reading.reader import HandedOutBefore, Reader
 from fastq_loader.reading.tolerance import LeftOut
@@ -44,7 +44,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     def __init__(self, loader: Loader) -> None:
         mine = resources.of(loader)
         self._counters, self._idle = mine.counters, mine.idle
-        super().__init__(loader)
+        super().__init__(loader, mine)
         self._dynamic = self._options.is_dynamic
         if self._timeout != 0 and not isinstance(loader.num_workers, Auto):
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
@@ -55,13 +55,12 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._due: tuple[int, Any] | None = None  # number and index of the next batch
         self._lock = threading.RLock()  # threads may share the iterator
         self._busy = False  # in the middle of a step that cannot be repeated
-        rules = vars(options.rules(loader))
+        rules = vars(options.rules(loader, self._options.errors))
         reseeds = self._options.schedule.reseed
         self._reader = Reader(self._dataset, self._collate_fn, self._options.errors, rules, reseeds=reseeds)
-        with self._reader.put_back() if self._dynamic else contextlib.nullcontext():
+        with self._reader.put_back() if self._dynamic else generators.UNTOUCHED:
             self._begin_reading()
-            self._note_place()
-        self._epoch_has_begun(loader)
+        self._epoch_has_begun(loader, mine)
         self._log.leave(ITER, time.monotonic_ns())
 
     def _begin_reading(self) -> None:
@@ -71,23 +70,23 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         if state is not None:
             state.pop("seed", None)  # the generators of this process are the user's
         if self._dataset_kind == _DatasetKind.Iterable and not self._dynamic and record.saved is None:
-            self._order.note_shared()  # reading draws from them, and again when it is repeated
+            self._record.order.note_shared()  # reading draws from them, and again when it is repeated
         reader.sample_seed = record.start.base_seed
         reader.begin(record.start.epoch, self._base_seed if self._dynamic else None, delivered, state)
         self._dataset_fetcher = reader.fetcher
         if reader.to_pass:
             index = next(iter(self._index_sampler))  # any index will do
-            with self._order.as_at_start():
+            with self._record.order.as_at_start():
                 for number in range(reader.to_pass):
                     with contextlib.suppress(HandedOutBefore, EndOfStream):
                         reader.load(number, index)
+        progress = record.order.progress
+        if progress.workers and not progress.delivered:
+            self._note_place(progress)
 
-    def _note_place(self) -> None:
+    def _note_place(self, progress: Progress) -> None:
         """Record the dataset's position before the first batch. A stream that was read in an earlier epoch
         may report its old end until it is read again; then the previous record is left as it is."""
-        progress = self._record.progress
-        if not progress.workers or progress.delivered:
-            return
         said = self._reader.state_bytes()
         known, now = (
             pickle.loads(state).get("position", {}) if state else {}
@@ -97,7 +96,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             broken_off = progress.workers[0].state == UNKNOWN
             if broken_off or pickle.dumps(known.get("dataset")) == pickle.dumps(now.get("dataset")):
                 return
-        self._order.progress = progress._replace(workers=(WorkerProgress(0, said),))
+        self._record.order.progress = progress._replace(workers=(WorkerProgress(0, said),))
 
     def __del__(self) -> None:
         staging = getattr(self, "_staging", None)
@@ -105,7 +104,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             self._idle.append(staging)
 
     def _restart_sampler(self) -> None:
-        self._order.begin(self._record.saved)
+        self._record.order.begin(self._record.saved)
 
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)
@@ -145,7 +144,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             if too_many is not None:
                 outcome = self._raised(too_many, *drawn)
             elif batch is _LEFT_OUT:
-                self._order.progress = self._progress_after(drawn[0])  # the last call
+                self._record.order.progress = self._progress_after(drawn[0])  # the last call
             else:
                 if self._staging is not None:
                     batch = self._stage(self._staging, batch)

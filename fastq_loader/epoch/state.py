@@ -112,10 +112,12 @@ def begun(loader: Loader, begin: Callable[[], T]) -> T:
     """Begin an epoch. Meanwhile the loader's state is the previous one. If a state was requested before the
     first epoch, this epoch draws as it would have drawn at that time."""
     mine = resources.of(loader)
-    with contextlib.suppress(Exception):  # raised by user code; `now` raises it again
-        mine.held = _hold(loader)
     try:
-        with generators.as_at(mine.shared) if mine.shared else contextlib.nullcontext():
+        mine.held = _hold(loader, mine)
+    except Exception:  # raised by user code; `now` raises it again
+        mine.held = None
+    try:
+        with generators.as_at(mine.shared):
             iterator = begin()
         mine.shared = {}
         return iterator
@@ -123,11 +125,11 @@ def begun(loader: Loader, begin: Callable[[], T]) -> T:
         mine.held = None
 
 
-def _hold(loader: Loader) -> Callable[[], dict[str, Any]]:
+def _hold(loader: Loader, mine: resources.Resources) -> Callable[[], dict[str, Any]]:
     """Return a function that returns the current state while an epoch begins. It is rarely called, so the
     parts that cannot change are read only in the call."""
-    record, loaded = resources.of(loader).place
-    if record and not loaded and record.over and not record.shown and record.order.traits.still:
+    record, loaded = mine.place
+    if record and not (loaded or record.shown) and record.order.progress.over and record.order.traits.still:
         return partial(_between_epochs, loader, record, record.order.drawn_now())
     state = _of_place(loader)
     return lambda: copy.deepcopy(state)
@@ -150,7 +152,7 @@ def _shared(loader: Loader) -> dict[str, Any]:
 
 def state_of(loader: Loader, record: EpochRecord | None) -> dict[str, Any]:
     """Return the state of a loader, as a new dict. `record`: of its newest epoch; None before the first."""
-    if record is None or record.over:
+    if record is None or record.order.progress.over:
         return _between_epochs(loader, record)
     order = record.order
     progress, drawn, first, place, ahead = order.snapshot()
@@ -186,7 +188,7 @@ def _between_epochs(loader: Loader, record: EpochRecord | None, drawn: Drawn | N
         states, workers, progress = generators.states_of(own), _before_first(loader), START
         before, at = EpochStart(), Position()
     else:
-        states, progress = (drawn or record.order.drawn_now())[2], record.progress
+        states, progress = (drawn or record.order.drawn_now())[2], record.order.progress
         workers = [_worker(*worker) for worker in progress.workers if record.persistent]
         before, at = record.start, record.position
     start = EpochStart(

@@ -64,10 +64,9 @@ class OrderStrategy:
 
     def own_states(self) -> dict[str, Any]:
         """The present states of the loader's own generators, as its sampler sees them."""
-        if self.read_ahead is not None:
-            return self.read_ahead.states()
-        own = self.traits.own
-        return generators.states_of(own) if own else {}
+        if not self.traits.own:  # the usual case
+            return {}
+        return generators.states_of(self.traits.own) if self.read_ahead is None else self.read_ahead.states()
 
     def draw(self, source: Iterator[Any], position: int) -> IndexOrError:
         """Draw the index of a position, or the error in its place."""

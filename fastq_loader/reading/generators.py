@@ -274,9 +274,15 @@ class restored:
         set_states(self._generators, self._kept)
 
 
-def as_at(states: dict[str, Any]) -> restored:
+#: Context that does nothing; it may be entered many times at once.
+UNTOUCHED = contextlib.nullcontext()
+
+
+def as_at(states: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     """Context in which shared generators start from these states. A generator that already has its state on
     entry keeps the draws made inside; the others are restored."""
+    if not states:
+        return UNTOUCHED
     now = {name: state_of(GLOBAL[name]) for name in states}
     return restored({name: GLOBAL[name] for name in moved(now, states)}, states)
 

@@ -13,6 +13,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from functools import partial
+from types import GeneratorType
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 from fastq_loader.reading import generators
@@ -33,6 +34,8 @@ class Stateful(Protocol):
 
 def is_stateful(part: Any) -> TypeGuard[Stateful]:
     """Whether an object can save and restore its position."""
+    if type(part) is GeneratorType:  # the usual iterator of a sampler, which has no methods of a user's
+        return False
     return callable(attribute(part, "state_dict")) and callable(attribute(part, "load_state_dict"))
 
 

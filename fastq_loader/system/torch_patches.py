@@ -8,7 +8,6 @@ does not count as a patch.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from operator import attrgetter
 from types import CodeType
@@ -54,9 +53,12 @@ class Place(NamedTuple):
 
 def found() -> str:
     """Return the first patch found, as a clause for a message; "" if there is none."""
-    with contextlib.suppress(AttributeError):
-        if _read_all(torch.utils.data) == _CODES:  # the usual case, in one call
-            return ""
+    try:
+        codes = _read_all(torch.utils.data)  # the usual case, in one call
+    except AttributeError:
+        codes = None
+    if codes == _CODES:
+        return ""
     for path, owner, name, _ in _PLACES:
         value = getattr(owner, name, None)
         if own_code(value, path) is None:

@@ -87,7 +87,7 @@ class Hints:
         self._previous = previous
         kinds: set[type[LoaderHint]] = set()
         # Users who only look at some batches before the first epoch need not call `set_epoch`.
-        enough = previous is not None and (previous.over or previous.progress.delivered >= KEPT)
+        enough = previous is not None and ((done := previous.order.progress).over or done.delivered >= KEPT)
         if enough and record.order.first is not None:
             kinds.add(SameOrder)
         if loader.num_workers and record.saved is None:  # else the epoch is incomplete
