@@ -27,9 +27,8 @@ from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.consumer.outcomes import Ended, Handed, Outcome, Raised
 from fastq_loader.device.page_lock import page_locked
 from fastq_loader.device.transforms import copy_into
+from fastq_loader.epoch import resources
 from fastq_loader.epoch.record import begin
-from fastq_loader.epoch.resources import Resources, device_session
-from fastq_loader.epoch.resources import of as resources_of
 from fastq_loader.errors import warn_user
 from fastq_loader.ipc.messages import decode_index
 from fastq_loader.options import Loader
@@ -62,7 +61,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     _base_seed: int
     _hints: Any = None
 
-    def __init__(self, loader: Loader, mine: Resources) -> None:
+    def __init__(self, loader: Loader, mine: resources.Resources) -> None:
         self._log = mine.counters.begin_epoch(time.monotonic_ns(), time.process_time_ns())
         # The attributes of torch's iterators that stay the same, which other packages read.
         values = *_copied_from(loader), *datapipes.world_size_and_rank(), None
@@ -70,7 +69,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._options = options.of(loader)
         self._begin_record(loader, mine, loader.num_workers == 0)
         self._share_seed(loader)
-        self._session = device_session(loader, mine, self._options.device)
+        self._session = resources.device_session(loader, mine, self._options.device)
         on_host = self._session is None  # else batches are page-locked and transformed on their way
         self._pin_memory, self._pin_memory_device = options.pinning(loader) if on_host else (False, None)
         self._finishes = on_host and (self._pin_memory or self._options.device is not None)  # device="cpu"
@@ -171,7 +170,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         wrappers forward it."""
         self.outcome = None
         if not first_iter:
-            mine = resources_of(loader)
+            mine = resources.of(loader)
             self._log = mine.counters.begin_epoch(time.monotonic_ns(), time.process_time_ns())
             self._begin_record(loader, mine, same_readers=True)
         self._restart_sampler()
@@ -179,7 +178,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._IterableDataset_len_called = loader._IterableDataset_len_called
         self._share_seed(loader)
 
-    def _begin_record(self, loader: Loader, mine: Resources, same_readers: bool) -> None:
+    def _begin_record(self, loader: Loader, mine: resources.Resources, same_readers: bool) -> None:
         """Create the record of the epoch that begins or resumes; `_epoch_has_begun` makes it the loader's."""
         self._record = begin(loader, self._index_sampler, *mine.place, same_readers)
         self._bad_samples, errors = mine.bad_samples, self._options.errors
@@ -188,7 +187,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             epoch, in_batches = self._record.position.epoch, loader._auto_collation
             self._record.bad_samples = BadSampleCounter(self._bad_samples, errors, epoch, in_batches, known)
 
-    def _epoch_has_begun(self, loader: Loader, mine: Resources) -> None:
+    def _epoch_has_begun(self, loader: Loader, mine: resources.Resources) -> None:
         """Make the epoch's record the loader's newest, and drop the loaded state. Not called if the epoch
         could not begin, so the loaded state is then still there."""
         order = self._record.order

@@ -128,9 +128,8 @@ class EpochRecord:
         """Progress of the readers with which they enter the next epoch. If this one was broken off, it is
         unknown: they have read beyond the delivered batches."""
         progress = self.order.progress
-        if progress.over or not self.order.drawn[0]:
-            return progress.workers
-        return (WorkerProgress(0, UNKNOWN),) * len(progress.workers)
+        known = progress.over or not self.order.drawn[0]
+        return progress.workers if known else (WorkerProgress(0, UNKNOWN),) * len(progress.workers)
 
 
 def begin(
@@ -171,8 +170,7 @@ def _whole_order(
     if newest is not None:
         # Even if the newest epoch is broken off, this is the next one.
         epoch, batches, traits = newest.start.epoch + 1, newest.shown_position.batches, newest.order.traits
-        if same_readers and (workers := newest.left()):
-            progress = Progress(workers=workers)
+        progress = Progress(workers=newest.left() if same_readers else ())
     if saved is not None:
         epoch, _, batches = saved.position
         progress = Progress(workers=saved.progress.workers)

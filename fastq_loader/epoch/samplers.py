@@ -81,11 +81,8 @@ class SamplerInfo:
         return self.still and len(now) == len(self._seen) and all(map(is_, now, self._seen))
 
 
-_namespace = attrgetter("__dict__")
-
-
 def _seen(parts: list[Any], *more: Any) -> list[Any]:
-    return [*more, *itertools.chain.from_iterable(map(dict.values, map(_namespace, parts)))]
+    return [*more, *itertools.chain.from_iterable(map(dict.values, map(attrgetter("__dict__"), parts)))]
 
 
 def chain(index_sampler: Any) -> list[Any]:

@@ -86,7 +86,7 @@ class Reader:
             generators.seed_worker(base_seed, self._number)  # iter(dataset) may draw
         if "seed" in self._resumed:
             generators.seed_worker(self._resumed["seed"], self._number)
-        if self._resumed.get("over"):
+        if "over" in self._resumed:
             if place is not None:
                 position.fetcher_at({**place, "ended": True}, self.dataset, **rules)
             place = None

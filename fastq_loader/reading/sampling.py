@@ -46,7 +46,7 @@ def iterate_from(
         return _shuffled(index_sampler, form, skip, note), 0
     if type(index_sampler) in _COMPUTED:
         return index_sampler.iterate_from(skip), 0
-    if _cuts(index_sampler, *_COMPUTED):
+    if type(_cut(index_sampler)) in _COMPUTED:
         return _computed(index_sampler, form, skip), 0
     return iter(index_sampler), skip
 
@@ -60,13 +60,9 @@ _COMPUTED = (PermutationSampler, WeightedSampler)
 _TORCHS = {kind: own_code(kind.__iter__, "sampler") for kind in (BatchSampler, RandomSampler)}
 
 
-def _cuts(index_sampler: Any, *kinds: type) -> bool:
-    """Whether it is torch's own BatchSampler over a sampler of exactly one of these types."""
-    return (
-        type(index_sampler) is BatchSampler
-        and type(index_sampler.sampler) in kinds
-        and _is_torchs(BatchSampler)
-    )
+def _cut(index_sampler: Any) -> Any:
+    """The sampler whose indices torch's own BatchSampler cuts into batches; None for any other sampler."""
+    return index_sampler.sampler if type(index_sampler) is BatchSampler and _is_torchs(BatchSampler) else None
 
 
 def _is_torchs(kind: type[Any]) -> bool:
@@ -76,11 +72,8 @@ def _is_torchs(kind: type[Any]) -> bool:
 
 def is_shuffle(index_sampler: Any) -> bool:
     """Whether it is torch's own BatchSampler over its own shuffle."""
-    return (
-        _cuts(index_sampler, RandomSampler)
-        and not index_sampler.sampler.replacement
-        and _is_torchs(RandomSampler)
-    )
+    cut = _cut(index_sampler)
+    return type(cut) is RandomSampler and not cut.replacement and _is_torchs(RandomSampler)
 
 
 def _computed(index_sampler: BatchSampler, form: Callable[[_Array], T], skip: int) -> Iterator[T]:
