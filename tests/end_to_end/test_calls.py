@@ -35,6 +35,7 @@ from fastq_loader.reading.tables import Gatherer
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import Batch
+from fastq_loader.statistics import counters
 from tests.support.loaders import MANY_WORKERS, collector_off
 from tests.support.pair import LARGE, Pair, paired
 from tests.support.simulation import SimulatedArena
@@ -194,8 +195,11 @@ def test_a_steady_batch_stays_within_its_calls(
     assert not over, f"a batch of {name} costs {found}, and may cost {budget}; {where}"
 
 
-@pytest.mark.parametrize(("shuffle", "budget"), [(False, 550), (True, 640)])
-def test_an_epoch_of_one_batch_without_workers_stays_within_its_calls(shuffle: bool, budget: int) -> None:
+@pytest.mark.parametrize(("shuffle", "budget"), [(False, 420), (True, 470)])
+def test_an_epoch_of_one_batch_without_workers_stays_within_its_calls(
+    shuffle: bool, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counters, "_EVERY", 0)  # else time decides which epoch folds the records of several
     loader = DataLoader(Subset(Rows(), range(64)), 64, shuffle=shuffle)
     for _ in range(3):
         list(loader)
