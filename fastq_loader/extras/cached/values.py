@@ -104,12 +104,14 @@ class _Pickler(pickle.Pickler):
             and not value.is_nested
             and value.untyped_storage().nbytes() > value.nbytes  # a view: its part alone
         ):
-            return value.clone().__reduce_ex__(5)  # type: ignore[no-untyped-call]
+            part = value.clone()
+            vars(part).update(vars(value))
+            return part.__reduce_ex__(5)  # type: ignore[no-untyped-call]
         return _reduced_image(value)
 
 
 def _tensor_part(value: torch.Tensor) -> Any:
-    if not is_leaf(value):
+    if not is_leaf(value) or vars(value):  # attributes that a user has set
         return None
     dense = value.detach()
     if not dense.is_contiguous():
@@ -144,8 +146,10 @@ def _reduced_image(value: Any) -> Any:
         return NotImplemented
     palette = None if value.palette is None else value.palette.getdata()
     if (kind.__module__, kind.__name__) != ("PIL.Image", "Image"):  # a file's: PIL pickles it
-        if palette is not None and value.palette.mode != "RGB":
-            raise pickle.PicklingError("PIL loses the palette's transparency; return image.copy()")
+        is_transparent = palette is not None and value.palette.mode != "RGB"
+        if is_transparent or hasattr(value, "tag_v2"):
+            lost = "palette's transparency" if is_transparent else "tags of a TIFF file"
+            raise pickle.PicklingError(f"PIL loses the {lost}; return image.copy()")
         return NotImplemented
     exif, pixels = getattr(value, "_exif", None), pickle.PickleBuffer(value.tobytes())
     return _image, (pixels, value.mode, value.size, value.info, palette, exif and exif.tobytes())

@@ -205,6 +205,27 @@ def test_a_view_of_a_subclass_stores_its_part() -> None:
     assert sum(map(len, pieces)) == nbytes
 
 
+@pytest.mark.parametrize("kind", [torch.Tensor, Own])
+def test_attributes_of_a_tensor_come_back_also_of_a_view(kind: Any) -> None:
+    for value in (torch.arange(100).as_subclass(kind)[:10], torch.arange(10).as_subclass(kind)):
+        value.format = "xyxy"
+        back, (other,) = again(value), again([value])
+        assert back.format == other.format == "xyxy"
+        assert same(back, value)
+        assert same(other, value)
+
+
+def test_what_pil_loses_of_a_file_is_refused() -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    exif, written = image_module.Exif(), io.BytesIO()
+    exif[0x010F] = "maker"
+    image_module.new("RGB", (6, 4), "red").save(written, "TIFF", exif=exif)
+    image = image_module.open(written)
+    with pytest.raises(UnpicklableError, match=r"the tags of a TIFF file; return image.copy\(\)"):
+        values.Encoded([image])
+    assert again(image.copy()).tobytes() == image.tobytes()
+
+
 def test_one_tensor_at_two_places_is_one_tensor() -> None:
     part = torch.ones(3)
     one, other = again([part, {"again": part}])
