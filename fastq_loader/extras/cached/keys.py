@@ -47,7 +47,10 @@ class Keys:
         names: list[str] = []
         if kwargs or len(args) != self._simple:
             if self._signature is not None:
-                bound = self._signature.bind(*args, **kwargs)
+                try:
+                    bound = self._signature.bind(*args, **kwargs)
+                except TypeError as error:
+                    raise TypeError(f"cached: {self._name}(): {error}") from None
                 bound.apply_defaults()
                 args, kwargs = bound.args, bound.kwargs
             names = sorted(kwargs)
@@ -80,6 +83,6 @@ class Keys:
             if type(scalar) in PLAIN:
                 return scalar
         raise TypeError(
-            f"cached: {self._name}() was called with {value!r:.99} of class {kind.__name__}; a key is made of int, "
-            "str, bytes, float, Path, None and tuples of these: pass what identifies the sample instead"
+            f"cached: {self._name}() was called with {value!r:.99} of class {kind.__name__}; a key is made of "
+            "int, str, bytes, float, Path, None and tuples of these: pass what identifies the sample instead"
         )

@@ -125,8 +125,8 @@ def test_an_argument_that_is_no_key_is_named(value: Any) -> None:
         Keys(two, "two").key((value,), {})
 
 
-def test_an_unknown_argument_is_the_functions_own_error() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'third'"):
+def test_an_unknown_argument_is_an_error_with_the_name_of_the_function() -> None:
+    with pytest.raises(TypeError, match=r"cached: two\(\): .*unexpected keyword argument 'third'"):
         Keys(two, "two").key((1,), {"third": 2})
 
 
