@@ -118,13 +118,16 @@ class cached(identity.Apart):
     ) -> None:
         if not callable(function):
             raise TypeError(f"cached: function={function!r} cannot be called")
+        if not isinstance(version, str | int | float | None):
+            raise TypeError(f"cached: version={version!r} must be a text or a number")
         if name is not None and path is not None:
             raise ValueError(
                 f"cached: name={name!r} and path={str(path)!r}: give one, the memory's name or a folder"
             )
         path = None if path is None else mark.absolute(path)
         nbytes = bytes_of(limit, path, is_shared=name is not None or path is not None)
-        self._options = Options(limit, nbytes, name, path, version, copy)
+        whose = identity.name_of(function), identity.source_of(function)
+        self._options = Options(limit, nbytes, name, path, version, copy, *whose)
         self._of: Any = None
         self._function: Any = function
         if isinstance(function, MethodType):
@@ -134,7 +137,7 @@ class cached(identity.Apart):
         if identity.holds_nothing(function) and not self._options.is_shared:
             with contextlib.suppress(identity.NotPlain):
                 self.handed_as = handover.register(self, identity.digest_of(function))
-        self._place = open_place(self._options, self._function, self._name)
+        self._place = open_place(self._options)
 
     @staticmethod
     def clear(path: str | os.PathLike[str]) -> None:
@@ -152,7 +155,7 @@ class cached(identity.Apart):
         self._instances: dict[int, tuple[Any, bytes]] = {}
         self._generators: dict[str, Any] | None = None
         self._pid = 0  # of the process that has used it
-        self._name: str = identity.name_of(self._function)
+        self._name = self._options.function
         function = self._bound_to(None if self._of is None else self)
         self._keys = Keys(function, self._name.rpartition(".")[2])
         functools.update_wrapper(self, self._function, updated=())
@@ -190,8 +193,8 @@ class cached(identity.Apart):
         return self._place.fd
 
     def _identity(self) -> bytes:
+        code = self._options.source.code if self._options.name is not None else ""
         function = self._bound_to(self.object_of_method())
-        code = identity.source_of(function).code if self._options.name is not None else ""
         return self._digest(function) + f"{code} {self._options.version!r} ".encode()
 
     def _digest(self, part: Any) -> bytes:
@@ -347,13 +350,13 @@ class cached(identity.Apart):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         fd = state.pop("fd").detach() if "fd" in state else -1
-        self._function, self._of = state["_function"], state["_of"]
+        self._options, self._function, self._of = (state[name] for name in ("_options", "_function", "_of"))
         self._set_function()
         vars(self).update(state)
         if fd >= 0 and self._options.path is None:
             self._place = Place(fd)
         else:  # perhaps on another machine: a cache in memory begins empty
-            self._place = open_place(self._options, self._function, self._name, fd)
+            self._place = open_place(self._options, fd)
 
     def __copy__(self) -> cached:
         return self

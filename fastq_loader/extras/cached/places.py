@@ -17,7 +17,8 @@ from fastq_loader.extras.cached.process import ProcessMemory
 
 
 class Options(NamedTuple):
-    """The arguments of `cached`; `nbytes` is the limit in bytes."""
+    """The arguments of `cached`. `nbytes` is the limit in bytes. The name of the function and its code are
+    those of the program: a worker may get the function by value, without its file."""
 
     limit: int | str
     nbytes: int
@@ -25,6 +26,8 @@ class Options(NamedTuple):
     path: str | None
     version: str | int | None
     copy: bool
+    function: str
+    source: identity.Source
 
     @property
     def is_shared(self) -> bool:
@@ -57,12 +60,11 @@ class Place:
             os.close(self.fd)
 
 
-def open_place(options: Options, function: Any, name: str, fd: int = -1) -> Place:
+def open_place(options: Options, fd: int = -1) -> Place:
     """Make or open a place.
 
     Args:
         options: of the cache.
-        function, name: the function, and its name.
         fd: memory for the counters, if another process has it.
 
     Raises:
@@ -77,7 +79,7 @@ def open_place(options: Options, function: Any, name: str, fd: int = -1) -> Plac
         return Place(-1, ProcessMemory(options.nbytes))
     if not options.is_shared:
         return Place(memory.create(options.nbytes))
-    source = identity.source_of(function)
+    name, source = options.function, options.source
     if source.code and not source.file and options.version is None:
         raise ValueError(f"cached: {name} is in no file: a path= or name= needs version= with it")
     about, is_literal = {"function": name, "version": options.version}, not is_part(options.limit)

@@ -366,6 +366,25 @@ def test_a_function_of_a_notebook_needs_a_version(tmp_path: Path) -> None:
     assert cached(namespace["decode"], version=1, **options)(3) == 3
 
 
+@pytest.mark.parametrize("place", ["path", "name"])
+def test_a_function_that_travels_by_value_keeps_its_folder_and_its_name(place: str, tmp_path: Path) -> None:
+    """It has no file where it arrives."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+    options = {"path": tmp_path / "values"} if place == "path" else {"name": f"by value of {os.getpid()}"}
+    wrapped = cached(lambda index: 3 * index, limit="1MB", **options)
+    assert wrapped(3) == 9
+    other = cloudpickle.loads(cloudpickle.dumps(wrapped))
+    assert (other(3), other.statistics().hits) == (9, 1)
+
+
+@pytest.mark.parametrize("version", [object(), (1, 2)])
+def test_a_version_is_a_text_or_a_number(version: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"cached: version=.* must be a text or a number"):
+        cached(read, limit="1MB", path=tmp_path / "values", version=version)
+    assert not list(tmp_path.iterdir())
+    assert cached(read, limit="1MB", path=tmp_path / "values", version=1.5)(1)[0] == 1
+
+
 def test_another_source_of_the_same_name_is_refused(tmp_path: Path) -> None:
     options: dict[str, Any] = {"limit": "1MB", "path": tmp_path / "values"}
 
