@@ -83,6 +83,7 @@ class Keys:
             if type(scalar) in PLAIN:
                 return scalar
         raise TypeError(
-            f"cached: {self._name}() was called with {value!r:.99} of class {kind.__name__}; a key is made of "
-            "int, str, bytes, float, Path, None and tuples of these: pass what identifies the sample instead"
+            f"cached: {self._name}() was called with {value!r:.99} of class {kind.__name__}; a key is made "
+            "of int, str, bytes, float, Path, None and tuples of these: "
+            "pass what identifies the sample instead"
         )
