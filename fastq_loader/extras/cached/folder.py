@@ -66,19 +66,15 @@ class Folder:
     """
 
     def __init__(self, path: str) -> None:
-        self._path, self._data, self.limit, self._can_write = path, -1, 0, True
+        self._path, self._data, self.limit = path, -1, 0
+        self._can_write = os.access(path, os.W_OK)  # False: a disk that is read-only, for example
+        self._flags = (os.O_RDWR | os.O_CREAT if self._can_write else os.O_RDONLY) | _SAFELY
         self._seen = bytearray()  # by the number of a transaction: whether its checksum was compared
         self._env: Any = None
         self._pid = 0  # the process that has LMDB open; negative: it is opened anew at the next use
         self._is_busy = False  # in this process; a forked child has its parent's
         self._thread = threading.RLock()
-        file = os.path.join(path, marks.MARK)
-        try:
-            self._lock = os.open(file, os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
-        except OSError as error:
-            if error.errno != errno.EROFS:
-                raise
-            self._lock, self._can_write = os.open(file, os.O_RDONLY | _SAFELY), False
+        self._lock = os.open(os.path.join(path, marks.MARK), self._flags, 0o600)
 
     # ---- opening and closing --------------------------------------------------------------------------
 
@@ -100,7 +96,7 @@ class Folder:
                 self._begin(mark, about, limit, is_literal)
             except ValueError as error:
                 if not self._can_write:
-                    raise OSError(errno.EROFS, f"its disk is read-only, and {error}") from None
+                    raise OSError(errno.EROFS, f"it cannot be written to, and {error}") from None
                 warn_user(f"cached: the folder {self._path!r} is begun anew: {error}", UserWarning)
                 os.unlink(os.path.join(self._path, marks.VALUES))  # who has it open goes on with it
                 self._begin(mark, about, limit, is_literal)
@@ -115,9 +111,8 @@ class Folder:
         """Mark the folder, before the first commit, and open it."""
         is_open = self._env is not None
         if not is_open:
-            flags = os.O_RDWR | os.O_CREAT if self._can_write else os.O_RDONLY
             _close(self._data)
-            self._data = os.open(os.path.join(self._path, marks.VALUES), flags | _SAFELY, 0o600)
+            self._data = os.open(os.path.join(self._path, marks.VALUES), self._flags, 0o600)
         new = marks.in_use(mark, about, limit, is_literal, self._data)
         if self._can_write and new != mark:
             marks.write(self._lock, new)
