@@ -1,6 +1,7 @@
 """The folder of a cache, which outlives the program: values in LMDB, and a mark.
 
 Runs in every process that calls a cached function, on any of its threads. One process opens a folder once.
+Imported when a folder is opened: LMDB is an extra.
 
     fastq_loader.mark    see `mark`; its bytes are locked: for an operation, while open, while opening
     fastq_loader.values  LMDB's: key, or its hash → number of a transaction, checksum, and `values.record`
@@ -16,8 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
-import importlib
 import os
 import struct
 import threading
@@ -27,15 +28,12 @@ from functools import partial
 from multiprocessing import util
 from typing import Any
 
+import lmdb
+
 from fastq_loader.api import locks, process_id, warn_user
 from fastq_loader.extras.cached import mark as marks
 from fastq_loader.extras.cached import memory, values
 from fastq_loader.extras.cached.memory import BUSY, FULL, PATIENCE, STORED, in_time
-
-with contextlib.suppress(ImportError):  # on another system
-    import fcntl
-
-lmdb: Any = None  # imported when a folder is opened
 
 #: Bytes of the mark that are locked.
 _OPERATION, _OPEN, _OPENING = range(3)
@@ -333,11 +331,6 @@ def open_at(path: str, about: dict[str, Any], limit: int, is_literal: bool) -> F
         OSError: it cannot be opened, or the disk is full.
         TimeoutError: another process keeps opening it.
     """
-    global lmdb
-    try:
-        lmdb = importlib.import_module("lmdb")
-    except ImportError:
-        raise ImportError("cached: path= needs lmdb: pip install 'lmdb>=3', or the extra [cached]") from None
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)

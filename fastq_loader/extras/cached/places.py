@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fastq_loader.api import calls, warn_user
-from fastq_loader.extras.cached import counters, folder, identity, memory
+from fastq_loader.extras.cached import counters, identity, memory
 from fastq_loader.extras.cached.limits import is_part
 from fastq_loader.extras.cached.process import ProcessMemory
 
@@ -86,6 +86,11 @@ def open_place(options: Options, fd: int = -1) -> Place:
     if options.path is None:
         place = _named(str(options.name), about, options.nbytes, is_literal)
     else:
+        try:
+            from fastq_loader.extras.cached import folder
+        except ImportError as error:
+            text = "cached: path= needs lmdb: pip install 'lmdb>=3', or the extra [cached]"
+            raise ImportError(text) from error
         store = folder.open_at(options.path, {**about, **source._asdict()}, options.nbytes, is_literal)
         place = Place(memory.create(0) if fd < 0 else fd, store)
     if is_literal and (holds := place.store.limit) > options.nbytes:

@@ -22,6 +22,7 @@ import pytest
 
 pytest.importorskip("lmdb")
 
+from fastq_loader import cached
 from fastq_loader.extras.cached import folder as folders
 from fastq_loader.extras.cached import mark as marks
 from fastq_loader.extras.cached.folder import Folder
@@ -521,5 +522,8 @@ def test_a_folder_of_an_earlier_format_is_named_and_can_be_removed(path: Path) -
 
 def test_without_lmdb_the_error_says_what_to_install(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lmdb", None)
+    monkeypatch.delitem(sys.modules, folders.__name__)
+    monkeypatch.delattr(sys.modules[folders.__package__], "folder")
     with pytest.raises(ImportError, match=r"path= needs lmdb: pip install"):
-        opened(path)
+        cached(value_of, limit="1MB", path=path)
+    assert not path.exists()
