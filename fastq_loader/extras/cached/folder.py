@@ -308,9 +308,7 @@ def _wait_for(lock: int, byte: int, kind: int, seconds: float) -> bool:
 def _try_lock(lock: int, byte: int, kind: int) -> bool:
     try:
         fcntl.lockf(lock, kind | fcntl.LOCK_NB, 1, byte)
-    except OSError as error:
-        if error.errno not in (errno.EAGAIN, errno.EACCES):
-            raise
+    except BlockingIOError:
         return False
     return True
 
