@@ -28,8 +28,8 @@ from fastq_loader.api import attributes, function_members
 from fastq_loader.extras.cached.keys import PLAIN
 
 _POINTER = 8  # bytes
-#: What an object is, the form of the names of its parts in a path, these names, and the parts.
-_Held = tuple[tuple[Any, ...], str, Iterable[Any], Iterable[Any]]
+#: What an object is, the form of the names of its parts in a path, and the parts with these names.
+_Held = tuple[tuple[Any, ...], str, Iterable[tuple[Any, Any]]]
 
 
 class Source(NamedTuple):
@@ -117,12 +117,12 @@ def _apart(value: Any, path: str, around: tuple[int, ...], whole: bool = False) 
     if id(value) in around:
         return "again", around.index(id(value))
     around = (*around, id(value))
-    about, form, names, held = _members(value) or _object(value, path, whole)
+    about, form, held = _members(value) or _object(value, path, whole)
     parts = [
         part
         if type(part) in PLAIN
         else _apart(part, path + form.format(name), around, name in ("self", "func"))
-        for name, part in zip(names, held, strict=True)
+        for name, part in held
     ]
     if isinstance(value, set | frozenset):
         parts = sorted(marshal.dumps(part, 2) for part in parts)
@@ -135,7 +135,7 @@ def _object(value: Any, path: str, whole: bool) -> _Held:
     if hasattr(value, "__qualname__"):
         code = _code_beside_name(value, path)
         if code is None:
-            return (name_of(value),), "", (), ()
+            return (name_of(value),), "", ()
     elif not (
         isinstance(value, functools.partial)
         or is_dataclass(value)
@@ -143,8 +143,7 @@ def _object(value: Any, path: str, whole: bool) -> _Held:
     ):
         raise _refused(value, path)
     parts = [each for each in parts_of(value) if each[0] != "__wrapped__" and not isinstance(each[1], Apart)]
-    names, held = [name for name, _ in parts], [part for _, part in parts]
-    return (name_of(value), code, *names), ".{}", names, held
+    return (name_of(value), code, *(name for name, _ in parts)), ".{}", parts
 
 
 def _code_beside_name(value: Any, path: str) -> Any:
@@ -164,9 +163,9 @@ def _members(value: Any) -> _Held | None:
     """The members of a container, or None for another object."""
     kind = type(value)
     if kind in (dict, OrderedDict):
-        return (), "[{!r:.40}]", [*value, *value], [*value, *value.values()]
+        return (), "[{!r:.40}]", [*((key, key) for key in value), *value.items()]
     if kind in (list, tuple, set, frozenset) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
-        return (), "[{}]", range(len(value)), value
+        return (), "[{}]", enumerate(value)
     return None
 
 
