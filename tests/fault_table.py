@@ -547,8 +547,8 @@ FAULTS = (
     Fault(
         "the generators of a function's module are not looked for",
         "extras/cached/draws.py",
-        ", **_of_module(function)}",
-        "}",
+        "{**_of_module(function), ",
+        "{",
         "row K1",
         "extras/cached/test_cached.py",
     ),

@@ -306,12 +306,10 @@ class cached(identity.Apart):
 
     def _own_generators(self, args: tuple[Any, ...]) -> dict[str, Any]:
         """The generators that the function holds, searched once in a process; of a method that was cached in
-        its class, those of the object."""
-        if self._in_class:
-            return generators_of(self._function, args[0], self)
+        its class, also those of the object."""
         if self._generators is None:
             self._generators = generators_of(self._function, self.object_of_method(), self)
-        return self._generators
+        return generators_of(None, args[0], self, self._generators) if self._in_class else self._generators
 
     def _warn_of_damage(self, error: Exception) -> None:
         where = f" of the folder {self._options.path!r}" if self._options.path else ""

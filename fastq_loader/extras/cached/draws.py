@@ -41,11 +41,14 @@ def _is_only_thread() -> bool:
     return sum(not thread.name.startswith("fastq_loader") for thread in threading.enumerate()) == 1
 
 
-def generators_of(function: Any, of: Any, cache: Any) -> dict[str, Any]:
-    """The generators in a function's closure, defaults and arguments, of its object, and those of its module
-    that it names; none if a user's object raises."""
+def generators_of(function: Any, of: Any, cache: Any, known: Any = None) -> Any:
+    """The generators in a function's closure, defaults and arguments, of its object, and in what it names of
+    its module; none if a user's object raises. `known` were found before, and are among them."""
     try:
-        found = generators.find({"self": of, "": function, **_of_module(function)}, [cache])
+        found = generators.find({**_of_module(function), "self": of, "": function}, [cache])
+        if known is not None:
+            found.update(known)
+            found.unseen += getattr(known, "unseen", [])
         generators.states_of(found)
     except Exception:
         return {}
@@ -53,15 +56,13 @@ def generators_of(function: Any, of: Any, cache: Any) -> dict[str, Any]:
 
 
 def _of_module(function: Any) -> dict[str, Any]:
-    """The generators of a module that a function uses, itself or in other functions of the module."""
+    """What a function names of its module, itself or in other functions of the module."""
     base, found = base_of(function), dict[str, Any]()
     names, codes = getattr(base, "__globals__", {}), [getattr(base, "__code__", None)]
     for code in codes:  # which grows
-        for name in getattr(code, "co_names", ()):
-            value = names.get(name)
-            if generators.is_generator(value):
-                found[name] = value
-            elif type(value) is FunctionType and value.__globals__ is names and value.__code__ not in codes:
+        for name in (name for name in getattr(code, "co_names", ()) if name in names):
+            value = found[name] = names[name]
+            if type(value) is FunctionType and value.__globals__ is names and value.__code__ not in codes:
                 codes.append(value.__code__)
         codes += [each for each in getattr(code, "co_consts", ()) if type(each) is CodeType]
     return found

@@ -502,15 +502,42 @@ def _in_another_function(index: int) -> float:
 
 
 @pytest.mark.parametrize("wraps", [lambda function: function, functools.partial])
+@pytest.mark.parametrize(
+    "holder",
+    [
+        lambda generator: generator,
+        lambda generator: types.SimpleNamespace(random=generator.random),
+        lambda generator: types.SimpleNamespace(random=lambda: generator.random()),
+    ],
+    ids=["itself", "its method", "in a closure"],
+)
 def test_generators_of_the_module_that_a_function_uses_are_found(
-    monkeypatch: pytest.MonkeyPatch, wraps: Any
+    monkeypatch: pytest.MonkeyPatch, wraps: Any, holder: Any
 ) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "_generator", np.random.default_rng(0))
+    monkeypatch.setattr(sys.modules[__name__], "_generator", holder(np.random.default_rng(0)))
     wrapped = cached(wraps(_of_module), limit="1MB")
     assert wrapped(0) == wrapped(0) == [0.0]
     with pytest.warns(NotCached, match=r"draws from _generator"):
         assert wrapped(1) != wrapped(1)
     assert (wrapped.statistics().random, wrapped.statistics().hits) == (2, 1)
+
+
+class DrawingInClass:
+    def __init__(self) -> None:
+        self.own = np.random.default_rng(0)
+
+    @functools.partial(cached, limit="1MB", version=1)
+    def decode(self, index: int) -> float:
+        return float((self.own if index else _generator).random())
+
+
+def test_a_method_of_a_class_may_draw_from_its_object_and_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "_generator", np.random.default_rng(0))
+    drawings = [DrawingInClass(), DrawingInClass()]
+    with pytest.warns(NotCached, match="draws from _generator"):
+        assert drawings[0].decode(0) != drawings[0].decode(0)
+    assert all(each.decode(index) != each.decode(index) for each in drawings for index in (0, 1))
+    assert DrawingInClass.decode.statistics().random == 10
 
 
 def test_a_search_that_did_not_see_all_is_said_once_and_values_are_stored(
