@@ -65,14 +65,15 @@ class Folder:
 
     def __init__(self, path: str) -> None:
         self._path, self._data, self.limit = path, -1, 0
-        self._can_write = os.access(path, os.W_OK)  # False: a disk that is read-only, for example
+        file = os.path.join(path, marks.MARK)
+        self._can_write = os.access(path, os.W_OK) or not os.path.exists(file)  # else it can be read only
         self._flags = (os.O_RDWR | os.O_CREAT if self._can_write else os.O_RDONLY) | _SAFELY
         self._seen = bytearray()  # by the number of a transaction: whether its checksum was compared
         self._env: Any = None
         self._pid = 0  # the process that has LMDB open; negative: it is opened anew at the next use
         self._is_busy = False  # in this process; a forked child has its parent's
         self._thread = threading.RLock()
-        self._lock = os.open(os.path.join(path, marks.MARK), self._flags, 0o600)
+        self._lock = os.open(file, self._flags, 0o600)
 
     # ---- opening and closing --------------------------------------------------------------------------
 

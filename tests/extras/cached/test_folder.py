@@ -309,6 +309,18 @@ def test_a_disk_that_is_read_only_is_read(path: Path, is_clean: bool) -> None:
     run()
 
 
+@pytest.mark.processes
+def test_an_empty_folder_of_a_disk_that_is_read_only_is_an_error_that_says_so(path: Path) -> None:
+    @in_child
+    def run() -> None:
+        path.mkdir()
+        if mounted(str(path), "mode=700") and mounted(str(path), "", remount=True):
+            with pytest.raises(OSError, match="cannot be opened: Read-only file system"):
+                opened(path)
+
+    run()
+
+
 @pytest.mark.parametrize(("version", "said"), [(None, [0, 1, 0]), (1, [0, 0, 0])])
 def test_an_edited_function_is_said_once_unless_it_has_a_version(path: Path, version: Any, said: Any) -> None:
     found = []
