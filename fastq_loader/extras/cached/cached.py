@@ -132,7 +132,8 @@ class cached(identity.Apart):
         self._function: Any = function
         if isinstance(function, MethodType):
             self._of, self._function = function.__self__, function.__func__
-            _bound.add(self)
+        self._in_class = False
+        self._prefix: bytes | None = None  # of keys
         self._set_function()
         if identity.holds_nothing(function) and not self._options.is_shared:
             with contextlib.suppress(identity.NotPlain):
@@ -150,12 +151,12 @@ class cached(identity.Apart):
         mark.remove(mark.absolute(path))
 
     def _set_function(self) -> None:
-        self._in_class = False
-        self._prefix: bytes | None = None  # of keys
         self._instances: dict[int, tuple[Any, bytes]] = {}
         self._generators: dict[str, Any] | None = None
         self._pid = 0  # of the process that has used it
         self._name = self._options.function
+        if self._of is not None:
+            _bound.add(self)
         function = self._bound_to(None if self._of is None else self)
         self._keys = Keys(function, self._name.rpartition(".")[2])
         functools.update_wrapper(self, self._function, updated=())
@@ -344,13 +345,12 @@ class cached(identity.Apart):
 
     def _state(self) -> dict[str, Any]:
         kept = {name: vars(self)[name] for name in ("_options", "_function", "_in_class")}
-        return kept | {"_of": self.object_of_method()}
+        return kept | {"_of": self.object_of_method(), "_prefix": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         fd = state.pop("fd").detach() if "fd" in state else -1
-        self._options, self._function, self._of = (state[name] for name in ("_options", "_function", "_of"))
-        self._set_function()
         vars(self).update(state)
+        self._set_function()
         if fd >= 0 and self._options.path is None:
             self._place = Place(fd)
         else:  # perhaps on another machine: a cache in memory begins empty

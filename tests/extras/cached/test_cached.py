@@ -12,6 +12,7 @@ import sys
 import threading
 import types
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from fastq_loader.extras.cached import limits
 from fastq_loader.reading import generators
 from fastq_loader.system import calls
 from tests.conftest import open_descriptors
+from tests.support.forking import end_of, fork
 
 
 class Photos(torch.utils.data.Dataset[Any]):
@@ -301,6 +303,18 @@ def test_nothing_is_left_open_when_a_dataset_goes(tmp_path: Path) -> None:
     del photos, folder
     gc.enable()
     assert len(open_descriptors()) == before
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("copied", [lambda photos: photos, copy.deepcopy])
+def test_a_dataset_that_only_workers_have_read_is_freed_at_once(copied: Any) -> None:
+    photos = copied(Photos())
+    assert end_of(fork(functools.partial(photos.__getitem__, 1))) == 0
+    kept = weakref.ref(photos)
+    gc.disable()
+    del photos
+    gc.enable()
+    assert kept() is None
 
 
 def test_a_loader_shows_the_caches_of_its_dataset() -> None:
