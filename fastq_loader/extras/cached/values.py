@@ -146,10 +146,9 @@ def _reduced_image(value: Any) -> Any:
         return NotImplemented
     palette = None if value.palette is None else value.palette.getdata()
     if (kind.__module__, kind.__name__) != ("PIL.Image", "Image"):  # a file's: PIL pickles it
-        is_transparent = palette is not None and value.palette.mode != "RGB"
-        if is_transparent or hasattr(value, "tag_v2"):
-            lost = "palette's transparency" if is_transparent else "tags of a TIFF file"
-            raise pickle.PicklingError(f"PIL loses the {lost}; return image.copy()")
+        if hasattr(value, "tag_v2") or (palette is not None and value.palette.mode != "RGB"):
+            text = "PIL loses a palette's transparency, and the tags of a TIFF file; return image.copy()"
+            raise pickle.PicklingError(text)
         return NotImplemented
     exif, pixels = getattr(value, "_exif", None), pickle.PickleBuffer(value.tobytes())
     return _image, (pixels, value.mode, value.size, value.info, palette, exif and exif.tobytes())
