@@ -64,7 +64,7 @@ class Folder:
     """
 
     def __init__(self, path: str) -> None:
-        self._path, self._data, self.limit = path, -1, 0
+        self._path, self._lock, self._data, self.limit = path, -1, -1, 0
         file = os.path.join(path, marks.MARK)
         self._can_write = os.access(path, os.W_OK) or not os.path.exists(file)  # else it can be read only
         self._flags = (os.O_RDWR | os.O_CREAT if self._can_write else os.O_RDONLY) | _SAFELY
@@ -155,9 +155,7 @@ class Folder:
         os.close(lock)
         _close(self._data)
 
-    def __del__(self) -> None:
-        if "_lock" in vars(self):
-            self.finish()
+    __del__ = finish
 
     def _size(self, env: Any) -> int:
         """Bytes up to the last page that LMDB uses."""
