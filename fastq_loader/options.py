@@ -177,7 +177,8 @@ def check_workers(loader: Loader, options: Options, resumes: bool = False) -> No
     Raises:
         RuntimeError: Ray is requested and not installed; or torch's own workers run here, and cannot do what
             an argument requires.
-        TypeError: the workers of the multiprocessing context are not processes.
+        TypeError: the number of workers or `prefetch_factor` is no integer, or the workers of the
+            multiprocessing context are not processes.
         ValueError: there are too many, the dataset does not allow workers to be replaced, or `device` does
             not go with workers.
     """
@@ -187,6 +188,8 @@ def check_workers(loader: Loader, options: Options, resumes: bool = False) -> No
         _check_auto(loader, options.schedule)
     if not number:
         return
+    _check_integer("num_workers", number, "os.cpu_count() // 2")
+    _check_integer("prefetch_factor", getattr(loader, "prefetch_factor", None) or 2, "2")
     if options.device is not None:
         options.device.check_workers()
     if _lacking(loader):
@@ -209,6 +212,12 @@ def check_workers(loader: Loader, options: Options, resumes: bool = False) -> No
             f"{kind} cannot be used with an IterableDataset: a new worker would read its part from the "
             "beginning. Use max_restarts=0, or a dataset with __getitem__"
         )
+
+
+def _check_integer(name: str, value: Any, example: str) -> None:
+    """Raise if an argument is no integer: a quotient of CPUs is a float, which torch would refuse later."""
+    if not hasattr(value, "__index__"):
+        raise TypeError(f"{name}={value!r} must be an integer, such as {example}")
 
 
 def _check_auto(loader: Loader, schedule: Schedule) -> None:

@@ -76,13 +76,15 @@ def test_i9_wrong_values_are_refused_at_construction_and_when_set(
             "multiprocessing_context=.* starts workers as threading.Thread, which is no process",
         ),
         ({"num_workers": WORKERS + 1}, ValueError, f"num_workers={WORKERS + 1} is too many: use at most"),
+        ({"num_workers": 1.0}, TypeError, "num_workers=1.0 must be an integer, such as os.cpu_count"),
+        ({"prefetch_factor": 1.5}, TypeError, "prefetch_factor=1.5 must be an integer, such as 2"),
         (
             {"dataset": STREAM, "workers": Processes(max_restarts=2)},
             ValueError,
             r"Processes\(max_restarts=2\) cannot be used with an IterableDataset",
         ),
     ],
-    ids=["h5: threads", "too many", "restarts of a stream"],
+    ids=["h5: threads", "too many", "a quotient", "a part of a batch", "restarts of a stream"],
 )
 @pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
 def test_workers_that_cannot_be_started_or_kept_are_refused(
