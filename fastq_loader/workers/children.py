@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import re
 import signal
 import threading
 import weakref
@@ -196,6 +197,14 @@ _SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7
 _FIRST_LINE, _NEXT_LINE = 0.3, 0.02
 
 
+#: The folder of this package; the file of a frame; and what lies below the main function of a local worker.
+_PACKAGE = __file__.removesuffix("workers/children.py")
+_FILE = re.compile(r'^  File "(.*)", line', re.MULTILINE)
+_BELOW_MAIN = re.compile(
+    rf'(\n  File "{re.escape(_PACKAGE)}workers/main.py", line \d+ in main\n).*', re.DOTALL
+)
+
+
 def write_stacks(descriptor: int) -> None:
     """In a worker: write the stacks of all threads to `descriptor` whenever the consumer asks."""
     faulthandler.register(_SIGNAL, descriptor, all_threads=True)
@@ -220,8 +229,20 @@ class Stacks:
         while readable([self._read_end], patience):
             text += os.read(self._read_end, 1 << 16)
             patience = _NEXT_LINE
-        return text.decode(errors="replace") or "  (it did not write them)"
+        return of_user_code(text.decode(errors="replace")) or "  (it did not write them)"
 
     def close(self) -> None:
         os.close(self._read_end)
         os.close(self.write_end)
+
+
+def of_user_code(stacks: str) -> str:
+    """Stacks without the threads that run this package's code alone, unless all do, and without the frames
+    that show how a local worker was forked."""
+    threads = [_BELOW_MAIN.sub(r"\1", thread.strip("\n") + "\n") for thread in stacks.split("\n\n")]
+    return "\n".join([each for each in threads if not _is_ours(_FILE.findall(each))] or threads).strip("\n")
+
+
+def _is_ours(files: list[str]) -> bool:
+    """Whether the frames of a thread are this package's, except those that start a thread."""
+    return {file.startswith(_PACKAGE) for file in files if file != threading.__file__} == {True}

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from fastq_loader.errors import LoaderTimeout
 from fastq_loader.workers import stopping
 from tests.conftest import descendants, held_memory, open_descriptors, wait_until
 from tests.support.crimes import CrimeAt, Rows, dawdle, ignore_sigterm_and_hang
-from tests.support.gates import LIMIT, Gated, Gates
+from tests.support.gates import LIMIT, Gated, Gates, end_timeout_when
 from tests.support.loaders import EIGHT, PERSISTENT, WORKERS, numbers
 from tests.support.thorough import is_thorough, thorough
 
@@ -164,6 +165,25 @@ def test_i5_iteration_goes_on_after_a_timeout(tmp_path: Path) -> None:
     assert found == list(range(6))
     assert late
     assert next(iterator, None) is None
+
+
+def wait_with_a_thread(samples: list[Gates]) -> None:
+    Thread(target=samples[0].wait_at, args=("side",), daemon=True).start()
+    samples[0].wait_at("here")
+
+
+def test_i5_a_timeout_shows_the_stacks_of_user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a thread of this package's, nor the frames of the program that forked the worker."""
+    gates = Gates(tmp_path)
+    end_timeout_when(lambda: gates.arrived("side") and gates.arrived("here"), monkeypatch)
+    loader = DataLoader([gates], num_workers=1, timeout=600, collate_fn=wait_with_a_thread)  # type: ignore[arg-type]
+    with loader:
+        with pytest.raises(LoaderTimeout) as raised:
+            next(iter(loader))
+        gates.open("side", "here")
+    stacks = str(raised.value).partition("stacks:\n")[2].split("\n\n")
+    assert sorted(stack.rpartition(" in ")[2] for stack in stacks) == ["_bootstrap", "main"]
+    assert all("in wait_at\n" in stack for stack in stacks)
 
 
 @thorough(but={"persistent": True})

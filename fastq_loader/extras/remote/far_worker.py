@@ -58,6 +58,7 @@ from fastq_loader.api import (
     WorkerLoop,
     allocator,
     calls,
+    children,
     collate,
     encode,
     prepare_signals,
@@ -247,11 +248,11 @@ class FarWorker:
 
 
 def _stacks() -> bytes:
-    """Dump the Python stacks of all threads of this process."""
+    """Dump the Python stacks of the threads of this process."""
     with open(calls.memfd_create("fastq_loader stacks"), "w+b") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
-        return file.read(LONGEST[REPORT])
+        return children.of_user_code(file.read().decode(errors="replace")).encode()[: LONGEST[REPORT]]
 
 
 class SentBlocks(Allocator):
