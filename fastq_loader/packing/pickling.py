@@ -339,15 +339,17 @@ def _dumps(value: Any) -> bytes:
 # ---- exceptions -------------------------------------------------------------------------------------
 
 
-def dump_exception(error: BaseException, worker: int) -> bytes:
-    """Pickle an exception so that `load_exception` restores its type, args and attributes.
+def dump_exception(error: BaseException, worker: int | None) -> bytes:
+    """Pickle an exception of a worker, or of another child process, so that `load_exception` restores its
+    type, args and attributes.
 
     An exception that does not survive pickling (its constructor takes other arguments than `args`, or an
     attribute cannot be pickled) is rebuilt without its constructor, else as its nearest base class that
     can be imported, else as a RuntimeError with the same text.
     """
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    where = f"Caught {type(error).__name__} in DataLoader worker process {worker}.\nOriginal {text}"
+    process = "a child process" if worker is None else f"DataLoader worker process {worker}"
+    where = f"Caught {type(error).__name__} in {process}.\nOriginal {text}"
     line = "".join(traceback.format_exception_only(type(error), error)).strip()
     attributes = {name: value for name, value in error.__dict__.items() if pickles(value)}
     candidates: list[Any] = [error]

@@ -10,6 +10,7 @@ torch's pass has then run twice, data that are not reproducible are not blamed o
 
 from __future__ import annotations
 
+import math
 import os
 import textwrap
 import time
@@ -175,7 +176,8 @@ def compare(
         text += f"\n{_cause(loader, probed, first.digests == again[0].digests, error)}"
     rows = run("torch", timed[0], step_seconds).costs, run("fastq_loader", timed[1], step_seconds).costs
     both = second.costs.error if first.costs.error else ""
-    notes = (*_notes(loader, both, min(row.seconds for row in rows), batches), *_opaque(second.opaque))
+    seconds = min((row.seconds for row in rows if row.batches), default=math.inf)
+    notes = (*_notes(loader, both, seconds, batches), *_opaque(second.opaque))
     return Comparison(place is None, text, second.costs.batches, rows, notes)
 
 
@@ -234,8 +236,8 @@ def _cause(loader: Any, probed: str, reproducible: bool, error: str) -> str:
     if error:
         return (
             "Around errors the loaders differ on purpose: fastq_loader raises an error, also the sampler's, "
-            "after the batches before it and with its original type; see the README, 'Different from torch "
-            "on purpose'."
+            "after the batches before it and with its original type; see DIFFERENCES.md, in the folder of "
+            "this package."
         )
     if sample_seeds.wanted:
         return (

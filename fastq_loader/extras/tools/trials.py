@@ -257,7 +257,7 @@ def _run(answers: Connection, task: Task, consumer: int) -> None:
             _let_finish()  # workers need at most 5 s more
             answer = task.result()
         except Exception as error:
-            answer = dump_exception(error, 0)
+            answer = dump_exception(error, None)
         task.close()
         answers.send(answer)
 

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+import fastq_loader
 from fastq_loader import DataLoader, Skip, compare
 from fastq_loader.__main__ import main
 from fastq_loader.extras.tools.leaves import difference, digest, leaves
@@ -157,7 +159,7 @@ def test_the_first_difference_has_its_likely_cause(loader: Any, text: str) -> No
     assert str(found).startswith("Not equal: ")
 
 
-@thorough(but={"number": 5})
+@thorough(but={"number": [5, 0]})
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("loader", "batches", "number", "text"),
@@ -167,6 +169,7 @@ def test_the_first_difference_has_its_likely_cause(loader: Any, text: str) -> No
         (DataLoader(Endless(), 4), 5, 5, "At most 5 batches of each epoch were read."),
         (DataLoader(Drawn(missing), 4), None, 3, "Both raised FileNotFoundError: 13.png: they were compared"),
         (DataLoader(Drawn(missing), 4, errors=Skip()), None, 3, "errors=Skip"),
+        (DataLoader([]), None, 0, ""),
     ],
 )
 def test_notes_name_the_parts_that_were_left_out(
@@ -174,7 +177,7 @@ def test_notes_name_the_parts_that_were_left_out(
 ) -> None:
     found = compare(loader, batches=batches)
     assert (found.equal, found.batches) == (True, number)
-    assert any(note.startswith(text) for note in found.notes), found.notes
+    assert any(note.startswith(text) for note in found.notes) if text else not found.notes, found.notes
 
 
 ONES, ROWS = torch.ones(2, 3), torch.arange(6).view(2, 3)
@@ -248,6 +251,8 @@ def test_errors_that_come_later_on_purpose_are_no_fault_and_opaque_parts_have_a_
     found = compare(TORCHS(range(24), 2, sampler=Raises(ValueError), num_workers=1))  # type: ignore[arg-type]
     assert not found.equal
     assert "differ on purpose" in str(found).replace("\n", " ")
+    assert re.findall(r"\S+\.md", str(found)) == ["DIFFERENCES.md"]
+    assert (Path(fastq_loader.__file__).parent / "DIFFERENCES.md").is_file()
     assert "please report" not in str(found)
     found = compare(TORCHS(Raises(ValueError), 2, collate_fn=local))  # type: ignore[arg-type]
     assert found.equal

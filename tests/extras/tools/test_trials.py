@@ -144,8 +144,11 @@ def test_threads_of_torch_in_the_consumer_do_not_stop_it() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_empty_dataset_is_an_error_that_says_so(workers: int) -> None:
-    with pytest.raises(ValueError, match="the loader gives no batch: its dataset is empty"):
+    with pytest.raises(ValueError, match="the loader gives no batch: its dataset is empty") as raised:
         measure(DataLoader(Made(float, 0), num_workers=workers), Setting(workers, 2))
+    assert "DataLoader worker" not in "".join(getattr(raised.value, "__notes__", ())), (
+        "it is the trial's process"
+    )
 
 
 @thorough(but={"workers": 1})
