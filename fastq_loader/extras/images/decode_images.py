@@ -141,7 +141,10 @@ class DecodeImages(CropRule):
         parts: list[Encoded | EncodedBatch] = []
         _with_parts(batch, lambda part: parts.append(part) or part)  # type: ignore[func-returns-value]
         if not parts:
-            raise ValueError(f"DecodeImages got a {type(batch).__name__} without an encoded image")
+            kind = type(batch).__name__
+            raise ValueError(
+                f"DecodeImages got a {kind} without an encoded image: wrap paths or bytes in encoded()"
+            )
         modes, seeded = self.modes(len(parts)), parts[:1] * len(parts) if self.same_crop else parts
         if len(modes) != len(parts):
             raise ValueError(f"DecodeImages(interpolation={modes}): a sample has {len(parts)} encoded parts")

@@ -254,7 +254,9 @@ def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
 
 
 def test_a_batch_without_images_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a list without an encoded image"):
+    with pytest.raises(
+        ValueError, match=r"a list without an encoded image: wrap paths or bytes in encoded\(\)"
+    ):
         DecodeImages(8)([torch.ones(3), 3])
     with pytest.raises(ValueError, match="a sample has 1 encoded parts"):
         DecodeImages(8, interpolation=("nearest", "nearest"))(encoded(FILES[0]))
