@@ -314,8 +314,9 @@ def by_value(base: type[pickle.Pickler]) -> Any:
 
 
 def is_interactive() -> bool:
-    """Whether no other process can import `__main__`, although pickle accepts the objects in it."""
-    return not hasattr(sys.modules["__main__"], "__file__")
+    """Whether no other process can import `__main__`, although pickle accepts the objects in it: a notebook,
+    or a program that is read from stdin, as in `python - < program.py`."""
+    return getattr(sys.modules["__main__"], "__file__", "<stdin>") == "<stdin>"
 
 
 def hint() -> str:

@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from fastq_loader.packing import pickling
 from fastq_loader.system import exits, inherited, multiprocessing_names, process_id
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.system.unpatched import os
@@ -165,7 +166,8 @@ class LaunchEnvironment:
 def _preparation() -> dict[str, Any]:
     prepared = spawn.get_preparation_data("")
     prepared["sys_argv"] = list(prepared["sys_argv"])
-    return {key: value for key, value in prepared.items() if key != "dir"}
+    unwanted = ("dir", "init_main_from_path") if pickling.is_interactive() else ("dir",)
+    return {key: value for key, value in prepared.items() if key not in unwanted}
 
 
 class _InterpreterPopen(popen_fork.Popen):

@@ -97,11 +97,14 @@ def run(*methods):
 FOUND = ["[0, 1, 4]", "three"]
 
 
+@pytest.mark.parametrize("file", [None, "<stdin>"])  # as in `python - < program.py`
 def test_classes_of_an_interactive_main_work(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    file: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("cloudpickle")
     main = ModuleType("__main__")
+    if file is not None:
+        main.__file__ = file
     monkeypatch.setitem(sys.modules, "__main__", main)
     exec(INTERACTIVE, vars(main))
     main.run("forkserver")
