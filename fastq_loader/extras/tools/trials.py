@@ -17,12 +17,14 @@ import copy
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -36,6 +38,7 @@ from fastq_loader.api import (
     leave_with,
     load_exception,
     options,
+    pickling,
     resources,
     without_signals,
 )
@@ -187,7 +190,9 @@ def in_child(
     # Not through Python's own fork server: its children may be interrupted while they import.
     context: Any = multiprocessing.get_context("fork" if method == "fork" else "spawn")
     receiver, sender = context.Pipe(duplex=False)
-    child = Child(context.Process(target=_run, args=(sender, task, os.getpid())))
+    by_value = method != "fork" and pickling.is_interactive() and find_spec("cloudpickle")
+    sent = _ByValue(task) if by_value else task
+    child = Child(context.Process(target=_run, args=(sender, sent, os.getpid())))
     with receiver, sender:
         try:
             # A Ctrl-C between the fork and the child's own handler would print a traceback there.
@@ -237,6 +242,18 @@ def _end(child: Child) -> None:
 
 class _TimeIsOver(BaseException):
     """Raised in the child when the consumer wants it to end."""
+
+
+@dataclass
+class _ByValue:
+    """A task that is pickled with the classes of a notebook, which a spawned process cannot import."""
+
+    task: Task
+
+    def __reduce__(self) -> Any:
+        import cloudpickle
+
+        return pickle.loads, (cloudpickle.dumps(self.task),)
 
 
 def _run(answers: Connection, task: Task, consumer: int) -> None:

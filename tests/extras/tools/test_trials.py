@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -140,6 +142,24 @@ def test_threads_of_torch_in_the_consumer_do_not_stop_it() -> None:
         assert measure(DataLoader(dataset, 4, num_workers=0), Setting(0, 2)).batches > 0
     finally:
         torch.set_num_threads(1)
+
+
+SQUARES = """
+class Squares:
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return index**2
+"""
+
+
+def test_a_spawned_trial_has_the_classes_of_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cloudpickle")
+    main = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    exec(SQUARES, vars(main))
+    loader = DataLoader(main.Squares(), 2, num_workers=1, multiprocessing_context="spawn")
+    assert measure(loader, Setting(0, 2, start_method="spawn")).batches > 0
 
 
 @pytest.mark.parametrize("workers", [0, 1])
