@@ -108,17 +108,19 @@ class cached(identity.Apart):
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | None = None,
         *,
         limit: int | str,
         name: str | None = None,
         path: str | os.PathLike[str] | None = None,
-        version: str | int | None = None,
+        version: str | float | None = None,
         copy: bool = True,
     ) -> None:
         if not callable(function):
-            raise TypeError(f"cached: function={function!r} cannot be called")
-        if not isinstance(version, str | int | float | None):
+            raise TypeError(
+                f"cached: function={function!r} cannot be called; a decorator is @partial(cached, limit=...)"
+            )
+        if not isinstance(version, str | float | int | None):
             raise TypeError(f"cached: version={version!r} must be a text or a number")
         if name is not None and path is not None:
             raise ValueError(

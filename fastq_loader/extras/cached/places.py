@@ -24,7 +24,7 @@ class Options(NamedTuple):
     nbytes: int
     name: str | None
     path: str | None
-    version: str | int | None
+    version: str | float | None
     copy: bool
     function: str
     source: identity.Source

@@ -164,6 +164,8 @@ def test_arguments_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"name='a' and path=.*give one"):
         cached(read, limit=1, name="a", path=tmp_path / "b")
     function: Any = 3
+    with pytest.raises(TypeError, match=r"function=None cannot be called; a decorator is @partial\(cached"):
+        cached(limit="1MB")
     with pytest.raises(TypeError, match="function=3 cannot be called"):
         cached(function, limit=1)
 
