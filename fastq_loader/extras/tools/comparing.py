@@ -356,7 +356,8 @@ class _LoaderRun(trials.Task):
 
 def _cpu_seconds() -> float:
     """CPU seconds of this process and of its children that have ended."""
-    return sum(os.times()[:4])
+    children = os.times()  # in hundredths of seconds, which an epoch of this process may not take
+    return time.process_time() + children.children_user + children.children_system
 
 
 @dataclass
