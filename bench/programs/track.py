@@ -59,7 +59,6 @@ class Track:
         self._caches: dict[str, tuple[int, ...]] = {}
         self._ended = threading.Event()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._shown = shown
         self._progress = Progress(*columns, TextColumn("{task.fields[state]}"), disable=not shown)
 
     @contextmanager
@@ -82,14 +81,14 @@ class Track:
         idle = sum(map(cpu_seconds, others))
         total = len(batches) if hasattr(batches, "__len__") else None
         task = self._progress.add_task(description, total=total, state="")
-        queue, shown = Queue(batches if self._shown else None), 0.0  # who shows nothing asks for nothing
+        queue, shown = Queue(None if self._progress.disable else batches), 0.0  # statistics take time
         began = asked = perf_counter()
         iterator = iter(batches)
         while (batch := next(iterator, END)) is not END:
             came = perf_counter()
             this.waited += came - asked
             this.batches += 1
-            if self._shown and came - shown > SHOW_S:
+            if not self._progress.disable and came - shown > SHOW_S:
                 state = f"waited {this.waited:.1f} s{queue.text(this.batches)}"
                 self._progress.update(task, completed=this.batches, state=state)
                 shown = came

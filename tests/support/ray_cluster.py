@@ -40,10 +40,10 @@ class Nodes:
         ray.init(address=self.address, log_to_driver=False)
 
     def resize(self, *cpus: int) -> None:
-        """Have nodes with so many CPUs, all of them free if no test holds any.
+        """Start and remove nodes until these are there, and wait until Ray has freed their CPUs.
 
-        Those that are there are kept: one takes seconds to start. Ray frees what a killed program held some
-        time after its end, and a rank's share is what is free when it starts.
+        Existing nodes stay, because a new one takes seconds to start. Ray frees the CPUs of a killed program
+        some time after its end, and a rank that starts earlier gets a smaller share.
         """
         missing = list(cpus)
         for node, number in list(self.nodes.items()):
