@@ -28,9 +28,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fastq_loader.api import DataLoader, printable, shorten
+from fastq_loader.errors import shorten
 from fastq_loader.extras.tools import comparing, doctor
 from fastq_loader.extras.tools.tuning import checked, tune
+from fastq_loader.loader import DataLoader
+from fastq_loader.system.terminal import printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,1 +1,1 @@
-"""Features around the core, which import it through `fastq_loader.api` only; the core works without them."""
+"""Features around the core, one room each; the core works without them."""

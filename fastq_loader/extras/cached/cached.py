@@ -19,24 +19,18 @@ from multiprocessing.context import get_spawning_popen
 from types import MethodType
 from typing import Any
 
-from fastq_loader.api import (
-    CacheStatistics,
-    LoaderHint,
-    NotCached,
-    UnpicklableError,
-    Walk,
-    attributes,
-    pickling,
-    process_id,
-    sample_seeds,
-    warn_user,
-)
+from fastq_loader.errors import LoaderHint, NotCached, UnpicklableError, warn_user
 from fastq_loader.extras.cached import handover, identity, mark, memory, values
 from fastq_loader.extras.cached.draws import Draws, generators_of
 from fastq_loader.extras.cached.keys import Keys
 from fastq_loader.extras.cached.limits import bytes_of
 from fastq_loader.extras.cached.places import Options, Place, open_place
 from fastq_loader.extras.cached.process import ProcessMemory
+from fastq_loader.packing import pickling
+from fastq_loader.reading import sample_seeds
+from fastq_loader.statistics.snapshots import CacheStatistics
+from fastq_loader.system import attributes, process_id
+from fastq_loader.system.walk import Walk
 
 #: Caches of methods. A dataset that has been given its cache is let go of at a fork, at the latest: its
 #: loader starts workers, and this process may never call the function.

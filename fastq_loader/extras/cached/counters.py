@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastq_loader.api import process_id
+from fastq_loader.system import process_id
 
 NAMES = "hits", "misses", "stored", "full", "busy", "random", "refused", "damaged"
 _INDEX = {name: at for at, name in enumerate((*NAMES, "hinted"))}

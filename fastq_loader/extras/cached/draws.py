@@ -9,8 +9,8 @@ import threading
 from types import CodeType, FunctionType
 from typing import Any
 
-from fastq_loader.api import generators, sample_seeds
 from fastq_loader.extras.cached.identity import base_of
+from fastq_loader.reading import generators, sample_seeds
 
 
 class Draws:

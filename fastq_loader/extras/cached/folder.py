@@ -30,10 +30,11 @@ from typing import Any
 
 import lmdb
 
-from fastq_loader.api import locks, process_id, warn_user
+from fastq_loader.errors import warn_user
 from fastq_loader.extras.cached import mark as marks
 from fastq_loader.extras.cached import memory, values
 from fastq_loader.extras.cached.memory import BUSY, FULL, PATIENCE, STORED, in_time
+from fastq_loader.system import locks, process_id
 
 #: Bytes of the mark that are locked.
 _OPERATION, _OPEN, _OPENING = range(3)

@@ -13,7 +13,8 @@ from multiprocessing import reduction
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
-from fastq_loader.api import BESIDE, process_id
+from fastq_loader.system import process_id
+from fastq_loader.workers.payload import BESIDE
 
 _made: Counter[bytes] = Counter()
 _caches: weakref.WeakSet[Any] = weakref.WeakSet()

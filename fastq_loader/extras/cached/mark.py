@@ -16,7 +16,7 @@ import os
 import stat
 from typing import Any
 
-from fastq_loader.api import warn_user
+from fastq_loader.errors import warn_user
 
 FORMAT = 3
 VALUES, MARK = "fastq_loader.values", "fastq_loader.mark"

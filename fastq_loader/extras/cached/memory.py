@@ -28,8 +28,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from fastq_loader.api import calls, locks, process_id
 from fastq_loader.extras.cached import counters, values
+from fastq_loader.system import calls, locks, process_id
 
 #: What became of a value.
 STORED, FULL, BUSY = "stored", "full", "busy"

@@ -10,10 +10,11 @@ import os
 from functools import partial
 from typing import Any, NamedTuple
 
-from fastq_loader.api import calls, warn_user
+from fastq_loader.errors import warn_user
 from fastq_loader.extras.cached import counters, identity, memory
 from fastq_loader.extras.cached.limits import is_part
 from fastq_loader.extras.cached.process import ProcessMemory
+from fastq_loader.system import calls
 
 
 class Options(NamedTuple):

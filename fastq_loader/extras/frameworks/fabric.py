@@ -10,7 +10,7 @@ import importlib
 import sys
 from typing import Any
 
-from fastq_loader.api import DataLoader
+from fastq_loader.loader import DataLoader
 
 
 def _reach(self: Any, name: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.utils.data
 
-from fastq_loader.api import DataLoader
+from fastq_loader.loader import DataLoader
 
 #: The name of a module, and of one of its attributes.
 Place = tuple[str, str]

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from fastq_loader.api import DataLoader, RoundRobin, T_co
+from fastq_loader.loader import DataLoader, T_co
+from fastq_loader.scheduling.schedules import RoundRobin
 
 
 class StatefulDataLoader(DataLoader[T_co]):

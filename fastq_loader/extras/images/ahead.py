@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from fastq_loader import api
+from fastq_loader.device.staging import CapturedCall
 from fastq_loader.extras.images import gpu
 
 #: The ticket of a call, and the call.
-_Task = tuple["weakref.ref[Future[api.CapturedCall]]", Callable[[], Any]]
+_Task = tuple["weakref.ref[Future[CapturedCall]]", Callable[[], Any]]
 
 
 class Ahead:
@@ -46,11 +46,11 @@ class Ahead:
             self._thread = threading.Thread(target=_run, args=(self._queue,), daemon=True, name=name)
             self._thread.start()
             weakref.finalize(self, self._queue.put, None).atexit = False
-        ticket: Future[api.CapturedCall] = Future()
+        ticket: Future[CapturedCall] = Future()
         self._queue.put((weakref.ref(ticket), partial(self._decode, batch)))
         return partial(self._take, batch, ticket)
 
-    def _take(self, batch: Any, ticket: Future[api.CapturedCall]) -> Any:
+    def _take(self, batch: Any, ticket: Future[CapturedCall]) -> Any:
         if gpu.is_ours():  # the thread waits for this one
             raise RuntimeError("next() was called within paused(), in which no image is decoded")
         return self._finish(batch, ticket.result().take())
@@ -72,7 +72,7 @@ def _run(queue: SimpleQueue[_Task | None]) -> None:
     for reference, call in iter(queue.get, None):
         if (ticket := reference()) is not None:
             try:
-                ticket.set_result(api.CapturedCall(call))
+                ticket.set_result(CapturedCall(call))
             except BaseException as error:  # such as a panic of a plugin of pillow's: nobody may wait forever
                 ticket.set_exception(error)
         del ticket, call  # they hold the batch

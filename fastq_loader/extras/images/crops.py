@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fastq_loader.api import is_int
+from fastq_loader.errors import is_int
 
 #: Two numbers: height and width, or a lower and an upper bound.
 Pair = tuple[float, float]

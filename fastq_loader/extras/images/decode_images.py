@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from fastq_loader import api
+from fastq_loader.device.transforms import members_of, normalize, rebuilt
+from fastq_loader.errors import is_int
 from fastq_loader.extras.images import gpu
 from fastq_loader.extras.images.ahead import Ahead
 from fastq_loader.extras.images.crops import Checks, CropRule, Cut, check
 from fastq_loader.extras.images.decoders import BASELINE, decode, read_orientation
 from fastq_loader.extras.images.encoded import Encoded, EncodedBatch
+from fastq_loader.reading import sample_seeds
 
 _MODES = ("bilinear", "bicubic", "nearest")
 
@@ -44,7 +46,7 @@ _CHECKS: Checks = {
     "draft": (lambda value, _: isinstance(value, bool), "give True or False"),
     "then": (lambda then, _: then is None or callable(then), "give a function, or None"),
     "device": (lambda device, _: device is None or torch.device(device), "give a device"),
-    "group_bytes": (lambda size, _: api.is_int(size) and size > 0, "give a number of bytes"),
+    "group_bytes": (lambda size, _: is_int(size) and size > 0, "give a number of bytes"),
 }
 
 
@@ -100,13 +102,13 @@ class DecodeImages(CropRule):
     then: Callable[[Any], Any] | None = None
     device: torch.device | str | None = None
     group_bytes: int = 512 << 20
-    _normalize: api.normalize | None = field(default=None, init=False, repr=False)
+    _normalize: normalize | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self, _CHECKS)
         if self.mean is not None and self.std is not None:
-            vars(self)["_normalize"] = api.normalize(self.mean, self.std, self.dtype)
+            vars(self)["_normalize"] = normalize(self.mean, self.std, self.dtype)
 
     def modes(self, parts: int) -> list[str]:
         """The interpolation of each encoded part of a sample. @private"""
@@ -169,7 +171,7 @@ class DecodeImages(CropRule):
         return images[0] if isinstance(part, Encoded) else images
 
     def _decode(self, part: Encoded | EncodedBatch, seeds: Sequence[int], mode: str, stream: Any) -> Tensor:
-        api.sample_seeds.reading.used += self.draws
+        sample_seeds.reading.used += self.draws
         files = dict(enumerate([part] if isinstance(part, Encoded) else part))
         # CUDA has no antialiased resize of uint8.
         dtype, device = (torch.float32, stream.device) if stream else (torch.uint8, "cpu")
@@ -229,6 +231,6 @@ def _with_parts(value: Any, replaced: Callable[[Encoded | EncodedBatch], Any]) -
     """Return the structure with each encoded part replaced; what has none is returned as it is."""
     if isinstance(value, (Encoded, EncodedBatch)):
         return replaced(value)
-    members = api.members_of(value) or {}
+    members = members_of(value) or {}
     parts = {key: _with_parts(inner, replaced) for key, inner in members.items()}
-    return api.rebuilt(value, parts) if any(parts[key] is not members[key] for key in parts) else value
+    return rebuilt(value, parts) if any(parts[key] is not members[key] for key in parts) else value

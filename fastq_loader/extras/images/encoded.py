@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from fastq_loader import api
 from fastq_loader.extras.images.decoders import Header, read_header
+from fastq_loader.memory import allocator
+from fastq_loader.reading import sample_seeds
 
-api.sample_seeds.want()
+sample_seeds.want()
 
 Ints = np.ndarray[Any, Any]
 
@@ -43,7 +44,7 @@ class Encoded:
     def __init__(self, data: Any, name: str = "", seed: int = 0, header: Header | None = None) -> None:
         self.data, self.name, self.seed = data, name, seed
         self.header = header or read_header(data, name)
-        self._batch = api.sample_seeds.current()  # the batch that the seed belongs to
+        self._batch = sample_seeds.current()  # the batch that the seed belongs to
 
     def seed_of_this_batch(self, renews: bool = False) -> int:
         """The seed. A sample that a dataset keeps takes a new one for each batch of this package's loader.
@@ -51,9 +52,9 @@ class Encoded:
         Args:
             renews: whether it takes a new one in any case.
         """
-        now = api.sample_seeds.current()
+        now = sample_seeds.current()
         if renews or now not in (None, self._batch):
-            self.seed, self._batch = api.sample_seeds.take(), now
+            self.seed, self._batch = sample_seeds.take(), now
         return self.seed
 
     def __len__(self) -> int:
@@ -65,7 +66,7 @@ class Encoded:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.data, self.name, self.seed, self.header, self._batch = state
-        self.seed_of_this_batch(api.sample_seeds.reading.renews)  # here the sample's position is known
+        self.seed_of_this_batch(sample_seeds.reading.renews)  # here the sample's position is known
 
 
 def encoded(source: str | os.PathLike[str] | Any, name: str | None = None) -> Encoded:
@@ -101,7 +102,7 @@ def encoded(source: str | os.PathLike[str] | Any, name: str | None = None) -> En
     is_path = isinstance(source, (str, os.PathLike))
     data = Path(source).read_bytes() if is_path else _bytes_of(source)
     name = (os.fspath(source) if is_path else "") if name is None else name
-    return Encoded(data, name, api.sample_seeds.take())  # a broken file takes one, too
+    return Encoded(data, name, sample_seeds.take())  # a broken file takes one, too
 
 
 def _bytes_of(source: Any) -> memoryview:
@@ -168,7 +169,7 @@ def joined(samples: Sequence[Encoded], *, collate_fn_map: Any = None) -> Encoded
         collate_fn_map: part of torch's interface for collate functions; unused.
     """
     offsets = np.cumsum([0, *map(len, samples)], dtype=np.int64)
-    data = api.allocator.empty((int(offsets[-1]),), dtype=torch.uint8).numpy()
+    data = allocator.empty((int(offsets[-1]),), dtype=torch.uint8).numpy()
     for sample, begin, end in zip(samples, offsets, offsets[1:], strict=False):
         data[begin:end] = np.frombuffer(sample.data, np.uint8)
     seeds = np.array([sample.seed_of_this_batch() for sample in samples], np.int64)

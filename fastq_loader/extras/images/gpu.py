@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fastq_loader import api
+from fastq_loader.device import captures
 
 Device = torch.device | str | None
 
@@ -65,8 +65,8 @@ def stream_of(device: Device) -> Any:
 
 @functools.cache
 def _own_stream(index: int) -> Any:
-    with torch.cuda.device(index), api.captures.relaxed():
-        create, handle = api.captures.runtime_function("cudaStreamCreateWithFlags"), ctypes.c_void_p()
+    with torch.cuda.device(index), captures.relaxed():
+        create, handle = captures.runtime_function("cudaStreamCreateWithFlags"), ctypes.c_void_p()
         # 1 is cudaStreamNonBlocking: it does not wait for the default stream.
         if create is None or create(ctypes.byref(handle), 1):
             return torch.cuda.Stream()  # type: ignore[no-untyped-call]  # one of 32 that torch hands out
@@ -83,7 +83,7 @@ def working(device: Device) -> Iterator[Any]:
     stream = stream_of(device)
     with nullcontext() if device is None else TURN, ExitStack() as leaving:
         if stream is not None:
-            leaving.enter_context(api.captures.relaxed())
+            leaving.enter_context(captures.relaxed())
             leaving.enter_context(torch.cuda.stream(stream))
             leaving.callback(wait, stream)
         yield stream

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from fastq_loader.api import Auto, Counters, calls
 from fastq_loader.extras.insight import machine
 from fastq_loader.extras.insight.chooser import NOISE, Limits, rank
 from fastq_loader.extras.insight.model import Costs, Setting, costs_of
+from fastq_loader.statistics.counters import Counters
+from fastq_loader.system import calls
+from fastq_loader.workers.kinds import Auto
 
 #: Minimum gain for more workers.
 _GAIN = 0.05

@@ -13,18 +13,14 @@ from typing import Any
 from torch.utils.data import BatchSampler, RandomSampler
 from torch.utils.data._utils.collate import default_collate, default_convert
 
-from fastq_loader.api import (
-    Auto,
-    Counters,
-    EpochCounters,
-    EpochStatistics,
-    LoaderStatistics,
-    calls,
-    options,
-    pages,
-)
+from fastq_loader import options
 from fastq_loader.extras.insight import machine
 from fastq_loader.extras.insight.model import LoaderFacts, RunProfile, Setting, costs_of, is_enough
+from fastq_loader.statistics.counters import Counters
+from fastq_loader.statistics.epoch import EpochCounters
+from fastq_loader.statistics.snapshots import EpochStatistics, LoaderStatistics
+from fastq_loader.system import calls, pages
+from fastq_loader.workers.kinds import Auto
 
 #: Types whose instances have a `__qualname__` that can be read without running user code.
 _FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType)

@@ -16,12 +16,10 @@ from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from fastq_loader.api import (
-    FIRST_BATCHES,
-    KEPT,
-    Auto,
+from fastq_loader import options
+from fastq_loader.epoch import resources
+from fastq_loader.errors import (
     DuplicateData,
-    EpochCounters,
     IdleWorker,
     LoaderHint,
     MemoryPressure,
@@ -29,17 +27,20 @@ from fastq_loader.api import (
     PrivateGenerators,
     SameOrder,
     TinyBatches,
-    options,
-    resources,
     warn_user,
 )
 from fastq_loader.extras.insight.advice import advice
 from fastq_loader.extras.insight.facts import of_arguments
 from fastq_loader.extras.insight.machine import cpus, memory_bytes
 from fastq_loader.extras.insight.model import RunProfile, Setting, costs_of, seconds_per_batch
+from fastq_loader.reading.first_indices import KEPT
+from fastq_loader.statistics.epoch import FIRST_BATCHES, EpochCounters
+from fastq_loader.workers.kinds import Auto
 
 if TYPE_CHECKING:
-    from fastq_loader.api import EpochLog, EpochRecord, Loader
+    from fastq_loader.epoch.record import EpochRecord
+    from fastq_loader.options import Loader
+    from fastq_loader.statistics.counters import EpochLog
 
 #: The first batches of each worker: a digest of the data, and their size in bytes.
 FirstBatches = Mapping[int, Sequence[tuple[bytes, int]]]

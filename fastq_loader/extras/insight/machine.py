@@ -17,9 +17,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from fastq_loader.api import pages
 from fastq_loader.extras.insight.chooser import Limits
 from fastq_loader.extras.insight.model import Setting
+from fastq_loader.system import pages
 
 _ROOT = Path("/")
 #: The part of the memory that workers and batches may take.

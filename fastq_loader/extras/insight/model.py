@@ -27,20 +27,18 @@ from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
-from fastq_loader.api import (
+from fastq_loader.scheduling.schedules import Dynamic, RoundRobin, Window
+from fastq_loader.statistics.epoch import EpochCounters
+from fastq_loader.statistics.snapshots import (
     CAUSES,
-    Dynamic,
-    EpochCounters,
     EpochStatistics,
     LateBatch,
-    RoundRobin,
     StagingStatistics,
-    Window,
     WorkerStatistics,
 )
 
 if TYPE_CHECKING:
-    from fastq_loader.api import WorkerCounters
+    from fastq_loader.statistics.workers import WorkerCounters
 
 #: Simulated batches. After some hundred the mean does not move by more than a percent.
 _BATCHES = 600

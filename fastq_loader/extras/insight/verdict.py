@@ -16,9 +16,10 @@ from reprlib import repr as short
 from statistics import fmean
 from textwrap import wrap
 
-from fastq_loader.api import CAUSES, EpochStatistics, WorkerStatistics, printable
 from fastq_loader.extras.insight.advice import advice, duration
 from fastq_loader.extras.insight.model import BATCHES, RunProfile, is_enough
+from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics, WorkerStatistics
+from fastq_loader.system.terminal import printable
 
 #: Minimum shares of an epoch for a cause to be reported. Some waiting for workers is normal if they are as
 #: fast as the step.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-from fastq_loader.api import resources
+from fastq_loader.epoch import resources
 
 #: The signals that clusters send; not every system has both.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))

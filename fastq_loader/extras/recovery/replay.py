@@ -11,19 +11,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fastq_loader.api import (
-    EpochRecord,
-    EpochSnapshot,
-    Progress,
-    Saved,
-    generators,
-    is_int,
-    options,
-    resources,
-    samplers,
-    saved,
-    warn_user,
-)
+from fastq_loader import options
+from fastq_loader.epoch import resources, samplers, saved
+from fastq_loader.epoch.fields import EpochSnapshot, Saved
+from fastq_loader.epoch.record import EpochRecord
+from fastq_loader.errors import is_int, warn_user
+from fastq_loader.reading import generators
+from fastq_loader.scheduling.progress import Progress
 
 #: Attributes that are copied with a loader, because a draw changes them.
 _DRAWING = ("sampler", "batch_sampler", "generator")

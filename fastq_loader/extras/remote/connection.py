@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from fastq_loader.api import ProtocolError
+from fastq_loader.errors import ProtocolError
 
 T = TypeVar("T")
 

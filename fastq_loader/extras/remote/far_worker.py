@@ -36,36 +36,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastq_loader.api import (
-    VERSION,
-    Allocator,
-    Answer,
-    Arena,
-    BatchHandle,
-    BlockOwner,
-    BlockPool,
-    ClaimTable,
-    Descriptors,
-    Extents,
-    Inbox,
-    Message,
-    Payload,
-    PickledPayload,
-    ProtocolError,
-    Setup,
-    UnpicklableError,
-    Used,
-    WorkerLoop,
-    allocator,
-    calls,
-    children,
-    collate,
-    encode,
-    prepare_signals,
-    process_id,
-)
+from fastq_loader.errors import ProtocolError, UnpicklableError
 from fastq_loader.extras.remote import connection
 from fastq_loader.extras.remote.connection import LONGEST, MESSAGE, REPORT, WELCOME, Connection, Lost
+from fastq_loader.ipc.claim_table import ClaimTable
+from fastq_loader.ipc.inbox import Inbox
+from fastq_loader.ipc.messages import VERSION, Answer, BatchHandle, Message, encode
+from fastq_loader.memory import allocator
+from fastq_loader.memory.allocator import Allocator, Used
+from fastq_loader.memory.arena import Arena
+from fastq_loader.memory.blocks import BlockOwner, Extents
+from fastq_loader.memory.pool import BlockPool
+from fastq_loader.reading import collate
+from fastq_loader.system import calls, process_id
+from fastq_loader.workers import children
+from fastq_loader.workers.config import Setup
+from fastq_loader.workers.main import WorkerLoop, prepare_signals
+from fastq_loader.workers.payload import Descriptors, Payload, PickledPayload
 
 #: Answers that may wait to be sent, besides one that is being sent and one that is being loaded.
 _WAITING = 1

@@ -20,28 +20,7 @@ from collections import deque
 from multiprocessing.connection import Connection as Pipe
 from typing import Any, NamedTuple, NoReturn
 
-from fastq_loader.api import (
-    Allocator,
-    Answer,
-    BatchHandle,
-    ClaimTable,
-    Epoch,
-    Ping,
-    ProtocolError,
-    Setup,
-    Space,
-    Stop,
-    Task,
-    TaskQueue,
-    WorkerSocket,
-    calls,
-    children,
-    decode_for_consumer,
-    encode,
-    open_socket,
-    prepare_signals,
-    reencode,
-)
+from fastq_loader.errors import ProtocolError
 from fastq_loader.extras.remote.connection import (
     MESSAGE,
     WELCOME,
@@ -51,6 +30,16 @@ from fastq_loader.extras.remote.connection import (
     Request,
     connect,
 )
+from fastq_loader.ipc.claim_table import ClaimTable
+from fastq_loader.ipc.decoding import decode_for_consumer
+from fastq_loader.ipc.messages import Answer, BatchHandle, Epoch, Ping, Space, Stop, Task, encode, reencode
+from fastq_loader.ipc.sockets import WorkerSocket
+from fastq_loader.memory.allocator import Allocator
+from fastq_loader.system import calls
+from fastq_loader.workers import children
+from fastq_loader.workers.config import Setup
+from fastq_loader.workers.main import open_socket, prepare_signals
+from fastq_loader.workers.task_queue import TaskQueue
 
 #: Consecutive places without a reachable far worker after which the proxy gives up.
 _ATTEMPTS = 3

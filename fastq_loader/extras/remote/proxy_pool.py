@@ -28,27 +28,20 @@ from multiprocessing.connection import Connection as Pipe
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fastq_loader.api import (
-    Launch,
-    Plan,
-    ProtocolError,
-    Setup,
-    Worker,
-    WorkerPool,
-    Zygote,
-    calls,
-    copy_of_consumer,
-    fork_copy,
-    own_fields,
-    process_id,
-    without_signals,
-)
+from fastq_loader.errors import ProtocolError
 from fastq_loader.extras.remote.connection import Lost, ask_for_stacks
 from fastq_loader.extras.remote.far_worker import FarSetup
 from fastq_loader.extras.remote.proxy import NoPlace, Place, Status, main
+from fastq_loader.system import calls, process_id
+from fastq_loader.system.interrupts import without_signals
+from fastq_loader.workers.children import Launch
+from fastq_loader.workers.config import Plan, Setup, own_fields
+from fastq_loader.workers.worker import Worker
+from fastq_loader.workers.worker_pool import WorkerPool
+from fastq_loader.workers.zygote import Zygote, copy_of_consumer, fork_copy
 
 if TYPE_CHECKING:
-    from fastq_loader.api import Counters
+    from fastq_loader.statistics.counters import Counters
 
 #: Seconds for a far worker to send its stacks.
 _STACKS = 2.0

@@ -14,10 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastq_loader.api import WorkerKind, is_int
+from fastq_loader.errors import is_int
+from fastq_loader.workers.kinds import WorkerKind
 
 if TYPE_CHECKING:
-    from fastq_loader.api import Plan, WorkerPool
+    from fastq_loader.workers.config import Plan
+    from fastq_loader.workers.worker_pool import WorkerPool
 
 #: The oldest version of Ray that is tested.
 RAY = (2, 52)

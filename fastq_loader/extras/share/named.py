@@ -16,7 +16,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fastq_loader.api import locks, mapped
+from fastq_loader.memory import mapped
+from fastq_loader.system import locks
 
 
 class Differs(ValueError):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
-from fastq_loader.api import calls
+from fastq_loader.system import calls
 
 T = TypeVar("T")
 

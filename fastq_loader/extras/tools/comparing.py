@@ -24,20 +24,16 @@ from typing import Any, NamedTuple
 import torch.utils.data
 from torch.utils.data import _DatasetKind
 
-from fastq_loader.api import (
-    DataLoader,
-    check_seconds,
-    generators,
-    is_int,
-    options,
-    pages,
-    printable,
-    resources,
-    sample_seeds,
-    tensors_of,
-)
+from fastq_loader import options
+from fastq_loader.epoch import resources
+from fastq_loader.errors import check_seconds, is_int
 from fastq_loader.extras.tools import trials
 from fastq_loader.extras.tools.leaves import Leaf, difference, digest, leaves
+from fastq_loader.loader import DataLoader
+from fastq_loader.packing.tensors import tensors_of
+from fastq_loader.reading import generators, sample_seeds
+from fastq_loader.system import pages
+from fastq_loader.system.terminal import printable
 
 #: torch's class, also after `install` has put ours in its place.
 _TORCHS: Any = torch.utils.data.DataLoader

@@ -22,9 +22,13 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import Dataset
 
-from fastq_loader.api import WORKERS, Busy, ClaimTable, DataLoader, calls, endpoints, pages, printable
 from fastq_loader.extras.insight import machine
 from fastq_loader.extras.tools.leaves import digest, leaves
+from fastq_loader.ipc import endpoints
+from fastq_loader.ipc.claim_table import WORKERS, Busy, ClaimTable
+from fastq_loader.loader import DataLoader
+from fastq_loader.system import calls, pages
+from fastq_loader.system.terminal import printable
 
 #: The oldest versions of the dependencies that will do; `pyproject.toml` has the same.
 OLDEST = {"torch": "2.6", "numpy": "1.26", "pyzmq": "26", "msgpack": "1.0.7"}

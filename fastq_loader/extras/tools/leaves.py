@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fastq_loader.api import parts_of
+from fastq_loader.packing.pickling import parts_of
 
 #: Types whose `repr` is their whole value.
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), np.generic, type)

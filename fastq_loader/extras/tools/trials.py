@@ -30,19 +30,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastq_loader.api import (
-    Child,
-    DataLoader,
-    calls,
-    dump_exception,
-    leave_with,
-    load_exception,
-    options,
-    pickling,
-    resources,
-    without_signals,
-)
+from fastq_loader import options
+from fastq_loader.epoch import resources
 from fastq_loader.extras.insight.model import Costs, Setting, costs_of
+from fastq_loader.loader import DataLoader
+from fastq_loader.packing import pickling
+from fastq_loader.packing.pickling import dump_exception, load_exception
+from fastq_loader.system import calls
+from fastq_loader.system.interrupts import without_signals
+from fastq_loader.workers.children import Child, leave_with
 
 #: Seconds that a child has to end after SIGINT: its workers have 5 to finish their sample.
 _PATIENCE = 8.0

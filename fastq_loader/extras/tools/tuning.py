@@ -21,20 +21,16 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from fastq_loader.api import (
-    DataLoader,
-    check_seconds,
-    checked_names,
-    is_int,
-    options,
-    printable,
-    torch_patches,
-)
+from fastq_loader import options
+from fastq_loader.errors import check_seconds, checked_names, is_int
 from fastq_loader.extras.insight import machine
 from fastq_loader.extras.insight.chooser import Limits, rank
 from fastq_loader.extras.insight.model import Costs, Setting
 from fastq_loader.extras.tools import trials
 from fastq_loader.extras.tools.trials import Measured, settings_of
+from fastq_loader.loader import DataLoader
+from fastq_loader.system import torch_patches
+from fastq_loader.system.terminal import printable
 
 _SCHEDULES = {"round_robin": False, "dynamic": True}
 #: The most settings to measure after the first two: three rounds reduce eight to one.

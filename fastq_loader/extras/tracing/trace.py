@@ -24,19 +24,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from os import PathLike
 
-from fastq_loader.api import (
-    ENDED,
-    LEFT_OUT,
-    PASSED,
-    SKIPPED,
-    Answer,
-    Counters,
-    WorkerCounters,
-    locks,
-    process_id,
-    records,
-    shorten,
-)
+from fastq_loader.errors import shorten
+from fastq_loader.ipc.messages import ENDED, LEFT_OUT, PASSED, SKIPPED, Answer
+from fastq_loader.statistics import records
+from fastq_loader.statistics.counters import Counters
+from fastq_loader.statistics.workers import WorkerCounters
+from fastq_loader.system import locks, process_id
 
 #: Nanoseconds between two writes, as long as `next()` is called. A consumer that hangs or is killed loses the
 #: events after the last write.

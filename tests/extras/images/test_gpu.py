@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastq_loader import api
+from fastq_loader.device import captures
 from fastq_loader.extras.images import gpu
 from tests.support.photographs import file_of, photograph
 
@@ -48,7 +48,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "device", context("device"))
     monkeypatch.setattr(torch.cuda, "stream", context("stream"))
     monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream(made))
-    monkeypatch.setattr(api.captures, "relaxed", context("relaxed"))
+    monkeypatch.setattr(captures, "relaxed", context("relaxed"))
     return made
 
 
@@ -99,7 +99,7 @@ def test_the_stream_is_no_other_users(code: int, monkeypatch: pytest.MonkeyPatch
         handle._obj.value = 0 if code else 4711
         return code if flags == 1 else -1
 
-    monkeypatch.setattr(api.captures, "runtime_function", {"cudaStreamCreateWithFlags": create}.get)
+    monkeypatch.setattr(captures, "runtime_function", {"cudaStreamCreateWithFlags": create}.get)
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: f"stream {handle}")
     found = gpu.stream_of("cuda")
     assert isinstance(found, Stream) if code else found == "stream 4711"

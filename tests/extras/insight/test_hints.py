@@ -31,8 +31,8 @@ from fastq_loader import (
     PrivateGenerators,
     SameOrder,
     TinyBatches,
+    options,
 )
-from fastq_loader.api import options
 from fastq_loader.extras.insight import hints
 from tests.support.datasets import Stream
 from tests.support.graphs import many_objects, much_data
