@@ -594,14 +594,6 @@ FAULTS = (
         "extras/remote/test_connection.py",
     ),
     Fault(
-        "uninstall() forgets modules that were imported meanwhile",
-        "extras/frameworks/installing.py",
-        "if place in _replaced or _is_torchs(*place)})",
-        "if place in _replaced})",
-        "row F1",
-        "extras/frameworks/test_installing.py",
-    ),
-    Fault(
         "a resumed StatefulDataLoader draws other random numbers",
         "extras/frameworks/stateful_dataloader.py",
         "RoundRobin(save_generators=True) if",
@@ -609,7 +601,7 @@ FAULTS = (
         "row S1",
         "extras/frameworks/test_stateful_dataloader.py",
     ),
-    # ---- preemption, system, arguments, loader, resources, errors, __main__
+    # ---- preemption, system, arguments, loader, resources, errors, command line
     Fault(
         "the handler that a program had for the signal is not called",
         "extras/recovery/preemption.py",
@@ -668,7 +660,7 @@ FAULTS = (
     ),
     Fault(
         "compare on the shell succeeds although the batches differ",
-        "__main__.py",
+        "extras/tools/command.py",
         "return 0 if found.equal else 1",
         "return 0",
         "row C1",

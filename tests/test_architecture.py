@@ -31,7 +31,7 @@ class Room(NamedTuple):
 
 #: Top down: a room stands above everything that it imports.
 ROOMS = {
-    "__main__": Room("extras.tools loader system errors"),
+    "__main__": Room("extras.tools"),
     "integrations": Room("extras.frameworks"),
     "images": Room("extras.images"),
     "extras.tools": Room(

@@ -1,4 +1,4 @@
-"""The table of planted faults: it covers all rooms and promises, and its places are there."""
+"""The table of planted faults: it covers all guarantees, and its places are there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from tests.conftest import ROOT
 from tests.fault_table import FAULTS, Fault
 from tests.faults import place_of
-from tests.test_architecture import ROOMS
 
 
 def guarantees() -> list[str]:
@@ -39,10 +38,7 @@ def test_a_fault_has_its_place_and_a_test_file(fault: Fault) -> None:
     assert fault.promise in {*guarantees(), *rules_and_rows()}
 
 
-def test_every_guarantee_and_every_room_has_a_fault() -> None:
+def test_every_guarantee_has_a_fault() -> None:
     assert len(guarantees()) >= 10
     assert set(guarantees()) <= {fault.promise for fault in FAULTS}
-    assert {fault.room for fault in FAULTS} == set(ROOMS) - {"extras", "api", "integrations", "images"}, (
-        "which have code"
-    )
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 40
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)

@@ -185,7 +185,7 @@ def test_another_system_loads_without_workers_and_imports_all_that_is_there(name
 {ELSEWHERE}
 {lacks}
 sys.platform = "{name}"
-import warnings, fastq_loader.__main__
+import warnings, fastq_loader.extras.tools.command
 data = torch.utils.data.TensorDataset(torch.arange(40).view(20, 2))
 seen = []
 for loader in (torch.utils.data.DataLoader, fastq_loader.DataLoader):
@@ -207,7 +207,7 @@ try:
 except RuntimeError as error:
     assert "memfd_create" in str(error), error
     print("said so")
-assert fastq_loader.__main__.main([]) == 0
+assert fastq_loader.extras.tools.command.main([]) == 0
 """,
         warm=True,
     )

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 import fastq_loader
 from fastq_loader import DataLoader, RayWorkers
-from fastq_loader.__main__ import find, main
+from fastq_loader.extras.tools.command import find, main
 from fastq_loader.images import DecodeImages
 from tests.conftest import ROOT
 from tests.support.datasets import Sized, identity

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler
 
 from fastq_loader import DataLoader, PermutationSampler, Replace, Skip
-from fastq_loader.__main__ import main
+from fastq_loader.extras.tools.command import main
 from tests.support.datasets import Stream
 from tests.support.loaders import generator_states
 from tests.support.samplers import Says

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import fastq_loader
 from fastq_loader import DataLoader, Skip, compare
-from fastq_loader.__main__ import main
+from fastq_loader.extras.tools.command import main
 from fastq_loader.extras.tools.leaves import difference, digest, leaves
 from tests.conftest import running_script
 from tests.support.datasets import Opaque, Point

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastq_loader import __main__ as command
-from fastq_loader.extras.tools import doctor
+from fastq_loader.extras.tools import command, doctor
 from fastq_loader.extras.tools.doctor import CHANGE, NOTE, OK, Finding
 from tests.conftest import ROOT, run_script
 from tests.support.sandbox import NEEDED
@@ -85,7 +84,7 @@ def pages() -> dict[str, str]:
     result = run_script(
         f"""
         import os, resource, sys
-        from fastq_loader.__main__ import main
+        from fastq_loader.extras.tools.command import main
         from fastq_loader.system import calls
         from tests.support.forking import end_of, fork
         from tests.support.sandbox import refuse

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from fastq_loader import DataLoader
-from fastq_loader import __main__ as command
-from fastq_loader.__main__ import WrongUse, find, main
 from fastq_loader.extras.insight.verdict import Diagnosis
-from fastq_loader.extras.tools import doctor
+from fastq_loader.extras.tools import command, doctor
+from fastq_loader.extras.tools.command import WrongUse, find, main
 from fastq_loader.extras.tools.comparing import Comparison, ComparisonRow
 from fastq_loader.extras.tools.tuning import Tuning, TuningRow
 from tests.conftest import run_script
