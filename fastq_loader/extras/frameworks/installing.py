@@ -6,8 +6,6 @@ were derived from torch's before, are left as they are.
 
 from __future__ import annotations
 
-import ast
-import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,9 +20,8 @@ from fastq_loader.loader import DataLoader
 Place = tuple[str, str]
 
 TORCHS: type[Any] = torch.utils.data.DataLoader
-#: Module attributes that were torch's class, and the earlier ones that were ours; None if not installed.
+#: Module attributes that were torch's class; empty if not installed.
 _replaced: set[Place] = set()
-_ours_before: set[Place] | None = None
 
 #: Attributes in which wrappers and trainers keep the loader that they iterate.
 _KEEPERS = (
@@ -75,46 +72,25 @@ def install() -> None:
     True
     >>> uninstall()
     """
-    global _ours_before
-    if _ours_before is None:
-        _ours_before = places_of(DataLoader)
     places = places_of(TORCHS)
     put(DataLoader, places)
     _replaced.update(places)
 
 
 def uninstall() -> None:
-    """Put torch's class back: where it was, and in modules that have imported it from torch since.
+    """Put torch's class back wherever `install()` found it.
 
-    Loaders that were created meanwhile stay ours, and so do classes that were derived. Without `install()` it
-    does nothing.
+    Loaders that were created meanwhile stay ours, and so do classes that were derived, and modules that were
+    imported meanwhile. Without `install()` it does nothing.
 
     >>> install()
     >>> uninstall()
     >>> torch.utils.data.DataLoader is DataLoader
     False
     """
-    global _ours_before
-    if _ours_before is None:
-        return
-    since = places_of(DataLoader) - _ours_before
-    put(TORCHS, {place for place in since if place in _replaced or _is_torchs(*place)})
+    ours = places_of(DataLoader)
+    put(TORCHS, _replaced & ours)
     _replaced.clear()
-    _ours_before = None
-
-
-def _is_torchs(name: str, attribute: str) -> bool:
-    """Whether a module that was imported meanwhile has imported the class from torch."""
-    try:
-        source = inspect.getsource(sys.modules[name])
-        nodes = list(ast.walk(ast.parse(source)))
-    except (OSError, TypeError, SyntaxError):  # without source: an interactive session
-        return name == "__main__"
-    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    of = [each.module for each in imports for to in each.names if (to.asname or to.name) == attribute]
-    if of:
-        return str(of[-1]).partition(".")[0] == "torch"
-    return "torch" in source and "fastq_loader" not in source
 
 
 @contextmanager
@@ -127,7 +103,7 @@ def installed() -> Iterator[None]:
     >>> isinstance(loader, DataLoader)
     True
     """
-    outermost = _ours_before is None
+    outermost = not _replaced
     install()
     try:
         yield
