@@ -53,13 +53,13 @@ from fastq_loader.extras.frameworks.stateful_dataloader import StatefulDataLoade
 from fastq_loader.extras.insight.verdict import Diagnosis
 from fastq_loader.extras.recovery.preemption import preemption
 from fastq_loader.extras.remote.ray_workers import RayWorkers
+from fastq_loader.extras.samplers.samplers import Distributed, PermutationSampler, WeightedSampler
 from fastq_loader.extras.share.share import share, sharing_report
 from fastq_loader.extras.tools.comparing import Comparison, ComparisonRow, compare
 from fastq_loader.extras.tools.tuning import Tuning, TuningRow, tune
 from fastq_loader.loader import DataLoader
 from fastq_loader.memory.allocator import empty
 from fastq_loader.memory.arena import AVAILABLE
-from fastq_loader.reading.computed import Distributed, PermutationSampler, WeightedSampler
 from fastq_loader.reading.tolerance import Replace, Skip
 from fastq_loader.scheduling.schedules import Dynamic, RoundRobin
 from fastq_loader.statistics.snapshots import (

@@ -22,7 +22,7 @@ from fastq_loader.device.accelerator import ToDevice, read_device
 from fastq_loader.errors import TorchWorkers, warn_user
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.reading import datapipes
-from fastq_loader.reading.computed import PermutationSampler
+from fastq_loader.reading.computed import is_computed
 from fastq_loader.reading.tolerance import Tolerance, read_errors
 from fastq_loader.scheduling.schedules import Dynamic, RoundRobin, Schedule, Window, read_schedule
 from fastq_loader.system import calls, pages, torch_patches
@@ -160,8 +160,8 @@ def rules(loader: Loader, errors: Tolerance | None) -> Rules:
 def _population(index_sampler: Any) -> int | None:
     """Number of indices that a sampler chooses from, if these are 0, 1, 2, ...; None if unknown."""
     sampler: Any = index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
-    if type(sampler) is PermutationSampler:
-        return sampler.n
+    if is_computed(sampler):
+        return sampler.population  # type: ignore[no-any-return]
     source = {RandomSampler: "data_source", SequentialSampler: "data_source", DistributedSampler: "dataset"}
     return len(getattr(sampler, source[type(sampler)])) if type(sampler) in source else None
 

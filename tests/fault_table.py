@@ -334,11 +334,11 @@ FAULTS = (
     ),
     Fault(
         "ranks draw other orders by a generator that was not found",
-        "reading/computed.py",
+        "extras/samplers/samplers.py",
         "again = 0 if own.certain else",
         "again = 0 and",
         "guarantee: random numbers 2",
-        "reading/test_computed.py",
+        "extras/samplers/test_samplers.py",
     ),
     Fault(
         "rows of a concatenation are read where its fields no longer are",

@@ -46,6 +46,7 @@ ROOMS = {
     "extras.insight": Room(
         "epoch options workers scheduling reading statistics system errors", pure="model chooser advice"
     ),
+    "extras.samplers": Room("reading errors"),
     "extras.share": Room("memory system"),
     "extras.remote": Room("workers reading memory statistics ipc system errors", pure="ranks"),
     "extras.tracing": Room("statistics ipc system errors"),

@@ -21,18 +21,15 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from fastq_loader.reading import generators
-from fastq_loader.reading.computed import ComputedSampler, Distributed, PermutationSampler, WeightedSampler
+from fastq_loader.reading.computed import ComputedSampler, is_computed
 from fastq_loader.reading.position import Stateful, is_stateful
 from fastq_loader.reading.sampling import is_shuffle
 from fastq_loader.system.attributes import attribute
 
 #: Samplers whose order does not depend on any generator that a process shares.
-_DEAF = (
-    *(SequentialSampler, DistributedSampler, PermutationSampler, WeightedSampler, Distributed),
-    *(BatchSampler, _InfiniteConstantSampler),
-)
+_DEAF = SequentialSampler, DistributedSampler, BatchSampler, _InfiniteConstantSampler
 #: Samplers whose order depends on the epoch set by `set_epoch`.
-_WITH_EPOCHS = (DistributedSampler, ComputedSampler, Distributed)
+_WITH_EPOCHS = (DistributedSampler, ComputedSampler)
 #: Samplers that draw from torch's global generator if they have none of their own.
 _TORCHS_OWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 #: Attributes that samplers are compared by, where present.
@@ -177,7 +174,7 @@ def draw_once(index_sampler: Any) -> bool:
     return all(
         not part.replacement and part.num_samples <= len(part.data_source)
         if type(part) is RandomSampler
-        else type(part) in _DEAF + _TORCHS_OWN
+        else type(part) in _DEAF + _TORCHS_OWN or is_computed(part)
         for part in chain(index_sampler)
     )
 
@@ -191,7 +188,7 @@ def torchs_generators(index_sampler: Any, generator: torch.Generator | None, dat
 
 def shared_generators(index_sampler: Any) -> tuple[str, ...]:
     """Names of the process's generators that the order may be drawn from."""
-    kinds = {type(part) for part in chain(index_sampler)}
+    kinds = {type(part) for part in chain(index_sampler) if not is_computed(part)}
     if kinds.issubset(_DEAF):
         return ()
     return ("torch",) if kinds.issubset(_DEAF + _TORCHS_OWN) else tuple(generators.GLOBAL)

@@ -3,7 +3,7 @@
 Runs in the consumer, on the thread that calls `next()`. torch's BatchSampler over its RandomSampler passes
 4096 integers through two generators one by one, which takes longer than a batch of a vectorised dataset.
 Here the same permutation is cut into batches: the same draws from the same generator at the same moments.
-`PermutationSampler` and `WeightedSampler` also yield whole batches, from any position on.
+Computed samplers also yield whole batches, from any position on.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
 from fastq_loader.ipc.messages import Indices
-from fastq_loader.reading.computed import CHUNK, ComputedSampler, PermutationSampler, WeightedSampler
+from fastq_loader.reading.computed import is_computed
 from fastq_loader.system.torch_patches import own_code
 
 T = TypeVar("T")
 _Array = np.ndarray[Any, np.dtype[np.int64]]
+
+#: Indices computed at a time; larger chunks are not faster.
+_CHUNK = 8192
 
 
 def iterate_from(
@@ -44,10 +47,13 @@ def iterate_from(
     form = _packed if packed else np.ndarray.tolist
     if is_shuffle(index_sampler):
         return _shuffled(index_sampler, form, skip, note), 0
-    if type(index_sampler) in _COMPUTED:
+    if is_computed(index_sampler):
         return index_sampler.iterate_from(skip), 0
-    if type(_cut(index_sampler)) in _COMPUTED:
-        return _computed(index_sampler, form, skip), 0
+    if is_computed(cut := _cut(index_sampler)):
+        size = index_sampler.batch_size
+        chunks = cut.chunks(skip * size, size * max(1, _CHUNK // size))
+        if chunks is not None:
+            return _batches(chunks, form, size, index_sampler.drop_last), 0
     return iter(index_sampler), skip
 
 
@@ -56,7 +62,6 @@ def _packed(indices: _Array) -> Indices:
     return tuple.__new__(Indices, (indices.tobytes(),))
 
 
-_COMPUTED = (PermutationSampler, WeightedSampler)
 _TORCHS = {kind: own_code(kind.__iter__, "sampler") for kind in (BatchSampler, RandomSampler)}
 
 
@@ -76,14 +81,14 @@ def is_shuffle(index_sampler: Any) -> bool:
     return type(cut) is RandomSampler and not cut.replacement and _is_torchs(RandomSampler)
 
 
-def _computed(index_sampler: BatchSampler, form: Callable[[_Array], T], skip: int) -> Iterator[T]:
-    size, sampler = index_sampler.batch_size, index_sampler.sampler
-    assert isinstance(sampler, ComputedSampler)
-    for chunk in sampler.chunks(skip * size, size * max(1, CHUNK // size)):
+def _batches(
+    chunks: Iterator[torch.Tensor], form: Callable[[_Array], T], size: int, drop_last: bool
+) -> Iterator[T]:
+    for chunk in chunks:
         indices = chunk.numpy()
         for start in range(0, len(indices), size):
             batch = indices[start : start + size]
-            if len(batch) == size or not index_sampler.drop_last:
+            if len(batch) == size or not drop_last:
                 yield form(batch)
 
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler
 
 from fastq_loader import Distributed, PermutationSampler, WeightedSampler
+from fastq_loader.extras.samplers.samplers import Permutation, mixed
 from fastq_loader.reading import sampling
-from fastq_loader.reading.computed import Permutation, mixed
 from tests.support import graphs, thorough
 from tests.support.loaders import generator_states
 
