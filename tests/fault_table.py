@@ -291,14 +291,6 @@ FAULTS = (
         "row S1",
         "end_to_end/test_resume.py",
     ),
-    Fault(
-        "after a break, generators stay where drawing ahead has left them",
-        "epoch/record.py",
-        "        newest.order.break_off()\n",
-        "        pass\n",
-        "row I4",
-        "end_to_end/test_broken_epochs.py",
-    ),
     # ---- reading
     Fault(
         "numpy draws the same in all workers",

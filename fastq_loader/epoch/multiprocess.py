@@ -14,7 +14,7 @@ from fastq_loader import options
 from fastq_loader.consumer.engine import Engine
 from fastq_loader.consumer.event_loop import PoolEpoch
 from fastq_loader.consumer.gate import FAILED
-from fastq_loader.consumer.outcomes import ENDED, Ended, Handed, Raised
+from fastq_loader.consumer.outcomes import ENDED, Ended
 from fastq_loader.epoch import resources
 from fastq_loader.epoch.base import LoaderIterator
 from fastq_loader.errors import IteratorInvalid
@@ -94,7 +94,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         return successor
 
     def _restart_sampler(self) -> None:
-        self._record.order.begin(self._record.saved, packed=True, read_ahead=self._options.is_dynamic)
+        self._record.order.begin(self._record.saved, packed=True)
 
     def _advance(self) -> None:
         if self._session is not None:
@@ -109,15 +109,8 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             except IteratorInvalid:
                 if not self._exhausted:  # else another thread has exhausted it meanwhile
                     raise
-        match self.outcome:
-            case Ended():
-                self._end()
-            # The outcome gets no name: this frame is part of the traceback of its error. Without indices read
-            # ahead there is nothing to show, which would cost two calls.
-            case Handed(progress=progress) | Raised(progress=progress) if (
-                self._record.order.strategy.read_ahead is not None
-            ):
-                self._record.order.show(progress)
+        if isinstance(self.outcome, Ended):
+            self._end()
         if running and gate.end is not None:
             self._log.leave(CLOSE, time.monotonic_ns())
 
@@ -128,7 +121,6 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             self._record.end(self.engine.end_states())
         if not self._persistent_workers:
             self.engine.close("it was exhausted")
-        self._record.order.show(None)
 
     def poll(self) -> None:
         if self._session is not None and not self._exhausted:

@@ -7,19 +7,15 @@ used are restored, because the epoch had drawn those random numbers before it wa
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 
 from fastq_loader.epoch import samplers
 from fastq_loader.epoch.fields import EpochStart, Saved
-from fastq_loader.epoch.read_ahead import PrefetchedGenerators
 from fastq_loader.epoch.strategies import (
     ComputedOrder,
     IndexOrError,
@@ -143,17 +139,6 @@ class Order(Iterator[Any]):
             asked = strategy.asked(self.source, progress, self.position)
             return progress, self.drawn_now(), first, *asked
 
-    def show(self, progress: Progress | None) -> None:
-        """Set the generators to their states after the delivered batches; None: after the whole epoch."""
-        read_ahead = self.strategy.read_ahead
-        if read_ahead is not None:
-            with self._lock:
-                self.drawing = True
-                try:
-                    read_ahead.show(sys.maxsize if progress is None else progress.delivered)
-                finally:
-                    self.drawing = False
-
     def _record_states(self, draw: Callable[[], T], states: dict[str, Any], prior: dict[str, Any]) -> T:
         """Call `draw`, and record in `states` the `prior` states of the shared generators that it used."""
         try:
@@ -162,16 +147,15 @@ class Order(Iterator[Any]):
             used = prior if self.traits.seeded else generators.moved(prior, self.shared_now())
             states.update({name: prior[name] for name in used})
 
-    # ---- begin, resume and break off an epoch -------------------------------------------------
+    # ---- begin and resume an epoch -------------------------------------------------------------
 
-    def begin(self, saved: Saved | None, packed: bool = False, read_ahead: bool = False) -> None:
+    def begin(self, saved: Saved | None, packed: bool = False) -> None:
         """Begin or resume the order. With workers, a new epoch calls this twice, because torch iterates the
         sampler twice; only the first call resumes.
 
         Args:
             saved: the state from which the epoch is resumed; None for a new order.
             packed: see `sampling.iterate_from`.
-            read_ahead: whether timing decides how far indices are drawn ahead.
         """
         if saved is None:
             if self.traits.still:  # torch's samplers draw nothing before their first index
@@ -184,9 +168,6 @@ class Order(Iterator[Any]):
                 self._continue(saved)
             else:
                 self._begin_again(saved, packed)
-        # For torch's own samplers, `break_off` restores the generators.
-        if read_ahead and self.traits.own and not self.traits.torchs_only:
-            self.strategy.read_ahead = PrefetchedGenerators(self.traits.own)
 
     def _iterate_from(self, skip: int, packed: bool, saved: Saved | None = None) -> int:
         """Iterate the sampler, and choose the strategy. Returns how many indices are still to be skipped."""
@@ -244,31 +225,12 @@ class Order(Iterator[Any]):
         there were too few."""
         for number in range(dropped + kept):
             try:
-                drawn = self.strategy.draw(self.source, self.position)
+                drawn = self.strategy.draw(self.source)
             except StopIteration:
                 return True
             if number >= dropped:
                 self.strategy.due.append(drawn)
         return False
-
-    def break_off(self) -> None:
-        """Set the generators of torch's samplers as if nothing had been drawn ahead, because another epoch
-        begins before this one is over. Generators used by other code meanwhile stay as they are."""
-        (drawn, exhausted, _, digest), delivered = self.drawn, self.progress.delivered
-        ahead = drawn + exhausted - delivered
-        drew_once = delivered and self.traits.by_permutation and digest and digest[0] == 1
-        if self.traits.shared != ("torch",) or ahead <= 0 or drew_once:
-            return
-        known = {**self.traits.own, "torch": generators.GLOBAL["torch"]}
-        with self.as_at_start():
-            indices, skip = sampling.iterate_from(self.traits.sampler, max(0, delivered - 1))
-            self._set_first()
-            deque(islice(indices, skip + min(delivered, 1)), 0)
-            wanted = generators.states_of(known)
-            deque(islice(indices, ahead), 0)
-            left = generators.GeneratorSnapshot(known)
-        used = left.moved_since()
-        generators.set_states({name: each for name, each in known.items() if name not in used}, wanted)
 
     def as_at_start(self) -> generators.restored:
         """Context manager: sets the generators to their states when the epoch began, then restores them."""
@@ -336,14 +298,14 @@ class Order(Iterator[Any]):
     def _draw(self) -> IndexOrError:
         strategy, start = self.strategy, self.start
         if self.pending is None:
-            return strategy.draw(self.source, self.position)
+            return strategy.draw(self.source)
         fixed = self.pending
         self.pending = fixed or self.shared_now()  # a state requested meanwhile has these
         with generators.as_at(fixed):
             if now := strategy.own_states():
                 start.first |= {name: now[name] for name in generators.moved(start.states, now)}
             prior = self.shared_now() if fixed else self.pending
-            return self._record_states(partial(strategy.draw, self.source, self.position), start.first, prior)
+            return self._record_states(partial(strategy.draw, self.source), start.first, prior)
 
     def _record_draw(self, index: Any, error: Exception | None, head: int) -> None:
         strategy, first = self.strategy, self.first

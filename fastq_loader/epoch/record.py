@@ -145,8 +145,6 @@ def begin(
         same_readers: whether the readers of the previous epoch serve it, too.
     """
     arguments = options.of(loader)
-    if newest is not None and saved is None and not newest.order.progress.over and arguments.is_dynamic:
-        newest.order.break_off()
     parts = index_sampler, loader.generator, loader.dataset
     if saved is not None and saved.start.resumes:
         order = Order(*parts, copy.deepcopy(saved.start), saved.progress, saved)

@@ -12,13 +12,11 @@ import copy
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from fastq_loader.epoch.fields import Saved
-from fastq_loader.epoch.read_ahead import PrefetchedGenerators
 from fastq_loader.epoch.samplers import SamplerInfo, draw_once
 from fastq_loader.reading import generators, position
 from fastq_loader.reading.first_indices import digested
@@ -44,7 +42,6 @@ class OrderStrategy:
         expected: the saved digest, or None.
         differs: the indices drawn again have another digest.
         due: indices that were drawn again and are yielded next.
-        read_ahead: hides from the user's generators that indices are drawn ahead of delivery, or None.
         note: called with each index drawn, unless None.
         last: the position from which on any draw may use the loader's own generators, or needs a record.
     """
@@ -60,21 +57,15 @@ class OrderStrategy:
         self.expected = None if saved is None else saved.now.digest
         self.differs = False
         self.due: deque[IndexOrError] = deque()
-        self.read_ahead: PrefetchedGenerators | None = None
 
     def own_states(self) -> dict[str, Any]:
-        """The present states of the loader's own generators, as its sampler sees them."""
-        if not self.traits.own:  # the usual case
-            return {}
-        return generators.states_of(self.traits.own) if self.read_ahead is None else self.read_ahead.states()
+        """The present states of the loader's own generators."""
+        return generators.states_of(self.traits.own) if self.traits.own else {}
 
-    def draw(self, source: Iterator[Any], position: int) -> IndexOrError:
+    def draw(self, source: Iterator[Any]) -> IndexOrError:
         """Draw the index of a position, or the error in its place."""
         try:
-            if self.read_ahead is None:
-                index = next(source)
-            else:
-                index = self.read_ahead.draw(position + 1, partial(next, source))
+            index = next(source)
         except StopIteration:
             raise
         except Exception as raised:  # takes a position, but is not in the digest
@@ -129,8 +120,8 @@ class StatefulOrder(OrderStrategy):
         self.digest = None
         self._given: dict[int, Any] = {}  # indices that were yielded and not delivered, by position
 
-    def draw(self, source: Iterator[Any], position: int) -> IndexOrError:
-        drawn = super().draw(source, position)
+    def draw(self, source: Iterator[Any]) -> IndexOrError:
+        drawn = super().draw(source)
         # torch's last batch is not full: the sampler's state is then the start of its next iteration.
         if type(drawn[0]) is list and self.traits.asked is not self.traits.sampler:
             self.exhausted |= len(drawn[0]) < getattr(self.traits.sampler, "batch_size", 0)
@@ -151,10 +142,8 @@ class StatefulOrder(OrderStrategy):
         Raises:
             Exception: raised by the sampler's `state_dict`.
         """
-        asked, own = self.traits.asked, self.traits.own
-        states = {} if self.read_ahead is None else self.read_ahead.states()  # may be part of its state
-        with generators.restored({name: own[name] for name in states}, states):
-            place = position.place_of(asked, None if id(asked) == id(source) else source)
+        asked = self.traits.asked
+        place = position.place_of(asked, None if id(asked) == id(source) else source)
         given = [
             None if at in progress.beyond else as_json(self._given[at]) for at in range(progress.head, end)
         ]

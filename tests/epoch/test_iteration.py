@@ -6,6 +6,7 @@ import inspect
 import os
 import random
 import sys
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -267,3 +268,23 @@ def test_no_method_of_torchs_iterators_runs_in_ours(workers: int) -> None:
             getattr(iterator, name)()
     with pytest.raises(AttributeError, match="has no attribute '_data_queue'"):
         _ = iterator._data_queue
+
+
+def draw_slowly(index: int) -> float:
+    time.sleep(0.1)
+    return torch.rand(()).item()
+
+
+@pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
+def test_i4_workers_that_load_what_nobody_will_get_can_be_closed_and_with_dynamic_there_are_none(
+    schedule: str,
+) -> None:
+    options: dict[str, Any] = {"prefetch_factor": 64, "persistent_workers": True, "schedule": schedule}
+    loader = DataLoader(Made(draw_slowly, 256), 1, num_workers=2, **options)
+    next(iter(loader))
+    start = time.monotonic()
+    iterator = iter(loader)
+    if schedule == "dynamic":
+        next(iterator)
+    loader.close()
+    assert time.monotonic() - start < 3, "64 samples of 0.1 s were waited for"
