@@ -20,9 +20,7 @@ dataset (`reading`) and write the batch to shared memory (`packing`, `memory`). 
 """
 
 from fastq_loader.device.accelerator import ToDevice
-from fastq_loader.device.transforms import copy_into, normalize
 from fastq_loader.epoch.fields import Position
-from fastq_loader.epoch.prefetcher import Prefetcher
 from fastq_loader.errors import (
     BadSampleFound,
     DuplicateData,
@@ -51,12 +49,14 @@ from fastq_loader.extras.cached.cached import cached
 from fastq_loader.extras.frameworks.installing import assert_active, install, installed, uninstall
 from fastq_loader.extras.frameworks.stateful_dataloader import StatefulDataLoader
 from fastq_loader.extras.insight.verdict import Diagnosis
+from fastq_loader.extras.prefetcher.prefetcher import Prefetcher
 from fastq_loader.extras.recovery.preemption import preemption
 from fastq_loader.extras.remote.ray_workers import RayWorkers
 from fastq_loader.extras.samplers.samplers import Distributed, PermutationSampler, WeightedSampler
 from fastq_loader.extras.share.share import share, sharing_report
 from fastq_loader.extras.tools.comparing import Comparison, ComparisonRow, compare
 from fastq_loader.extras.tools.tuning import Tuning, TuningRow, tune
+from fastq_loader.extras.transforms.transforms import copy_into, normalize
 from fastq_loader.loader import DataLoader
 from fastq_loader.memory.allocator import empty
 from fastq_loader.memory.arena import AVAILABLE

@@ -37,9 +37,10 @@ ROOMS = {
     "extras.tools": Room(
         "extras.insight extras.images loader epoch options workers packing reading ipc system errors"
     ),
-    "extras.frameworks": Room("loader epoch options scheduling"),
+    "extras.frameworks": Room("extras.prefetcher loader epoch options scheduling"),
     "extras.recovery": Room("epoch options scheduling reading errors"),
-    "extras.images": Room("device reading memory errors", pure="crops"),
+    "extras.prefetcher": Room("epoch options device packing statistics system errors"),
+    "extras.images": Room("extras.transforms device reading memory errors", pure="crops"),
     "extras.cached": Room(
         "extras.insight extras.share workers packing reading statistics system errors", pure="keys"
     ),
@@ -47,6 +48,7 @@ ROOMS = {
         "epoch options workers scheduling reading statistics system errors", pure="model chooser advice"
     ),
     "extras.samplers": Room("reading errors"),
+    "extras.transforms": Room("packing system"),
     "extras.share": Room("memory system"),
     "extras.remote": Room("workers reading memory statistics ipc system errors", pure="ranks"),
     "extras.tracing": Room("statistics ipc system errors"),
@@ -72,7 +74,7 @@ ROOMS = {
 ASKED_FOR = {
     "loader": "cached.cached insight insight.auto insight.facts insight.verdict "
     "recovery.replay tracing.trace",
-    "epoch.base": "insight.hints",
+    "epoch.base": "insight.hints transforms.transforms",
 }
 IMPURE = {"zmq", "torch", "numpy", "multiprocessing", "threading", "time", "os", "socket", "select", "mmap"}
 #: Lines of a file, with its docstrings and comments.

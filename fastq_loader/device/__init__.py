@@ -1,4 +1,4 @@
-"""Moves batches to an accelerator: page-locking, copies on a side stream, transforms.
+"""Moves batches to an accelerator: page-locking, copies on a side stream.
 
 Runs in the consumer, on the thread that calls `next()`.
 """

@@ -4,8 +4,8 @@ Runs in the consumer, on the thread that calls `next()`: a thread of its own wou
 break the capture of CUDA graphs. A `DeviceSession` lasts from epoch to epoch. It owns one side stream (a new
 one in each epoch would strand the memory that torch cached for the old one), the statistics, and the results
 of page-locking. `Staging` serves one pool of workers, whose batches lie in blocks, each ready for a single
-copy; `SerialStaging` does the same without workers, and for `Prefetcher`. Both give each `Copy` a function
-that builds the batch from its device memory. Only `DecodeImages` works on a thread of its own, for workers.
+copy; `SerialStaging` does the same without workers. Both give each `Copy` a function that builds the batch
+from its device memory. Only `DecodeImages` works on a thread of its own, for workers.
 
 The order in a call of `next()`: find finished copies, whose blocks are free again; take the head, whose copy
 was begun earlier, or begin it; make the consumer's stream wait for that copy; begin the copies of the next
@@ -21,7 +21,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from functools import cached_property, partial
 from typing import Any
 
@@ -70,12 +69,6 @@ class CapturedCall:
             BaseException.__setattr__(error, "__context__", None)
             BaseException.__setattr__(error, "__cause__", EarlierTraceback(text))
             self.error = error.with_traceback(None)
-
-    def again(self) -> Any:
-        """Return a copy of the result, or raise the error. May be called any number of times."""
-        if self.error is not None:
-            raise self.error
-        return deepcopy(self.result)
 
     def take(self) -> Any:
         """Return the result, or raise the error, and forget it."""
@@ -293,29 +286,15 @@ class _Walker(TreeFlattener):
         return not getattr(value, "requires_grad", False) and pickling.is_leaf(value)
 
 
-def _copied(value: Any) -> Any:
-    """A copy of an object, or the object itself if it cannot be copied, such as a lock or an open file."""
-    try:
-        return deepcopy(value)
-    except Exception as error:
-        refuse_interrupt(error)
-        return value
-
-
 class SerialStaging:
     """The same without workers: each batch is packed into a buffer, and its copy begins at once.
 
     Args:
         session: the loader's.
-        ahead: whether the loader continues before a batch is delivered, and may write to it then. If so,
-            everything that can be copied is copied at once, and the device memory is shared with the stream
-            of the copies, so that its next owner writes to it only after the copy even if the batch is never
-            delivered.
     """
 
-    def __init__(self, session: DeviceSession, ahead: bool = False) -> None:
+    def __init__(self, session: DeviceSession) -> None:
         self.session = session
-        self._ahead = ahead
         self._copies = session.open(in_blocks=False)
         self._buffers = Buffers(session.stager, self._copies, session.policy, session.options.prefetch + 1)
         self._walker = _Walker()
@@ -342,7 +321,7 @@ class SerialStaging:
 
     def deliver(self, copy: Copy) -> Any:
         """Return a batch with its tensors on the device, ready for work queued on the current stream. Arrays,
-        values and objects without tensors remain the same objects, unless the loader continues before.
+        values and objects without tensors remain the same objects; but see `kept`.
 
         Raises:
             Exception: any error of the user's transform.
@@ -361,7 +340,7 @@ class SerialStaging:
         self._copies.reap()
         beside, stager = self.session.beside, self.session.stager
         try:
-            layout, segments, objects, build = self._pack(batch)
+            layout, segments, build = self._pack(batch)
         finally:
             self._walker.clear()
         buffer = self._buffers.take(layout.device_bytes)
@@ -369,29 +348,27 @@ class SerialStaging:
             stager.fill(buffer.memory, offset, start, nbytes)
         copy = self._copies.begin(buffer.memory, layout.device_bytes, build, (), beside)
         buffer.copy = copy
-        if self._ahead:
-            stager.share(copy.memory, stager.side)
-            if beside:  # tensors that are on the device already
-                stager.share(objects, stager.side)
         return copy
 
-    def _pack(self, batch: Any) -> tuple[BatchLayout, list[_Segment], list[_Carried], Build]:
+    def kept(self, value: Any) -> Any:
+        """The array, tensor or object to deliver for one that needs no copy to the device."""
+        return value
+
+    def _pack(self, batch: Any) -> tuple[BatchLayout, list[_Segment], Build]:
         """Take a batch apart.
 
         Returns:
-            Its layout; the segments that go to the device; the objects that are no leaves; and a function
-            that builds the batch once the segments have arrived.
+            Its layout; the segments that go to the device; and a function that builds the batch once the
+            segments have arrived.
         """
         walker = self._walker
         tree = walker.walk(batch)
         values, objects = walker.values, [self._carry(value) for value in walker.objects]
-        # The user's own arrays, unless the loader continues; those in the walker's list are contiguous.
-        leaves = list(walker.leaves)
-        if self._ahead:
-            leaves = [leaf.copy("K") if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+        # The user's own arrays: those in the walker's list are made contiguous below.
+        leaves = [self.kept(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in walker.leaves]
         layout, segments = self._lay_out(tree, *segments_of(walker.leaves))
         build = partial(_rebuilt, layout, leaves, values, objects, self.session.options)
-        return layout, segments, objects, build
+        return layout, segments, build
 
     def _lay_out(self, tree: Any, metas: Metas, spans: list[Span]) -> tuple[BatchLayout, list[_Segment]]:
         """The layout of a batch, and the segments for the device, one after the other, without empty ones."""
@@ -411,8 +388,7 @@ class SerialStaging:
         """Take an object apart that contains tensors, which go to the device as leaves."""
         if isinstance(value, torch.Tensor):  # sparse, of a subclass, that requires grad, …
             # A copy from page-locked memory would not be waited for, so it is moved from a clone.
-            own = self._ahead or value.device != self.session.stager.device
-            return b"", cloned(value) if own else value
+            return b"", self.kept(value) if value.device == self.session.stager.device else cloned(value)
         tensors: list[torch.Tensor] = []
 
         def add_leaf(leaf: Any) -> int:
@@ -427,4 +403,4 @@ class SerialStaging:
                 raise
         if tensors:
             return data, None
-        return b"", _copied(value) if self._ahead else value
+        return b"", self.kept(value)

@@ -26,7 +26,6 @@ from fastq_loader import options
 from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.consumer.outcomes import Ended, Handed, Outcome, Raised
 from fastq_loader.device.page_lock import page_locked
-from fastq_loader.device.transforms import copy_into
 from fastq_loader.epoch import resources
 from fastq_loader.epoch.record import begin
 from fastq_loader.errors import warn_user
@@ -163,6 +162,8 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         >>> static_batch
         tensor([0, 1, 2, 3])
         """
+        from fastq_loader.extras.transforms.transforms import copy_into
+
         copy_into(static_batch, next(self))
 
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:

@@ -19,7 +19,7 @@ from fastq_loader.device.accelerator import TorchBackend
 from fastq_loader.device.pinning import Pinner
 from fastq_loader.device.staging import CapturedCall, DeviceSession
 from tests.conftest import run_script
-from tests.device.test_transforms import MEAN, STD, by_hand
+from tests.extras.transforms.test_transforms import MEAN, STD, by_hand
 from tests.support.crimes import ManyFields
 from tests.support.datasets import Made, identity
 from tests.support.gpu import (

@@ -30,7 +30,7 @@ from fastq_loader import (
     Skip,
     ToDevice,
 )
-from fastq_loader.epoch.prefetcher import Prefetcher
+from fastq_loader.extras.prefetcher.prefetcher import Prefetcher
 from tests.conftest import of_kind
 from tests.support import traces
 from tests.support.datasets import FaultyStream, UnevenBatches

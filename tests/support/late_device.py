@@ -18,8 +18,8 @@ import torch
 
 from fastq_loader.device import accelerator, staging
 from fastq_loader.device.accelerator import TorchBackend
-from fastq_loader.epoch import prefetcher
 from fastq_loader.errors import PinFailed
+from fastq_loader.extras.prefetcher import prefetcher
 from fastq_loader.packing.tensors import moved
 
 POISON = 0xEE  # what device memory holds before a copy

@@ -18,8 +18,8 @@ from accelerate import data_loader
 
 from fastq_loader import options
 from fastq_loader.epoch import resources
-from fastq_loader.epoch.prefetcher import Prefetcher
 from fastq_loader.extras.frameworks.installing import assert_active, places_of, put
+from fastq_loader.extras.prefetcher.prefetcher import Prefetcher
 from fastq_loader.loader import DataLoader
 
 KNOWN = (1, 2), (2, 0)

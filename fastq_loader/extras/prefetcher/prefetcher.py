@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -19,10 +20,11 @@ import torch
 from fastq_loader import options
 from fastq_loader.device.accelerator import ToDevice, can_share
 from fastq_loader.device.copies import Copy
-from fastq_loader.device.staging import CapturedCall, DeviceSession, SerialStaging
+from fastq_loader.device.staging import CapturedCall, DeviceSession
 from fastq_loader.epoch import resources
 from fastq_loader.epoch.state import state_of
 from fastq_loader.errors import IteratorInvalid
+from fastq_loader.extras.prefetcher.staging import AheadStaging
 from fastq_loader.statistics.snapshots import StagingStatistics
 from fastq_loader.system.interrupts import raised_by_handler
 from fastq_loader.system.torch_names import untraced
@@ -47,7 +49,7 @@ class Prefetcher:
     the loader and of `transform` are raised after the batches that precede them, each once. The cause
     (`__cause__`) of an error raised ahead of its turn contains its traceback as text.
 
-    `state_dict`, `load_state_dict` and `position` work if the loader has them. They count the batches
+    It has `state_dict`, `load_state_dict` and `position` if the loader has them. They count the batches
     delivered here, where a loader other than ours alone would count the batches fetched ahead. Those are
     loaded again when the run is resumed; without workers they draw from the global generators again.
 
@@ -97,12 +99,11 @@ class Prefetcher:
         if short:  # not before: an error would name an argument that the user did not write
             device = replace(device, transform_stream="side")
         self.loader: Any = loader
-        self._record = SimpleNamespace(
-            shown=None
-        )  # for other kinds of loader; ours has the record of its epoch
+        # For other kinds of loader; ours has the record of its epoch.
+        self._record = SimpleNamespace(shown=None)
         self._options = device
         self._session = None if device.target is None else DeviceSession(device)
-        self._staging: SerialStaging | None = None
+        self._staging: AheadStaging | None = None
         self._epoch: _PrefetchIterator | None = None
         self._end: tuple[None, ...] | None = None
 
@@ -113,7 +114,7 @@ class Prefetcher:
         self._leave("a newer one has begun")
         batches = iter(self.loader)  # starts workers, which inherit nothing of a device not yet initialised
         if self._session is not None and self._staging is None:
-            self._staging = SerialStaging(self._session, ahead=True)
+            self._staging = AheadStaging(self._session)
         own = resources.of(self.loader).record if isinstance(self.loader, resources.Owner) else None
         self._epoch = _PrefetchIterator(
             batches, self._options, self._staging, self.loader, own or self._record
@@ -138,12 +139,18 @@ class Prefetcher:
             self._end = getattr(batch, "_make", tuple)((None,) * len(batch))
         return batch
 
-    def state_dict(self) -> dict[str, Any]:
+    def __getattr__(self, name: str) -> Any:
+        # Frameworks call these two on whatever has them.
+        if name in ("state_dict", "load_state_dict") and hasattr(vars(self).get("loader"), name):
+            return getattr(self, f"_{name}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _state_dict(self) -> dict[str, Any]:
         """The loader's state after the last batch that was delivered here."""
         shown: _Standing | None = self._record.shown
         return self.loader.state_dict() if shown is None else shown[0]()
 
-    def load_state_dict(self, state_dict: dict[str, Any], **options: Any) -> None:
+    def _load_state_dict(self, state_dict: dict[str, Any], **options: Any) -> None:
         """Load a state into the loader; its next epoch continues from there. Ends the current epoch."""
         self._leave("a state was loaded")
         self._record.shown = None
@@ -180,6 +187,13 @@ class Prefetcher:
         self.close()
 
 
+def _again(attempt: CapturedCall) -> Any:
+    """A copy of a call's result, or its error; any number of times."""
+    if attempt.error is not None:
+        raise attempt.error
+    return deepcopy(attempt.result)
+
+
 #: A function that returns a loader's state, and its position.
 _Standing = tuple[Callable[[], dict[str, Any]], Any]
 
@@ -201,7 +215,7 @@ class _PrefetchIterator(Iterator[Any]):
         self,
         batches: Iterator[Any],
         options: ToDevice,
-        staging: SerialStaging | None,
+        staging: AheadStaging | None,
         loader: Any,
         record: Any,
     ) -> None:
@@ -239,7 +253,7 @@ class _PrefetchIterator(Iterator[Any]):
         attempt, self._reached = ahead.popleft()
         return self._staging.deliver(attempt.take())
 
-    def _begin(self, staging: SerialStaging) -> Copy:
+    def _begin(self, staging: AheadStaging) -> Copy:
         return staging.begin(next(self._batches))
 
     def _standing(self) -> _Standing | None:
@@ -247,10 +261,10 @@ class _PrefetchIterator(Iterator[Any]):
         raised when the state is requested."""
         loader, record = self._loader, self._record
         if hasattr(record, "position"):
-            return CapturedCall(partial(state_of, loader), record).again, record.position
+            return partial(_again, CapturedCall(partial(state_of, loader), record)), record.position
         if isinstance(loader, resources.Owner) or not hasattr(loader, "state_dict"):  # ours, without a record
             return None
-        return CapturedCall(loader.state_dict).again, getattr(loader, "position", None)
+        return partial(_again, CapturedCall(loader.state_dict)), getattr(loader, "position", None)
 
     def close(self, why: str) -> None:
         """Drop the loader's iterator. Batches fetched ahead are lost."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 import weakref
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader, IteratorInvalid, Prefetcher, ToDevice
 from fastq_loader.device import accelerator, staging
-from fastq_loader.epoch import prefetcher
+from fastq_loader.extras.prefetcher import prefetcher
 from tests.support import thorough
 from tests.support.datasets import Made, Point, Record, assert_same, identity
 from tests.support.late_device import Late, image_and_label, move_late
@@ -61,7 +62,7 @@ def simulated(kind: type) -> Any:
             value, transform = batch.value, self.session.options.apply_transform
             layout = SimpleNamespace(device_bytes=NBYTES)
             segments = [(value, NBYTES, 0)]
-            return layout, segments, [], lambda memory: transform(Batch([(memory, value)]))
+            return layout, segments, lambda memory: transform(Batch([(memory, value)]))
 
     return Simulated
 
@@ -88,7 +89,7 @@ def run(seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "TorchBackend", lambda _: device)
         patch.setattr(prefetcher, "can_share", lambda _: True)
-        patch.setattr(prefetcher, "SerialStaging", simulated(prefetcher.SerialStaging))
+        patch.setattr(prefetcher, "AheadStaging", simulated(prefetcher.AheadStaging))
         batches: Any = None
         for last in (draw.randrange(BATCHES), BATCHES, BATCHES):
             if batches is not None and draw.random() < 0.7:
@@ -520,6 +521,7 @@ def test_a_loader_without_a_state_has_none_here_either(late: Late) -> None:
     late()
     prefetcher = Prefetcher([torch.ones(2)], "cuda")
     assert len(list(prefetcher)) == 1
-    for ask in (prefetcher.state_dict, lambda: prefetcher.position, lambda: prefetcher.load_state_dict({})):
-        with pytest.raises(AttributeError, match="'list' object has no attribute"):
-            ask()
+    for name in ("state_dict", "load_state_dict", "position"):
+        with pytest.raises(AttributeError, match=f"'Prefetcher' object has no attribute '{name}'"):
+            getattr(prefetcher, name)
+    assert not hasattr(copy.copy(prefetcher), "state_dict")

@@ -1,0 +1,1 @@
+"""Transforms of a batch on its device: normalise images, fill the inputs of a captured step."""
