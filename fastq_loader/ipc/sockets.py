@@ -17,8 +17,8 @@ consumer that does not read has to wait, which costs no more than any other limi
 The consumer opens its descriptors when it starts to expect a worker: the listener, and a spare one, which it
 closes just before it accepts the connection. If zmq lacks a descriptor by then, it gets the listener's.
 
-A worker accepts connections only from the consumer's process. Each connection is made once: the consumer
-notices when it breaks, and messages in transit are lost then.
+A worker accepts connections only from the consumer's process. Each connection is made once. The consumer
+notices when that of the answers breaks: the worker is killed then, if it has not ended.
 
 One `wait` serves everything: answers, broken connections, the workers' process descriptors, a wake-up.
 """
@@ -32,7 +32,6 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.decoding import Read, decode_for_consumer
@@ -115,12 +114,11 @@ class _Line:
         endpoint, name: address at which zmq connects to the worker, and its routing id.
         descriptor: the listener, later the accepted connection; -1 once nothing more is read.
         spare: descriptor that is closed to make room for the accepted connection; -1 after that.
-        is_broken: whether one of the connections has ended.
     """
 
     def __init__(self, worker: int, endpoint: str, name: bytes, descriptor: int, spare: int) -> None:
         self.worker, self.endpoint, self.name = worker, endpoint, name
-        self.descriptor, self.spare, self.is_broken = descriptor, spare, False
+        self.descriptor, self.spare = descriptor, spare
 
     def close(self) -> None:
         descriptors = {self.descriptor, self.spare} - {-1}
@@ -155,16 +153,12 @@ class ConsumerSocket:
             self._socket = self._context.socket(zmq.ROUTER)
         # pyzmq's C class directly: its subclass only forwards each call.
         self._send = super(zmq.Socket, self._socket).send
-        with without_signals():  # a signal would make pyzmq abandon the call
-            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._monitor.poll(0)  # its descriptor reports only events after a check
         self._lines: dict[int, _Line] = {}  # by worker; without dead ones
         self._at: dict[int, _Line] = {}  # by descriptor; only lines that are read from
         self._epoll = select.epoll()
-        for source in (self._wake, self._monitor):
-            self._epoll.register(source, select.EPOLLIN)
+        self._epoll.register(self._wake, select.EPOLLIN)
         self._ready: list[_Line] = []  # lines with something to read
-        self._broken: list[int] = []  # workers whose connection broke, until reported
+        self._broken: list[int] = []  # workers whose connection has broken, until reported
         self._buffer = memoryview(bytearray(_LONGEST))
         try:
             _configure(self._socket)
@@ -286,7 +280,7 @@ class ConsumerSocket:
                 size = 0
             if not size:
                 self._drop(line)
-                self._note_broken(line)
+                self._broken.append(line.worker)
                 continue
             try:
                 return line.worker, decode_for_consumer(self._buffer[:size], self._read)
@@ -303,22 +297,9 @@ class ConsumerSocket:
             if descriptor in at:
                 line = at[descriptor]
                 ready.append(line) if line.spare < 0 else self._accept(line)
-            elif descriptor == self._monitor.fileno():
-                self._read_monitor()
             else:
                 others.append(descriptor)
         return others, bool(events)
-
-    def _read_monitor(self) -> None:
-        while self._monitor.poll(0):
-            its = recv_monitor_message(self._monitor)["endpoint"].decode()
-            for line in [line for line in self._lines.values() if line.endpoint == its]:
-                self._note_broken(line)
-
-    def _note_broken(self, line: _Line) -> None:
-        if not line.is_broken:
-            line.is_broken = True
-            self._broken.append(line.worker)
 
     def broken(self) -> list[int]:
         """The workers whose connection has broken; each is reported once."""
@@ -360,7 +341,6 @@ class ConsumerSocket:
         while self._at:
             self._at.popitem()[1].close()
         self._epoll.close()
-        self._monitor.close(linger=0)
         self._socket.close(linger=0)
         with without_signals():  # an interrupted call leaves the context's thread and descriptors
             self._context.term()
