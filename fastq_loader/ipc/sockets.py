@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import socket as unix
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import zmq
@@ -90,22 +90,6 @@ def _together(frames: Sequence[bytes]) -> bytes:
     return frames[0] if len(frames) == 1 else encode(Bundle(tuple(frames)))
 
 
-@contextlib.contextmanager
-def _yielding_threads() -> Iterator[None]:
-    """Start threads in this block with SCHED_BATCH: they do not preempt others, but wait for a free core or
-    their turn. (zmq's own option for this ends the process if the system does not allow it.)"""
-    yielding = False
-    with contextlib.suppress(OSError, AttributeError):  # refused by a sandbox, or missing on this system
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-            yielding = True
-    try:
-        yield
-    finally:
-        if yielding:
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-
-
 class _Line:
     """The consumer's connections to one worker, in both directions.
 
@@ -147,10 +131,7 @@ class ConsumerSocket:
         self._waking = threading.RLock()  # keeps `wake` from writing to a closed descriptor
         self._wake = calls.wake_up()
         self._context = zmq.Context(io_threads=1)
-        # A task that is sent while all cores are busy should not interrupt a worker or a training step.
-        # zmq's thread later sends several at once, with half as many context switches.
-        with _yielding_threads():
-            self._socket = self._context.socket(zmq.ROUTER)
+        self._socket = self._context.socket(zmq.ROUTER)
         # pyzmq's C class directly: its subclass only forwards each call.
         self._send = super(zmq.Socket, self._socket).send
         self._lines: dict[int, _Line] = {}  # by worker; without dead ones
