@@ -8,6 +8,7 @@ children and at the exit of the process.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
@@ -24,7 +25,6 @@ from fastq_loader.errors import IteratorInvalid
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import exits, interrupts, process_id
 from fastq_loader.system.torch_names import untraced
-from fastq_loader.system.unpatched import os
 from fastq_loader.workers import stopping
 from fastq_loader.workers.config import Plan
 

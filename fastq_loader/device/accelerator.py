@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from fastq_loader.errors import PinFailed, is_int
 from fastq_loader.memory.blocks import device_aligned
 from fastq_loader.packing.tensors import tensors_of
 from fastq_loader.system import torch_names
-from fastq_loader.system.unpatched import os, time
+from fastq_loader.system.unpatched import time
 
 _NVIDIA = Path("/proc/driver/nvidia/gpus")  # one entry for each of the driver's GPUs
 _PROBE_BYTES = 64 * 1024

@@ -14,8 +14,9 @@ claiming them itself.
 
 from __future__ import annotations
 
+import os
+
 from fastq_loader.system import locks
-from fastq_loader.system.unpatched import os
 
 #: Owner of a ticket, in the low bits of its word: 0 is nobody, `worker + 1` a worker, this the consumer.
 _CONSUMER = 0xFFFF

@@ -9,11 +9,12 @@ from __future__ import annotations
 import _thread
 import contextlib
 import errno
+import os
 import tempfile
 from collections.abc import Iterator
 
 from fastq_loader.system.interrupts import without_signals
-from fastq_loader.system.unpatched import os, time
+from fastq_loader.system.unpatched import time
 
 #: Seconds to wait for the probing threads to end.
 _PATIENCE = 10.0

@@ -26,6 +26,8 @@ One `wait` serves everything: answers, broken connections, the workers' process 
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import socket as unix
 import threading
 from collections.abc import Callable, Container, Sequence
@@ -55,7 +57,6 @@ from fastq_loader.ipc.messages import (
 )
 from fastq_loader.system import calls, process_id
 from fastq_loader.system.interrupts import without_signals
-from fastq_loader.system.unpatched import os, select
 
 #: Milliseconds between attempts to connect to a worker that is not up yet: the first, and the longest.
 _RECONNECT_MS, _RECONNECT_MAX_MS = 2, 100

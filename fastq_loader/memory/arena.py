@@ -17,6 +17,7 @@ addresses of its own block, which nothing else can reach any more.
 from __future__ import annotations
 
 import errno
+import os
 from collections import deque
 from multiprocessing import reduction
 from typing import Any
@@ -28,7 +29,6 @@ from fastq_loader.memory.forked_children import ForkedChildren, tick
 from fastq_loader.system import calls, process_id
 from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.system.torch_names import untraced
-from fastq_loader.system.unpatched import os
 
 AVAILABLE = calls.AVAILABLE
 

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sys
 import threading
 import weakref
 
 from fastq_loader.system import calls
-from fastq_loader.system.unpatched import os
 
 #: Returns a larger number at each call, in one step: no other thread can interfere.
 tick = itertools.count(1).__next__

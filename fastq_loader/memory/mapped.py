@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import io
 import mmap
+import os
 import pickle
 import struct
 from collections.abc import Callable
 from typing import Any
 
 from fastq_loader.system import calls
-from fastq_loader.system.unpatched import os
 
 #: Bytes from which on a buffer is written beside the pickle.
 SMALLEST = 64 << 10

@@ -13,6 +13,8 @@ import errno
 import functools
 import math
 import mmap
+import os
+import select
 import socket
 import sys
 from collections.abc import Callable, Collection, Iterable
@@ -20,7 +22,6 @@ from itertools import pairwise
 from typing import Any
 
 from fastq_loader.system import pages
-from fastq_loader.system.unpatched import os, select
 
 try:
     import fcntl

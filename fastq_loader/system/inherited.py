@@ -7,10 +7,9 @@ counts as equal.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Hashable
 from pathlib import Path
-
-from fastq_loader.system.unpatched import os
 
 #: Lines of a file that has many, by their beginnings.
 _RIGHTS = "Cap", "NoNewPrivs", "Seccomp"

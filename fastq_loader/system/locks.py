@@ -8,9 +8,8 @@ locks, because processes may share a descriptor. A lock on a whole file is an ad
 from __future__ import annotations
 
 import errno
+import os
 import struct
-
-from fastq_loader.system.unpatched import os
 
 try:
     import fcntl

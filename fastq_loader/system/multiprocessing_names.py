@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing.process
+import os
 import platform
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import spawn
 from multiprocessing.process import BaseProcess
 from pkgutil import resolve_name
 from typing import Any
-
-from fastq_loader.system.unpatched import os
 
 #: Names of modules and classes, as `pkgutil.resolve_name` takes them. The first two are used by
 #: `exits`, the last by `packing`.

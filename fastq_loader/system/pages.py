@@ -7,10 +7,9 @@ process, a process that has ended) the values are unknown.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from os import PathLike
-
-from fastq_loader.system.unpatched import os
 
 
 def installed() -> int:

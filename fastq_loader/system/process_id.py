@@ -6,9 +6,8 @@ they are in the process that made them, because user code may have forked. Runs 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-
-from fastq_loader.system.unpatched import os
 
 pid = os.getpid()
 

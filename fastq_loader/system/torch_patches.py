@@ -8,14 +8,13 @@ does not count as a patch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from operator import attrgetter
 from types import CodeType
 from typing import Any, NamedTuple
 
 import torch.utils.data
-
-from fastq_loader.system.unpatched import os
 
 #: Owner below `torch.utils.data` → its names that our loader does not use. Not each release has all.
 NAMES = {

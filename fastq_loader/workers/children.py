@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import re
 import signal
 import threading
@@ -22,7 +23,6 @@ from typing import Any
 from fastq_loader.ipc.endpoints import remove_folder
 from fastq_loader.system import calls, multiprocessing_names, process_id
 from fastq_loader.system.calls import readable
-from fastq_loader.system.unpatched import os
 
 #: The exit code of a process whose own one is unknown (multiprocessing's number for that).
 UNKNOWN_EXIT = 255

@@ -7,6 +7,7 @@ what happens to the batches of a dead worker.
 
 from __future__ import annotations
 
+import os
 import pickle
 import secrets
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from fastq_loader.scheduling.backlog import BroadcastFlowControl
 from fastq_loader.scheduling.in_flight import PendingTasks
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import calls, process_id
-from fastq_loader.system.unpatched import os, time
+from fastq_loader.system.unpatched import time
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.stopping import BRIEF
 from fastq_loader.workers.worker import STARTING, Worker

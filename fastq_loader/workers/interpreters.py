@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import fcntl
 import gc
+import os
 import signal
 import sys
 import threading
@@ -28,7 +29,6 @@ from typing import Any
 from fastq_loader.packing import pickling
 from fastq_loader.system import exits, inherited, multiprocessing_names, process_id
 from fastq_loader.system.interrupts import without_signals
-from fastq_loader.system.unpatched import os
 from fastq_loader.workers import payload
 from fastq_loader.workers.children import END, KEPT_OUT, Child
 from fastq_loader.workers.config import Setup

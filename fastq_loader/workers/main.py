@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import signal
 import threading
 from functools import partial
@@ -50,7 +51,7 @@ from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.reading.reader import HandedOutBefore
 from fastq_loader.reading.tolerance import LeftOut
 from fastq_loader.system import calls
-from fastq_loader.system.unpatched import os, time
+from fastq_loader.system.unpatched import time
 from fastq_loader.workers import children
 from fastq_loader.workers.config import Setup
 from fastq_loader.workers.reader import WorkerReader

@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import io
 import multiprocessing
+import os
 import pickle
 from collections.abc import Iterator
 from multiprocessing import reduction
@@ -33,7 +34,6 @@ from fastq_loader.memory import mapped
 from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.packing import pickling
 from fastq_loader.system import calls
-from fastq_loader.system.unpatched import os
 
 #: Objects of extras that are pickled beside every payload. A worker unpickles them before the user's objects.
 BESIDE: list[Any] = []

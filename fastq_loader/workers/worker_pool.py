@@ -8,6 +8,7 @@ is not only a protocol. A worker counts as dead if and only if its process descr
 
 from __future__ import annotations
 
+import os
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -21,7 +22,6 @@ from fastq_loader.memory.blocks import Extents
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.workers import WorkerCounters
 from fastq_loader.system.interrupts import without_signals
-from fastq_loader.system.unpatched import os
 from fastq_loader.workers.children import END, KEPT_OUT, Child, Launch
 from fastq_loader.workers.config import Plan, Setup
 from fastq_loader.workers.payload import Descriptors, Payload

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
+import os
 import signal
 import socket
 import sys
@@ -36,7 +37,6 @@ from fastq_loader.ipc.endpoints import remove_folder
 from fastq_loader.system import calls, multiprocessing_names, process_id
 from fastq_loader.system.calls import readable
 from fastq_loader.system.interrupts import without_signals
-from fastq_loader.system.unpatched import os
 from fastq_loader.workers import payload
 from fastq_loader.workers.children import END, KEPT_OUT, UNKNOWN_EXIT, Child
 
