@@ -192,13 +192,12 @@ class TinyBatches(LoaderHint):
 
 
 class PrivateGenerators(LoaderHint):
-    """A dataset or collate function draws from generators that it holds, and `schedule="dynamic"` lets any
-    worker load any batch: the random numbers of a batch then depend on which worker loads it, and on what
-    that worker loaded before. With `Dynamic(reseed=True)`: it may hold generators that were not found, as it
-    holds too many objects, or that cannot be seeded.
+    """A dataset has a generator as an attribute, and `schedule="dynamic"` lets any worker load any batch: the
+    numbers that a batch draws from it depend on which worker loads it, and on what that worker loaded before.
+    Draw from the global generator of torch, Python or numpy.
 
-    The first batch of each worker is checked, and the hint is issued after 32 batches or at the end of the
-    epoch. There is no hint for an iterable dataset, because each worker reads a part of its own.
+    Each worker looks at the dataset's own attributes when it starts. The hint is issued after 32 batches or
+    at the end of the epoch. There is none for an iterable dataset, because each worker reads its own part.
 
     >>> class Noise(torch.utils.data.Dataset):
     ...     def __init__(self):
@@ -210,7 +209,7 @@ class PrivateGenerators(LoaderHint):
     >>> warnings.simplefilter("error", PrivateGenerators)
     >>> list(DataLoader(Noise(), num_workers=2, schedule="dynamic"))
     Traceback (most recent call last):
-    fastq_loader.errors.PrivateGenerators: Batches drew from dataset.rng, ...
+    fastq_loader.errors.PrivateGenerators: dataset.rng: each worker has its own copy ...
     """
 
 

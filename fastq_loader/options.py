@@ -354,7 +354,6 @@ def plan(loader: Loader, for_device: bool = False, kept: dict[str, Any] | None =
         context=loader.multiprocessing_context,
         for_device=for_device,
         save_generators=options.schedule.save_generators,
-        reseed=options.schedule.reseed,
         grace=kind.grace,
         kept={} if kept is None else kept,
     )

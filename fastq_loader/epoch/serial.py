@@ -56,9 +56,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._lock = threading.RLock()  # threads may share the iterator
         self._busy = False  # in the middle of a step that cannot be repeated
         rules = vars(options.rules(loader, self._options.errors))
-        reseeds = self._options.schedule.reseed
-        self._reader = Reader(self._dataset, self._collate_fn, self._options.errors, rules, reseeds=reseeds)
-        with self._reader.put_back() if self._dynamic else generators.UNTOUCHED:
+        self._reader = Reader(self._dataset, self._collate_fn, self._options.errors, rules)
+        with generators.restored() if self._dynamic else generators.UNTOUCHED:
             self._begin_reading()
         self._epoch_has_begun(loader, mine)
         self._log.leave(ITER, time.monotonic_ns())
@@ -211,7 +210,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._busy = self._dataset_kind == _DatasetKind.Iterable
         try:
             if self._dynamic:
-                with self._reader.put_back():  # seeded as in workers
+                with generators.restored():  # seeded as in workers
                     return self._reader.load(number, index)
             return self._reader.load(number, index)
         except LeftOut:

@@ -31,7 +31,7 @@ from fastq_loader.system.interrupts import refuse_interrupt
 
 T = TypeVar("T")
 
-#: The rules that a state was made by. Since 4 these are `reading.computed.mixed` and the paths of
+#: The rules that a state was made by. Since 4 these are `extras.samplers.samplers.mixed` and the paths of
 #: `system.walk`: an earlier state would continue with another order of a large seed, or without the states of
 #: some generators.
 VERSION = 4

@@ -28,7 +28,7 @@ import torch
 # numpy imports this module on first use: otherwise in every forked worker, for 11 ms each.
 from numpy import random as numpy_random
 
-from fastq_loader.system.attributes import inherits
+from fastq_loader.system.attributes import held, inherits
 from fastq_loader.system.walk import Walk
 
 #: Classes of generators, and the attributes that get and set the state of each.
@@ -101,9 +101,14 @@ def find(roots: dict[str, Any], but: Iterable[Any] = ()) -> Found:
     return found
 
 
-def is_generator(value: Any) -> bool:
-    """Whether an object is a generator, by its class."""
-    return issubclass(type(value), tuple(_KINDS))
+def held_by(dataset: Any) -> list[str]:
+    """Names of the generators among a dataset's own attributes, but for the ones that a process shares."""
+    kinds, shared = (*_KINDS, numpy_random.BitGenerator), [GLOBAL["torch"], *_INSIDE]
+    return [
+        f"dataset.{name}"
+        for name, part in held(dataset).items()
+        if issubclass(type(part), kinds) and not any(part is each for each in shared)
+    ]
 
 
 def _package(generator: Any) -> str:

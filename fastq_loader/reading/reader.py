@@ -31,7 +31,6 @@ class Reader:
         rules: how samples become batches: the arguments of `Fetcher`.
         number, readers: the number of this reader, and how many there are.
         saves_generators: whether the state includes the generators that user code may draw from.
-        reseeds: whether the generators of dataset and collate function are seeded for each batch, too.
 
     Attributes:
         dataset: may be set before an epoch begins.
@@ -57,12 +56,11 @@ class Reader:
         number: int = 0,
         readers: int = 1,
         saves_generators: bool = False,
-        reseeds: bool = False,
     ) -> None:
         self.dataset = dataset
         self._collate, self._errors, self._rules = collate, errors, rules
         self._number, self._readers = number, readers
-        self._saves_generators, self._reseeds = saves_generators, reseeds
+        self._saves_generators = saves_generators
         self._epoch = self._requested = 0  # its number, and how many of its batches were requested
         self._resumed: dict[str, Any] = {}  # the state from which it resumes
 
@@ -113,11 +111,6 @@ class Reader:
         roots = {"dataset": self.dataset, "collate_fn": self._collate}
         return generators.find(roots, but=[generators.GLOBAL["torch"]])
 
-    def put_back(self) -> generators.restored:
-        """Context that restores, on exit, all generators that are seeded for each batch."""
-        own = self._own_generators() if self._reseeds else {}
-        return generators.restored({**generators.GLOBAL, **own})
-
     def load(self, seq: int, index: Any) -> Any:
         """Load batch number `seq` of the epoch.
 
@@ -155,8 +148,7 @@ class Reader:
         """Seed the generators for a batch by its number. For an iterable dataset, count as if no
         reader had ended early: the batch's real number depends on when one ended."""
         number = self._requested * self._readers + self._number if self._rules["iterable"] else seq
-        own = self._own_generators() if self._reseeds else {}
-        return generators.seed_batch(base_seed, number, own)
+        return generators.seed_batch(base_seed, number)
 
     def _skip(self, seq: int, index: Any) -> NoReturn:
         """Skip a batch that was delivered before; if necessary, read it again."""

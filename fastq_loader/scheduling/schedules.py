@@ -28,16 +28,15 @@ class Schedule:
     """
 
     window: int | None = None
-    save_generators = reseed = False
+    save_generators = False
 
     def __post_init__(self) -> None:
         if self.window is not None and not is_int(self.window):
             raise TypeError(f"{self}: window must be a number of batches, or None")
         if self.window is not None and not 1 <= self.window <= WIDEST_WINDOW:
             raise ValueError(f"{self}: window must be from 1 to {WIDEST_WINDOW} batches, or None")
-        for name in ("save_generators", "reseed"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{self}: {name} must be True or False")
+        if not isinstance(self.save_generators, bool):
+            raise TypeError(f"{self}: save_generators must be True or False")
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,11 @@ class Dynamic(Schedule):
     seeded from the iteration's base seed and the batch's number. Batches are then bit-identical for any
     number of workers (also 0, where the consumer's generators are restored after each batch), any timing and
     start method, with persistent workers or without, and after a worker's death; the epochs differ. Seeding
-    these three in `worker_init_fn` has no effect; without `reseed`, each worker draws from its own copy of
-    the generators that the dataset has for itself. The order of the epoch after one that was broken off is
-    the same, too, unless a user's sampler draws for each index from a global generator, or from one that is
-    not its attribute. The base seed is drawn for every iteration, also with persistent workers.
+    these three in `worker_init_fn` has no effect. Each worker draws from its own copy of a generator that the
+    dataset has for itself, which the hint `PrivateGenerators` names. The order of the epoch after one that
+    was broken off is the same, too, unless a user's sampler draws for each index from a global generator, or
+    from one that is not its attribute. The base seed is drawn for every iteration, also with persistent
+    workers.
 
     An iterable dataset is read as in torch, because each worker has its own part of it: its batches are
     seeded one by one, and depend on the number of workers.
@@ -82,10 +82,6 @@ class Dynamic(Schedule):
         window: as for `RoundRobin`. None is `prefetch_factor + 1` batches for each worker and, while the next
             batch is late and workers would idle, up to 16 times `prefetch_factor` for each, or 1 GiB (or a
             sixteenth of the machine's memory, if that is less); 14,335 at most.
-        reseed: before every batch also seed the generators of torch (of the CPU), `random` and numpy that
-            dataset and collate function hold at that moment: in attributes, containers, closures, defaults of
-            functions and classes. Global variables of modules are not searched. At most a thousand objects
-            are; the hint `PrivateGenerators` names parts that were left out.
 
     Raises:
         TypeError, ValueError: an argument has a wrong type, or is out of range.
@@ -94,8 +90,6 @@ class Dynamic(Schedule):
     >>> sorted(torch.cat(list(loader)).tolist())
     [0, 1, 2, 3, 4, 5, 6, 7]
     """
-
-    reseed: bool = False
 
 
 _SHORT_FORMS: dict[str, type[Schedule]] = {"round_robin": RoundRobin, "dynamic": Dynamic}

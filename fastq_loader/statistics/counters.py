@@ -73,17 +73,15 @@ class EpochLog:
         steps: of the call in progress; see `records`.
         first_batches: worker → digest and bytes digested of each of its first 8 batches; only of an iterable
             dataset.
-        drawn_from: names of the user's generators that batches drew from in workers, if it matters which
+        private_generators: names of the generators that the dataset has for itself, if it matters which
             worker loads a batch.
-        unseen: names of the parts of dataset and collate function that may have further ones.
     """
 
     def __init__(self, counters: Counters, epoch: EpochCounters, now: int) -> None:
         self.epoch = epoch.epoch
         self.steps: list[Step] = []
         self.first_batches: dict[int, list[tuple[bytes, int]]] = {}
-        self.drawn_from: set[str] = set()
-        self.unseen: set[str] = set()
+        self.private_generators: set[str] = set()
         self._counters, self._found = counters, epoch
         self._record = counters.records.append
         self._entered, self._thread = now, counters.identify()  # the call in progress, or 0

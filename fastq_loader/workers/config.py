@@ -45,7 +45,6 @@ class Plan:
         make_pool: makes the pool, a `WorkerPool`; None on another machine, and in proxies.
         for_device: whether batches go on to a device, and are laid out for it.
         save_generators: whether workers send the states of their generators with each batch.
-        reseed: whether the user's own generators are seeded for each batch, too.
         grace: seconds for which a worker outlives a SIGTERM that its consumer did not send.
         kept: objects of the loader that its later pools use again, by name.
     """
@@ -64,7 +63,6 @@ class Plan:
     make_pool: Callable[[Plan], Any] | None
     for_device: bool = False
     save_generators: bool = False
-    reseed: bool = False
     grace: float = 0.0
     kept: dict[str, Any] = field(default_factory=dict, repr=False)
 

@@ -8,7 +8,6 @@ needs from the worker is sent to the consumer with each batch (see `reading.read
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 from typing import Any
 
@@ -36,22 +35,22 @@ class WorkerReader(Reader):
         state: state of the worker after the last loaded batch, as a sealed pickle; b"" if it has no state.
         remarks: remarks on that batch, as a sealed pickle; b"" without remarks. They are the samples that
             could not be read (`TolerantFetcher.bad`), the exception of the last one (from `dump_exception`,
-            or None), the names of the user's own generators that the first batch drew from, although any
-            worker may load any batch, and the names of parts that may hold further ones.
+            or None), and after the first batch the names of generators that the dataset has for itself,
+            although any worker may load any batch.
         timing: times of that batch, as in `Answer`: fetched, collated, slowest, slowest_at.
     """
 
     def __init__(self, setup: Setup) -> None:
         plan = setup.plan
         rules = vars(plan.rules)
-        of_all = plan.workers, plan.save_generators, plan.reseed
-        super().__init__(None, None, None, rules, setup.worker, *of_all)
+        super().__init__(None, None, None, rules, setup.worker, plan.workers, plan.save_generators)
         self.epochs = 0
         self.failure: Exception | None = None
         self.state = self.remarks = b""
         self.timing = (0, 0, 0, 0)
         self._setup = setup
         self._fetched = False  # any batch since the worker was started
+        self._private: list[str] = []  # see `remarks`
         try:
             self._start()
         except Exception as error:
@@ -72,6 +71,8 @@ class WorkerReader(Reader):
         )
         if parts["worker_init_fn"] is not None:
             parts["worker_init_fn"](setup.worker)
+        if setup.plan.shared_tasks:
+            self._private = generators.held_by(self.dataset)
 
     def begin_epoch(self, epoch: Epoch) -> None:
         """Make the fetcher of an epoch, whose batches are seeded from its base seed if there is one."""
@@ -93,7 +94,6 @@ class WorkerReader(Reader):
 
     def load(self, seq: int, index: Any) -> Any:
         """Load a batch as any reader does, and record the values that its answer reports."""
-        before = None if self._fetched or not self._setup.plan.shared_tasks else self._own_snapshot()
         self._fetched = True
         try:
             return super().load(seq, index)
@@ -103,25 +103,11 @@ class WorkerReader(Reader):
             state = self.state_bytes()
             self.state = seal(state, self._setup.token) if state else b""
             self.remarks = b""
-            drawn, unseen = ([], []) if before is None else self._drawn_since(before)
-            if drawn or unseen or fetcher.error is not None:
+            if fetcher.error is not None or self._private:
                 error, fetcher.error = fetcher.error, None
                 last = None if error is None else dump_exception(error, self._setup.worker)
-                self.remarks = seal(pickle.dumps((fetcher.bad, last, drawn, unseen)), self._setup.token)
-
-    def _own_snapshot(self) -> generators.GeneratorSnapshot | None:
-        """Snapshot of the generators that the dataset and the collate function own, if `reseed` is off."""
-        with contextlib.suppress(Exception):  # a generator of a device that this process cannot use
-            return generators.GeneratorSnapshot({} if self._setup.plan.reseed else self._own_generators())
-        return None
-
-    def _drawn_since(self, before: generators.GeneratorSnapshot) -> tuple[list[str], list[str]]:
-        """Names of the user's own generators that moved, and of parts that may hold further ones. The latter
-        only if any moved, or all should be seeded."""
-        own, drawn, reseeds = self._own_generators(), list[str](), self._setup.plan.reseed
-        with contextlib.suppress(Exception):  # as above
-            drawn = [] if reseeds else before.moved_since(own)
-        return drawn, own.unseen if drawn or reseeds else []
+                self.remarks = seal(pickle.dumps((fetcher.bad, last, self._private)), self._setup.token)
+                self._private = []
 
     def _seed(self, base_seed: int, seq: int) -> int:
         seed = super()._seed(base_seed, seq)

@@ -6,22 +6,19 @@ import functools
 import itertools
 import random
 import time
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import get_worker_info
 
-from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin, WorkerReplaced
+from fastq_loader import DataLoader, Dynamic, RoundRobin
 from fastq_loader.scheduling.schedules import Schedule
-from tests.support.crimes import kill_itself
-from tests.support.datasets import SAMPLES, CountingSampler, Drawing, Made, MapDataset, Sized, Stream
+from tests.support.datasets import SAMPLES, CountingSampler, Drawing, Made, MapDataset, Stream
 from tests.support.gates import Gates, once
-from tests.support.loaders import MANY_WORKERS, WORKERS, generator_states, seed_all
+from tests.support.loaders import MANY_WORKERS, WORKERS, seed_all
 from tests.support.samplers import FailsAt3
 from tests.support.thorough import thorough
 
@@ -76,127 +73,6 @@ def test_bits_do_not_depend_on_workers_options_or_time(workers: int, options: di
     """Nor on what an init function seeds, or on an epoch that was broken off before."""
     asked = {name: options[name] for name in ("sampler", "stop") if name in options}
     assert epochs(2, LATE_DRAWS, workers, **options) == epochs(2, DRAWS, 0, **asked)
-
-
-class OwnGenerators(Sized, Dataset):
-    """Draws from generators of its own, of each kind, and from a global one. In a folder where nobody was,
-    sample 11 ends its worker."""
-
-    length = SIZE
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self.numpys = np.random.default_rng(0), np.random.RandomState(1)
-        self.others = {"torch": torch.Generator().manual_seed(3), "random": random.Random(4)}
-        self.folder = folder
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        if self.folder is not None and index == 11 and not any(self.folder.iterdir()):
-            (self.folder / "was here").touch()
-            kill_itself(index)
-        (new, old), others = self.numpys, self.others
-        drawn = [new.random(), old.rand(), others["random"].random(), random.random()]
-        drawn.append(torch.rand((), generator=others["torch"]).item())
-        return index, torch.tensor(drawn, dtype=torch.float64)
-
-
-RESEED = Dynamic(reseed=True)
-
-
-class Behind(Sized, Dataset):
-    """Draws by a method that a chain of other things calls."""
-
-    length = SIZE
-
-    def __init__(self, draw: Any) -> None:
-        self.draw = draw
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        return index, torch.tensor(self.draw(), dtype=torch.float64)
-
-
-class Noise:
-    of_class = random.Random(5)
-
-    def __init__(self) -> None:
-        self.queue = deque([random.Random(6)])
-
-    def of_queue(self) -> float:
-        return self.queue[0].random()
-
-    def default(self, rng: Any = np.random.default_rng(7)) -> float:  # noqa: B008
-        return float(rng.random())
-
-    @classmethod
-    def by_class(cls) -> float:
-        return cls.of_class.random()
-
-
-def closed() -> Any:
-    rng = random.Random(8)
-    return lambda: rng.random()
-
-
-def drawn_from(rng: random.Random, *, more: random.Random) -> float:
-    return rng.random() + more.random()
-
-
-BEHIND: dict[str, Any] = {
-    "closure": closed,
-    "bound method": lambda: Noise().of_queue,
-    "default": lambda: Noise().default,
-    "class": lambda: Noise.by_class,
-    "partial": lambda: functools.partial(drawn_from, random.Random(9), more=random.Random(10)),
-    "builtin": lambda: random.Random(11).random,
-}
-
-
-@thorough(but={"way": ["closure", "bound method", "class"]})
-@pytest.mark.parametrize("way", BEHIND)
-def test_generators_are_seeded_wherever_the_dataset_holds_them(way: str) -> None:
-    found = [epochs(1, Behind(BEHIND[way]()), workers, schedule=RESEED) for workers in (0, 2)]
-    assert found[0] == found[1]
-
-
-@thorough(after=2)
-@pytest.mark.parametrize(
-    ("workers", "options"),
-    [
-        (0, {}),
-        (2, {"persistent_workers": True}),
-        (2, {"prefetch_factor": 7, "stop": 3}),
-        *((workers, {"multiprocessing_context": "fork"}) for workers in (1, 2, 3)),
-        *((2, {"multiprocessing_context": method}) for method in ("spawn", "forkserver")),
-    ],
-    ids=str,
-)
-def test_own_generators_are_seeded_for_each_batch_where_that_is_asked_for(
-    workers: int, options: dict[str, Any]
-) -> None:
-    dataset = OwnGenerators()
-    before = generator_states(dataset)[3:]  # the first are the process's own
-    asked = {"schedule": RESEED, "stop": options.get("stop")}
-    found = epochs(2, dataset, workers, **{**options, **asked})
-    assert found == epochs(2, OwnGenerators(), 0, **asked)
-    assert generator_states(dataset)[3:] == before, "the consumer's are left alone"
-    rows = [tuple(row) for batch in found[-1] for row in batch[1]]
-    for column in zip(*rows, strict=True):
-        assert len(set(column)) == SIZE, "each batch has other numbers, and each sample"
-
-
-def test_own_generators_are_seeded_in_a_successor_in_a_resumed_epoch_and_in_a_replay(tmp_path: Path) -> None:
-    [expected] = epochs(1, OwnGenerators(), 0, schedule=RESEED)
-    options: Any = {"num_workers": 2, "schedule": RESEED, "workers": Processes(max_restarts=1)}
-    one, other, dies = (
-        DataLoader(OwnGenerators(folder), 3, True, **options) for folder in (None, None, tmp_path)
-    )
-    seed_all(11)
-    with pytest.warns(WorkerReplaced):
-        assert [as_lists(batch) for batch in dies] == expected
-    seed_all(11)
-    list(itertools.islice(one, 4))
-    other.load_state_dict(one.state_dict())
-    assert [as_lists(batch) for batch in other] == expected[4:]
-    assert as_lists(one.replay(epoch=0, batch=6)) == expected[6]
 
 
 def test_without_order_the_batches_are_the_same_ones_and_epochs_differ() -> None:

@@ -43,10 +43,9 @@ def test_a_wrong_window_is_named_when_it_is_made(kind: Any, window: Any, error: 
         dataclasses.replace(kind(window=WIDEST_WINDOW), window=window)
 
 
-@pytest.mark.parametrize(("kind", "name"), [(RoundRobin, "save_generators"), (Dynamic, "reseed")])
-def test_what_is_not_true_or_false_is_named(kind: Any, name: str) -> None:
-    with pytest.raises(TypeError, match=rf"{kind.__name__}\(.*{name}=1\): {name} must be True or False"):
-        kind(**{name: 1})
+def test_what_is_not_true_or_false_is_named() -> None:
+    with pytest.raises(TypeError, match=r"RoundRobin\(.*=1\): save_generators must be True or False"):
+        RoundRobin(save_generators=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -137,22 +137,12 @@ class Hints:
         )
 
     def _private_generators(self) -> str | None:
-        names, unseen = ", ".join(sorted(self._log.drawn_from)), ", ".join(sorted(self._log.unseen)[:3])
-        if not (names or unseen):
+        if not (names := ", ".join(sorted(self._log.private_generators))):
             return None
-        more = unseen and f"The search for generators left out {unseen}: there may be others"
-        if not names:
-            return (
-                f"{more}, which Dynamic(reseed=True) does not seed: their numbers would depend on the "
-                "worker. It searches a thousand objects, and cannot seed a generator whose class saves its "
-                "state itself: make generators attributes of the dataset, or draw from a global one"
-            )
         return (
-            f"Batches drew from {names}, and each worker has its own copy: with "
-            "schedule='dynamic' the numbers of a batch depend on the worker that loads it. "
-            "schedule=fastq_loader.Dynamic(reseed=True) seeds these for each batch; or draw from the global "
-            "generator of torch, Python or numpy, which is seeded for each batch anyway"
-            + (more and f". {more}")
+            f"{names}: each worker has its own copy of such a generator. With schedule='dynamic' the random "
+            "numbers that a batch draws from it depend on the worker that loads the batch. Draw from the "
+            "global generator of torch, Python or numpy, which is seeded for each batch"
         )
 
     def _tiny_batches(self) -> str | None:
