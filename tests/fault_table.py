@@ -103,7 +103,7 @@ FAULTS = (
     Fault(
         "the pages of blocks that nobody needs are kept",
         "memory/pool.py",
-        "            self.arena.mapping.punch(block.offset, block.size)\n",
+        "        self.arena.mapping.punch(block.offset, block.size)\n",
         "",
         "guarantee: memory",
         "memory/test_pool.py",

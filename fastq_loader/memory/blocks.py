@@ -62,21 +62,22 @@ class Block:
 
     Attributes:
         offset, size: in bytes.
+        room: bytes of its address range: a small block may lie in the range of a larger one, which had lost
+            its pages.
         state: by the table above.
         writer: the owner of the current grant, or of the last one.
-        home: the worker that made it.
         kept: its writer has answered and neither used nor returned it: user code in the worker references it.
         last_task: number of tasks at the time when it was last written to or held.
     """
 
-    __slots__ = ("home", "kept", "last_task", "offset", "size", "state", "writer")
+    __slots__ = ("kept", "last_task", "offset", "room", "size", "state", "writer")
 
-    def __init__(self, offset: int, size: int, home: int) -> None:
+    def __init__(self, offset: int, size: int, room: int) -> None:
         self.offset = offset
         self.size = size
+        self.room = room
         self.state = GRANTED
-        self.writer = BlockOwner(home)
-        self.home = home
+        self.writer = BlockOwner(None)
         self.kept = False
         self.last_task = 0
 

@@ -9,9 +9,9 @@ leads to FREE.
 A worker makes new blocks on its own when no granted block fits, in its own part of the arena's address range.
 The pool adopts them with the answer. So no worker ever waits for space.
 
-The need for blocks is measured in tasks and sizes. Batches of a few kinds may take turns, and the kind of the
-next one is unknown. So a task gets enough for any of them, and returns the rest; else their blocks would be
-made anew all the time. A kind that has not occurred for many tasks is forgotten.
+A task is granted what the largest of the last `RECENT` batches would need, and returns the rest. Free blocks
+beyond that are *cold*: their pages go back to the system, but the pool keeps their address ranges. A later
+block that needs no more room than a cold one lies there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from fastq_loader.errors import InvalidTransition, ProtocolError, Transitions
@@ -37,72 +39,9 @@ if TYPE_CHECKING:
     from fastq_loader.memory.arena import Arena
 
 _NEXT = Transitions("a block", BLOCK_TRANSITIONS)
-#: Tasks after which an unused block goes back to the system. Making 200 MB of pages anew takes as long as a
-#: thousand of the smallest batches.
-PATIENCE = 1000
-#: Tasks after which a kind of batch that has not occurred is not expected any more: tasks are not granted
-#: blocks for it, and blocks that only it needs go back to the system.
-EXPECTED = 125
-#: Kinds of batches that are distinguished. If there are more, their sizes are so many that blocks of one kind
-#: serve another.
-KINDS = 4
-
-
-class RecentUsage:
-    """The needs of the recent batches.
-
-    Attributes:
-        tasks: number of tasks so far.
-        wanted: bytes of the blocks that serve every recent kind of batch, each by itself; descending.
-        batch_bytes: bytes of a batch's blocks: a maximum that decays over some hundred batches.
-    """
-
-    def __init__(self) -> None:
-        self.tasks = 0
-        self.wanted: tuple[int, ...] = ()
-        self.batch_bytes = 0.0
-        self._kinds: dict[tuple[int, ...], int] = {}  # bytes of a batch's blocks → its last task; newest last
-        self._next_check = EXPECTED
-
-    def learn(self, kind: tuple[int, ...]) -> None:
-        """Record a batch that used blocks of these sizes, in descending order."""
-        known = self._kinds.pop(kind, None) is not None
-        self._kinds[kind] = self.tasks
-        if not known:
-            if len(self._kinds) > KINDS:
-                del self._kinds[next(iter(self._kinds))]
-            self._want()
-        self.batch_bytes = max(sum(kind), 0.99 * self.batch_bytes)
-
-    def _want(self) -> None:
-        wanted: list[int] = []
-        for kind in sorted(self._kinds, reverse=True):
-            left = list(wanted)
-            for size in kind:
-                fitting = [other for other in left if size <= other <= 2 * size]
-                if fitting:
-                    left.remove(fitting[-1])
-                else:
-                    wanted.append(size)
-            wanted.sort(reverse=True)
-        self.wanted = tuple(wanted)
-
-    def cold(self) -> int:
-        """From time to time, return the number of the task since which a block must have been used to stay;
-        else 0.
-
-        Kinds of batches that have not occurred recently are forgotten.
-        """
-        if self.tasks < self._next_check:
-            return 0
-        self._next_check = self.tasks + EXPECTED // 8
-        lasting = {kind: task for kind, task in self._kinds.items() if task >= self.tasks - EXPECTED}
-        if len(lasting) < len(self._kinds):
-            self._kinds = lasting
-            self._want()
-            if not lasting:
-                self.batch_bytes = 0.0
-        return self.tasks - PATIENCE
+_last_task = attrgetter("last_task")
+#: Number of batches whose needs count.
+RECENT = 32
 
 
 class BlockPool:
@@ -116,7 +55,8 @@ class BlockPool:
         block_at: returns the block at an offset, or None.
         nbytes: bytes of all blocks.
         free_blocks: number of free blocks.
-        demand: the needs of the recent batches.
+        wanted: bytes of the blocks that serve each of the recent batches by itself; descending.
+        batch_bytes: bytes of the largest of these batches.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -130,18 +70,16 @@ class BlockPool:
         self._held_bytes = 0
         self._kept_bytes = 0
         self.free_blocks = 0
-        self._space: dict[int, list[tuple[int, int]]] = {}  # worker → ranges of its trimmed blocks
-        self.demand = RecentUsage()
-        self._needs: list[int] = []  # bytes of the newest batch in each block; `_kind` is its kind
-        self._kind: tuple[int, ...] = ()
+        self._cold: list[tuple[int, int]] = []  # ranges without pages (bytes, offset), ascending
+        self.wanted: tuple[int, ...] = ()
+        self.batch_bytes = 0
+        self._tasks = 0
+        self._needs: list[int] = []  # bytes of the newest batch in each block
+        self._kind: tuple[int, ...] = ()  # sizes of blocks for it, descending
+        self._kinds: dict[tuple[int, ...], int] = {}  # kinds of the recent batches → their last tasks
 
     def __len__(self) -> int:
         return len(self._blocks)
-
-    @property
-    def batch_bytes(self) -> float:
-        """Bytes of a batch's blocks: a maximum that decays over some hundred batches."""
-        return self.demand.batch_bytes
 
     # ---- the life of a block ------------------------------------------------------------------
 
@@ -164,13 +102,12 @@ class BlockPool:
         return block
 
     def grant(self, holder: BlockOwner) -> Extents:
-        """Grant free blocks for a batch like the recent ones, if available."""
-        demand = self.demand
-        demand.tasks += 1
-        if not demand.wanted:
+        """Grant blocks for a batch like the recent ones, if there are any."""
+        self._tasks += 1
+        if not self.wanted:
             return ()
         grants: list[tuple[int, int]] = []
-        for wanted in demand.wanted:
+        for wanted in self.wanted:
             free = self._free.get(wanted)
             block = self._move(free.pop(), "grant") if free else self._take(wanted)
             if block is not None:
@@ -180,11 +117,15 @@ class BlockPool:
 
     def _take(self, wanted: int) -> Block | None:
         # A block up to twice as large will do. With sizes that vary, a higher limit would let small batches
-        # hold large blocks.
+        # hold large blocks. A cold one has no pages.
         for size in self._sizes[bisect_left(self._sizes, wanted) : bisect_right(self._sizes, 2 * wanted)]:
             if self._free[size]:
                 return self._move(self._free[size].pop(), "grant")
-        return None
+        at = bisect_left(self._cold, (wanted, 0))
+        if at == len(self._cold):
+            return None
+        room, offset = self._cold.pop(at)
+        return self._add(Block(offset, wanted, room))
 
     def accept(
         self, worker: int, used: Extents, fresh: Extents, returned: tuple[int, ...], given: Extents
@@ -204,11 +145,12 @@ class BlockPool:
         """
         self._check_own(worker, used, fresh, returned)
         for offset, size in fresh:
-            self._adopt(worker, offset, size)
+            self._add(Block(offset, size, size)).writer = BlockOwner(worker)
+            self.grown += 1
         if returned:
             self.give_back(returned)
         for offset, _ in used:
-            self._move(offset, "fill").last_task = self.demand.tasks
+            self._move(offset, "fill").last_task = self._tasks
         for offset, size in given:
             block = self._blocks[offset]
             if block.state == GRANTED and not block.kept and block.writer == (worker, None):
@@ -218,7 +160,25 @@ class BlockPool:
             needs = [need for _, need in used]
             if needs != self._needs:
                 self._needs, self._kind = needs, tuple(sorted(map(size_class, needs), reverse=True))
-            self.demand.learn(self._kind)
+            known = self._kind in self._kinds
+            self._kinds[self._kind] = self._tasks
+            if not known:
+                self._want()
+
+    def _want(self) -> None:
+        """Compute what the recent batches need."""
+        self.batch_bytes = max(map(sum, self._kinds), default=0)
+        wanted: list[int] = []
+        for kind in sorted(self._kinds, reverse=True):
+            left = list(wanted)
+            for size in kind:
+                fitting = [other for other in left if size <= other <= 2 * size]
+                if fitting:
+                    left.remove(fitting[-1])
+                else:
+                    wanted.append(size)
+            wanted.sort(reverse=True)
+        self.wanted = tuple(wanted)
 
     def _check_own(self, worker: int, used: Extents, fresh: Extents, returned: tuple[int, ...]) -> None:
         named, made = [*[offset for offset, _ in used], *returned], {offset for offset, _ in fresh}
@@ -233,14 +193,14 @@ class BlockPool:
             if block.state != GRANTED:
                 raise ProtocolError(f"worker {worker} names the block at {offset}, which is {block.state}")
 
-    def _adopt(self, worker: int, offset: int, size: int) -> None:
-        block = self._blocks[offset] = Block(offset, size, worker)
-        block.last_task = self.demand.tasks
-        if size not in self._free:
-            self._free[size] = deque()
-            insort(self._sizes, size)
-        self.grown += 1
-        self.nbytes += size
+    def _add(self, block: Block) -> Block:
+        self._blocks[block.offset] = block
+        block.last_task = self._tasks
+        if block.size not in self._free:
+            self._free[block.size] = deque()
+            insort(self._sizes, block.size)
+        self.nbytes += block.size
+        return block
 
     def deliver(self, offsets: Sequence[int]) -> None:
         """Hand out the batch in these blocks; its views hold leases."""
@@ -250,7 +210,7 @@ class BlockPool:
     def release(self, offsets: Iterable[int]) -> None:
         """Free blocks whose last views are gone."""
         for offset in offsets:
-            self._move(offset, "release").last_task = self.demand.tasks
+            self._move(offset, "release").last_task = self._tasks
 
     def collect(self) -> None:
         """Free the blocks whose last view has died."""
@@ -285,10 +245,8 @@ class BlockPool:
     def trim(self, batches: int, forget: Callable[[int], None] | None = None) -> bool:
         """Give the pages of unneeded blocks back to the system.
 
-        Blocks still referenced by the user or the dataset are never trimmed. Of the others, as many stay as
-        `batches` batches need, so that a loop that kept batches for a while returns their memory; blocks that
-        were unused for many tasks go anyway. A trimmed block is no longer a block: its address range goes to
-        the worker that made it, see `space`.
+        Blocks still referenced by the user or the dataset keep theirs. Of the others, as many keep them as
+        `batches` batches need, so that a loop that kept batches for a while returns their memory.
 
         Args:
             batches: number of batches for which blocks stay.
@@ -296,50 +254,51 @@ class BlockPool:
                 must not read them any more.
 
         Returns:
-            Whether there is new `space` to send to workers.
+            Whether any block lost its pages: then there may be `space` to send to workers.
         """
-        spare = self._take_spare(batches)
-        for block in spare:
-            if forget is not None:
-                forget(block.offset)
-            self.arena.mapping.punch(block.offset, block.size)
-            self._space.setdefault(block.home, []).append((block.offset, block.size))
-        return bool(spare)
+        recent = {kind: task for kind, task in self._kinds.items() if task > self._tasks - RECENT}
+        if len(recent) < len(self._kinds):
+            self._kinds = recent
+            self._want()
+        needed = batches * max(self.batch_bytes, sum(self.wanted))
+        spare = before = self.nbytes - self._held_bytes - self._kept_bytes - needed
+        if spare <= 0:
+            return False
+        for block in sorted(map(self._blocks.__getitem__, chain(*self._free.values())), key=_last_task):
+            if block.size <= spare:
+                spare -= block.size
+                self._cool(block, forget)
+        return spare < before
 
-    def _take_spare(self, batches: int) -> list[Block]:
-        taken: list[Block] = []
-        demand = self.demand
-        since = demand.cold()
-        for size in self._sizes if since > 0 else ():
-            free = self._free[size]
-            while free and self._blocks[free[0]].last_task < since:
-                taken.append(self._take_coldest(size))
-        needed = batches * max(demand.batch_bytes, sum(demand.wanted))
-        spare = self.nbytes - self._held_bytes - self._kept_bytes - int(needed)
-        for size in reversed(self._sizes) if spare > 0 else ():
-            while self._free[size] and spare >= size:
-                spare -= size
-                taken.append(self._take_coldest(size))
-        return taken
-
-    def _take_coldest(self, size: int) -> Block:
-        self.nbytes -= size
+    def _cool(self, block: Block, forget: Callable[[int], None] | None) -> None:
+        if forget is not None:
+            forget(block.offset)
+        self.arena.mapping.punch(block.offset, block.size)
+        del self._blocks[block.offset]
+        self._free[block.size].remove(block.offset)
+        self.nbytes -= block.size
         self.free_blocks -= 1
-        return self._blocks.pop(self._free[size].popleft())
+        insort(self._cold, (block.room, block.offset))
 
     def space(self, worker: int) -> Extents:
-        """Take the address ranges (offset, size) of trimmed blocks in which `worker` may make new blocks."""
-        return tuple(self._space.pop(worker)) if worker in self._space else ()
+        """Take the cold ranges (offset, size) out of a worker's part of the arena, if there are so many that
+        it may lack room for larger blocks: it makes new blocks there."""
+        start, end = self.arena.mapping.region(worker)
+        cold = [(room, offset) for room, offset in self._cold if start <= offset < end]
+        if sum(room for room, _ in cold) < (end - start) // 4:
+            return ()
+        self._cold = [each for each in self._cold if not start <= each[1] < end]
+        return tuple((offset, room) for room, offset in cold)
 
     def clear_space(self, worker: int) -> Extents:
         """The ranges (offset, size) of a dead worker's part of the arena in which its successor may make
         blocks: everything outside of blocks. Pages that the dead worker wrote there go back to the system."""
-        self._space.pop(worker, None)
         start, end = self.arena.mapping.region(worker)
+        self._cold = [each for each in self._cold if not start <= each[1] < end]
         gaps = []
         for offset in sorted(offset for offset in self._blocks if start <= offset < end):
             gaps.append((start, offset - start))
-            start = offset + self._blocks[offset].size
+            start = offset + self._blocks[offset].room
         space = tuple(gap for gap in [*gaps, (start, end - start)] if gap[1])
         for gap in space:
             self.arena.mapping.punch(*gap)

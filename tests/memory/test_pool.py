@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -25,25 +25,12 @@ from fastq_loader.memory.blocks import (
     Extents,
     size_class,
 )
-from fastq_loader.memory.pool import KINDS, BlockPool, RecentUsage
+from fastq_loader.memory.pool import RECENT, BlockPool
 from tests.support.invariants import check_pool, states
 from tests.support.thorough import examples
 
 WORKERS = 3
-PATIENT = 12  # tasks, in place of a thousand
 REGION = 1 << 40  # bytes of address range for each worker in these tests
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _the_pool_is_impatient() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastq_loader.memory.pool.PATIENCE", PATIENT)
-        patch.setattr("fastq_loader.memory.pool.EXPECTED", PATIENT)
-        yield
-
-
-# ---- the table --------------------------------------------------------------------------------------
-
 B = SMALLEST
 
 
@@ -62,9 +49,9 @@ def trimmed(pool: BlockPool, batches: int) -> list[tuple[int, int]]:
     """The blocks whose pages go back."""
     punch: Any = pool.arena.mapping.punch
     punch.reset_mock()
-    there_is_space = pool.trim(batches)
+    some = pool.trim(batches)
     blocks = [each.args for each in punch.call_args_list]
-    assert there_is_space == bool(blocks)
+    assert some == bool(blocks)
     return blocks
 
 
@@ -83,11 +70,6 @@ EVENTS: dict[str, Callable[[BlockPool, int], object]] = {
     "drop": lambda pool, offset: pool.drop([offset]),
     "release": lambda pool, offset: pool.release([offset]),
 }
-
-
-def after(state: str, event: str) -> str | None:
-    """The state after an event, by the table."""
-    return BLOCK_TRANSITIONS[state].get(event)
 
 
 # ---- what a worker says -----------------------------------------------------------------------------
@@ -155,17 +137,32 @@ def test_trimming_keeps_what_some_batches_need_beside_those_that_users_hold() ->
     check_pool(pool)
 
 
-def test_a_trimmed_block_is_a_range_for_the_worker_that_made_it_or_for_its_successor() -> None:
+def test_a_cold_block_serves_a_smaller_one_before_a_worker_makes_a_new_one() -> None:
     pool = new_pool()
-    for worker in (0, 1):
-        pool.drop(write(pool, worker, B))
-    (one,), (other,) = pool.grant(BlockOwner(0)), pool.grant(BlockOwner(1))
-    assert (one, other) == ((REGION, B), (0, B)), "each writes to the other's"
-    pool.give_back([0, REGION])
-    assert len(trimmed(pool, 0)) == 2
-    assert (pool.space(1), pool.space(1)) == (((REGION, B),), ())
-    write(pool, 0, B, at=3 * B)
-    assert pool.clear_space(0) == ((0, 3 * B), (4 * B, REGION - 4 * B))
+    pool.drop([*write(pool, 0, 8 * B), *write(pool, 1, B)])
+    for _ in range(RECENT):
+        assert trimmed(pool, 1) == [], "batches like them may come again"
+        pool.give_back([offset for offset, _ in pool.grant(BlockOwner(0))])
+    assert trimmed(pool, 1) == [(0, 8 * B), (REGION, B)]
+    write(pool, 1, B, at=B)
+    assert [pool.grant(BlockOwner(0)) for _ in range(3)] == [((REGION, B),), ((0, B),), ()]
+    assert pool.usage() == (3, 0, 3 * B)
+    pool.give_back([0])
+    assert trimmed(pool, 0) == [(0, B)]
+    write(pool, 0, 8 * B, at=8 * B)
+    assert pool.grant(BlockOwner(0)) == ((0, 8 * B),), "it has its room again"
+
+
+def test_a_range_full_of_cold_blocks_goes_back_to_the_worker() -> None:
+    pool = new_pool()
+    pool.drop(write(pool, 0, REGION // 8, at=B))
+    assert trimmed(pool, 0) == [(B, REGION // 8)]
+    assert pool.space(0) == (), "there is room enough"
+    write(pool, 0, B)
+    pool.drop(write(pool, 0, REGION // 8, at=REGION // 4))
+    assert trimmed(pool, 0) == [(REGION // 4, REGION // 8)]
+    assert pool.space(1) == ()
+    assert pool.space(0) == ((B, REGION // 8), (REGION // 4, REGION // 8))
     assert pool.space(0) == ()
 
 
@@ -178,7 +175,7 @@ class Known:
 
     size: int
     writer: BlockOwner | None
-    home: int
+    room: int
     state: str = GRANTED
     kept: bool = False
 
@@ -191,7 +188,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.pool = new_pool()
         self.model: dict[int, Known] = {}
         self.ends = [worker * REGION for worker in range(WORKERS)]
-        self.space: list[list[tuple[int, int]]] = [[] for _ in range(WORKERS)]
+        self.cold: dict[int, int] = {}  # offset → bytes
         self.grown = 0
 
     def pick(self, data: st.DataObject, *states: str) -> int:
@@ -206,7 +203,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def make(self, worker: int, fresh: Extents) -> None:
         self.pool.accept(worker, (), fresh, (), ())
         for offset, size in fresh:
-            self.model[offset] = Known(size, BlockOwner(worker), worker)
+            self.model[offset] = Known(size, BlockOwner(worker), size)
         self.grown += len(fresh)
 
     @rule(worker=st.integers(0, WORKERS - 1), needs=st.lists(st.integers(1, 1 << 20), max_size=3))
@@ -222,10 +219,13 @@ class LedgerMachine(RuleBasedStateMachine):
     def grant(self, holder: BlockOwner) -> None:
         granted = self.pool.grant(holder)
         offsets = [offset for offset, _ in granted]
-        wanted = self.pool.demand.wanted
+        wanted = self.pool.wanted
         assert len(offsets) <= len(wanted)
         assert len(set(offsets)) == len(offsets), "one block granted twice"
         for offset, size in granted:
+            if offset in self.cold:
+                self.model[offset] = Known(size, holder, self.cold.pop(offset), FREE)
+                assert size in wanted
             known = self.model[offset]
             assert (known.state, known.size) == (FREE, size), "a block in use was granted"
             assert any(want <= size <= 2 * want for want in wanted), "a block too small, or too large"
@@ -233,6 +233,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if not granted:
             free = [known.size for known in self.model.values() if known.state == FREE]
             assert not [size for size in free if any(want <= size <= 2 * want for want in wanted)]
+            assert not wanted or max(self.cold.values(), default=0) < min(wanted)
 
     def of(self, holder: BlockOwner | None, *states: str) -> Extents:
         return tuple((o, k.size) for o, k in self.model.items() if k.state in states and k.writer == holder)
@@ -265,7 +266,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), event=st.sampled_from(["give_back", "drop", "release"]))
     def one_block(self, data: st.DataObject, event: str) -> None:
         offset = self.pick(data, *BLOCK_TRANSITIONS)
-        target = after(self.model[offset].state, event)
+        target = BLOCK_TRANSITIONS[self.model[offset].state].get(event)
         if target is None:
             with pytest.raises(InvalidTransition):
                 EVENTS[event](self.pool, offset)
@@ -284,7 +285,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for offset, size in trimmed(self.pool, batches):
             known = self.model.pop(offset)
             assert (known.state, known.size) == (FREE, size), "a block in use was trimmed"
-            self.space[known.home].append((offset, size))
+            self.cold[offset] = known.room
 
     @rule(worker=st.integers(0, WORKERS - 1), ticket=st.integers(1, 2))
     def hand_over(self, worker: int, ticket: int) -> None:
@@ -299,21 +300,14 @@ class LedgerMachine(RuleBasedStateMachine):
         """A new process for a dead worker may make blocks wherever none lies."""
         self.writer_dead(worker)
         start, end = worker * REGION, (worker + 1) * REGION
-        spans = sorted((offset, known.size) for offset, known in self.model.items() if start <= offset < end)
+        spans = sorted((offset, known.room) for offset, known in self.model.items() if start <= offset < end)
         spans += self.pool.clear_space(worker)
         at = start
         for offset, size in sorted(spans):
             assert offset == at, "space overlaps a block, or some was forgotten"
             at += size
         assert at == end
-        self.space[worker] = []
-
-    @rule(worker=st.integers(0, WORKERS - 1))
-    def hand_back_space(self, worker: int) -> None:
-        space = self.pool.space(worker)
-        assert sorted(space) == sorted(self.space[worker])
-        self.space[worker] = []
-        self.make(worker, space)  # the same blocks again
+        self.cold = {offset: room for offset, room in self.cold.items() if not start <= offset < end}
 
     @invariant()
     def agrees_with_the_model(self) -> None:
@@ -321,6 +315,7 @@ class LedgerMachine(RuleBasedStateMachine):
         known = self.model.values()
         assert states(self.pool) == {offset: block.state for offset, block in self.model.items()}
         assert self.pool.grown == self.grown
+        assert {offset: room for room, offset in self.pool._cold} == self.cold
         assert self.pool.free_blocks == sum(block.state == FREE for block in known)
         for offset, of_model in self.model.items():
             block = self.pool.block_at(offset)
@@ -332,44 +327,34 @@ TestLedger = LedgerMachine.TestCase
 TestLedger.settings = examples(80, stateful_step_count=50)
 
 
-# ---- with the memory behind it ----------------------------------------------------------------------
-
-
-@pytest.fixture
-def pool() -> BlockPool:
-    return new_pool()
-
-
-@pytest.fixture
-def arena(pool: BlockPool) -> Any:
-    return pool.arena
-
-
-def test_pages_go_back_after_the_device_has_forgotten_them(pool: BlockPool, arena: Any) -> None:
+def test_pages_go_back_after_the_device_has_forgotten_them() -> None:
+    pool = new_pool()
+    arena: Any = pool.arena
     pool.drop(write(pool, 0, B, B))
     assert not pool.trim(1, arena.forget)
     assert pool.trim(0, arena.forget)
     forget, punch = call.forget, call.mapping.punch
-    assert arena.mock_calls == [forget(0), punch(0, B), forget(B), punch(B, B)]
-    assert (pool.space(0), pool.space(0), pool.space(1)) == (((0, B), (B, B)), (), ())
-    pool.drop(write(pool, 1, B))
-    assert pool.trim(0)
+    assert [each for each in arena.mock_calls if each[0] != "mapping.region"] == [
+        forget(0),
+        punch(0, B),
+        forget(B),
+        punch(B, B),
+    ]
     assert pool.usage() == (0, 0, 0)
 
 
-SIZES = st.lists(st.integers(1, 1000), max_size=4)
+SIZES = st.lists(st.integers(1, 1 << 20), min_size=1, max_size=4)
 
 
 @examples(100)
-@given(st.lists(SIZES, min_size=1, max_size=KINDS, unique_by=lambda kind: tuple(sorted(kind))))
-def test_a_task_gets_enough_for_any_recent_kind_of_batch(kinds: list[list[int]]) -> None:
-    demand = RecentUsage()
-    for kind in kinds:
-        demand.learn(tuple(sorted(kind, reverse=True)))
-    assert list(demand.wanted) == sorted(demand.wanted, reverse=True)
-    for kind in kinds:
-        left = sorted(demand.wanted)
-        for need in sorted(kind):
-            fitting = [size for size in left if need <= size <= 2 * need]
+@given(st.lists(SIZES, min_size=1, max_size=8))
+def test_a_task_gets_enough_for_any_recent_batch(batches: list[list[int]]) -> None:
+    pool = new_pool()
+    for at, needs in enumerate(batches):
+        write(pool, 0, *map(size_class, needs), at=at << 30)
+    for needs in batches:
+        left = sorted(pool.wanted)
+        for size in sorted(map(size_class, needs)):
+            fitting = [wanted for wanted in left if size <= wanted <= 2 * size]
             assert fitting, "a block of its own, at most twice as large"
             left.remove(fitting[0])

@@ -6,7 +6,7 @@ Pure. It reads the scheduler's private parts, because it speaks about them.
 
 from __future__ import annotations
 
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from fastq_loader.memory.blocks import FILLED, FREE, GRANTED, HELD
@@ -104,6 +104,7 @@ def check_pool(pool: BlockPool) -> None:
     assert pool._kept_bytes == sum(b.size for b in blocks if b.kept)
     assert all(b.state == GRANTED for b in blocks if b.kept), "a worker keeps what is not its own"
     assert pool.nbytes == sum(b.size for b in blocks)
-    spans = sorted([(b.offset, b.size) for b in blocks] + list(chain(*pool._space.values())))
+    assert all(b.size <= b.room for b in blocks)
+    spans = sorted([(b.offset, b.room) for b in blocks] + [(offset, room) for room, offset in pool._cold])
     for (left, size), (right, _) in pairwise(spans):
         assert left + size <= right, f"blocks {left} and {right} overlap"
