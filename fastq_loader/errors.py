@@ -134,15 +134,14 @@ class LoaderHint(UserWarning):
 
 
 class SameOrder(LoaderHint):
-    """A sampler with `set_epoch` yielded the same shuffle in two epochs: `set_epoch` was not called.
+    """A DistributedSampler repeats its shuffle: its `epoch` is that of an earlier epoch, of which at least 32
+    batches were delivered. Call its `set_epoch` before each epoch.
 
-    The first 32 batches are compared. There is no hint for an ascending order, with `shuffle=False`, for
-    fewer than 2 batches or 20 samples, if `set_epoch` has set another epoch, or if the first of the two
-    epochs was broken off before that.
+    Checked for torch's sampler and for those of this package, unless one of the two epochs was resumed.
 
     >>> warnings.simplefilter("error", SameOrder)
     >>> sampler = torch.utils.data.DistributedSampler(range(64), num_replicas=1, rank=0)
-    >>> loader = DataLoader(range(64), 16, sampler=sampler)
+    >>> loader = DataLoader(range(64), 2, sampler=sampler)
     >>> epochs = [list(loader), list(loader)]
     Traceback (most recent call last):
     fastq_loader.errors.SameOrder: ...: call its set_epoch(epoch) before each epoch

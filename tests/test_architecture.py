@@ -45,7 +45,7 @@ ROOMS = {
         "extras.insight extras.share workers packing reading statistics system errors", pure="keys"
     ),
     "extras.insight": Room(
-        "epoch options workers scheduling reading statistics system errors", pure="model chooser advice"
+        "epoch options workers scheduling statistics system errors", pure="model chooser advice"
     ),
     "extras.samplers": Room("reading errors"),
     "extras.transforms": Room("packing system"),
@@ -63,7 +63,7 @@ ROOMS = {
     "device": Room("packing memory ipc system errors statistics", pure="copies pinning"),
     "scheduling": Room("memory ipc errors", pure="*"),
     "packing": Room("memory ipc system errors"),
-    "reading": Room("memory ipc system errors", pure="first_indices"),
+    "reading": Room("memory ipc system errors"),
     "memory": Room("system errors", pure="pool blocks"),
     "statistics": Room("ipc system", pure="deliveries epoch records snapshots"),
     "ipc": Room("system errors", pure="messages decoding"),

@@ -195,10 +195,10 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         order.note_drawn()
         if mine.shared and order.pending is not None:
             order.pending = order.shared_now()
-        if loader.num_workers or loader.pin_memory or order.first is not None:  # else no hint can come
+        if loader.num_workers or loader.pin_memory or order.traits.wants_epochs:  # else no hint can come
             from fastq_loader.extras.insight.hints import Hints
 
-            self._hints = Hints(loader, mine.record, self._record, self._log)
+            self._hints = Hints(loader, mine.begun, self._record, self._log)
         mine.place = self._record, None
         mine.begun.append(self._record)
         resume = self._record.resume if self._dataset_kind == _DatasetKind.Iterable else ()

@@ -25,7 +25,6 @@ from fastq_loader.epoch.strategies import (
     from_json,
 )
 from fastq_loader.reading import generators, position, sampling
-from fastq_loader.reading.first_indices import FirstIndices
 from fastq_loader.scheduling.progress import START, Progress
 
 T = TypeVar("T")
@@ -59,7 +58,6 @@ class Order(Iterator[Any]):
         drawing: whether a draw is in progress.
         pending: states that the shared generators get for the draw of the first index, if a saved state
             fixes them; None once the first index was drawn.
-        first: the first indices of a new epoch, recorded if a sampler needs `set_epoch`; else None.
         strategy: how the indices are drawn.
     """
 
@@ -78,13 +76,10 @@ class Order(Iterator[Any]):
         self.traits, self.start = traits, start
         self.progress, self.position = progress, progress.head
         self.source: Iterator[Any] = iter(())
-        self.first: FirstIndices | None = None
         self.pending: dict[str, Any] | None = {}
         if saved is not None:
             samplers.set_epochs(index_sampler, start.epochs)
             self.pending = None if saved.now.drawn else start.first
-        elif traits.wants_epochs is not None:
-            self.first = FirstIndices(traits.wants_epochs)
         start.epochs = traits.epochs if saved is None else start.epochs
         self.drawing = False
         self._lock = threading.RLock()  # held during a draw: a stateful sampler is saved only between draws
@@ -308,10 +303,7 @@ class Order(Iterator[Any]):
             return self._record_states(partial(strategy.draw, self.source), start.first, prior)
 
     def _record_draw(self, index: Any, error: Exception | None, head: int) -> None:
-        strategy, first = self.strategy, self.first
+        strategy = self.strategy
         strategy.yields(self.position, (index, error), head)
         self.position += 1
-        if first is not None and not first.complete:
-            first.add(index)
-        is_recorded = strategy.due or (first is not None and not first.complete)
-        self._fast_until = 0 if is_recorded else strategy.last
+        self._fast_until = 0 if strategy.due else strategy.last

@@ -131,11 +131,15 @@ def set_epochs(index_sampler: Any, saved: dict[str, int]) -> None:
 
 
 def wants_epochs(index_sampler: Any) -> str | None:
-    """Name of the sampler that repeats its shuffle unless its `set_epoch` is called; None if there is no such
-    sampler."""
-    found = [part for part in chain(index_sampler) if callable(attribute(part, "set_epoch"))]
-    shuffles = found and all(attribute(part, "shuffle", True) is not False for part in found)
-    return type(found[0]).__name__ if shuffles else None
+    """Name of torch's DistributedSampler, or of one of this package's, if it repeats its shuffle unless its
+    `set_epoch` is called; None if there is no such sampler."""
+    parts = chain(index_sampler)
+    for part in parts:
+        if type(part) is DistributedSampler or is_computed(part):
+            inner = parts[-1]
+            shuffles = attribute(part, "shuffle", True) and (inner is part or type(inner) in _TORCHS_OWN)
+            return type(part).__name__ if shuffles else None
+    return None
 
 
 def compared(index_sampler: Any) -> dict[str, Any]:

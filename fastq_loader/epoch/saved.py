@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -185,27 +185,11 @@ def _dealt(
     iterable = options.is_iterable(loader)
     if not (iterable or known):
         return ()  # any worker can load any batch
-    remedy = ""
-    if iterable and resumes:
-        reshard = getattr(loader.dataset, "reshard_state_dicts", None)
-        if callable(reshard):
-            return _resharded(reshard, workers, wanted)
-        remedy = ", or give the dataset a method reshard_state_dicts(states, num_workers)"
-    elif "num_workers" in ignored:
+    if "num_workers" in ignored and not (iterable and resumes):
         return ()
     raise ValueError(
         f"field 'num_workers': {saved} was saved, and the loader has {loader.num_workers}. The state has a "
-        f"part for each worker: use the same number{remedy}"
-    )
-
-
-def _resharded(reshard: Callable[..., Any], workers: Workers, wanted: int) -> Workers:
-    states = [pickle.loads(worker.state).get("position") if worker.state else None for worker in workers]
-    parts = list(reshard(states, wanted))
-    if len(parts) != wanted:
-        raise ValueError(f"reshard_state_dicts returned {len(parts)} states for {wanted} workers")
-    return tuple(
-        WorkerProgress(0, pickle.dumps({"position": part}) if part is not None else b"") for part in parts
+        f"part for each worker: use the same number"
     )
 
 

@@ -9,22 +9,26 @@ whether it yields the same indices.
 from __future__ import annotations
 
 import copy
+import marshal
 import sys
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
 from fastq_loader.epoch.fields import Saved
 from fastq_loader.epoch.samplers import SamplerInfo, draw_once
 from fastq_loader.reading import generators, position
-from fastq_loader.reading.first_indices import digested
 from fastq_loader.scheduling.progress import Progress
 
 #: An index, and None; or None, and the error in the place of an index.
 IndexOrError = tuple[Any, Exception | None]
 
+#: Indices that are digested at each end of a batch.
+_ENDS = 8
 _PLAIN = {int, float, bool, str, type(None)}
 
 
@@ -148,6 +152,40 @@ class StatefulOrder(OrderStrategy):
             None if at in progress.beyond else as_json(self._given[at]) for at in range(progress.head, end)
         ]
         return copy.deepcopy(place), [*given, *(as_json(*drawn) for drawn in self.due)]
+
+
+# ---- digests of indices ----------------------------------------------------------------------------
+
+
+def digested(digest: int, index: Any) -> int:
+    """Update a digest with an index, or a batch of indices. Indices that are neither integers nor values that
+    `marshal` writes (strings, tuples, …) do not change it."""
+    if type(index) is not list and _kind(index) in _ARRAYS:
+        part = index.reshape(-1)  # converted by slices: ten times as fast as by items
+        ends = [*part[:_ENDS].tolist(), *part[-_ENDS:].tolist()]
+    else:
+        part = index if type(index) is list else [index]
+        ends = [*part[:_ENDS], *part[-_ENDS:]]
+    kinds = set(map(type, ends))
+    if kinds != {int} and not {kind.__module__ for kind in kinds} <= _NOT_THE_USERS:
+        return digest
+    try:
+        return crc32(array("q", ends), digest)
+    except (TypeError, OverflowError):  # not integers, or too large ones
+        try:  # version 2 writes the same bytes for the same values
+            return crc32(marshal.dumps(ends, 2), digest)
+        except ValueError:
+            return digest
+
+
+def _kind(index: Any) -> tuple[str, str]:
+    kind = type(index)
+    return kind.__module__, kind.__qualname__
+
+
+#: Arrays and tensors; and modules whose classes run no user code when they are converted to an integer.
+_ARRAYS = {("numpy", "ndarray"), ("torch", "Tensor")}
+_NOT_THE_USERS = {"builtins", "numpy", "torch"}
 
 
 # ---- indices in a state -----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ than raise a false alarm: it breaks runs in which warnings are errors.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING
@@ -33,7 +33,6 @@ from fastq_loader.extras.insight.advice import advice
 from fastq_loader.extras.insight.facts import of_arguments
 from fastq_loader.extras.insight.machine import cpus, memory_bytes
 from fastq_loader.extras.insight.model import RunProfile, Setting, costs_of, seconds_per_batch
-from fastq_loader.reading.first_indices import KEPT
 from fastq_loader.statistics.epoch import FIRST_BATCHES, EpochCounters
 from fastq_loader.workers.kinds import Auto
 
@@ -49,9 +48,9 @@ _NEVER = sys.maxsize
 #: Number of batches after which each kind is checked, besides at the end of the epoch. `DuplicateData` is
 #: checked early for endless streams, but not before 1,000: workers repeat each other in torch's own tests, in
 #: which no `next()` may warn.
-_MOMENTS = {MemoryPressure: 4, SameOrder: KEPT, PrivateGenerators: 32, DuplicateData: 1000}
-#: This many samples agree by chance in one of 10^6 runs, even if each is one of two.
-_LEAST_SAMPLES = 20
+_MOMENTS = {SameOrder: 0, MemoryPressure: 4, PrivateGenerators: 32, DuplicateData: 1000}
+#: An epoch with fewer batches was a look at the data, before which nobody calls `set_epoch`.
+_LEAST_SHUFFLED = 32
 #: This many bytes of data agree by chance as seldom: three numbers.
 _LEAST_BYTES = 24
 #: Minimum number of different batches of a worker, if it has that many: repetitive data prove nothing.
@@ -71,7 +70,7 @@ class Hints:
 
     Args:
         loader: the loader.
-        previous: the record of the previous epoch, or None.
+        begun: the records of the last epochs before this one.
         record, log: the record and the log of this epoch.
 
     Attributes:
@@ -79,17 +78,22 @@ class Hints:
     """
 
     def __init__(
-        self, loader: Loader, previous: EpochRecord | None, record: EpochRecord, log: EpochLog
+        self, loader: Loader, begun: Iterable[EpochRecord], record: EpochRecord, log: EpochLog
     ) -> None:
         self._resources = resources.of(loader)
         self._dataset, self._workers = type(loader.dataset).__name__, loader.num_workers
         self._log = log
         self._order = record.order
-        self._previous = previous
         kinds: set[type[LoaderHint]] = set()
-        # Users who only look at some batches before the first epoch need not call `set_epoch`.
-        enough = previous is not None and ((done := previous.order.progress).over or done.delivered >= KEPT)
-        if enough and record.order.first is not None:
+        self._same = [
+            other.start.epoch
+            for other in begun
+            if record.order.traits.wants_epochs
+            and other.start.epochs == record.start.epochs
+            and other.order.progress.delivered >= _LEAST_SHUFFLED
+            and record.saved is other.saved is None
+        ]
+        if self._same:
             kinds.add(SameOrder)
         if loader.num_workers and record.saved is None:  # else the epoch is incomplete
             kinds |= {MemoryPressure, TinyBatches, DuplicateData, IdleWorker, PrivateGenerators}
@@ -114,7 +118,6 @@ class Hints:
         kinds, self._kinds, self.due = self._kinds - {MemoryPressure}, set(), _NEVER
         for kind in sorted(kinds, key=lambda kind: kind.__name__):
             self._judge(kind)
-        self._previous = None
 
     def _judge(self, kind: type[LoaderHint]) -> None:
         text = None if kind in self._resources.hinted else _JUDGES[kind](self)  # by another one
@@ -123,17 +126,10 @@ class Hints:
             warn_user(text, kind)
 
     def _same_order(self) -> str | None:
-        order, previous = self._order, self._previous
-        if order.first is None or previous is None or previous.order.first is None:
-            return None
-        if previous.order.start.epochs != order.start.epochs:
-            return None
-        samples, epoch = order.first.repeats(previous.order.first), self._log.epoch
-        if samples < _LEAST_SAMPLES:
-            return None
+        order = self._order
         return (
-            f"{order.first.sampler} gave the same order in epochs {epoch - 1} and {epoch} (the first "
-            f"{samples} samples were compared): call its set_epoch(epoch) before each epoch"
+            f"{order.traits.wants_epochs} gives the same order in epochs {self._same[-1]} and "
+            f"{order.start.epoch}: call its set_epoch(epoch) before each epoch"
         )
 
     def _private_generators(self) -> str | None:
