@@ -54,11 +54,11 @@ class ToDevice:
         prefetch: number of batches copied ahead of `next()`, at least 1.
         transform: applied to every batch on the device, for example `normalize(mean, std)`. If it has a
             method `on_device(device)`, the result of that is applied. `DecodeImages` decodes in a thread,
-            `prefetch` batches ahead, if the loader has workers and the device's tensors `record_stream`.
+            `prefetch` batches ahead, if the loader has workers.
         transform_stream: "consumer" applies it on the stream that is current in `next()`; "side" applies it
-            on the stream of the copies, during the previous step, and needs a device whose tensors have
-            `record_stream`. Both call it in the order of the batches. If an epoch is broken off, "side" has
-            also called it for some batches that are never delivered, depending on how many were ready.
+            on the stream of the copies, during the previous step. Both call it in the order of the batches.
+            If an epoch is broken off, "side" has also called it for some batches that are never delivered,
+            depending on how many were ready.
         pin: how host memory is page-locked. "register" locks the workers' blocks in place; "bounce" copies
             batches to a few locked buffers first, only without workers; "pageable" locks nothing; "auto"
             takes the first of these that works, with a `PinFallback` warning. `statistics()` shows the mode
@@ -103,12 +103,6 @@ class ToDevice:
         self._must("transform", is_function, "it must be a function of a batch, or None", TypeError)
         adapt = None if target is None else getattr(transform, "on_device", None)
         object.__setattr__(self, "_applied", transform if adapt is None else adapt(target))
-        if target is not None and self.transform_stream == "side":
-            text = (
-                f"{target.type} tensors have no record_stream, which protects results of the side stream "
-                "while another stream reads them; transform_stream='consumer' does not need it"
-            )
-            self._must("transform_stream", can_share(target), text)
 
     def check_workers(self) -> None:
         """Check that this goes with workers. @private
@@ -133,8 +127,7 @@ class ToDevice:
     def start_ahead(self) -> TransformAhead | None:
         """Begin to transform in a thread, for one pool of workers; None if the transform runs on the thread
         that calls `next()`. @private"""
-        assert self.target is not None, "batches go to a device"
-        start = getattr(self._applied, "start_ahead", None) if can_share(self.target) else None
+        start = getattr(self._applied, "start_ahead", None)
         return None if start is None else start()
 
     def paused(self) -> AbstractContextManager[object]:
@@ -216,6 +209,10 @@ def _absence(device: torch.device) -> str:
         return f"no {device.type} device is there"
     if device.index is not None and device.index >= count:
         return f"there are {count} {device.type} devices, and they are counted from 0"
+    # The allocator keeps memory until a second stream has read it only where this was recorded.
+    key = torch_names.dispatch_key_for_device(device.type)
+    if not torch_names.has_kernel_for_dispatch_key("aten::record_stream", key):
+        return f"{device.type} tensors have no record_stream, which protects memory that a copy still uses"
     return ""
 
 
@@ -241,14 +238,6 @@ def device_count(kind: str) -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def can_share(device: torch.device) -> bool:
-    """Whether memory of a device can be shared with a second stream by `torch.Tensor.record_stream`, which
-    makes the allocator keep it until that stream has read it. Reads torch's kernel table; initialises
-    nothing."""
-    key = torch_names.dispatch_key_for_device(device.type)
-    return bool(torch_names.has_kernel_for_dispatch_key("aten::record_stream", key))
-
-
 class TorchBackend:
     """An accelerator behind torch's stream API; see `copies.DeviceBackend` for the contract of the methods.
 
@@ -262,7 +251,6 @@ class TorchBackend:
         device: the device, with its index.
         side: the stream of all copies, one for the lifetime of the stager, because a new one for each epoch
             would strand the memory that was cached for the old one.
-        shares: whether memory can be shared with a second stream.
     """
 
     clock = staticmethod(time.monotonic)
@@ -272,7 +260,6 @@ class TorchBackend:
         # This comes first: it initialises the device as torch does, which creating a stream does not.
         self.device = torch.accelerator.current_stream(device).device
         self.side: Any = torch.Stream(device=self.device)
-        self.shares = can_share(self.device)
 
     def current_stream(self) -> Any:
         return torch.accelerator.current_stream(self.device)

@@ -13,8 +13,7 @@ The rules, and the wait that enforces each:
 - host memory is written again only after its copy has run: `reap` queries the event, `drain` waits for it;
 - a batch without bytes for the device takes its turn like the others, so transforms are called in order;
 - device memory that is read on another stream than its own is shared with that stream, so that it is not
-  allocated again before the read has run; where memory cannot be shared, the batch is copied to memory of
-  that stream.
+  allocated again before the read has run.
 """
 
 from __future__ import annotations
@@ -40,11 +39,9 @@ class DeviceBackend(Protocol):
 
     Attributes:
         side: the stream that all copies run on, one after the other.
-        shares: whether `share` works.
     """
 
     side: Stream
-    shares: bool
 
     def clock(self) -> float:
         """Time of the host's clock, in seconds."""
@@ -61,7 +58,7 @@ class DeviceBackend(Protocol):
         """Allocate device memory that work queued on the current stream from here on may use."""
 
     def copy_async(self, memory: Memory, source: Memory, nbytes: int) -> None:
-        """Queue a copy of the first `nbytes` on the side stream, from host memory or device memory."""
+        """Queue a copy of the first `nbytes` from host memory, on the side stream."""
 
     def record(self, stream: Stream) -> Event:
         """Return an event that is over when all work queued on `stream` so far has run."""
@@ -185,7 +182,10 @@ class Copies:
                 statistics.block_wait_seconds += stager.clock() - began
             memory, home = stager.empty(nbytes), stager.current_stream()
             copy = Copy(memory, home, nbytes, build, blocks, stager.clock(), over=not nbytes)
-            copy.done = copy.ready = self._queue(memory, home, source, nbytes)
+            stager.wait(stager.side, stager.record(home))
+            if nbytes:
+                stager.copy_async(memory, source, nbytes)
+            copy.done = copy.ready = stager.record(stager.side)
         if nbytes:
             self._running.append(copy)
             statistics.copies += 1
@@ -206,7 +206,6 @@ class Copies:
         it.
 
         Raises:
-            RuntimeError: no memory is left on the stream to which the batch has to be copied.
             Exception: any error of `build`.
         """
         copy.delivered = True  # its blocks are returned even if an error follows
@@ -218,10 +217,7 @@ class Copies:
             self._statistics.late_copies += not (copy.over or stager.query(copy.done))
             stager.wait(stream, copy.ready)
             if stream != copy.home:
-                if stager.shares:
-                    stager.share(copy.memory, stream)
-                else:
-                    self._move(copy, stream)
+                stager.share(copy.memory, stream)
         # They are the batch's now: its memory is free once the user has dropped it.
         memory, build, copy.memory, copy.build = copy.memory, copy.build, None, None
         if copy.built is not None:
@@ -229,14 +225,6 @@ class Copies:
             return copy.built.take()
         assert build is not None, "a batch is delivered once"
         return build(memory)
-
-    def _move(self, copy: Copy, stream: Stream) -> None:
-        """Copy a batch to memory of the current stream, `stream`."""
-        memory = self._stager.empty(copy.nbytes)
-        moved = self._queue(memory, stream, copy.memory, copy.nbytes)
-        self._stager.wait(stream, moved)
-        self._stager.wait(copy.home, moved)  # that stream allocates the old memory again
-        copy.memory, copy.home = memory, stream
 
     def reap(self) -> list[int]:
         """Return the blocks of batches that were delivered and have arrived since the last call."""
@@ -275,11 +263,3 @@ class Copies:
         """
         self.settle()
         return self.reap()
-
-    def _queue(self, memory: Memory, home: Stream, source: Memory, nbytes: int) -> Event:
-        """Queue a copy to memory that was just allocated on `home`. Return the copy's event."""
-        stager = self._stager
-        stager.wait(stager.side, stager.record(home))
-        if nbytes:
-            stager.copy_async(memory, source, nbytes)
-        return stager.record(stager.side)

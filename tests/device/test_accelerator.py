@@ -19,6 +19,7 @@ from fastq_loader import DataLoader, ToDevice
 from fastq_loader.device import accelerator as module
 from fastq_loader.device.accelerator import TorchBackend, parse, read_device
 from fastq_loader.errors import PinFailed
+from fastq_loader.system import torch_names
 from tests.conftest import run_script
 from tests.support.datasets import Made, assert_same
 from tests.support.late_device import image_and_label
@@ -113,6 +114,7 @@ def nvidia(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).mkdir()
     monkeypatch.setattr(module, "_NVIDIA", tmp_path)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch_names, "has_kernel_for_dispatch_key", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("the runtime was asked"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -180,6 +182,7 @@ def another(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: devices > 0)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
 
+    monkeypatch.setattr(torch_names, "has_kernel_for_dispatch_key", lambda *_: True)
     there_are(2)
     return there_are
 
@@ -198,6 +201,10 @@ def test_other_devices_are_refused(another: Callable[[int], None], monkeypatch: 
         parse("xpu")
     with pytest.raises(ValueError, match=f"device='{KIND}:2' cannot be used: there are 2 {KIND} devices"):
         parse(f"{KIND}:2")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_names, "has_kernel_for_dispatch_key", lambda *_: False)
+        with pytest.raises(ValueError, match=f"{KIND} tensors have no record_stream"):
+            parse(KIND)
     another(0)
     with pytest.raises(ValueError, match=f"no {KIND} device is there"):
         parse(KIND)
@@ -210,24 +217,13 @@ def test_other_devices_are_refused(another: Callable[[int], None], monkeypatch: 
         parse(KIND)
 
 
-@pytest.mark.usefixtures("another")
-def test_a_transform_beside_the_step_needs_memory_that_can_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = f"ToDevice\\('{KIND}', transform_stream='side'\\): {KIND} tensors have no record_stream"
-    with pytest.raises(ValueError, match=f"{text}.*transform_stream='consumer' does not need it"):
-        ToDevice(KIND, transform_stream="side")
-    monkeypatch.setattr(module, "can_share", lambda device: True)
-    assert ToDevice(KIND, transform_stream="side").target == torch.device(KIND)
-
-
 def test_a_backend_of_its_own_is_served_by_torch_itself() -> None:
     if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip("needs a torch that lets Python register a backend")
     script = """
 import torch
 torch.utils.backend_registration._setup_privateuseone_for_python_backend(rename="late")
-from fastq_loader import DataLoader
 from fastq_loader.device.accelerator import TorchBackend
-loader = DataLoader([1], device="late")
 stager = TorchBackend(torch.device("late"))
 event = stager.record(stager.side)
 stager.wait(stager.current_stream(), event)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fastq_loader import DataLoader, IteratorInvalid, Prefetcher, Processes, ToDevice, WorkerDied
-from fastq_loader.extras.images import ahead, gpu
+from fastq_loader.extras.images import gpu
 from fastq_loader.images import DecodeError, DecodeImages, EncodedBatch, encoded
 from tests.conftest import wait_until
 from tests.extras.images.test_decode_images import FILES, Photos, loaded
@@ -42,20 +42,13 @@ def test_encoded_bytes_do_not_cross(workers: int, late: Late) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("shares", [True, False])
-def test_a_transform_decodes_what_workers_would(
-    workers: int, shares: bool, late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transform_decodes_what_workers_would(workers: int, late: Late) -> None:
     expected = loaded(Photos(PIXELS))
     late()
     to_device = ToDevice("cuda", transform=PIXELS, prefetch=3)
     found = loaded(Photos(), num_workers=workers, device=to_device)
-    if not shares:  # without `record_stream` the consumer's thread decodes
-        monkeypatch.setattr("fastq_loader.device.accelerator.can_share", lambda device: False)
-        monkeypatch.setattr(ahead.Ahead, "begin", lambda *_: pytest.fail("a thread decodes"))
-        found = loaded(Photos(), num_workers=workers, device=to_device)
     torch.manual_seed(0)
-    prefetched = list(Prefetcher(DataLoader(Photos(), 5, shuffle=True), to_device)) if shares else found
+    prefetched = list(Prefetcher(DataLoader(Photos(), 5, shuffle=True), to_device))
     for (images, labels), *others in zip(expected, found, prefetched, strict=True):
         for same_images, same_labels in others:
             assert same_images.device == to_device.target

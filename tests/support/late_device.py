@@ -19,7 +19,6 @@ import torch
 from fastq_loader.device import accelerator, staging
 from fastq_loader.device.accelerator import TorchBackend
 from fastq_loader.errors import PinFailed
-from fastq_loader.extras.prefetcher import prefetcher
 from fastq_loader.packing.tensors import moved
 
 POISON = 0xEE  # what device memory holds before a copy
@@ -46,7 +45,6 @@ class LateStager(TorchBackend):
     def __init__(self, seed: int = 0, refuse: tuple[str, ...] = ()) -> None:
         self.device = torch.device("cpu")
         self.side = "side"
-        self.shares = True
         self.current = "consumer"
         self.is_capturing = False
         self.registered: dict[int, int] = {}
@@ -154,8 +152,6 @@ def use_late(patch: pytest.MonkeyPatch, **options: Any) -> LateStager:
     stager = LateStager(**options)
     patch.setattr(staging, "TorchBackend", lambda device: stager)
     patch.setattr(accelerator, "parse", lambda device: torch.device("cpu"))
-    for module in (accelerator, prefetcher):
-        patch.setattr(module, "can_share", lambda device: True)
     return stager
 
 

@@ -92,7 +92,7 @@ class SimulatedDevice:
     Args:
         seed: of what runs when.
         refuse: what does not work: "register", "register later" (from the third block on), "pinned", and
-            "memory" (now and then the device has none), "share".
+            "memory" (now and then the device has none).
 
     Attributes:
         current: the consumer's stream.
@@ -109,7 +109,6 @@ class SimulatedDevice:
     def __init__(self, seed: int, refuse: tuple[str, ...] = ()) -> None:
         self.device = "meta"  # for tensors that nobody reads
         self.side = SIDE
-        self.shares = "share" not in refuse
         self.current = HOME
         self.blocks: dict[int, Value] = {}
         self.populated: set[int] = set()
@@ -223,13 +222,9 @@ class SimulatedDevice:
                 return Memory(self, cell)
         return Memory(self, Cell(nbytes, self.current))
 
-    def copy_async(self, memory: Memory, source: Host | Memory, nbytes: int) -> None:
+    def copy_async(self, memory: Memory, source: Host, nbytes: int) -> None:
         self._call()
         cell, queue = memory.cell, self._queues[SIDE]
-        if isinstance(source, Memory):
-            there = source.cell
-            queue.append(lambda: _write(cell, nbytes, there.nbytes, there.value))
-            return
         address = source.address
         registered = address in self.registered
         self.unlocked += not (registered or source.locked)
@@ -273,8 +268,6 @@ class SimulatedDevice:
                 raise Breach("what is waited for never comes")
 
     def share(self, memory: Any, stream: str) -> None:
-        if not self.shares:
-            raise Breach("memory was shared that cannot be")
         if isinstance(memory, Memory):
             memory.cell.shared.add(stream)
         else:

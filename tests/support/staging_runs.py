@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import torch
 
-from fastq_loader.device import accelerator
 from fastq_loader.device import staging as staging_module
 from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.device.copies import Copies
@@ -59,8 +58,6 @@ def choose(seed: int) -> tuple[dict[str, Any], tuple[str, ...]]:
     refuse = draw.choice(REFUSALS)
     if options["pin"] != "auto":  # what was asked for by name is refused with an error, at every batch
         options["pin_limit_bytes"], refuse = None, ()
-    if draw.random() < 0.4:  # a transform on the side stream is refused before
-        options["transform_stream"], refuse = "consumer", (*refuse, "share")
     return options, refuse
 
 
@@ -104,14 +101,11 @@ class Run:
         self.device = SimulatedDevice(seed, self.refuse)
         transform: Any = self.transform if self.random.random() < 0.6 else None
         self.threads = 0  # of a transform in a thread: how many run
-        if seed % 16 == 5 and options["transform_stream"] == "consumer" and "share" not in self.refuse:
+        if seed % 16 == 5 and options["transform_stream"] == "consumer":
             transform = ThreadedTransform(self)
         self.options = options_for(**options, transform=transform)
         self.session = DeviceSession(self.options)
-        with (
-            patch.object(staging_module, "TorchBackend", lambda device: self.device),
-            patch.object(accelerator, "can_share", lambda device: True),
-        ):
+        with patch.object(staging_module, "TorchBackend", lambda device: self.device):
             mapping: Any = SimpleNamespace(base=BASE, populate=self.populate)
             unpacker: Any = SimpleNamespace(
                 part=lambda handle: handle or None,
@@ -293,7 +287,7 @@ class Run:
         if idle and first and first.handle and not (head in self.staging._begun or "memory" in self.refuse):
             raise Breach("poll begins nothing")
         # To fall back takes a wait, once.
-        falls_back = {*self.refuse} - {"share"} or self.options.pin_limit_bytes is not None
+        falls_back = self.refuse or self.options.pin_limit_bytes is not None
         if self.device.waited and not falls_back:
             raise Breach("poll waited for the device")
 

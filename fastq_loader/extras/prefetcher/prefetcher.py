@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fastq_loader import options
-from fastq_loader.device.accelerator import ToDevice, can_share
+from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.device.copies import Copy
 from fastq_loader.device.staging import CapturedCall, DeviceSession
 from fastq_loader.epoch import resources
@@ -65,7 +65,7 @@ class Prefetcher:
 
     Raises:
         ValueError, TypeError: an argument is invalid (the text names it, its value and the allowed ones);
-            the device is unknown, absent, or lacks `record_stream`; the loader has a device of its own.
+            the device is unknown or absent; the loader has a device of its own.
 
     >>> prefetcher = Prefetcher(DataLoader(range(4), 2), "cpu")
     >>> prefetcher.next(), prefetcher.next(), prefetcher.next()
@@ -78,8 +78,8 @@ class Prefetcher:
         device: str | int | torch.device | ToDevice,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        if short := not isinstance(device, ToDevice):
-            device = ToDevice(device, prefetch=1)
+        if not isinstance(device, ToDevice):
+            device = ToDevice(device, prefetch=1, transform_stream="side")
         if transform is not None:
             if device.transform is not None:
                 raise ValueError(f"transform={transform!r} and {device!r} are two transforms: give one")
@@ -90,14 +90,6 @@ class Prefetcher:
                 f"loader has device={own.device!r}, and prefetches itself: iterate it as it is, or set its "
                 "device to None"
             )
-        if device.target is not None and not can_share(device.target):
-            raise ValueError(
-                f"device={device.device!r} cannot be used: {device.target.type} tensors have no "
-                "record_stream, which protects memory that is released before its copy has run; "
-                "DataLoader(..., device=...) does not need it"
-            )
-        if short:  # not before: an error would name an argument that the user did not write
-            device = replace(device, transform_stream="side")
         self.loader: Any = loader
         # For other kinds of loader; ours has the record of its epoch.
         self._record = SimpleNamespace(shown=None)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader, IteratorInvalid, Prefetcher, ToDevice
-from fastq_loader.device import accelerator, staging
+from fastq_loader.device import staging
 from fastq_loader.extras.prefetcher import prefetcher
 from tests.support import thorough
 from tests.support.datasets import Made, Point, Record, assert_same, identity
@@ -88,7 +88,6 @@ def run(seed: int) -> None:
     pace = draw.choice((2, 12, 40))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "TorchBackend", lambda _: device)
-        patch.setattr(prefetcher, "can_share", lambda _: True)
         patch.setattr(prefetcher, "AheadStaging", simulated(prefetcher.AheadStaging))
         batches: Any = None
         for last in (draw.randrange(BATCHES), BATCHES, BATCHES):
@@ -351,7 +350,7 @@ def test_an_error_keeps_nothing_alive(failing: str, raised: bool, late: Late) ->
         assert [each() for each in gone] == [None, None]
 
 
-def test_what_cannot_be_meant_is_refused(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_meant_is_refused(late: Late) -> None:
     late()
     with pytest.raises(ValueError, match=r"transform=.* are two transforms: give one"):
         Prefetcher([], ToDevice("cuda", transform=add_one), add_one)
@@ -359,12 +358,6 @@ def test_what_cannot_be_meant_is_refused(late: Late, monkeypatch: pytest.MonkeyP
         Prefetcher([], "cuda", 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"ToDevice\(None\): name a device"):
         Prefetcher([], None)  # type: ignore[arg-type]
-    with monkeypatch.context() as patch:
-        for module in (prefetcher, accelerator):
-            patch.setattr(module, "can_share", lambda device: False)
-        for device in ("cuda", ToDevice("cuda")):
-            with pytest.raises(ValueError, match=r"^device='cuda' cannot be used: cpu tensors have no recor"):
-                Prefetcher([], device)
 
 
 def test_our_own_loader_needs_no_second_prefetcher(late: Late) -> None:
