@@ -7,7 +7,7 @@ starts its pool of workers. `options` validates and resolves the arguments; `epo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -416,17 +416,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         options.torchs_own(self, asked="diagnose()")
         run = facts.profile_of(self, self.statistics(), resources_of(self).counters, epoch)
         return verdict.diagnose(run)
-
-    def paused(self) -> AbstractContextManager[object]:
-        """Context in which the thread does nothing in which `DecodeImages` decodes for the device. It is for
-        work that calls of CUDA would disturb. Take the batch before: here `next()` raises RuntimeError, and
-        drops its batch.
-
-        >>> with DataLoader(range(8), 2).paused():
-        ...     graph = torch.nn.Linear(1, 1)  # the capture of a CUDA graph
-        """
-        device = options.of(self).device
-        return nullcontext() if device is None else device.paused()
 
     def trace(self, path: str | PathLike[str]) -> AbstractContextManager[None]:
         """Write a trace of this loader to a file while the context lasts.

@@ -15,7 +15,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -129,11 +129,6 @@ class ToDevice:
         that calls `next()`. @private"""
         start = getattr(self._applied, "start_ahead", None)
         return None if start is None else start()
-
-    def paused(self) -> AbstractContextManager[object]:
-        """Context in which no thread transforms. @private"""
-        applied: Any = self._applied
-        return applied.paused() if hasattr(applied, "start_ahead") else nullcontext()
 
 
 class TransformAhead(Protocol):

@@ -258,18 +258,3 @@ def test_an_interrupt_does_not_wait_for_the_thread(late: Late, monkeypatch: pyte
                 next(batches)
             gate.set()
         assert len(list(loader)) == 6
-
-
-@pytest.mark.processes
-def test_a_loader_pauses_its_thread(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
-    late()
-    decoded = counted(monkeypatch)
-    loader = on_late(Photos(), prefetch=1)
-    batches = iter(loader)
-    next(batches)
-    assert wait_until(lambda: (batches.poll(), len(decoded) == 2)[1], 5)
-    with loader.paused(), pytest.raises(RuntimeError, match="within paused"):
-        next(batches)
-    assert len(list(batches)) == 4
-    with DataLoader(range(4), 2).paused():
-        assert len(decoded) == 6

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -127,10 +126,6 @@ class DecodeImages(CropRule):
         stream = gpu.stream_of(self.device)  # here, where the user's device is the current one
         pixels = self if stream is None else self.on_device(stream.device)
         return Ahead(pixels.decoded, pixels.result)
-
-    def paused(self) -> AbstractContextManager[object]:
-        """Context in which no other thread decodes for a device."""
-        return gpu.TURN
 
     # ---- a batch ------------------------------------------------------------------------------
 

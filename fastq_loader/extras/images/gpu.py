@@ -131,13 +131,8 @@ def _tensor(file: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)
 
 
-def is_ours() -> bool:
-    """Whether this thread has the turn."""
-    return TURN._is_owned()  # type: ignore[attr-defined, no-any-return]
-
-
 def _after_fork() -> None:
-    if is_ours():  # it was not waited for longer than `PATIENCE`
+    if TURN._is_owned():  # type: ignore[attr-defined]  # it was not waited for longer than `PATIENCE`
         TURN.release()
 
 

@@ -21,7 +21,7 @@ from fastq_loader.extras.images.ahead import Ahead
 from fastq_loader.extras.images.decoders import BASELINE, decode
 from fastq_loader.images import DecodeError, DecodeImages, EncodedBatch, encoded
 from tests.conftest import run_script, wait_until
-from tests.extras.images.test_decode_images import FILES, Photos, loaded
+from tests.extras.images.test_decode_images import FILES
 from tests.support.alarms import alarm_after, ring
 from tests.support.photographs import file_of, photograph
 
@@ -168,21 +168,6 @@ def test_a_fork_beside_another_one_leaves_its_turn_alone(monkeypatch: pytest.Mon
     assert os.waitpid(child, 0)[1] == 0
     assert gpu.TURN.acquire(timeout=1)
     gpu.TURN.release()
-
-
-def test_decoding_pauses() -> None:
-    decoding = ON_CPU.start_ahead()
-    batch = next(iter(loaded(Photos())))[0]
-    try:
-        with ON_CPU.paused():
-            waiting = decoding.begin(batch)
-            time.sleep(0.1)
-            assert ON_CPU(batch).shape == (5, 3, 16, 16)  # on this thread it goes on
-            with pytest.raises(RuntimeError, match="paused"):
-                waiting()
-        assert torch.equal(waiting(), DecodeImages(16)(batch))
-    finally:
-        decoding.close()
 
 
 def test_the_device_is_the_one_that_is_current_for_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
