@@ -413,14 +413,6 @@ FAULTS = (
         "row B4",
         "packing/test_device_views.py",
     ),
-    Fault(
-        "a graph that another thread captures is broken by a loader's calls",
-        "device/captures.py",
-        "ctypes.c_int(_RELAXED)",
-        "ctypes.c_int(0)",
-        "guarantee: device",
-        "device/test_captures.py",
-    ),
     # ---- statistics, tracing and insight
     Fault(
         "copies to page-locked memory are told of only where they are the limit",

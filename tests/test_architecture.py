@@ -40,7 +40,7 @@ ROOMS = {
     "extras.frameworks": Room("extras.prefetcher loader epoch options scheduling"),
     "extras.recovery": Room("epoch options scheduling reading errors"),
     "extras.prefetcher": Room("epoch options device packing statistics system errors"),
-    "extras.images": Room("extras.transforms device reading memory errors", pure="crops"),
+    "extras.images": Room("extras.transforms device reading memory system errors", pure="crops"),
     "extras.cached": Room(
         "extras.insight extras.share workers packing reading statistics system errors", pure="keys"
     ),

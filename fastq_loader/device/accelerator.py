@@ -25,7 +25,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from fastq_loader.device.captures import relaxed, runtime_function
 from fastq_loader.device.pinning import BOUNCE, PIN_MODES
 from fastq_loader.errors import PinFailed, is_int
 from fastq_loader.memory.blocks import device_aligned
@@ -249,7 +248,6 @@ class TorchBackend:
     """
 
     clock = staticmethod(time.monotonic)
-    relaxed = staticmethod(relaxed)
 
     def __init__(self, device: torch.device) -> None:
         # This comes first: it initialises the device as torch does, which creating a stream does not.
@@ -338,7 +336,6 @@ class TorchBackend:
     def pageable(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # even if torch's default device differs
 
-    @relaxed()
     def pinned(self, nbytes: int) -> torch.Tensor:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -346,7 +343,6 @@ class TorchBackend:
             self._clear_error()
             raise PinFailed(f"torch could not page-lock {nbytes} bytes: {error}") from error
 
-    @relaxed()
     def register(self, address: int, nbytes: int) -> None:
         runtime = self._runtime()
         with torch.cuda.device(self.device):
@@ -355,7 +351,6 @@ class TorchBackend:
             self._clear_error()
             raise PinFailed(f"cudaHostRegister of {nbytes} bytes failed with error {code}")
 
-    @relaxed()
     def unregister(self, address: int) -> None:
         with torch.cuda.device(self.device):
             code = int(self._runtime().cudaHostUnregister(address))
@@ -369,14 +364,10 @@ class TorchBackend:
 
     def _clear_error(self) -> None:
         """Clear the error of a failed call, which CUDA stores and raises at the next kernel launch (seen in
-        vLLM, issue 51081). Launches nothing on the current stream, which may be captured."""
-        if (clear := runtime_function("cudaGetLastError")) is not None:
-            clear()
-            return
+        vLLM, issue 51081)."""
         with suppress(RuntimeError), self._beside():
             torch.zeros(1, device=self.device)
 
-    @relaxed()
     def prove(self) -> None:
         """Send a pattern there and back through registered memory: on some systems (WSL2), copies from it
         were observed to do nothing, without an error.

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -45,11 +44,6 @@ class DeviceBackend(Protocol):
 
     def clock(self) -> float:
         """Time of the host's clock, in seconds."""
-
-    def relaxed(self) -> AbstractContextManager[None]:
-        """In the block, calls do not break a graph that another thread captures. The calls of `Copies` are
-        made in such a block, the user's outside of it; `register`, `unregister`, `prove` and `pinned` need
-        none."""
 
     def current_stream(self) -> Stream:
         """The stream on which the consumer queues its work now."""
@@ -175,25 +169,23 @@ class Copies:
             beside: `CapturedCall`, to call `build` now, on the side stream; None: it is called at delivery.
         """
         stager, statistics = self._stager, self._statistics
-        with stager.relaxed():
-            if self.full:
-                began = stager.clock()
-                self.wait_for(self._running[0])
-                statistics.block_wait_seconds += stager.clock() - began
-            memory, home = stager.empty(nbytes), stager.current_stream()
-            copy = Copy(memory, home, nbytes, build, blocks, stager.clock(), over=not nbytes)
-            stager.wait(stager.side, stager.record(home))
-            if nbytes:
-                stager.copy_async(memory, source, nbytes)
-            copy.done = copy.ready = stager.record(stager.side)
+        if self.full:
+            began = stager.clock()
+            self.wait_for(self._running[0])
+            statistics.block_wait_seconds += stager.clock() - began
+        memory, home = stager.empty(nbytes), stager.current_stream()
+        copy = Copy(memory, home, nbytes, build, blocks, stager.clock(), over=not nbytes)
+        stager.wait(stager.side, stager.record(home))
+        if nbytes:
+            stager.copy_async(memory, source, nbytes)
+        copy.done = copy.ready = stager.record(stager.side)
         if nbytes:
             self._running.append(copy)
             statistics.copies += 1
             statistics.copied_bytes += nbytes
         if beside is not None:
             copy.built = stager.on_side(lambda: beside(build, memory))
-            with stager.relaxed():
-                copy.ready = stager.record(stager.side)
+            copy.ready = stager.record(stager.side)
         return copy
 
     @property
@@ -213,11 +205,10 @@ class Copies:
             self.free += copy.blocks
         stager = self._stager
         stream = stager.current_stream()
-        with stager.relaxed():
-            self._statistics.late_copies += not (copy.over or stager.query(copy.done))
-            stager.wait(stream, copy.ready)
-            if stream != copy.home:
-                stager.share(copy.memory, stream)
+        self._statistics.late_copies += not (copy.over or stager.query(copy.done))
+        stager.wait(stream, copy.ready)
+        if stream != copy.home:
+            stager.share(copy.memory, stream)
         # They are the batch's now: its memory is free once the user has dropped it.
         memory, build, copy.memory, copy.build = copy.memory, copy.build, None, None
         if copy.built is not None:
@@ -228,17 +219,14 @@ class Copies:
 
     def reap(self) -> list[int]:
         """Return the blocks of batches that were delivered and have arrived since the last call."""
-        if running := self._running:
-            with self._stager.relaxed():
-                while running and self._stager.query(running[0].done):
-                    self._arrived(running.popleft())
+        while self._running and self._stager.query(self._running[0].done):
+            self._arrived(self._running.popleft())
         free, self.free = self.free, []
         return free
 
     def wait_for(self, copy: Copy) -> None:
         """Wait until a copy, and so all earlier ones, have run."""
-        with self._stager.relaxed():
-            self._stager.synchronize(copy.done)
+        self._stager.synchronize(copy.done)
         while not copy.over:
             self._arrived(self._running.popleft())
 
@@ -252,8 +240,7 @@ class Copies:
     def settle(self) -> None:
         """Wait until every copy that was begun has run."""
         # Not for the copies' own events: an interrupt may have come between a copy and its entry here.
-        with self._stager.relaxed():
-            self._stager.synchronize(self._stager.record(self._stager.side))
+        self._stager.synchronize(self._stager.record(self._stager.side))
 
     def drain(self) -> list[int]:
         """Wait until every copy that was begun has run. Undelivered batches are dropped.

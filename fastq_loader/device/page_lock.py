@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from fastq_loader.device.captures import relaxed
 from fastq_loader.system.torch_names import pin_memory
 
 
@@ -42,7 +41,6 @@ def _by_torchs_rules() -> FunctionType:
     return FunctionType(pin_memory.__code__, names, None, pin_memory.__defaults__, pin_memory.__closure__)
 
 
-@relaxed()
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     bytes_are_all = tensor.is_cpu and tensor.layout is torch.strided and not tensor.requires_grad
     if bytes_are_all and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg()):

@@ -141,36 +141,22 @@ def test_a_batch_is_one_copy_from_page_locked_memory(pin: str) -> None:
 
 
 CAPTURE = """
-import os, threading
+import os
 import torch
 from fastq_loader import DataLoader
-from fastq_loader.device import captures
 from fastq_loader.device.accelerator import TorchBackend
 from tests.support.gpu import Numbers
 
 refused = []
-
-def poll():
-    try:
-        batches.poll()
-    except RuntimeError as error:
-        refused.append(error)
-
 batches = iter(DataLoader(Numbers(), 4, num_workers=2, device="cuda"))
 static = next(batches).clone()
 crime = {crime!r}
 if crime == "next without the guard":
     TorchBackend.capturing = lambda self: False
-if crime == "thread without the guard":
-    captures.runtime_function = lambda name: None
 try:
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="global"):
         twice = static * 2
-        if crime.startswith("thread"):
-            thread = threading.Thread(target=poll)
-            thread.start()
-            thread.join()
-        elif crime:
+        if crime:
             try:
                 next(batches)
             except RuntimeError as error:
@@ -185,81 +171,12 @@ os._exit(0)  # a broken capture leaves a context that cannot be tidied up
 
 @pytest.mark.parametrize(
     ("crime", "outcome"),
-    [
-        ("", "captured"),
-        ("next", "captured"),
-        ("next without the guard", "broken"),
-        ("thread", "captured"),
-        ("thread without the guard", "broken"),
-    ],
+    [("", "captured"), ("next", "captured"), ("next without the guard", "broken")],
 )
 def test_a_graph_is_captured_between_two_batches(crime: str, outcome: str) -> None:
-    """The guards: `next()` refuses, and other threads make their calls in the relaxed mode. A broken capture
-    ends its process."""
+    """The guard: `next()` refuses. A broken capture ends its process."""
     result = run_script(CAPTURE.format(crime=crime), timeout=50)
     assert result.stdout.splitlines()[-1:] == [outcome], result.stderr
-
-
-CAPTURES = """
-import os, threading
-import torch
-from fastq_loader import DataLoader, ToDevice
-from fastq_loader.device import captures
-from tests.support.gpu import Numbers
-
-if not {guarded}:
-    captures.runtime_function = lambda name: None
-one = torch.ones(1000, device="cuda")
-(one * 2).sum().item()  # the kernels are loaded
-over, begun, failed, epochs = threading.Event(), threading.Event(), [], 0
-
-def load():
-    global epochs
-    try:
-        while not over.is_set():
-            with DataLoader(Numbers(32), 4, num_workers=1, device="cuda") as loader:  # locks its blocks anew
-                for batch in loader:
-                    begun.set()
-            with DataLoader(Numbers(8), 4, device="cuda") as loader:  # its buffers
-                for batch in loader:
-                    pass
-            epochs += 1
-    except Exception as error:
-        failed.append(error)
-        begun.set()
-
-thread = threading.Thread(target=load, daemon=True)
-thread.start()
-begun.wait()
-done = 0
-try:
-    while not failed and (done < 50 or epochs < 2):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode={mode!r}):
-            result = one
-            for _ in range(300):
-                result = result + one
-        graph.replay()
-        assert result.sum().item() == 301 * 1000
-        done += 1
-except RuntimeError as error:
-    failed.append(error)
-over.set()
-thread.join(20)
-print(*failed)
-print("broken" if failed else "captured", flush=True)
-os._exit(0)  # a broken capture leaves a context that cannot be tidied up
-"""
-
-
-@pytest.mark.parametrize(
-    ("mode", "guarded"), [("global", True), ("global", False), ("thread_local", True), ("relaxed", True)]
-)
-def test_fifty_graphs_are_captured_while_another_thread_loads(mode: str, guarded: bool) -> None:
-    """With the registrations, allocations and event queries of whole epochs meanwhile, with and without
-    workers."""
-    result = run_script(CAPTURES.format(mode=mode, guarded=guarded), timeout=58)
-    assert result.stdout.splitlines()[-1:] == ["captured" if guarded else "broken"], result.stdout
 
 
 def image(index: int) -> tuple[torch.Tensor, int]:

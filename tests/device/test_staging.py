@@ -55,7 +55,7 @@ NOT_BY_RUNS: dict[str, str | Callable[[], None]] = {
     f"Copies.take: no self._statistics.late_copies += not ({_LATE})": LATE_COPIES,
     f"Copies.take: {_LATE}, without copy.over": "the device is asked about a copy that is known to be over",
     f"Copies.take: {_LATE}, without stager.query(copy.done)": LATE_COPIES,
-    "Copies.wait_for: not with self._stager.relaxed(): self._stager.synchronize(copy.done)": (
+    "Copies.wait_for: no self._stager.synchronize(copy.done)": (
         test_pinning.test_waiting_for_a_buffer_is_counted
     ),
     "Copies._arrived: no self._statistics.copied(copy.nbytes, copy.began, self._stager.clock())": (
@@ -102,7 +102,7 @@ def test_no_run_of_buffers_breaks_a_rule(seed: int) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "number", "run"),
     [
-        (copies, "Copies", 41, run),
+        (copies, "Copies", 34, run),
         (pinning, "Pinner", 18, run),
         (pinning, "Buffers", 22, run_buffers),
         (staging, "Staging", 20, run),

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -103,7 +102,6 @@ class SimulatedDevice:
             there were of those.
         seconds: of the host's clock: it ticks at every step that is waited for, and when pages are locked.
         may_wait: whether the host may wait for an event now. `waited`: it did although it may not.
-        is_relaxed: whether calls leave a capture in another thread alone.
     """
 
     def __init__(self, seed: int, refuse: tuple[str, ...] = ()) -> None:
@@ -119,7 +117,6 @@ class SimulatedDevice:
         self.seconds = 0
         self.may_wait = True
         self.waited = False
-        self.is_relaxed = False
         self.queued_copies = 0
         self._refuse = refuse
         self._asked_in_vain: set[str] = set()
@@ -193,18 +190,6 @@ class SimulatedDevice:
     def current_stream(self) -> str:
         return self.current
 
-    @contextmanager
-    def relaxed(self) -> Iterator[None]:
-        before, self.is_relaxed = self.is_relaxed, True
-        try:
-            yield
-        finally:
-            self.is_relaxed = before
-
-    def _call(self) -> None:
-        if not self.is_relaxed:
-            raise Breach("a capture in another thread is broken")
-
     def capturing(self) -> bool:
         return False
 
@@ -223,7 +208,6 @@ class SimulatedDevice:
         return Memory(self, Cell(nbytes, self.current))
 
     def copy_async(self, memory: Memory, source: Host, nbytes: int) -> None:
-        self._call()
         cell, queue = memory.cell, self._queues[SIDE]
         address = source.address
         registered = address in self.registered
@@ -247,20 +231,16 @@ class SimulatedDevice:
         return token
 
     def record(self, stream: str) -> Event:
-        self._call()
         return Event(self._mark(stream))
 
     def wait(self, stream: str, event: Event) -> None:
-        self._call()
         self._queues[stream].append(event.token)
 
     def query(self, event: Event) -> bool:
-        self._call()
         self.run(self._random.randrange(3))
         return event.token.over
 
     def synchronize(self, event: Event) -> None:
-        self._call()
         self.waited = self.waited or not (self.may_wait or event.token.over)
         while not event.token.over:
             self.seconds += 1
@@ -278,8 +258,6 @@ class SimulatedDevice:
 
     def on_side(self, call: Callable[[], Any]) -> Any:
         before, self.current = self.current, SIDE
-        if self.is_relaxed:
-            raise Breach("the user's calls are relaxed, too")
         try:
             return call()
         finally:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fastq_loader.device import captures
+from fastq_loader.system.torch_names import extension
 
 Device = torch.device | str | None
 
@@ -65,8 +65,12 @@ def stream_of(device: Device) -> Any:
 
 @functools.cache
 def _own_stream(index: int) -> Any:
-    with torch.cuda.device(index), captures.relaxed():
-        create, handle = captures.runtime_function("cudaStreamCreateWithFlags"), ctypes.c_void_p()
+    try:  # torch's module includes the CUDA runtime that it is linked to, unless that is linked statically
+        create = ctypes.CDLL(extension).cudaStreamCreateWithFlags
+    except (AttributeError, OSError):
+        create = None
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(index):
         # 1 is cudaStreamNonBlocking: it does not wait for the default stream.
         if create is None or create(ctypes.byref(handle), 1):
             return torch.cuda.Stream()  # type: ignore[no-untyped-call]  # one of 32 that torch hands out
@@ -77,13 +81,11 @@ def _own_stream(index: int) -> Any:
 def working(device: Device) -> Iterator[Any]:
     """Context of the decode of one batch for a device; yields its stream, or None.
 
-    On a GPU this thread's work runs on the stream, and has run when the context is left; its CUDA calls do
-    not end the capture of a graph by another thread.
+    On a GPU this thread's work runs on the stream, and has run when the context is left.
     """
     stream = stream_of(device)
     with nullcontext() if device is None else TURN, ExitStack() as leaving:
         if stream is not None:
-            leaving.enter_context(captures.relaxed())
             leaving.enter_context(torch.cuda.stream(stream))
             leaving.callback(wait, stream)
         yield stream

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from fastq_loader.device import captures
 from fastq_loader.extras.images import gpu
 from tests.support.photographs import file_of, photograph
 
@@ -48,7 +49,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "device", context("device"))
     monkeypatch.setattr(torch.cuda, "stream", context("stream"))
     monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream(made))
-    monkeypatch.setattr(captures, "relaxed", context("relaxed"))
     return made
 
 
@@ -68,7 +68,7 @@ def test_the_stream_is_waited_for_before_each_decode_and_at_the_end(
 ) -> None:
     decoding(monkeypatch, calls)
     with gpu.working("cuda") as stream:
-        assert calls == ["device", "relaxed", "relaxed", "stream"]
+        assert calls == ["device", "stream"]
         calls.clear()
         for data in (FILE, bytearray(FILE), np.frombuffer(FILE, np.uint8).data):
             assert len(gpu.decode([data], stream)) == 1
@@ -99,7 +99,8 @@ def test_the_stream_is_no_other_users(code: int, monkeypatch: pytest.MonkeyPatch
         handle._obj.value = 0 if code else 4711
         return code if flags == 1 else -1
 
-    monkeypatch.setattr(captures, "runtime_function", {"cudaStreamCreateWithFlags": create}.get)
+    runtime = SimpleNamespace(cudaStreamCreateWithFlags=create)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: runtime)
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: f"stream {handle}")
     found = gpu.stream_of("cuda")
     assert isinstance(found, Stream) if code else found == "stream 4711"
