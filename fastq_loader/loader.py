@@ -29,14 +29,12 @@ from fastq_loader.scheduling.schedules import Schedule
 from fastq_loader.statistics.snapshots import LoaderStatistics
 from fastq_loader.system.terminal import printable
 from fastq_loader.system.torch_names import untraced
-from fastq_loader.system.torch_patches import own_code
 from fastq_loader.system.unpatched import time
 from fastq_loader.workers.kinds import Auto, WorkerKind, read_workers
 
 if TYPE_CHECKING:
     from fastq_loader.extras.insight.verdict import Diagnosis
 
-_ITER = own_code(torch.utils.data.DataLoader.__iter__, "dataloader")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -118,7 +116,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         errors: str | Tolerance = "raise",
     ) -> None:
         number: Any = num_workers
-        if isinstance(num_workers, str):
+        if isinstance(num_workers, str | Auto):
             from fastq_loader.extras.insight import auto
 
             number = auto.given(num_workers)
@@ -141,7 +139,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
             )
         more = {"schedule": schedule, "device": device, "errors": errors, "workers": workers}
         options.put(self, more)
-        options.check_workers(self, options.of(self))
+        options.check_workers(self)
+        if isinstance(number, Auto):
+            auto.check(self)
 
     # Defaults for instances that this constructor did not initialise.
     schedule: str | Schedule = "round_robin"
@@ -150,8 +150,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
     errors: str | Tolerance = "raise"
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in options.ASSIGNED:
-            options.assigned(self, name, value)
+        if name in options.ARGUMENTS and "_options" in vars(self):
+            options.refuse_later(self, name)
         super().__setattr__(name, value)
 
     # ---- iterating ----------------------------------------------------------------------------
@@ -165,14 +165,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         return state.begun(self, self._begin)
 
     def _begin(self) -> Any:
-        iterate = super().__iter__
-        # Is this method patched? `_get_iterator` looks for all patches.
-        if getattr(iterate, "__code__", 0) is not _ITER and own_code(iterate, "dataloader") is None:
-            keeps_ours = isinstance(self._iterator, MultiprocessIterator)  # persistent workers
-            if not keeps_ours and options.suits_torchs(self, resumes=resources_of(self).saved is not None):
-                return iterate()
         if isinstance(self.num_workers, Auto):
-            self._choose_workers()
+            from fastq_loader.extras.insight import auto
+
+            auto.begin_epoch(self)
         if not self.persistent_workers or self.num_workers == 0:
             return self._get_iterator()
         iterator = self._iterator
@@ -185,31 +181,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         object.__setattr__(self, "_iterator", iterator)
         return iterator
 
-    def _choose_workers(self) -> None:
-        """Set the number of workers for the next epoch (`num_workers="auto"`). If it changes, workers end."""
-        resources, number = resources_of(self), int(self.num_workers)
-        if resources.saved is not None:  # the rest of an epoch; it may have a state per worker
-            chosen = len(resources.saved.progress.workers) or number
-        else:
-            from fastq_loader.extras.insight.auto import Chooser
-
-            resources.chooser = resources.chooser or Chooser()
-            prefetch, stay = self.prefetch_factor or 2, self.persistent_workers
-            chosen = resources.chooser.next_number(number, resources.counters, prefetch, stay)
-        if chosen != number and self.persistent_workers:
-            resources.close_engines(f"num_workers='auto' has changed to {chosen}")
-        self.num_workers = Auto(chosen)
-
     def _get_iterator(self) -> Any:
         """Create an iterator; subclasses wrap its return value (torch_geometric, litdata)."""
-        resources, mine = resources_of(self), options.of(self)
-        resumes = resources.saved is not None
-        options.check_workers(self, mine, resumes)
-        if options.torchs_own(self, resumes):
+        resources = resources_of(self)
+        options.check_workers(self)
+        if options.torchs_own(self, resumes=resources.saved is not None):
             return resources.add_torchs(super()._get_iterator())
         if self.num_workers == 0:
             return SerialIterator(self)
-        if not (mine.workers.is_remote or isinstance(self.num_workers, Auto)):  # a number that the user chose
+        chosen = isinstance(self.num_workers, Auto)  # not by the user
+        if not (chosen or options.of(self).workers.is_remote):
             self.check_worker_number_rationality()
         return MultiprocessIterator(self)
 
@@ -379,9 +360,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         if history := resources.counters.history:
             history[-1].used_cpu(time.process_time_ns())
         if not resources.counters.epochs:
-            device_session(
-                self, resources, options.of(self).device
-            )  # usually created when an epoch begins; it counts the copies
+            device_session(resources, options.of(self).device)  # usually made when an epoch begins
         blocks = [(0, 0, 0), *(engine.blocks() for engine in list(resources.engines))]
         in_use, free, nbytes = map(sum, zip(*blocks, strict=True))
         return resources.counters.snapshot(

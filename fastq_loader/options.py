@@ -1,16 +1,17 @@
 """Validate and resolve arguments that torch lacks, or that this system may not support.
 
-Runs in the consumer: at construction, whenever an argument is set later, and when an iteration begins, as
-torch's arguments, on which ours depend, may have changed. torch's own arguments are checked by torch.
+Runs in the consumer: at construction, and when an iteration begins, as torch's arguments, on which ours
+depend, may have changed. torch's own arguments are checked by torch.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import dis
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
-from types import FrameType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,16 +19,16 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _DatasetKind
 
-from fastq_loader.device.accelerator import ToDevice, read_device
+from fastq_loader.device.accelerator import read_device
 from fastq_loader.errors import TorchWorkers, warn_user
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.reading import datapipes
 from fastq_loader.reading.computed import is_computed
 from fastq_loader.reading.tolerance import Tolerance, read_errors
-from fastq_loader.scheduling.schedules import Dynamic, RoundRobin, Schedule, Window, read_schedule
+from fastq_loader.scheduling.schedules import RoundRobin, Window, read_schedule
 from fastq_loader.system import calls, pages, torch_patches
-from fastq_loader.workers.config import Plan, Rules
-from fastq_loader.workers.kinds import Auto, Processes, WorkerKind, read_workers
+from fastq_loader.workers.config import Options, Plan, Rules
+from fastq_loader.workers.kinds import Processes, read_workers
 from fastq_loader.workers.payload import Payload
 
 #: A loader, to the modules below ours: torch's arguments, under torch's names. By torch's contract, which
@@ -38,25 +39,6 @@ Loader: TypeAlias = torch.utils.data.DataLoader[Any]
 WITHOUT_WORKERS = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "timeout": 0}
 
 
-@dataclass(frozen=True)
-class Options:
-    """The arguments that torch lacks, resolved. Made by the constructor of a loader, and immutable.
-
-    A loader has the arguments as attributes, too, for frameworks that rebuild it from them. But a subclass
-    may use these names for something else, such as the device of a model. So nothing reads the attributes.
-    """
-
-    schedule: Schedule
-    device: ToDevice | None
-    errors: Tolerance | None
-    workers: WorkerKind
-
-    @property
-    def is_dynamic(self) -> bool:
-        """Whether every batch has random numbers of its own."""
-        return isinstance(self.schedule, Dynamic)
-
-
 #: The arguments that torch lacks, in the order in which they are read, and how each is read for a loader.
 ARGUMENTS: dict[str, Callable[[Any, Any], Any]] = {
     "schedule": lambda loader, value: read_schedule(value),
@@ -64,8 +46,6 @@ ARGUMENTS: dict[str, Callable[[Any, Any], Any]] = {
     "errors": lambda loader, value: read_errors(value, is_iterable(loader)),
     "workers": lambda loader, value: read_workers(value),
 }
-#: The attributes of a loader that are checked when they are assigned.
-ASSIGNED = {"num_workers", *ARGUMENTS}
 #: Options of a loader without the keywords.
 _NONE = Options(RoundRobin(), None, None, Processes())
 
@@ -86,63 +66,48 @@ def _with_arguments(loader: Loader, arguments: Mapping[str, Any]) -> Options:
     return replace(of(loader), **given)
 
 
-def assigned(loader: Loader, name: str, value: Any) -> None:
-    """Change an option because an attribute of its name is being assigned.
+#: A class of loaders → the names of our arguments that it uses for something of its own.
+_own_names: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
 
-    Does nothing if the loader's class uses this name for something of its own, as it may with torch's loader:
-    it defines the name, or one of its methods assigns it, before or after `super().__init__()`.
+
+def own_names(kind: type) -> frozenset[str]:
+    """The names of our arguments that a class of loaders uses for something of its own, as it may with
+    torch's loader: it defines the name, or one of its methods assigns it to an attribute."""
+    if kind in _own_names:
+        return _own_names[kind]
+    found: set[str] = set()
+    for each in kind.__mro__:
+        if each.__module__.startswith(("fastq_loader.", "torch.utils.data.")):
+            continue
+        found |= vars(each).keys()
+        for member in vars(each).values():
+            setter: Any = member.fset if isinstance(member, property) else getattr(member, "__func__", member)
+            code = getattr(inspect.unwrap(setter), "__code__", None)
+            if code is not None and not ARGUMENTS.keys().isdisjoint(code.co_names):
+                found |= {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
+    _own_names[kind] = names = frozenset(found & ARGUMENTS.keys())
+    return names
+
+
+def refuse_later(loader: Loader, name: str) -> None:
+    """Refuse that one of our arguments is set after the constructor, unless the name is the class's own.
 
     Raises:
-        TypeError, ValueError, RuntimeError: it is invalid, or cannot be used with the others.
+        ValueError: it is not.
     """
-    if name == "num_workers":
-        if isinstance(value, str):
-            raise ValueError(
-                f"num_workers={value!r} cannot be set: pass it to the constructor, or set a number"
-            )
-    elif _is_in_own_method(loader):
-        vars(loader)["_own_names"] = vars(loader).get("_own_names", frozenset()) | {name}
-    elif not is_own_name(loader, name):
-        options = _with_arguments(loader, {name: value})
-        check_workers(loader, options)
-        vars(loader)["_options"] = options
+    if name not in own_names(type(loader)):
+        raise ValueError(
+            f"{name}= cannot be set after a {type(loader).__name__} was made: pass it to the constructor"
+        )
 
 
 def put(loader: Any, arguments: Mapping[str, Any]) -> None:
     """Set arguments of a new loader, also those that torch lets only its constructor set. They are not
     checked against each other."""
     for name, value in arguments.items():
-        if name not in ARGUMENTS or not is_own_name(loader, name):
+        if name not in own_names(type(loader)):
             object.__setattr__(loader, name, value)
     vars(loader)["_options"] = _with_arguments(loader, arguments)
-
-
-def is_own_name(loader: Loader, name: str) -> bool:
-    """Whether a loader's class uses the name of an option for something of its own."""
-    defined = any(name in vars(kind) for kind in _subclasses(type(loader)))
-    return defined or name in vars(loader).get("_own_names", ())
-
-
-def _subclasses(kind: type) -> Iterator[type]:
-    """The classes of a loader that are neither ours nor torch's."""
-    for each in kind.__mro__:
-        if not each.__module__.startswith(("fastq_loader.", "torch.utils.data.")):
-            yield each
-
-
-def _is_in_own_method(loader: Loader) -> bool:
-    """Whether a method of the loader's own class assigns, directly or through wrappers of `__setattr__` as
-    Lightning has them: the frames above have the loader as their first argument."""
-    names = {name for kind in _subclasses(type(loader)) for name in vars(kind)}
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_argcount:
-        code = frame.f_code
-        if frame.f_locals.get(code.co_varnames[0]) is not loader:
-            return False
-        if code.co_name in names and not frame.f_globals["__name__"].startswith("fastq_loader."):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def is_iterable(loader: Loader) -> bool:
@@ -166,35 +131,23 @@ def _population(index_sampler: Any) -> int | None:
     return len(getattr(sampler, source[type(sampler)])) if type(sampler) in source else None
 
 
-def check_workers(loader: Loader, options: Options, resumes: bool = False) -> None:
-    """Raise unless a loader's workers can be started here, and replaced with its dataset.
-
-    Args:
-        loader: the loader.
-        options: its options, or those that it is to get.
-        resumes: whether the next epoch goes on from a loaded state.
+def check_workers(loader: Loader) -> None:
+    """Raise if a loader's workers could not be started on any system, or not be replaced with its dataset.
 
     Raises:
-        RuntimeError: Ray is requested and not installed; or torch's own workers run here, and cannot do what
-            an argument requires.
+        RuntimeError: Ray is requested and not installed.
         TypeError: the number of workers or `prefetch_factor` is no integer, or the workers of the
             multiprocessing context are not processes.
         ValueError: there are too many, the dataset does not allow workers to be replaced, or `device` does
             not go with workers.
     """
-    kind = options.workers
-    number = getattr(loader, "num_workers", 0)
-    if isinstance(number, Auto):
-        _check_auto(loader, options.schedule)
+    options, number = of(loader), getattr(loader, "num_workers", 0)
     if not number:
         return
     _check_integer("num_workers", number, "os.cpu_count() // 2")
     _check_integer("prefetch_factor", getattr(loader, "prefetch_factor", None) or 2, "2")
     if options.device is not None:
         options.device.check_workers()
-    if _lacking(loader):
-        _check_torchs(loader, options, resumes)
-        return
     context = getattr(loader, "multiprocessing_context", None)
     process = getattr(context, "Process", None)
     if isinstance(process, type) and not issubclass(process, BaseProcess):
@@ -203,14 +156,14 @@ def check_workers(loader: Loader, options: Options, resumes: bool = False) -> No
             f"{process.__qualname__}, which is no process. Workers need processes, for their signals and "
             'generators: use "fork", "spawn" or "forkserver", or num_workers=0'
         )
-    if missing := kind.missing():
-        raise RuntimeError(f"workers={kind} needs {missing}")
+    if missing := options.workers.missing():
+        raise RuntimeError(f"workers={options.workers} needs {missing}")
     if number > WORKERS:
         raise ValueError(f"num_workers={number} is too many: use at most {WORKERS}")
-    if is_iterable(loader) and kind.restarts(iterable=True):
+    if is_iterable(loader) and options.workers.restarts(iterable=True):
         raise ValueError(
-            f"{kind} cannot be used with an IterableDataset: a new worker would read its part from the "
-            "beginning. Use max_restarts=0, or a dataset with __getitem__"
+            f"{options.workers} cannot be used with an IterableDataset: a new worker would read its part "
+            "from the beginning. Use max_restarts=0, or a dataset with __getitem__"
         )
 
 
@@ -218,25 +171,6 @@ def _check_integer(name: str, value: Any, example: str) -> None:
     """Raise if an argument is no integer: a quotient of CPUs is a float, which torch would refuse later."""
     if not hasattr(value, "__index__"):
         raise TypeError(f"{name}={value!r} must be an integer, such as {example}")
-
-
-def _check_auto(loader: Loader, schedule: Schedule) -> None:
-    """Raise if the number of workers is chosen automatically, but the batches would depend on it.
-
-    Raises:
-        ValueError: they would.
-    """
-    if not isinstance(schedule, Dynamic):
-        raise ValueError(
-            f"num_workers='auto' cannot go with schedule={schedule}: the random numbers of its batches "
-            "depend on how many workers there are. Use schedule='dynamic', where they do not, or a number; "
-            "tune() finds one"
-        )
-    if is_iterable(loader):
-        raise ValueError(
-            "num_workers='auto' cannot go with an IterableDataset: each worker reads a part of it, so that "
-            "the batches depend on how many there are. Use a number; tune() finds one"
-        )
 
 
 _told: set[str] = set()  # hints that were issued in this process
@@ -250,11 +184,15 @@ def torchs_own(loader: Loader, resumes: bool = False, asked: str = "") -> str:
         loader: the loader.
         resumes: whether the next epoch goes on from a loaded state.
         asked: a method whose result does not include what torch's iterators do; the hint names it.
+
+    Raises:
+        RuntimeError: torch's own workers run here, and lack what an argument or the loaded state requires.
     """
     patch, reason, remedy = torch_patches.found(), "", ""
-    if lacking := _lacking(loader):
+    if getattr(loader, "num_workers", 0) and (lacking := calls.missing()):
+        _check_torchs(loader, lacking, resumes)
         reason, remedy = f"this system or sandbox lacks {lacking}", ". With num_workers=0 it is"
-    elif patch and suits_torchs(loader, resumes):
+    elif patch and of(loader) == _NONE and not resumes:
         reason = patch
     if asked and reason:
         text = f"{asked}: torch's own iterators run, and their work is not recorded: {reason}{remedy}"
@@ -269,42 +207,16 @@ def torchs_own(loader: Loader, resumes: bool = False, asked: str = "") -> str:
     return reason
 
 
-def suits_torchs(loader: Loader, resumes: bool) -> bool:
-    """Whether torch's own iterators have all that the loader needs."""
-    return of(loader) == _NONE and not resumes
-
-
 def _tell(text: str) -> None:
     if text not in _told:
         _told.add(text)
         warn_user(text, TorchWorkers)
 
 
-def _lacking(loader: Loader) -> str:
-    """Name of the thing that workers need and this system lacks; "" without workers."""
-    return calls.missing() if getattr(loader, "num_workers", 0) else ""
-
-
-def check_ours(loader: Loader, what: str, remedy: str = "") -> None:
-    """Raise if torch's own workers run for a loader; they cannot do `what`. `remedy`: another one than no
-    workers.
-
-    Raises:
-        RuntimeError: they run.
-    """
-    if lacking := _lacking(loader):
-        raise RuntimeError(
-            f"{what} cannot go with num_workers={loader.num_workers} here: this system or sandbox lacks "
-            f"{lacking}, so torch's own workers run. Use num_workers=0{remedy}"
-        )
-
-
-def _check_torchs(loader: Loader, options: Options, resumes: bool) -> None:
-    """Raise unless torch's own workers, which run here, support the loader's arguments and its loaded state.
-
-    Raises:
-        RuntimeError: they do not.
-    """
+def _check_torchs(loader: Loader, lacking: str, resumes: bool) -> None:
+    """Raise unless torch's own workers, which run because the system lacks something, support the loader's
+    arguments and its loaded state."""
+    options = of(loader)
     kind, device = options.workers, options.device
     same = "" if is_iterable(loader) else ", whose batches are the same"
     for asked, argument, remedy in (
@@ -315,7 +227,10 @@ def _check_torchs(loader: Loader, options: Options, resumes: bool) -> None:
         (resumes, "load_state_dict()", ""),
     ):
         if asked:
-            check_ours(loader, argument, remedy)
+            raise RuntimeError(
+                f"{argument} cannot go with num_workers={loader.num_workers} here: this system or sandbox "
+                f"lacks {lacking}, so torch's own workers run. Use num_workers=0{remedy}"
+            )
 
 
 def plan(loader: Loader, for_device: bool = False, kept: dict[str, Any] | None = None) -> Plan:
@@ -326,10 +241,8 @@ def plan(loader: Loader, for_device: bool = False, kept: dict[str, Any] | None =
         for_device: whether its batches go to a device.
         kept: objects that one pool after the other uses.
     """
-    options = of(loader)
-    kind, prefetch, iterable = options.workers, loader.prefetch_factor or 2, is_iterable(loader)
+    options, prefetch, iterable = of(loader), loader.prefetch_factor or 2, is_iterable(loader)
     return Plan(
-        make_pool=kind.make_pool,
         payload=Payload(
             loader.dataset,
             loader.collate_fn,
@@ -337,10 +250,11 @@ def plan(loader: Loader, for_device: bool = False, kept: dict[str, Any] | None =
             options.errors,
         ),
         rules=rules(loader, options.errors),
+        options=options,
         workers=int(loader.num_workers),
         prefetch=prefetch,
         in_order=loader.in_order,
-        dynamic=options.is_dynamic,
+        shared_tasks=options.is_dynamic and not iterable,
         window=Window.of(
             options.schedule,
             workers=loader.num_workers,
@@ -348,13 +262,10 @@ def plan(loader: Loader, for_device: bool = False, kept: dict[str, Any] | None =
             iterable=iterable,
             memory_bytes=pages.installed(),
         ),
-        restarts=kind.restarts(iterable),
         timeout=float(loader.timeout) if isinstance(loader.timeout, np.generic) else loader.timeout,
         persistent=loader.persistent_workers,
         context=loader.multiprocessing_context,
         for_device=for_device,
-        save_generators=options.schedule.save_generators,
-        grace=kind.grace,
         kept={} if kept is None else kept,
     )
 

@@ -45,8 +45,8 @@ FAULTS = (
     Fault(
         "patches of torch's loader are ignored",
         "system/torch_patches.py",
-        "if own_code(value, path) is None:",
-        "if own_code(value, path) == 0:",
+        "if value is not kept:",
+        "if value is None:",
         "rule 15",
         "system/test_torch_patches.py",
     ),
@@ -613,8 +613,8 @@ FAULTS = (
     Fault(
         "the worker of a stream is replaced, and reads it from the beginning",
         "options.py",
-        "if is_iterable(loader) and kind.restarts(iterable=True):",
-        "if is_iterable(loader) and kind.is_remote:",
+        "if is_iterable(loader) and options.workers.restarts(iterable=True):",
+        "if is_iterable(loader) and options.workers.is_remote:",
         "rule 5",
         "test_options.py",
     ),

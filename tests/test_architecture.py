@@ -59,7 +59,7 @@ ROOMS = {
     "consumer": Room(
         "reading workers device scheduling packing memory ipc system errors statistics", pure="gate outcomes"
     ),
-    "workers": Room("scheduling packing reading memory ipc system errors statistics"),
+    "workers": Room("device scheduling packing reading memory ipc system errors statistics"),
     "device": Room("packing memory ipc system errors statistics", pure="copies pinning"),
     "scheduling": Room("memory ipc errors", pure="*"),
     "packing": Room("memory ipc system errors"),

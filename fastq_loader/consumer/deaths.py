@@ -36,7 +36,7 @@ class Deaths:
         self._group = group
         self._scheduler = scheduler
         self._delivery = delivery
-        self.timeout = Timeout(plan.timeout, of_head=plan.dynamic and plan.in_order)
+        self.timeout = Timeout(plan.timeout, of_head=plan.options.is_dynamic and plan.in_order)
 
     def sentence(self, worker: Worker, seq: int | None, index: Any = None) -> str:
         """Describe how a worker died, and at which batch, if any."""

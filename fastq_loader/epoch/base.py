@@ -68,7 +68,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._options = options.of(loader)
         self._begin_record(loader, mine, loader.num_workers == 0)
         self._share_seed(loader)
-        self._session = resources.device_session(loader, mine, self._options.device)
+        self._session = resources.device_session(mine, self._options.device)
         on_host = self._session is None  # else batches are page-locked and transformed on their way
         self._pin_memory, self._pin_memory_device = options.pinning(loader) if on_host else (False, None)
         self._finishes = on_host and (self._pin_memory or self._options.device is not None)  # device="cpu"

@@ -59,8 +59,6 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         self._start_epoch(loader, shared_seed)
 
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
-        # Ends the workers if the device was changed.
-        resources.device_session(loader, resources.of(loader), options.of(loader).device)
         if not self.engine.usable:
             self.engine.close("a new iteration began")
             if not isinstance(loader.num_workers, Auto):

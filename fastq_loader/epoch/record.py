@@ -22,6 +22,7 @@ from fastq_loader.epoch.order import Order
 from fastq_loader.options import Loader
 from fastq_loader.reading import generators
 from fastq_loader.scheduling.progress import START, UNKNOWN, Progress, WorkerProgress
+from fastq_loader.workers.config import Options
 
 
 def mixed(seed: int, *numbers: int) -> int:
@@ -175,7 +176,7 @@ def _whole_order(
     return Order(*parts, EpochStart(epoch, batches, resumes=True), progress, traits=traits)
 
 
-def _readers(loader: Loader, arguments: options.Options) -> int:
+def _readers(loader: Loader, arguments: Options) -> int:
     """Number of dataset readers, if each has a state or a part of the data of its own; else 0."""
     saves = loader.num_workers > 0 and arguments.schedule.save_generators
     if options.is_iterable(loader) or saves:

@@ -132,16 +132,11 @@ def forget(loader: Any) -> None:
     vars(loader).pop("_resources", None)
 
 
-def device_session(loader: Any, resources: Resources, device: ToDevice | None) -> DeviceSession | None:
-    """The device session, reused from epoch to epoch: a stream for each epoch would strand memory. A change
-    of the device, or of its options, needs a new session and new workers."""
-    if device is not None and device.target is None:
-        device = None
-    if device != (None if resources.session is None else resources.session.options):
-        if loader.persistent_workers:
-            resources.close_engines("its loader's device, or what goes with it, was changed")
-        resources.session = None if device is None else DeviceSession(device)
-        resources.counters.stage(None if resources.session is None else resources.session.statistics)
+def device_session(resources: Resources, device: ToDevice | None) -> DeviceSession | None:
+    """The device session, reused from epoch to epoch: a stream for each epoch would strand memory."""
+    if resources.session is None and device is not None and device.target is not None:
+        resources.session = DeviceSession(device)
+        resources.counters.stage(resources.session.statistics)
     return resources.session
 
 

@@ -45,9 +45,7 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
     Raises:
         ValueError: the state is damaged or does not fit the loader, or a name to ignore is unknown.
         TypeError: `ignore` is not a collection of names.
-        RuntimeError: torch's own workers run, which do not support it.
     """
-    options.check_ours(loader, "load_state_dict()")
     described = describe(loader)
     ignored = checked_names("ignore", ignore, [*described, "order"])
     fields = _ours(state)

@@ -28,13 +28,12 @@ from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.system.torch_names import collate as torch_collate
 from fastq_loader.system.torch_names import is_under_mode
-from fastq_loader.system.torch_patches import own_code
 
 Collate = Callable[..., torch.Tensor]
 
 torch_tensors = torch_collate.collate_tensor_fn
 #: torch's `default_collate`; None if a library replaced it before this module was imported.
-DEFAULT = torch_collate.default_collate if own_code(torch_collate.default_collate, "_utils.collate") else None
+DEFAULT: Any = torch_collate.default_collate
 
 
 def default(batch: Any, table: Any = None) -> Any:

@@ -17,7 +17,6 @@ from torch.utils.data import BatchSampler, RandomSampler
 
 from fastq_loader.ipc.messages import Indices
 from fastq_loader.reading.computed import is_computed
-from fastq_loader.system.torch_patches import own_code
 
 T = TypeVar("T")
 _Array = np.ndarray[Any, np.dtype[np.int64]]
@@ -62,7 +61,7 @@ def _packed(indices: _Array) -> Indices:
     return tuple.__new__(Indices, (indices.tobytes(),))
 
 
-_TORCHS = {kind: own_code(kind.__iter__, "sampler") for kind in (BatchSampler, RandomSampler)}
+_TORCHS = {kind: kind.__iter__ for kind in (BatchSampler, RandomSampler)}
 
 
 def _cut(index_sampler: Any) -> Any:
@@ -72,7 +71,7 @@ def _cut(index_sampler: Any) -> Any:
 
 def _is_torchs(kind: type[Any]) -> bool:
     """Whether a class iterates by torch's own code, which nothing replaces or wraps."""
-    return getattr(kind.__iter__, "__code__", kind) is _TORCHS[kind]
+    return kind.__iter__ is _TORCHS[kind]
 
 
 def is_shuffle(index_sampler: Any) -> bool:

@@ -116,13 +116,16 @@ NEEDED: dict[str, Callable[[], int]] = {**_SHARED, "pidfd_open": lambda: pidfd_o
 def missing(for_workers: bool = True) -> str:
     """Name of something that workers need and this system or sandbox lacks; "" if it lacks nothing.
 
-    Tries everything each time, which takes some 30 us: a program may enter a sandbox at any moment.
+    Is found out once in a process, and again in a forked child, which may have entered a sandbox.
 
     Args:
         for_workers: else look only at what memory needs that processes share.
     """
-    if not AVAILABLE:
-        return "memfd_create"
+    return _missing(for_workers, os.getpid()) if AVAILABLE else "memfd_create"
+
+
+@functools.lru_cache(maxsize=2)
+def _missing(for_workers: bool, process: int) -> str:
     for name, attempt in (NEEDED if for_workers else _SHARED).items():
         try:
             os.close(attempt())

@@ -5,15 +5,18 @@ Made in the consumer. A `Setup` is read in the worker, which inherits or unpickl
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import Extents
-from fastq_loader.scheduling.schedules import Window
+from fastq_loader.scheduling.schedules import Dynamic, Schedule, Window
 from fastq_loader.workers.payload import Payload
+
+if TYPE_CHECKING:
+    from fastq_loader.device.accelerator import ToDevice
+    from fastq_loader.reading.tolerance import Tolerance
 
 
 @dataclass(frozen=True)
@@ -27,49 +30,64 @@ class Rules:
 
 
 @dataclass(frozen=True)
+class Options:
+    """The arguments that torch lacks, resolved. Made by the constructor of a loader, and immutable.
+
+    A loader has the arguments as attributes, too, for frameworks that rebuild it from them. But a subclass
+    may use these names for something else, such as the device of a model. So nothing reads the attributes.
+    """
+
+    schedule: Schedule
+    device: ToDevice | None
+    errors: Tolerance | None
+    workers: Any  # a `WorkerKind`, which makes pools from plans
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether every batch has random numbers of its own."""
+        return isinstance(self.schedule, Dynamic)
+
+
+@dataclass(frozen=True)
 class Plan:
     """Plan of a pool of workers; it does not change during the pool's life.
 
     Attributes:
         payload: the user's objects.
         rules: how the dataset is read.
+        options: the loader's; in a worker without `device` and `errors`.
         workers: number of workers.
         prefetch: number of batches that each worker loads ahead.
         in_order: whether batches are delivered in the order of the sampler.
-        dynamic: whether any worker may load any batch; then each batch is seeded separately.
+        shared_tasks: whether any worker may claim a task. Each worker reads its own part of an iterable
+            dataset.
         window: the window with which the pool starts.
-        restarts: how many dead workers are replaced in an epoch.
         timeout: seconds to wait for a message; 0 waits for ever.
         persistent: whether the pool serves more than one epoch.
         context: multiprocessing's context; None is the default context at the pool's start.
-        make_pool: makes the pool, a `WorkerPool`; None on another machine, and in proxies.
         for_device: whether batches go on to a device, and are laid out for it.
-        save_generators: whether workers send the states of their generators with each batch.
-        grace: seconds for which a worker outlives a SIGTERM that its consumer did not send.
         kept: objects of the loader that its later pools use again, by name.
     """
 
     payload: Payload
     rules: Rules
+    options: Options
     workers: int
     prefetch: int
     in_order: bool
-    dynamic: bool
+    shared_tasks: bool
     window: Window
-    restarts: int
     timeout: float
     persistent: bool
     context: BaseContext | None
-    make_pool: Callable[[Plan], Any] | None
     for_device: bool = False
-    save_generators: bool = False
-    grace: float = 0.0
     kept: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
-    def shared_tasks(self) -> bool:
-        """Whether any worker may claim a task. Each worker reads its own part of an iterable dataset."""
-        return self.dynamic and not self.rules.iterable
+    def restarts(self) -> int:
+        """How many dead workers are replaced in an epoch."""
+        restarts: int = self.options.workers.restarts(self.rules.iterable)
+        return restarts
 
 
 @dataclass(frozen=True)

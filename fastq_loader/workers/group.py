@@ -81,8 +81,7 @@ class WorkerGroup:
         self._shared_tasks = plan.shared_tasks
         self._blocks = blocks
         self._counters = counters
-        assert plan.make_pool is not None, "this is the consumer"
-        self._pool: WorkerPool = plan.make_pool(plan)
+        self._pool: WorkerPool = plan.options.workers.make_pool(plan)
         self.workers: list[Worker] = self._pool.workers
         self._folders: list[str] = []  # of sockets, until they are removed
         self._socket: ConsumerSocket | None = None

@@ -202,7 +202,8 @@ def fork_interpreter(
     """
     written, descriptors = payload.write_process({**environment.prepared, "name": process.name}, process)
     try:
-        return Forked(zygote, setup.plan.grace, setup.folder, [environment.cwd, written, *descriptors])
+        grace = setup.plan.options.workers.grace
+        return Forked(zygote, grace, setup.folder, [environment.cwd, written, *descriptors])
     finally:
         payload.close_all([written, *descriptors])
 

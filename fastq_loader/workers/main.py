@@ -71,7 +71,7 @@ def main(setup: Setup) -> None:
     # would copy all their pages (120 ms, 37 MB with nothing but torch imported).
     gc.freeze()
     calls.name_process(f"fastq_worker{setup.worker}")
-    prepare_signals(setup.plan.grace)
+    prepare_signals(setup.plan.options.workers.grace)
     children.write_stacks(setup.descriptors["stacks"])
     children.leave_with(setup.consumer, setup.folder)
     plan, mapping = setup.plan, setup.mapping

@@ -43,7 +43,8 @@ class WorkerReader(Reader):
     def __init__(self, setup: Setup) -> None:
         plan = setup.plan
         rules = vars(plan.rules)
-        super().__init__(None, None, None, rules, setup.worker, plan.workers, plan.save_generators)
+        saves = plan.options.schedule.save_generators
+        super().__init__(None, None, None, rules, setup.worker, plan.workers, saves)
         self.epochs = 0
         self.failure: Exception | None = None
         self.state = self.remarks = b""

@@ -46,7 +46,8 @@ class WorkerPool(ABC):
     forks = False
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+        mine = replace(plan.options, device=None, errors=None)  # objects of the user's, of no use here
+        self._plan = replace(plan, options=mine)
         self._setup: Setup | None = None  # of worker 0, for all
         self.workers = [Worker(number) for number in range(plan.workers)]
         self._stopping: Stopping | None = None
@@ -153,7 +154,7 @@ class WorkerPool(ABC):
                 before.release()
 
     def _child(self, setup: Setup) -> Child:
-        ended_by = END if self._plan.grace else signal.SIGTERM
+        ended_by = END if self._plan.options.workers.grace else signal.SIGTERM
         return Child(self._process(setup), ended_by, self._launch(setup))
 
     @property

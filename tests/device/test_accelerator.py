@@ -68,15 +68,11 @@ def test_a_wrong_device_is_named(device: Any, kind: type[Exception], text: str) 
 
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs a torch without CUDA")
-def test_an_absent_device_is_named_when_it_is_said_and_set() -> None:
+def test_an_absent_device_is_named() -> None:
     makers: list[Callable[[str], Any]] = [ToDevice, lambda device: DataLoader([1, 2], device=device)]
     for make in makers:
         with pytest.raises(ValueError, match=r"device='cuda:1' cannot be used: torch .* without CUDA"):
             make("cuda:1")
-    loader = DataLoader([1, 2], device="cpu")
-    with pytest.raises(ValueError, match="device='cuda' cannot be used"):
-        loader.device = "cuda"
-    assert loader.device == "cpu"
 
 
 @pytest.mark.processes

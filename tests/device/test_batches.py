@@ -239,27 +239,6 @@ def test_without_workers_buffers_are_kept(late: Late, monkeypatch: pytest.Monkey
     assert len(list(loader)) == 10
 
 
-@thorough(but={"persistent": True, "workers": 0})
-@WORKERS
-@pytest.mark.parametrize("persistent", [False, True])
-def test_what_is_set_later_holds_from_the_next_epoch_on(persistent: bool, workers: int, late: Late) -> None:
-    late()
-    options: Any = {"num_workers": workers, "persistent_workers": persistent and workers > 0}
-    loader = DataLoader(Made(image_and_label, 8), 2, device="cuda", **options)
-    expected = list(TorchDataLoader(Made(image_and_label, 8), 2))
-    for device, transform in (
-        ("cuda", None),
-        ("cuda", add_one),
-        (None, None),
-        ("cpu", add_one),
-        ("cuda", None),
-    ):
-        loader.device = None if device is None else ToDevice(device, transform=transform)
-        wanted = expected if transform is None else [add_one(batch) for batch in expected]
-        assert_same(wanted, list(loader), f"{device} {transform}")
-    loader.close()
-
-
 @WORKERS
 def test_two_iterators_at_once_do_not_mix(workers: int, late: Late) -> None:
     late(seed=workers)

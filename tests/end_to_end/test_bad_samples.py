@@ -329,16 +329,3 @@ def test_a_batch_that_is_left_out_passes_pinning_prefetching_and_a_device(
             assert '"total": 1' in ahead.state_dict()["rest"]
             assert loader.statistics().bad_samples > 1
         gc.collect()
-
-
-@thorough()
-def test_errors_that_are_set_later_hold_for_the_next_workers() -> None:
-    with DataLoader(
-        Files(8, frozenset({1, 4, 5})), 2, errors=Skip(), num_workers=2, persistent_workers=True
-    ) as loader:
-        batches = [values(batch) for batch in loader]
-        loader.errors = "raise"
-        assert [values(batch) for batch in loader] == batches == [[0], [2, 3], [6, 7]]
-        loader.close()
-        with pytest.raises(OSError, match="file 1"):
-            next(iter(loader))

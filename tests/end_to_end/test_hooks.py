@@ -533,12 +533,6 @@ def torchs_constructor_is_wrapped(kind: Any) -> Any:
 
 
 @row
-def torchs_own_methods_are_patched(kind: Any) -> Any:
-    with patch.object(TorchDataLoader, "_get_iterator", lambda self: iter(["mine"])):
-        return [plain(list(kind(range(4), 2, num_workers=workers))) for workers in (0, 1)]
-
-
-@row
 def names_that_iterators_lack(kind: Any) -> Any:
     """Also those of versions of torch to come: what they add is to be looked at."""
 

@@ -80,16 +80,6 @@ def a_method_of_that_name(kind: Any) -> Any:
     return loader
 
 
-def by_name(kind: Any) -> Any:
-    class Mine(kind):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args)
-            for name, value in options.items():
-                setattr(self, name, value)
-
-    return Mine(range(6), 2, device="gpu7", errors=3)
-
-
 def later(kind: Any) -> Any:
     class Mine(kind):
         def to(self, device: Any) -> Any:
@@ -142,5 +132,5 @@ SUBCLASSES: list[Callable[[Any], Any]] = [
         a_property,
         a_property_that_is_set,
     ),
-    *(a_method_of_that_name, by_name, later, a_mixin_before, a_mixin_behind, wrapped, moves_its_batches),
+    *(a_method_of_that_name, later, a_mixin_before, a_mixin_behind, wrapped, moves_its_batches),
 ]

@@ -7,9 +7,9 @@ from typing import Any
 
 from fastq_loader.extras.remote.far_worker import FarSetup
 from fastq_loader.memory.arena import Arena
-from fastq_loader.scheduling.schedules import Window
-from fastq_loader.workers.config import Plan, Rules, Setup
-from fastq_loader.workers.local_pool import LocalPool
+from fastq_loader.scheduling.schedules import RoundRobin, Window
+from fastq_loader.workers.config import Options, Plan, Rules, Setup
+from fastq_loader.workers.kinds import Processes
 from fastq_loader.workers.payload import Descriptors, Payload
 from tests.support.pair import TOKEN
 
@@ -25,13 +25,12 @@ def make_plan(dataset: Any, collate_fn: Any = None, init_fn: Any = None, **field
         "workers": 1,
         "prefetch": 2,
         "in_order": True,
-        "dynamic": False,
+        "options": Options(RoundRobin(), None, None, Processes()),
+        "shared_tasks": False,
         "window": Window(2),
-        "restarts": 0,
         "timeout": 0,
         "persistent": True,
         "context": None,
-        "make_pool": LocalPool,
         **fields,
     }
     return Plan(**given)

@@ -67,9 +67,10 @@ def group() -> tuple[WorkerGroup, Any, Any]:
         workers=2,
         shared_tasks=True,
         window=SimpleNamespace(widest=1),
-        make_pool=lambda plan: PlayedPool(),
+        options=SimpleNamespace(
+            workers=SimpleNamespace(make_pool=lambda plan: PlayedPool()), is_dynamic=False
+        ),
         timeout=5,
-        dynamic=False,
         in_order=True,
     )
     counters = Counters()

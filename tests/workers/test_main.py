@@ -135,7 +135,7 @@ def claims(arena: Arena) -> Iterator[ClaimTable]:
 
 
 def test_a_worker_that_could_not_start_leaves_tasks_to_others(arena: Arena, claims: ClaimTable) -> None:
-    found = replies(arena, Broken(), epoch(1, 7), *SHARED, dynamic=True, init_fn=Broken.start)
+    found = replies(arena, Broken(), epoch(1, 7), *SHARED, shared_tasks=True, init_fn=Broken.start)
     assert kinds(found) == [(0, BROKEN)]
     assert claims.on_offer(2)
 

@@ -13,7 +13,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
+from fastq_loader import options
+from fastq_loader.epoch import resources
 from fastq_loader.extras.insight import machine
 from fastq_loader.extras.insight.chooser import NOISE, Limits, rank
 from fastq_loader.extras.insight.model import Costs, Setting, costs_of
@@ -87,16 +90,51 @@ def _with_transport(seen: Sequence[Measurement]) -> Costs:
 # ---- the interface for loaders -------------------------------------------------------------------
 
 
-def given(num_workers: str) -> Auto:
+def given(num_workers: str | Auto) -> Auto:
     """Read the argument `num_workers` that is a string; "auto" becomes the number of workers of the first
-    epoch.
+    epoch. An `Auto` is that of another loader, from whose attributes this one is rebuilt.
 
     Raises:
         ValueError: it is another string.
     """
+    if isinstance(num_workers, Auto):
+        return num_workers
     if num_workers != "auto":
         raise ValueError(f"num_workers={num_workers!r} is unknown: use a number of workers, or 'auto'")
     return Auto(0 if calls.missing() else min(math.ceil(machine.cpus()), _MOST_AT_FIRST))
+
+
+def check(loader: Any) -> None:
+    """Check that the batches of a loader do not depend on the number of its workers.
+
+    Raises:
+        ValueError: they do.
+    """
+    if not options.of(loader).is_dynamic:
+        raise ValueError(
+            f"num_workers='auto' cannot go with schedule={options.of(loader).schedule}: the random numbers "
+            "of its batches depend on how many workers there are. Use schedule='dynamic', where they do "
+            "not, or a number; tune() finds one"
+        )
+    if options.is_iterable(loader):
+        raise ValueError(
+            "num_workers='auto' cannot go with an IterableDataset: each worker reads a part of it, so that "
+            "the batches depend on how many there are. Use a number; tune() finds one"
+        )
+
+
+def begin_epoch(loader: Any) -> None:
+    """Set the number of workers for the next epoch of a loader. If it changes, persistent workers end."""
+    mine, number = resources.of(loader), int(loader.num_workers)
+    if mine.saved is not None:  # the rest of an epoch; it may have a state per worker
+        chosen = len(mine.saved.progress.workers) or number
+    else:
+        mine.chooser = mine.chooser or Chooser()
+        prefetch, stay = loader.prefetch_factor or 2, loader.persistent_workers
+        chosen = mine.chooser.next_number(number, mine.counters, prefetch, stay)
+    if chosen != number and loader.persistent_workers:
+        mine.close_engines(f"num_workers='auto' has changed to {chosen}")
+    loader.num_workers = Auto(chosen)
 
 
 class Chooser:

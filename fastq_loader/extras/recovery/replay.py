@@ -29,8 +29,6 @@ def replay(loader: Any, batch: int, epoch: int | None, state: Mapping[str, Any] 
         raise TypeError("replay() needs a map-style dataset: an iterable one is read from its beginning")
     if not is_int(batch) or batch < 0:
         raise ValueError(f"batch={batch!r} must be the number of a batch, 0 or more")
-    if state is None:
-        options.check_ours(loader, "replay() without a state")
     again = _alone(loader)
     begun = _remembered(loader, epoch) if state is None else _of_state(state, again, epoch)
     asked = samplers.asked_sampler(again._index_sampler) is not None

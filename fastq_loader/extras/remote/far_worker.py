@@ -96,7 +96,8 @@ class FarSetup:
         """
         payload = PickledPayload(_pickled(setup.plan.payload.open()), Descriptors())
         # A far worker receives the tasks that its proxy has claimed; it claims none.
-        plan = replace(setup.plan, payload=payload, dynamic=False, make_pool=None)
+        options = replace(setup.plan.options, workers=None)
+        plan = replace(setup.plan, payload=payload, options=options, shared_tasks=False)
         sent = replace(setup, plan=plan, folder="", mapping=None, descriptors={})
         return cls(sent, tls, tuple(sys.path), versions())
 

@@ -75,7 +75,7 @@ class Scene:
         self.pipe, its = Pipe()
         self.its = its
         self.traffic = [0, 0]
-        setup = make_setup(self.arena, None, worker=1, workers=2, dynamic=shared)
+        setup = make_setup(self.arena, None, worker=1, workers=2, shared_tasks=shared)
         self.proxy = Proxy(setup, None, its, self.traffic, self.socket, self.claims, self.blocks)  # type: ignore[arg-type]
         self.ends: list[socket.socket] = []
         self.connect()
