@@ -17,7 +17,7 @@ import math
 import threading
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -27,7 +27,7 @@ import torch
 from fastq_loader.memory import nontemporal
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import SMALLEST, Extents, FreeRanges, device_aligned, size_class
-from fastq_loader.memory.forked_children import ForkedChildren, tick
+from fastq_loader.memory.forked_children import moment, owners, seen_before
 from fastq_loader.system import process_id
 from fastq_loader.system.unpatched import time
 
@@ -47,16 +47,15 @@ class OpenBlock:
         address: its address in this process.
         cut: number of bytes at its start that are allocated to results, if batches go to a device.
         holds: number of arrays in it that user code references.
-        opened: the moment when it was opened.
-        left: the moment when the last reference in this process was found gone; 0 while there may be one.
+        opened: the moment when it was opened, see `forked_children`.
     """
 
-    __slots__ = ("address", "cut", "holds", "left", "offset", "opened", "size")
+    __slots__ = ("address", "cut", "holds", "offset", "opened", "size")
 
     def __init__(self, offset: int, size: int, address: int) -> None:
         self.offset, self.size, self.address = offset, size, address
-        self.cut = self.holds = self.left = 0
-        self.opened = tick()
+        self.cut = self.holds = 0
+        self.opened = moment()
 
 
 class _Hold:
@@ -81,18 +80,15 @@ class _OpenBlocks(dict[int, OpenBlock]):
 
     Attributes:
         dropped: one entry for each array that user code has dropped; finalizers append to it.
-        children: the forked children that may see the blocks.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.dropped: deque[OpenBlock] = deque()
         self._by_address: list[OpenBlock] = []  # in ascending order
-        self.children = ForkedChildren()  # its `owned` is the number of blocks
 
     def open(self, offset: int, size: int, address: int) -> OpenBlock:
         """Add a block."""
-        self.children.owned = len(self) + 1
         block = self[offset] = OpenBlock(offset, size, address)
         insort(self._by_address, block, key=_address)
         return block
@@ -101,7 +97,6 @@ class _OpenBlocks(dict[int, OpenBlock]):
         """Remove a block that neither this task nor user code uses any more."""
         del self[block.offset]
         self._by_address.remove(block)
-        self.children.owned = len(self)
 
     def at(self, address: int) -> OpenBlock | None:
         """The block that contains an address, if any."""
@@ -120,13 +115,10 @@ class _OpenBlocks(dict[int, OpenBlock]):
             blocks.add(block)
         return blocks
 
-    def is_held(self, block: OpenBlock) -> bool:
-        """Whether user code references a block, here or in a child that it has forked."""
-        if block.holds:
-            return True
-        # The first such moment counts: children that were forked later do not reference the block.
-        block.left = block.left or tick()
-        return self.children.may_see(block.opened, block.left)
+    def held(self, blocks: Iterable[OpenBlock]) -> set[OpenBlock]:
+        """Those of some blocks that user code references, here or in a child that it has forked."""
+        seen = seen_before()
+        return {block for block in blocks if block.holds or block.opened < seen}
 
 
 class Allocator:
@@ -162,6 +154,7 @@ class Allocator:
         start, end = mapping.region(worker)
         self._space = FreeRanges(((start, end - start),) if space is None else space)
         self._pid = process_id.current()
+        owners.add(self)
         self._lock = threading.RLock()
         self._idle: list[tuple[int, int]] = []  # unused blocks (size, offset), by size
         self._open = _OpenBlocks()
@@ -228,7 +221,6 @@ class Allocator:
             interface = {"version": 3, "data": data, "shape": shape, "typestr": typestr}
             hold = _Hold(self.mapping, block, interface, self._open.dropped)
             block.holds += 1
-            block.left = 0
         return np.asarray(hold)
 
     def _suballocate(self, nbytes: int) -> tuple[OpenBlock, int]:
@@ -278,13 +270,12 @@ class Allocator:
         references to the batch."""
         with self._lock:
             self._open.drain()
-            self._open.children.reap()
-            blocks = [(self._open[offset], need) for offset, need in used]
-            held = [(block, need) for block, need in blocks if self._open.is_held(block)]
-            copies = {}
-            for block, need in held:
-                copy = copies[block.offset] = self._take(need)
-                self.write(copy.offset, block.address, need)
+            needs = {self._open[offset]: need for offset, need in used}
+            held, copies = self._open.held(needs), {}
+            for block, need in needs.items():
+                if block in held:
+                    copy = copies[block.offset] = self._take(need)
+                    self.write(copy.offset, block.address, need)
             return copies
 
     def finish(self, used: Used) -> tuple[list[tuple[int, int]], list[int]]:
@@ -310,15 +301,15 @@ class Allocator:
         self._partial = None
         if self._open or self._open.dropped:
             self._open.drain()
-            self._open.children.reap()
-            self._free([block for block in self._open.values() if not self._open.is_held(block)])
+            self._free(set(self._open.values()) - self._open.held(self._open.values()))
 
     def _collect(self) -> None:
         """Free the blocks that user code has dropped."""
-        dropped = [block for block in self._open.drain() if self._open.get(block.offset) is block]
-        self._free([b for b in dropped if b.offset not in self._shipping and not self._open.is_held(b)])
+        dropped = {block for block in self._open.drain() if self._open.get(block.offset) is block}
+        held = self._open.held(dropped)
+        self._free(block for block in dropped - held if block.offset not in self._shipping)
 
-    def _free(self, blocks: list[OpenBlock]) -> None:
+    def _free(self, blocks: Iterable[OpenBlock]) -> None:
         for block in blocks:
             self._open.close(block)
             self._idle.append((block.size, block.offset))

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from fastq_loader.memory.blocks import PAGE, SMALLEST
-from fastq_loader.memory.forked_children import ForkedChildren, tick
+from fastq_loader.memory.forked_children import moment, owners, seen_before
 from fastq_loader.system import calls, process_id
 from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.system.torch_names import untraced
@@ -117,8 +117,7 @@ class Arena:
     Attributes:
         fd: the memfd, -1 once retired.
         mapping: its mapping in this process.
-        released: blocks whose last view died: offset, and the moments of the lease's birth and death.
-        children: children that were forked while a block was leased.
+        released: blocks whose last view died: offset, and the moment of the lease's birth.
         retired: the loader was closed.
 
     Raises:
@@ -131,10 +130,9 @@ class Arena:
         self.mapping = self._map(regions)
         # Prevent every process from truncating the memory while another one uses it (that would be SIGBUS).
         calls.seal_length(self.fd)
-        self.released: deque[tuple[int, int, int]] = deque()
+        self.released: deque[tuple[int, int]] = deque()
         self.retired = False
-        self.children = ForkedChildren()  # `owned` counts leases not yet read from `released`
-        self._quarantine: list[tuple[int, int, int]] = []  # entries of `released` that a child may see
+        owners.add(self)
 
     def _map(self, regions: int) -> Mapping:
         length = max(min(calls.arena_room()), _SMALLEST) // PAGE * PAGE
@@ -156,30 +154,17 @@ class Arena:
         The block stays in use until the array and everything derived from it are gone.
         """
         offset = block[0]
-        self.children.owned += 1
         data = self.mapping.base + offset + start, False
         interface = {"version": 3, "data": data, "shape": (nbytes,), "typestr": "|u1"}
         return np.asarray(Lease(self, offset, interface))
 
     def released_blocks(self) -> list[int]:
-        """Offsets of the blocks whose last view died since the last call, and that no child may see."""
-        free, children = [], self.children
-        while self.released:
-            entry = self.released.popleft()
-            children.owned -= 1
-            if children.alive:
-                self._quarantine.append(entry)
-            else:
-                free.append(entry[0])
-        if self._quarantine:
-            children.reap()
-            entries, self._quarantine = self._quarantine, []
-            for offset, born, died in entries:
-                if children.may_see(born, died):
-                    self._quarantine.append((offset, born, died))
-                else:
-                    free.append(offset)
-        return free
+        """Offsets of the blocks whose last view died, and that no child may see any more. The others stay in
+        `released`."""
+        released = [self.released.popleft() for _ in range(len(self.released))]
+        seen = seen_before()
+        self.released += [(offset, born) for offset, born in released if born < seen]
+        return [offset for offset, born in released if born >= seen]
 
     def retire(self, held: list[tuple[int, int]]) -> None:
         """Give all memory and all addresses back to the system when the loader closes, except the blocks
@@ -189,21 +174,22 @@ class Arena:
         if not self.retired:
             mapping.mmap.cut(held)
             self.retired = True
-        # The user's threads continue meanwhile: blocks that they dropped have no lease any more.
-        dropped = {
-            offset: self.children.may_see(born, died)
-            for offset, born, died in [*self.released, *self._quarantine]
-        }
         if self.fd >= 0:
             start = 0
             for offset, size in [*sorted(held), (mapping.length, 0)]:
-                if dropped.get(offset, True):  # else it was dropped, and no child sees it
-                    mapping.punch(start, offset - start)
-                    start = offset + size
-            mapping.unmap_but({offset for offset, _ in held} - dropped.keys())
+                mapping.punch(start, offset - start)
+                start = offset + size
+            mapping.unmap_but({offset for offset, _ in held})
             fd, self.fd = self.fd, -1
             os.close(fd)
-        self.children.close()
+            seen_before()  # closes the pipes of workers, which have ended
+        while self.released:  # children see these, or the user's threads have dropped them meanwhile
+            self.unmap(*self.released.popleft())
+
+    def unmap(self, offset: int, born: int) -> None:
+        """Give a block that was held when the loader closed back to the system, when its lease has died. May
+        be called on any thread."""
+        self.mapping.mmap.unmap(offset, pages=born >= seen_before())
 
     def __del__(self) -> None:
         # Retired arenas have closed it; this one's engine was interrupted while it was made.
@@ -224,13 +210,12 @@ class Lease:
         self.__array_interface__ = interface
         self._arena = arena  # keeps the address valid
         self._offset = offset
-        self._born = tick()
+        self._born = moment()
 
     def __del__(self, process: Any = process_id) -> None:
         arena, offset = self._arena, self._offset
         if arena.pid != process.pid:
             return  # the parent's block: a forked child has nothing to give back
-        born, died = self._born, tick()
-        arena.released.append((offset, born, died))
+        arena.released.append((offset, self._born))
         if arena.retired:  # perhaps by another thread just now: the queue is not read any more
-            arena.mapping.mmap.unmap(offset, pages=not arena.children.may_see(born, died))
+            arena.unmap(offset, self._born)

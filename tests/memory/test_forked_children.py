@@ -4,88 +4,85 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastq_loader.memory.forked_children import ForkedChildren, tick
+from fastq_loader.memory import forked_children
+from fastq_loader.memory.forked_children import moment, seen_before
 from tests.support.simulated_fork import Fork
 from tests.support.thorough import examples
 
 
-@contextmanager
-def watching() -> Iterator[ForkedChildren]:
-    watched = ForkedChildren()
-    try:
-        yield watched
-    finally:
-        watched.close()
-
-
-EVENTS = st.sampled_from(("birth", "death", "fork", "finish", "child dies"))
+@pytest.fixture(autouse=True)
+def _no_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked_children, "_living", [])
+    monkeypatch.setattr(forked_children, "owners", {"an arena"})
 
 
 @examples(200)
-@given(st.lists(st.tuples(EVENTS, st.integers(0, 5)), max_size=30))
-def test_a_thing_may_be_seen_by_the_children_whose_forks_it_met(steps: list[tuple[str, int]]) -> None:
-    with watching() as watched, ExitStack() as stack:
-        forks: list[Fork] = []
-        living: list[tuple[int, list[Fork]]] = []  # (moment of birth, forks that met it)
-        dead: list[tuple[int, int, list[Fork]]] = []
-        for step, which in steps:
-            if step == "birth":
-                watched.owned += 1
-                living.append((tick(), [fork for fork in forks if fork.under_way]))
-            elif step == "death" and living:
-                born, met = living.pop(which % len(living))
-                dead.append((born, tick(), met))
-            elif step == "fork":
-                forks.append(Fork(watched))
-                stack.callback(forks[-1].die)
-                for _, met in living:
-                    met.append(forks[-1])
-            elif step in ("finish", "child dies") and forks:
-                fork = forks[which % len(forks)]
-                fork.finish() if step == "finish" else fork.die()
-            watched.reap()
-            for born, died, met in dead:
-                assert watched.may_see(born, died) == any(fork.alive for fork in met)
+@given(st.lists(st.tuples(st.sampled_from(("birth", "fork", "child dies")), st.integers(0, 5)), max_size=30))
+def test_a_block_may_be_seen_by_the_living_children_that_were_forked_later(
+    steps: list[tuple[str, int]],
+) -> None:
+    children: list[Fork] = []  # that are alive
+    births: list[tuple[int, list[Fork]]] = []  # moment, and the children that were forked later
+    for step, which in steps:
+        if step == "birth":
+            births.append((moment(), []))
+        elif step == "fork":
+            children.append(Fork())
+            for _, later in births:
+                later.append(children[-1])
+        elif children:
+            children.pop(which % len(children)).die()
+        seen = seen_before()
+        assert [born < seen for born, _ in births] == [bool({*later} & {*children}) for _, later in births]
+    while children:
+        children.pop().die()
+    assert seen_before() == 0
 
 
-def descriptors() -> list[str]:
-    return os.listdir("/proc/self/fd")
+def test_during_a_fork_everything_may_be_seen() -> None:
+    """Also if a fork on another thread begins and ends meanwhile."""
+    fork = Fork(finish=False)
+    other = threading.Thread(target=lambda: Fork().die())
+    other.start()
+    other.join()
+    assert moment() < seen_before()
+    fork.finish()
+    assert moment() >= seen_before()
+    fork.die()
 
 
 def test_children_that_are_gone_are_forgotten_at_the_next_fork() -> None:
-    before = len(descriptors())
-    with watching() as watched:
-        watched.owned = 1
-        for _ in range(20):
-            Fork(watched).die()
-        assert len(descriptors()) <= before + 1
-    assert len(descriptors()) == before
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        Fork().die()
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    assert seen_before() == 0
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("closed", [False, True])
-def test_without_descriptors_every_child_counts(closed: bool) -> None:
-    """None is left, or the owner has given its own back."""
-    with watching() as watched:
-        watched.owned = 1
-        born, before = tick(), descriptors()
-        if closed:
-            watched.close()
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft if closed else 3, hard))
-        try:
-            for _ in range(10):
-                Fork(watched).die()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert descriptors() == before
-        watched.reap()
-        assert watched.may_see(born, tick())
-        assert not watched.may_see(tick(), tick())
-        assert len(watched.alive) == (1 if closed else 10)
+def test_without_descriptors_a_child_counts_for_ever() -> None:
+    born = moment()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        Fork().die()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert born < seen_before()
+    assert moment() >= seen_before()
+
+
+@pytest.mark.processes
+def test_forks_of_a_process_without_blocks_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked_children, "owners", set())
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    assert forked_children._living == []
+    os.waitpid(pid, 0)

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import os
 
-from fastq_loader.memory.forked_children import ForkedChildren
+from fastq_loader.memory import forked_children
 
 
 class Fork:
-    """A fork that goes on, and then a child that lives, as the pipe sees them."""
+    """A fork in progress, and then a child that lives, as the pipe shows it."""
 
-    def __init__(self, watched: ForkedChildren) -> None:
-        self._watched = watched
-        self._child = watched.forking()
-        self._held = [os.dup(end) for end in self._child.write]  # what the child inherits
-        self.under_way = self.alive = True
+    def __init__(self, finish: bool = True) -> None:
+        forked_children._before_fork()
+        child = forked_children._living[-1]
+        self._held = [os.dup(child.write)] if child.write >= 0 else []  # what the child inherits
+        if finish:
+            self.finish()
 
     def finish(self) -> None:
-        if self.under_way:
-            self.under_way = False
-            self._watched.forked(self._child)
+        forked_children._after_fork_in_parent()
 
     def die(self) -> None:
-        if self.alive:
-            self.finish()
-            self.alive = False
-            while self._held:
-                os.close(self._held.pop())
+        while self._held:
+            os.close(self._held.pop())
