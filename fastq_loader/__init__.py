@@ -45,6 +45,7 @@ from fastq_loader.errors import (
     WorkerReplaced,
     WorkerTraceback,
 )
+from fastq_loader.extras.bad_samples.policies import Replace, Skip
 from fastq_loader.extras.cached.cached import cached
 from fastq_loader.extras.frameworks.installing import assert_active, install, installed, uninstall
 from fastq_loader.extras.frameworks.stateful_dataloader import StatefulDataLoader
@@ -60,7 +61,6 @@ from fastq_loader.extras.transforms.transforms import copy_into, normalize
 from fastq_loader.loader import DataLoader
 from fastq_loader.memory.allocator import empty
 from fastq_loader.memory.arena import AVAILABLE
-from fastq_loader.reading.tolerance import Replace, Skip
 from fastq_loader.scheduling.schedules import Dynamic, RoundRobin
 from fastq_loader.statistics.snapshots import (
     BadSample,

@@ -16,7 +16,6 @@ import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
 from fastq_loader import options
-from fastq_loader.consumer.bad_samples import BadSamples
 from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.epoch import saved, state
 from fastq_loader.epoch.fields import Position
@@ -24,7 +23,7 @@ from fastq_loader.epoch.multiprocess import MultiprocessIterator
 from fastq_loader.epoch.resources import Owner, device_session
 from fastq_loader.epoch.resources import of as resources_of
 from fastq_loader.epoch.serial import SerialIterator
-from fastq_loader.reading.tolerance import Tolerance
+from fastq_loader.reading.error_policy import ErrorPolicy
 from fastq_loader.scheduling.schedules import Schedule
 from fastq_loader.statistics.snapshots import LoaderStatistics
 from fastq_loader.system.terminal import printable
@@ -113,7 +112,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         schedule: str | Schedule = "round_robin",
         workers: str | WorkerKind = "processes",
         device: str | int | torch.device | ToDevice | None = None,
-        errors: str | Tolerance = "raise",
+        errors: str | ErrorPolicy = "raise",
     ) -> None:
         number: Any = num_workers
         if isinstance(num_workers, str | Auto):
@@ -147,7 +146,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
     schedule: str | Schedule = "round_robin"
     workers: str | WorkerKind = "processes"
     device: str | int | torch.device | ToDevice | None = None
-    errors: str | Tolerance = "raise"
+    errors: str | ErrorPolicy = "raise"
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in options.ARGUMENTS and "_options" in vars(self):
@@ -294,7 +293,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         loaded = saved.read(state_dict, self, ignore)
         saved.take(loaded, self)
         resources.place, resources.shared = (resources.record, loaded), loaded.start.shared
-        resources.bad_samples = BadSamples(loaded.now.bad_samples)
+        errors = options.of(self).errors
+        resources.bad_samples = None if errors is None else errors.records(loaded.now.bad_samples)
         vars(self)["_iterator"] = None  # its workers have drawn other random numbers than the saved ones
 
     def replay(self, batch: int, epoch: int | None = None, state: Mapping[str, Any] | None = None) -> Any:
@@ -367,8 +367,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
             blocks_in_use=in_use,
             blocks_free=free,
             arena_bytes=nbytes,
-            bad_samples=resources.bad_samples.total,
-            last_bad_samples=resources.bad_samples.last,
+            bad_samples=getattr(resources.bad_samples, "total", 0),
+            last_bad_samples=getattr(resources.bad_samples, "last", ()),
             caches=tuple(cache.statistics() for cache in caches_of(vars(self).get("dataset"))),
         )
 

@@ -16,15 +16,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _DatasetKind
 
 from fastq_loader.device.accelerator import read_device
 from fastq_loader.errors import TorchWorkers, warn_user
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.reading import datapipes
-from fastq_loader.reading.computed import is_computed
-from fastq_loader.reading.tolerance import Tolerance, read_errors
+from fastq_loader.reading.error_policy import read_errors
+from fastq_loader.reading.fetch import Fetcher
 from fastq_loader.scheduling.schedules import RoundRobin, Window, read_schedule
 from fastq_loader.system import calls, pages, torch_patches
 from fastq_loader.workers.config import Options, Plan, Rules
@@ -115,20 +114,15 @@ def is_iterable(loader: Loader) -> bool:
     return bool(getattr(loader, "_dataset_kind", None) == _DatasetKind.Iterable)
 
 
-def rules(loader: Loader, errors: Tolerance | None) -> Rules:
+def rules(loader: Loader) -> Rules:
     """Rules by which its dataset is read."""
-    iterable = is_iterable(loader)
-    population = None if errors is None or iterable else _population(loader._index_sampler)
-    return Rules(iterable, loader._auto_collation, loader.drop_last, population)
+    return Rules(is_iterable(loader), loader._auto_collation, loader.drop_last)
 
 
-def _population(index_sampler: Any) -> int | None:
-    """Number of indices that a sampler chooses from, if these are 0, 1, 2, ...; None if unknown."""
-    sampler: Any = index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
-    if is_computed(sampler):
-        return sampler.population  # type: ignore[no-any-return]
-    source = {RandomSampler: "data_source", SequentialSampler: "data_source", DistributedSampler: "dataset"}
-    return len(getattr(sampler, source[type(sampler)])) if type(sampler) in source else None
+def fetchers(loader: Loader) -> Callable[..., Fetcher]:
+    """What makes the fetchers of its dataset."""
+    errors = of(loader).errors
+    return Fetcher if errors is None else errors.fetchers(loader._index_sampler, is_iterable(loader))
 
 
 def check_workers(loader: Loader) -> None:
@@ -247,9 +241,9 @@ def plan(loader: Loader, for_device: bool = False, kept: dict[str, Any] | None =
             loader.dataset,
             loader.collate_fn,
             datapipes.sharding_init_fn(loader.dataset, loader.worker_init_fn),
-            options.errors,
+            fetchers(loader),
         ),
-        rules=rules(loader, options.errors),
+        rules=rules(loader),
         options=options,
         workers=int(loader.num_workers),
         prefetch=prefetch,

@@ -218,11 +218,11 @@ FAULTS = (
     ),
     Fault(
         "samples that could not be read are not counted against the limit",
-        "consumer/bad_samples.py",
+        "extras/bad_samples/records.py",
         "if self._errors.allows(self.bad, self.read):",
         "if self._errors.allows(len(found), self.read):",
         "row E1",
-        "end_to_end/test_bad_samples.py",
+        "extras/bad_samples/test_bad_samples.py",
     ),
     # ---- iterators
     Fault(

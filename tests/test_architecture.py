@@ -38,7 +38,7 @@ ROOMS = {
         "extras.insight extras.images loader epoch options workers packing reading ipc system errors"
     ),
     "extras.frameworks": Room("extras.prefetcher loader epoch options scheduling"),
-    "extras.recovery": Room("epoch options scheduling reading errors"),
+    "extras.recovery": Room("extras.bad_samples epoch options scheduling reading errors"),
     "extras.prefetcher": Room("epoch options device packing statistics system errors"),
     "extras.images": Room("extras.transforms device reading memory system errors", pure="crops"),
     "extras.cached": Room(
@@ -47,23 +47,24 @@ ROOMS = {
     "extras.insight": Room(
         "epoch options workers scheduling statistics system errors", pure="model chooser advice"
     ),
+    "extras.bad_samples": Room("reading statistics packing ipc errors"),
     "extras.samplers": Room("reading errors"),
     "extras.transforms": Room("packing system"),
     "extras.share": Room("memory system"),
     "extras.remote": Room("workers reading memory statistics ipc system errors", pure="ranks"),
     "extras.tracing": Room("statistics ipc system errors"),
     "extras": Room(""),
-    "loader": Room("epoch options consumer workers device scheduling reading statistics system"),
+    "loader": Room("epoch options workers device scheduling reading statistics system"),
     "epoch": Room("options consumer workers device scheduling reading statistics ipc system errors"),
     "options": Room("reading workers device scheduling ipc system errors"),
     "consumer": Room(
-        "reading workers device scheduling packing memory ipc system errors statistics", pure="gate outcomes"
+        "workers device scheduling packing memory ipc system errors statistics", pure="gate outcomes"
     ),
     "workers": Room("device scheduling packing reading memory ipc system errors statistics"),
     "device": Room("packing memory ipc system errors statistics", pure="copies pinning"),
     "scheduling": Room("memory ipc errors", pure="*"),
     "packing": Room("memory ipc system errors"),
-    "reading": Room("memory ipc system errors"),
+    "reading": Room("memory ipc system"),
     "memory": Room("system errors", pure="pool blocks"),
     "statistics": Room("ipc system", pure="deliveries epoch records snapshots"),
     "ipc": Room("system errors", pure="messages decoding"),

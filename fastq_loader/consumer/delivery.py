@@ -9,13 +9,11 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.consumer.outcomes import Handed, Outcome, Raised
 from fastq_loader.device.staging import DeviceSession, Staging
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import BATCH, BROKEN, LEFT_OUT, Answer, BatchHandle
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.packing import pickling
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.states import Batch
@@ -33,7 +31,7 @@ class Delivery:
 
     Attributes:
         progress: progress of the epoch.
-        bad_samples: counter of the epoch if it tolerates bad samples, else None.
+        bad_samples: judge of the epoch if it tolerates bad samples, else None; see `ErrorPolicy`.
         staging: copies batches to a device; None if they stay on the host.
     """
 
@@ -41,7 +39,7 @@ class Delivery:
         self, unpacker: Unpacker, pool: BlockPool, counters: Counters, iterable: bool = False
     ) -> None:
         self.progress = START
-        self.bad_samples: BadSampleCounter | None = None
+        self.bad_samples: Any = None
         self._iterable = iterable
         self.staging: Staging | None = None
         self._unpacker = unpacker
@@ -56,7 +54,11 @@ class Delivery:
         """Return the batch, or the error at its position: from the sampler, from user code in the worker,
         from unpickling here, or from a transform for the device. Return None if the batch was left out."""
         answer, kind = batch.answer, None if batch.answer is None else batch.answer.kind
-        too_many = None if self.bad_samples is None else self._count_bad_samples(batch, self.bad_samples)
+        too_many: BaseException | None = None
+        if self.bad_samples is not None and kind in (BATCH, LEFT_OUT):  # any other is an error already
+            assert answer is not None, "it has a kind"
+            remark = pickle.loads(answer.remarks)[0] if answer.remarks else None
+            too_many = self.bad_samples.judge(batch.seq, batch.index, remark)
         progress = self.progress
         if progress.workers and batch.worker is not None:
             progress = self._after_worker(progress, batch)
@@ -114,15 +116,6 @@ class Delivery:
         else:
             refuse_interrupt(raised)
         return raised
-
-    def _count_bad_samples(self, batch: Batch, counter: BadSampleCounter) -> BaseException | None:
-        """Count a batch's bad samples. Return the error to raise in its place if there are too many."""
-        answer = batch.answer
-        if answer is None or answer.kind not in (BATCH, LEFT_OUT):  # the answer is an error already
-            return None
-        found, last, *_ = pickle.loads(answer.remarks) if answer.remarks else ((), None)
-        error = None if last is None else pickling.load_exception(last)
-        return counter.judge(batch.seq, batch.index, found, error)
 
     def _unpack(self, answer: Answer, handle: BatchHandle) -> object:
         try:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.consumer.deaths import Deaths
 from fastq_loader.consumer.delivery import Delivery, finished
 from fastq_loader.consumer.gate import CLOSED, EXITING, FAILED, INSIDE, OPEN, WAITING, Gate
@@ -74,7 +73,7 @@ class PoolEpoch(NamedTuple):
     log: EpochLog
     done: Progress = START
     resume: Sequence[tuple[int, dict[str, Any] | None]] = ()
-    bad_samples: BadSampleCounter | None = None
+    bad_samples: Any = None
 
 
 class Closing(Exception):

@@ -138,7 +138,7 @@ class Receiver:
         state = unseal(answer.state, self._group.token) if answer.state else b""
         remarks = unseal(answer.remarks, self._group.token) if answer.remarks else b""
         if remarks:
-            self.log.private_generators.update(pickle.loads(remarks)[2])
+            self.log.private_generators.update(pickle.loads(remarks)[1])
         # Equivalent to `_replace`, and several times as fast.
         return tuple.__new__(Answer, (*answer[:8], learned, used, state, *answer[11:-1], remarks))
 

@@ -23,7 +23,6 @@ from torch.utils.data.dataloader import (
 )
 
 from fastq_loader import options
-from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.consumer.outcomes import Ended, Handed, Outcome, Raised
 from fastq_loader.device.page_lock import page_locked
 from fastq_loader.epoch import resources
@@ -59,6 +58,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     _profile_name = ""
     _base_seed: int
     _hints: Any = None
+    _bad_samples: Any = None
 
     def __init__(self, loader: Loader, mine: resources.Resources) -> None:
         self._log = mine.counters.begin_epoch(time.monotonic_ns(), time.process_time_ns())
@@ -88,7 +88,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         raise NotImplementedError("{} cannot be pickled", type(self).__name__)
 
     def __next__(self) -> Any:
-        if self._bad_samples.untold:
+        if self._bad_samples is not None and self._bad_samples.untold:
             self._bad_samples.tell()
         if self._hints is not None and self._num_yielded >= self._hints.due:
             self._hints.look()
@@ -125,7 +125,8 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             del outcome  # the error's traceback references this frame
 
     def _tell_the_rest(self) -> None:
-        self._bad_samples.tell()
+        if self._bad_samples is not None:
+            self._bad_samples.tell()
         if self._hints is not None:
             self._hints.look_back()
 
@@ -182,11 +183,12 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     def _begin_record(self, loader: Loader, mine: resources.Resources, same_readers: bool) -> None:
         """Create the record of the epoch that begins or resumes; `_epoch_has_begun` makes it the loader's."""
         self._record = begin(loader, self._index_sampler, *mine.place, same_readers)
-        self._bad_samples, errors = mine.bad_samples, self._options.errors
+        errors = self._options.errors
         if errors is not None:
             known = {} if self._record.saved is None else self._record.saved.now.bad_samples
+            self._bad_samples = mine.bad_samples = mine.bad_samples or errors.records(known)
             epoch, in_batches = self._record.position.epoch, loader._auto_collation
-            self._record.bad_samples = BadSampleCounter(self._bad_samples, errors, epoch, in_batches, known)
+            self._record.bad_samples = errors.judge(self._bad_samples, epoch, in_batches, known)
 
     def _epoch_has_begun(self, loader: Loader, mine: resources.Resources) -> None:
         """Make the epoch's record the loader's newest, and drop the loaded state. Not called if the epoch

@@ -73,7 +73,7 @@ class EpochSnapshot:
             the order follows from compared fields, or the sampler is stateful.
         part: see `samplers.part_of_data`; the digest belongs to it.
         workers: for each reader, the number of delivered batches, and its state without the dataset's.
-        bad_samples: result of `BadSampleCounter.state`, or {}.
+        bad_samples: `state()` of the judge of bad samples, or {}.
     """
 
     generators: dict[str, Any] = field(default_factory=dict)

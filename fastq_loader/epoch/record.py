@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from fastq_loader import options
-from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.epoch.fields import EpochStart, Position, Saved
 from fastq_loader.epoch.order import Order
 from fastq_loader.options import Loader
@@ -48,7 +47,7 @@ class EpochRecord:
         persistent: whether its readers serve the next epoch, too.
         constant: the part of a state that stays the same: the compared fields, and the start as text; None
             until a state needs it.
-        bad_samples: counts them; None where they are not tolerated.
+        bad_samples: judges them; None where they are not tolerated.
         shown: of an epoch that a `Prefetcher` reads ahead: a function that returns the state after the
             batches which that delivered, and the position there.
     """
@@ -58,7 +57,7 @@ class EpochRecord:
         self.saved = saved
         self.continues_workers = self.tells_readers = self.persistent = False
         self.constant: tuple[dict[str, Any], str] | None = None
-        self.bad_samples: BadSampleCounter | None = None
+        self.bad_samples: Any = None
         self.shown: tuple[Callable[[], dict[str, Any]], Position] | None = None
         progress = order.progress
         if readers and not progress.workers:

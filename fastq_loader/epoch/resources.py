@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fastq_loader.consumer.bad_samples import BadSamples
 from fastq_loader.consumer.engine import Engine
 from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.device.staging import DeviceSession, SerialStaging
@@ -47,7 +46,7 @@ class Resources:
         shared: states of the global generators from which the first epoch begins, if a state fixes them.
         hinted: kinds of hints that were issued, and are not issued again.
         chooser: chooses the number of workers of the next epoch, once `num_workers="auto"` needs it.
-        bad_samples: samples that could not be read.
+        bad_samples: records of samples that could not be read, if `errors=` tolerates them.
         begun: the records of the last epochs, the newest last.
         kept: objects that its next pools reuse, see `Plan`.
     """
@@ -64,7 +63,7 @@ class Resources:
         self.shared: dict[str, Any] = {}
         self.hinted: set[type[LoaderHint]] = set()
         self.chooser: Any = None
-        self.bad_samples = BadSamples({} if saved is None else saved.now.bad_samples)
+        self.bad_samples: Any = None
         self.kept: dict[str, Any] = {}
         self.begun: deque[EpochRecord] = deque(maxlen=_REMEMBERED)
 

@@ -14,7 +14,6 @@ from typing import Any
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
 from fastq_loader import options
-from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.consumer.outcomes import ENDED, Ended, Handed, Outcome, Raised
 from fastq_loader.device.staging import SerialStaging
 from fastq_loader.epoch import resources
@@ -22,9 +21,8 @@ from fastq_loader.epoch.base import LoaderIterator
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.options import Loader
 from fastq_loader.reading import datapipes, generators
-from fastq_loader.reading.fetch import EndOfStream
+from fastq_loader.reading.fetch import EndOfStream, LeftOut
 from fastq_loader.reading.reader import HandedOutBefore, Reader
-from fastq_loader.reading.tolerance import LeftOut
 from fastq_loader.scheduling.progress import UNKNOWN, Progress, WorkerProgress
 from fastq_loader.statistics.records import DEVICE, DREW, END, ITER, LOADED
 from fastq_loader.system.interrupts import refuse_interrupt
@@ -55,8 +53,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._due: tuple[int, Any] | None = None  # number and index of the next batch
         self._lock = threading.RLock()  # threads may share the iterator
         self._busy = False  # in the middle of a step that cannot be repeated
-        rules = vars(options.rules(loader, self._options.errors))
-        self._reader = Reader(self._dataset, self._collate_fn, self._options.errors, rules)
+        rules = vars(options.rules(loader))
+        self._reader = Reader(self._dataset, self._collate_fn, options.fetchers(loader), rules)
         with generators.restored() if self._dynamic else generators.UNTOUCHED:
             self._begin_reading()
         self._epoch_has_begun(loader, mine)
@@ -139,7 +137,10 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         try:
             batch = self._load(*drawn)
             if self._record.bad_samples is not None:
-                too_many = self._judge(self._record.bad_samples, *drawn)
+                fetcher = self._dataset_fetcher
+                remark, fetcher.remark = fetcher.remark, None
+                too_many = self._record.bad_samples.judge(*drawn, remark)
+                del remark
             if too_many is not None:
                 outcome = self._raised(too_many, *drawn)
             elif batch is _LEFT_OUT:
@@ -161,11 +162,6 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             outcome = self._raised(error, *drawn)
         self.outcome, self._due, self._busy = outcome, None, False
         del outcome, too_many  # an error's traceback references this frame
-
-    def _judge(self, counter: BadSampleCounter, number: int, index: Any) -> Any:
-        """Count a batch's bad samples. Return the error to raise in its place if there are too many."""
-        last, self._dataset_fetcher.error = self._dataset_fetcher.error, None
-        return counter.judge(number, index, self._dataset_fetcher.bad, last)
 
     def _stage(self, staging: SerialStaging, batch: Any) -> Any:
         self._busy = True  # a copy to the device is under way

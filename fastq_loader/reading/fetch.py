@@ -25,6 +25,10 @@ class EndOfStream(Exception):
     """An iterable dataset has no further batch."""
 
 
+class LeftOut(Exception):
+    """All samples of a batch were left out."""
+
+
 Collate = Callable[[Any], Any]
 
 #: Nanoseconds per sample above which the samples of the next batch are timed one by one. Timing costs 0.1 µs
@@ -46,15 +50,16 @@ class Fetcher:
         dataset_iter, ended: the iterator of an iterable dataset, and whether it ended before a batch was
             full.
         stateful: whether the dataset or its iterator can save its position; None until first determined.
-        bad, error: samples of the last batch that could not be read, if errors are tolerated, and the last
-            error; see `tolerance`.
+        place: numbers of the epoch and of the batch, set before each batch if an `ErrorPolicy` has made the
+            fetcher.
+        remark: what that could not read, for `ErrorPolicy.judge`; None where there is nothing.
     """
 
     dataset_iter: Any = None
     ended = False
     stateful: bool | None = None
-    bad: Any = ()
-    error: Exception | None = None
+    place = (0, 0)
+    remark: Any = None
     fetched = slowest = slowest_at = 0
 
     def __init__(

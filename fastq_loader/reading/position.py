@@ -12,13 +12,11 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from functools import partial
 from types import GeneratorType
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 from fastq_loader.reading import generators
 from fastq_loader.reading.fetch import Fetcher
-from fastq_loader.reading.tolerance import make_fetcher
 from fastq_loader.system.attributes import attribute
 from fastq_loader.system.interrupts import refuse_interrupt
 
@@ -73,11 +71,10 @@ def packed(fetcher: Fetcher, **more: Any) -> bytes:
         return pickle.dumps({"position": {"error": f"{type(error).__name__}: {error}"}, **more})
 
 
-def fetcher_at(place: dict[str, Any] | None, dataset: Any, **rules: Any) -> Fetcher:
-    """`make_fetcher(dataset, **rules)` of a dataset restored to `place`, unless that is None."""
+def fetcher_at(place: dict[str, Any] | None, dataset: Any, make: Callable[[], Fetcher]) -> Fetcher:
+    """The result of `make`, a fetcher of the dataset, which is restored to `place` unless that is None."""
     if not place:  # the usual case
-        return make_fetcher(dataset, **rules)
-    make = partial(make_fetcher, dataset, **rules)
+        return make()
     fetcher = begun_at(place, dataset, make, lambda made: made.dataset_iter)
     fetcher.ended = place.get("ended", False)
     return fetcher

@@ -12,11 +12,12 @@ a "seed" has no states of generators.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from fastq_loader.reading import generators, position, sample_seeds
 from fastq_loader.reading.fetch import EndOfStream, Fetcher
-from fastq_loader.reading.tolerance import Tolerance, TolerantFetcher
 
 
 class HandedOutBefore(Exception):
@@ -27,7 +28,8 @@ class Reader:
     """Loads batches with the user's dataset and collate function.
 
     Args:
-        dataset, collate, errors: the user's; `errors=None` raises every error.
+        dataset, collate: the user's.
+        make_fetcher: `Fetcher`, or what an `ErrorPolicy` has in its place.
         rules: how samples become batches: the arguments of `Fetcher`.
         number, readers: the number of this reader, and how many there are.
         saves_generators: whether the state includes the generators that user code may draw from.
@@ -51,14 +53,14 @@ class Reader:
         self,
         dataset: Any,
         collate: Any,
-        errors: Tolerance | None,
+        make_fetcher: Callable[..., Fetcher],
         rules: dict[str, Any],
         number: int = 0,
         readers: int = 1,
         saves_generators: bool = False,
     ) -> None:
         self.dataset = dataset
-        self._collate, self._errors, self._rules = collate, errors, rules
+        self._collate, self._make_fetcher, self._rules = collate, make_fetcher, rules
         self._number, self._readers = number, readers
         self._saves_generators = saves_generators
         self._epoch = self._requested = 0  # its number, and how many of its batches were requested
@@ -78,7 +80,7 @@ class Reader:
         self.ended, self._requested = False, 0
         self.base_seed, self._epoch, self._resumed = base_seed, epoch, state or {}
         self.to_pass = delivered if self._rules["iterable"] else 0
-        rules = {**self._rules, "collate": self._collate, "errors": self._errors}
+        make = partial(self._make_fetcher, self.dataset, **self._rules, collate=self._collate)
         place = self._resumed.get("position")
         if base_seed is not None:
             generators.seed_worker(base_seed, self._number)  # iter(dataset) may draw
@@ -86,10 +88,10 @@ class Reader:
             generators.seed_worker(self._resumed["seed"], self._number)
         if "over" in self._resumed:
             if place is not None:
-                position.fetcher_at({**place, "ended": True}, self.dataset, **rules)
+                position.fetcher_at({**place, "ended": True}, self.dataset, make)
             place = None
             self._set_generators()  # `iter(dataset)` may draw
-        self.fetcher = position.fetcher_at(place, self.dataset, **rules)
+        self.fetcher = position.fetcher_at(place, self.dataset, make)
         self._set_generators()
 
     @property
@@ -125,7 +127,7 @@ class Reader:
         self._requested += 1
         if self.to_pass:
             self._skip(seq, index)
-        if type(fetcher) is TolerantFetcher:
+        if self._make_fetcher is not Fetcher:
             fetcher.place = self._epoch, seq
         try:
             return self._fetch_seeded(seq, index) if sample_seeds.wanted else fetcher.fetch(index)

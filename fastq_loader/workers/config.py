@@ -16,17 +16,16 @@ from fastq_loader.workers.payload import Payload
 
 if TYPE_CHECKING:
     from fastq_loader.device.accelerator import ToDevice
-    from fastq_loader.reading.tolerance import Tolerance
+    from fastq_loader.reading.error_policy import ErrorPolicy
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How a dataset is read: the fields of torch's fetchers, and `population` of `TolerantFetcher`."""
+    """How a dataset is read: the fields of torch's fetchers."""
 
     iterable: bool
     auto_collation: bool
     drop_last: bool
-    population: int | None = None
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Options:
 
     schedule: Schedule
     device: ToDevice | None
-    errors: Tolerance | None
+    errors: ErrorPolicy | None
     workers: Any  # a `WorkerKind`, which makes pools from plans
 
     @property

@@ -47,9 +47,8 @@ from fastq_loader.memory.allocator import Allocator, Used
 from fastq_loader.packing.pack import Packer
 from fastq_loader.packing.pickling import dump_exception
 from fastq_loader.reading import collate
-from fastq_loader.reading.fetch import EndOfStream
+from fastq_loader.reading.fetch import EndOfStream, LeftOut
 from fastq_loader.reading.reader import HandedOutBefore
-from fastq_loader.reading.tolerance import LeftOut
 from fastq_loader.system import calls
 from fastq_loader.system.unpatched import time
 from fastq_loader.workers import children

@@ -33,6 +33,7 @@ from torch.multiprocessing import get_sharing_strategy
 from fastq_loader.memory import mapped
 from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.packing import pickling
+from fastq_loader.reading.fetch import Fetcher
 from fastq_loader.system import calls
 
 #: Objects of extras that are pickled beside every payload. A worker unpickles them before the user's objects.
@@ -57,9 +58,9 @@ class Payload:
         parts: these objects, by name.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Any, init_fn: Any, errors: Any = None) -> None:
+    def __init__(self, dataset: Any, collate_fn: Any, init_fn: Any, make_fetcher: Any = Fetcher) -> None:
         self.parts = {"dataset": dataset, "collate_fn": collate_fn, "worker_init_fn": init_fn}
-        self.parts["errors"] = errors  # refers to exceptions by their classes
+        self.parts["make_fetcher"] = make_fetcher  # may refer to exceptions by their classes
         self._carried: list[int] = []  # descriptors; the last one is the memfd with the parts
 
     def seal(self) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from fastq_loader.ipc.messages import Epoch, seal, unseal
-from fastq_loader.packing.pickling import dump_exception
 from fastq_loader.reading import datapipes, generators
+from fastq_loader.reading.fetch import Fetcher
 from fastq_loader.reading.reader import Reader
 from fastq_loader.system.unpatched import time
 from fastq_loader.workers.config import Setup
@@ -33,10 +33,9 @@ class WorkerReader(Reader):
         failure: exception that user code raised at the start of the worker or of an epoch: the worker cannot
             load anything.
         state: state of the worker after the last loaded batch, as a sealed pickle; b"" if it has no state.
-        remarks: remarks on that batch, as a sealed pickle; b"" without remarks. They are the samples that
-            could not be read (`TolerantFetcher.bad`), the exception of the last one (from `dump_exception`,
-            or None), and after the first batch the names of generators that the dataset has for itself,
-            although any worker may load any batch.
+        remarks: remarks on that batch, as a sealed pickle; b"" without remarks. They are `Fetcher.remark`,
+            and after the first batch the names of generators that the dataset has for itself, although any
+            worker may load any batch.
         timing: times of that batch, as in `Answer`: fetched, collated, slowest, slowest_at.
     """
 
@@ -44,7 +43,7 @@ class WorkerReader(Reader):
         plan = setup.plan
         rules = vars(plan.rules)
         saves = plan.options.schedule.save_generators
-        super().__init__(None, None, None, rules, setup.worker, plan.workers, saves)
+        super().__init__(None, None, Fetcher, rules, setup.worker, plan.workers, saves)
         self.epochs = 0
         self.failure: Exception | None = None
         self.state = self.remarks = b""
@@ -65,7 +64,7 @@ class WorkerReader(Reader):
         torch.set_num_threads(1)
         seed = generators.seed_worker(setup.base_seed, setup.worker)
         self.dataset = datapipes.apply_seed(parts["dataset"], setup.shared_seed)
-        self._collate, self._errors = parts["collate_fn"], parts["errors"]
+        self._collate, self._make_fetcher = parts["collate_fn"], parts["make_fetcher"]
         # User code gets it from torch.utils.data.get_worker_info().
         torch_worker._worker_info = torch_worker.WorkerInfo(
             id=setup.worker, num_workers=setup.plan.workers, seed=seed, dataset=self.dataset
@@ -104,11 +103,9 @@ class WorkerReader(Reader):
             state = self.state_bytes()
             self.state = seal(state, self._setup.token) if state else b""
             self.remarks = b""
-            if fetcher.error is not None or self._private:
-                error, fetcher.error = fetcher.error, None
-                last = None if error is None else dump_exception(error, self._setup.worker)
-                self.remarks = seal(pickle.dumps((fetcher.bad, last, self._private)), self._setup.token)
-                self._private = []
+            if fetcher.remark is not None or self._private:
+                self.remarks = seal(pickle.dumps((fetcher.remark, self._private)), self._setup.token)
+                fetcher.remark, self._private = None, []
 
     def _seed(self, base_seed: int, seq: int) -> int:
         seed = super()._seed(base_seed, seq)

@@ -16,6 +16,7 @@ from fastq_loader.epoch import resources, samplers, saved
 from fastq_loader.epoch.fields import EpochSnapshot, Saved
 from fastq_loader.epoch.record import EpochRecord
 from fastq_loader.errors import is_int, warn_user
+from fastq_loader.extras.bad_samples.policies import Tolerance
 from fastq_loader.reading import generators
 from fastq_loader.scheduling.progress import Progress
 
@@ -64,7 +65,8 @@ def _alone(loader: Any) -> Any:
         raise TypeError(f"replay() cannot copy the loader's sampler: {error}") from error
     vars(again)["_iterator"] = None
     options.put(again, {**options.WITHOUT_WORKERS, **copied})
-    if errors := options.of(again).errors:  # its bad samples were counted, limited and written down before
+    errors = options.of(again).errors
+    if isinstance(errors, Tolerance):  # its bad samples were counted, limited and written down before
         options.put(again, {"errors": replace(errors, limit=None, path=None)})
     return again
 

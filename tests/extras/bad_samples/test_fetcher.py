@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
-from fastq_loader.reading.fetch import EndOfStream
-from fastq_loader.reading.tolerance import LeftOut, Replace, Skip, Tolerance, make_fetcher, read_errors
+from fastq_loader.extras.bad_samples.fetcher import TolerantFetcher
+from fastq_loader.extras.bad_samples.policies import Replace, Skip, Tolerance
+from fastq_loader.reading.error_policy import read_errors
+from fastq_loader.reading.fetch import EndOfStream, LeftOut
 from tests.reading.test_fetch import Stream
 
 SIZE = 50
@@ -68,7 +70,7 @@ def fetcher(
 ) -> Any:
     rules = {"auto_collation": True, "drop_last": False, **rules}
     iterable = isinstance(dataset, IterableDataset)
-    return make_fetcher(
+    return TolerantFetcher(
         dataset, errors=errors, population=population, iterable=iterable, collate=collate, **rules
     )
 
@@ -82,7 +84,7 @@ def test_samples_that_raise_are_left_out_and_the_others_are_read_once(kind: Any)
     fetching = fetcher(dataset := kind(3, 5), Skip())
     assert fetching.fetch([1, 3, 4, 5, 1]) == [1, 4, 1]
     assert fetching.bad == [[3, None, "KeyError: 3"], [5, None, "KeyError: 5"]]
-    assert type(fetching.error) is KeyError
+    assert (fetching.remark[0], type(fetching.remark[1])) == (fetching.bad, KeyError)
     if kind is Reads:
         assert dataset.read == [1, 3, 4, 5, 1]
     with pytest.raises(LeftOut):
@@ -91,7 +93,7 @@ def test_samples_that_raise_are_left_out_and_the_others_are_read_once(kind: Any)
     assert fetching.fetch([]) == []
     assert fetching.fetch(iter([1, 3, 2])) == [1, 2]
     assert fetching.fetch(torch.tensor([1, 2])) == [1, 2]
-    assert (fetching.bad, fetching.error) == ([], None)
+    assert fetching.bad == []
 
 
 def test_without_batches_a_sample_is_left_out_or_replaced() -> None:
@@ -168,7 +170,7 @@ def test_a_stop_iteration_is_an_error_of_the_sample_and_never_the_end(kind: Any)
 
     skipping = fetcher(stopping(), Skip())
     assert skipping.fetch([0, 1, 2, 4]) == [0, 2]
-    assert type(skipping.error) is RuntimeError  # StopIteration would end the epoch
+    assert type(skipping.remark[1]) is RuntimeError  # StopIteration would end the epoch
     assert set(fetcher(stopping(), Replace()).fetch([0, 1, 2, 4])) == {0, 2}
     for errors in (Skip(only=OSError), Replace(only=OSError), Replace()):
         with pytest.raises(RuntimeError, match="raised StopIteration"):
@@ -268,55 +270,10 @@ def test_a_wrong_argument_is_named_with_its_value_and_a_way_out(
         make()
 
 
-class Table:
-    """Gives rows for an index of any form, except where one of them is the bad one."""
-
-    def __init__(self, bad: Any) -> None:
-        self.bad, self.read = bad, list[Any]()
-
-    def __getitem__(self, index: Any) -> Any:
-        self.read.append(index)
-        if len(self.read) == 1:
-            raise self.bad
-        return index
-
-
-@pytest.mark.parametrize(
-    "index",
-    [
-        [3, 1, 4, 1],
-        (3, 1),
-        slice(4, 10, 2),
-        slice(9, None, -3),
-        range(5),
-        np.array([3, 1]),
-        torch.tensor([[3], [1]]),
-        torch.tensor([3]),
-        {"rows": [3, 1], "column": "x"},
-        [[3, 1], (4, None)],
-    ],
-)
-def test_what_replaces_rows_read_in_bulk_has_their_form_and_number(index: Any) -> None:
-    table = Table(KeyError())
-    made = fetcher(table, Replace(), SIZE, _same, auto_collation=False).fetch(index)
-    assert _form(made) == _form(index)
-    assert str(made) != str(index)
-
-
-def _form(index: Any) -> Any:
-    if isinstance(index, slice):
-        rows = list(range(SIZE))[index]
-        return slice, len(rows), index.step
-    if isinstance(index, dict):
-        return dict, [(key, _form(value)) for key, value in index.items()]
-    if isinstance(index, (list, tuple)):
-        return type(index), list(map(_form, index))
-    if isinstance(index, range):
-        return range, len(index), min(index) >= 0 and max(index) < SIZE
-    if isinstance(index, (torch.Tensor, np.ndarray)):
-        return type(index), index.dtype, index.shape, bool((index < SIZE).all())
-    return type(index), index if isinstance(index, str) else None
-
-
-def _same(samples: Any) -> Any:
-    return samples
+@pytest.mark.parametrize("index", [[3, 1, 4], (3, 1), slice(4, 10, 2), range(5), torch.tensor([3])], ids=str)
+def test_rows_that_are_read_by_one_index_are_not_replaced(index: Any) -> None:
+    alone: dict[str, Any] = {"auto_collation": False, "collate": lambda sample: sample}
+    with pytest.raises(KeyError) as caught:
+        fetcher(Reads(index), Replace(), SIZE, **alone).fetch(index)
+    notes = "".join(getattr(caught.value, "__notes__", []))
+    assert "cannot replace samples that are read by one index" in notes

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 from fastq_loader.errors import BadSampleFound, add_note, shorten, warn_user
 from fastq_loader.ipc.messages import Indices
-from fastq_loader.reading.tolerance import Replace, Tolerance
+from fastq_loader.packing.pickling import load_exception
 from fastq_loader.statistics.snapshots import BadSample
 
 #: Bad samples that are recorded individually, and how many of them an error lists.
@@ -25,7 +24,7 @@ class BadSamples:
     """The bad samples of one loader.
 
     Args:
-        state: a saved state, as returned by `BadSampleCounter.state`, or {}.
+        state: a saved state, as returned by `BadSampleJudge.state`, or {}.
 
     Attributes:
         total: their number, over all epochs.
@@ -49,7 +48,7 @@ class BadSamples:
             with contextlib.suppress(IndexError):  # another thread may have taken the last one
                 warn_user(self.untold.popleft(), BadSampleFound)
 
-    def state(self) -> dict[str, Any]:
+    def counts(self) -> dict[str, Any]:
         """Counts for a saved state."""
         return {"total": self.total, "last": list(self._last)}
 
@@ -71,12 +70,12 @@ class BadSamples:
             self.untold.append(f"bad samples are not written to {path}: {error!r}")
 
 
-class BadSampleCounter:
+class BadSampleJudge:
     """Counts the bad samples of one epoch, and reports when there are too many.
 
     Args:
         among: the bad samples of the loader.
-        errors: the policy for bad samples.
+        errors: the policy for bad samples, a `Tolerance`.
         epoch: number of the epoch.
         in_batches: whether an index stands for a batch of samples.
         state: for an epoch that is resumed, a saved state as returned by `state`; else {}.
@@ -86,7 +85,7 @@ class BadSampleCounter:
     """
 
     def __init__(
-        self, among: BadSamples, errors: Tolerance, epoch: int, in_batches: bool, state: dict[str, Any]
+        self, among: BadSamples, errors: Any, epoch: int, in_batches: bool, state: dict[str, Any]
     ) -> None:
         self.epoch = epoch
         self.bad: int = state.get("in_epoch", 0)
@@ -95,32 +94,31 @@ class BadSampleCounter:
 
     def state(self) -> dict[str, Any]:
         """Counts for a saved state: of all bad samples, and of those in the epoch."""
-        return {"in_epoch": self.bad, "read": self.read, **self._among.state()}
+        return {"in_epoch": self.bad, "read": self.read, **self._among.counts()}
 
-    def judge(
-        self, batch: int, index: Any, found: Sequence[Any], error: BaseException | None
-    ) -> BaseException | None:
+    def judge(self, batch: int, index: Any, remark: Any) -> BaseException | None:
         """Count a batch that was read or left out. Return the error to raise in its place if the limit is
         exceeded.
 
         Args:
             batch: number of the batch.
             index: its index, as it was sent.
-            found: its bad samples; see `TolerantFetcher.bad`.
-            error: the exception of the last bad sample.
+            remark: see `TolerantFetcher.remark`.
         """
         if type(index) is Indices:
             self.read += len(index.data) // 8
         else:
             self.read += len(index) if self._in_batches and hasattr(index, "__len__") else 1
-        if not found:
+        if remark is None:
             return None
+        found, raised = remark
+        error: BaseException = load_exception(raised) if isinstance(raised, bytes) else raised
         self.bad += len(found)
         self._among.add([[self.epoch, batch, *each] for each in found], self._errors.path)
         if self._errors.allows(self.bad, self.read):
             return None
         named = map(_line, self._among.last[-_NAMED:])
-        among = "samples and their replacements" if isinstance(self._errors, Replace) else "samples"
+        among = "samples and their replacements" if self._errors.replaces else "samples"
         head = f"errors={self._errors}: {self.bad} of {self.read} {among} could not be read, the last:"
         add_note(error, "\n  ".join([head, *named]))
         return error

@@ -1,0 +1,1 @@
+"""Samples that cannot be read: `errors=Replace(...)` and `errors=Skip(...)`."""
