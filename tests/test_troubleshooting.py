@@ -64,7 +64,7 @@ def test_a_program_prints_what_the_page_says(heading: str) -> None:
     if heading == "/dev/shm is full" and not mounts:
         pytest.skip("another /dev/shm cannot be mounted here")
     if mounts and TORCH < (2, 13):
-        pytest.skip("torch 2.6's worker ends by a bus error there, and the page shows 2.13's words")
+        pytest.skip("an older torch's worker ends by a bus error there, and the page shows 2.13's words")
     source = "\n".join((HURRY, textwrap.dedent(SURROUNDINGS.get(heading, "")), program))
     result = run_script(source, prefix=mounts, warm=not mounts)
     assert (result.returncode, result.left) == (0, ()), result.stderr

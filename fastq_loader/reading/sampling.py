@@ -117,7 +117,7 @@ def _shuffled(
 
 
 def _permutations(sampler: RandomSampler) -> Iterator[torch.Tensor]:
-    """Permutations drawn as by RandomSampler in torch 2.6 to 2.13."""
+    """Permutations drawn as by RandomSampler in torch 2.8 to 2.13."""
     count = len(sampler.data_source)
     generator = sampler.generator
     if generator is None:

@@ -31,7 +31,7 @@ from fastq_loader.system import calls, pages
 from fastq_loader.system.terminal import printable
 
 #: The oldest versions of the dependencies that will do; `pyproject.toml` has the same.
-OLDEST = {"torch": "2.6", "numpy": "1.26", "pyzmq": "26", "msgpack": "1.0.7"}
+OLDEST = {"torch": "2.8", "numpy": "1.26", "pyzmq": "26", "msgpack": "1.0.7"}
 
 OK, CHANGE, NOTE = "ok", "change", "note"
 
