@@ -107,15 +107,11 @@ class IteratorInvalid(RuntimeError):
 
 
 class PinFailed(RuntimeError):
-    """Host memory could not be page-locked for copies to a device, and `pin` allows no fallback.
-
-    >>> issubclass(PinFailed, RuntimeError)  # of `ToDevice("cuda", pin="register")`
-    True
-    """
+    """A device's driver refused to page-lock host memory. Loaders go on without; see `PinFallback`."""
 
 
 class PinFallback(RuntimeWarning):
-    """`pin="auto"` fell back to a slower way of copying to the device; `statistics()` says which and why.
+    """Host memory cannot be page-locked, so copies to the device are slower; `statistics()` says why.
 
     >>> warnings.simplefilter("error", PinFallback)  # no slower way without an error
     """

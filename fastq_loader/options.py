@@ -132,16 +132,13 @@ def check_workers(loader: Loader) -> None:
         RuntimeError: Ray is requested and not installed.
         TypeError: the number of workers or `prefetch_factor` is no integer, or the workers of the
             multiprocessing context are not processes.
-        ValueError: there are too many, the dataset does not allow workers to be replaced, or `device` does
-            not go with workers.
+        ValueError: there are too many, or the dataset does not allow workers to be replaced.
     """
     options, number = of(loader), getattr(loader, "num_workers", 0)
     if not number:
         return
     _check_integer("num_workers", number, "os.cpu_count() // 2")
     _check_integer("prefetch_factor", getattr(loader, "prefetch_factor", None) or 2, "2")
-    if options.device is not None:
-        options.device.check_workers()
     context = getattr(loader, "multiprocessing_context", None)
     process = getattr(context, "Process", None)
     if isinstance(process, type) and not issubclass(process, BaseProcess):

@@ -390,10 +390,10 @@ FAULTS = (
         "device/test_batches.py",
     ),
     Fault(
-        "a fallback that the user's filters make an error is lost if it comes ahead of its turn",
+        "nothing warns that memory cannot be page-locked",
         "device/staging.py",
-        "self._fallback = PinFallback(*warning.args)",
-        "return",
+        "        self._policy.warn()\n",
+        "",
         "guarantee: device",
         "device/test_pinning.py",
     ),

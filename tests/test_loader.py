@@ -109,7 +109,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "configurations": {
         "schedule": Dynamic(window=5),
         "workers": Processes(max_restarts=3),
-        "device": ToDevice("cpu", prefetch=3, transform=identity, pin="pageable", pin_limit_bytes=9),
+        "device": ToDevice("cpu", prefetch=3, transform=identity),
     },
 }
 

@@ -96,8 +96,7 @@ def _device(cases: Cases) -> list[str]:
     return [
         f"device= gives {_times(_ratios(cases, 'register', TORCH, part=DRAIN))} torch's batches per second.",
         f"It gives {_times(side_stream)} those of torch's loader in a Prefetcher.",
-        f"Memory that is not page-locked gives "
-        f"{_times(_ratios(cases, 'pageable', 'register', part=DRAIN))} as many.",
+        f"It gives {_times(_ratios(cases, 'register', RESIDENT, part=DRAIN))} those that are there already.",
     ]
 
 

@@ -31,16 +31,16 @@ from bench.timing.batches import compare
 from bench.timing.rounds import Case, Lane, Plan, Row
 from bench.timing.steady import latency
 from bench.workloads.ready_made import SHAPES, ReadyMade, Shape
-from fastq_loader import DataLoader, Prefetcher, ToDevice
+from fastq_loader import DataLoader, Prefetcher
 
 KIND = "device"
 LINK, RESIDENT, TORCH = "link", "resident", "torch"
-OURS = ("pageable", "register")
+OURS = "register"
 ARMS = {
     RESIDENT: "batches that are there",
     TORCH: "torch, pin_memory=True and .to()",
     "torch_side_stream": "the same loader in a Prefetcher",
-    **{pin: f"fastq_loader, {pin}" for pin in OURS},
+    OURS: "fastq_loader, register",
 }
 DRAIN, COPY = "drain", "copy"
 LENGTHS = ("0.5", "1", "2", "4")
@@ -143,8 +143,8 @@ def arm(
         "persistent_workers": True,
         "multiprocessing_context": start_method,
     }
-    if name in OURS:
-        ours = DataLoader(**common, device=ToDevice(device, pin=name))
+    if name == OURS:
+        ours = DataLoader(**common, device=device)
         closing.callback(ours.close)
         return iter(ours)
     loader: Any = TorchDataLoader(**common, pin_memory=True)

@@ -14,8 +14,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -25,7 +25,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from fastq_loader.device.pinning import BOUNCE, PIN_MODES
 from fastq_loader.errors import PinFailed, is_int
 from fastq_loader.memory.blocks import device_aligned
 from fastq_loader.packing.tensors import tensors_of
@@ -34,7 +33,7 @@ from fastq_loader.system.unpatched import time
 
 _NVIDIA = Path("/proc/driver/nvidia/gpus")  # one entry for each of the driver's GPUs
 _PROBE_BYTES = 64 * 1024
-_CHOICES = {"transform_stream": ("consumer", "side"), "pin": PIN_MODES}
+_STREAMS = ("consumer", "side")
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,8 @@ class ToDevice:
         device: torch's accelerator ("cuda", "cuda:1", "xpu", a torch.device), of any kind, used through
             `torch.Stream` and `torch.Event`. "cpu" leaves batches on the host, and applies `transform` there.
             The device is initialised after the workers of the first epoch were started. `pin_memory` is not
-            needed with it.
+            needed with it: the memory that copies read is page-locked where that works, else there is a
+            `PinFallback` warning; `statistics()` shows which, and the reason.
         prefetch: number of batches copied ahead of `next()`, at least 1.
         transform: applied to every batch on the device, for example `normalize(mean, std)`. If it has a
             method `on_device(device)`, the result of that is applied. `DecodeImages` decodes in a thread,
@@ -58,11 +58,6 @@ class ToDevice:
             on the stream of the copies, during the previous step. Both call it in the order of the batches.
             If an epoch is broken off, "side" has also called it for some batches that are never delivered,
             depending on how many were ready.
-        pin: how host memory is page-locked. "register" locks the workers' blocks in place; "bounce" copies
-            batches to a few locked buffers first, only without workers; "pageable" locks nothing; "auto"
-            takes the first of these that works, with a `PinFallback` warning. `statistics()` shows the mode
-            and the reason for it.
-        pin_limit_bytes: maximum number of page-locked bytes; None is no limit.
 
     Attributes:
         target: the accelerator; None if batches stay on the host.
@@ -82,8 +77,6 @@ class ToDevice:
     prefetch: int = 2
     transform: Callable[[Any], Any] | None = None
     transform_stream: str = "consumer"
-    pin: str = "auto"
-    pin_limit_bytes: int | None = None
     target: torch.device | None = field(init=False, repr=False, compare=False)
     _applied: Callable[[Any], Any] | None = field(init=False, repr=False, compare=False)
 
@@ -92,28 +85,13 @@ class ToDevice:
             raise TypeError("ToDevice(None): name a device; 'cpu' leaves batches on the host")
         target = parse(self.device)
         object.__setattr__(self, "target", target)
-        for name, allowed in _CHOICES.items():
-            self._must(name, getattr(self, name) in allowed, f"use one of {', '.join(map(repr, allowed))}")
-        ahead, limit, transform = self.prefetch, self.pin_limit_bytes, self.transform
+        ahead, transform = self.prefetch, self.transform
+        self._must("transform_stream", self.transform_stream in _STREAMS, "use 'consumer' or 'side'")
         self._must("prefetch", is_int(ahead) and ahead >= 1, "it must be a number of batches, at least 1")
-        fits = limit is None or (is_int(limit) and limit >= 0)
-        self._must("pin_limit_bytes", fits, "it must be a number of bytes, or None for any")
         is_function = transform is None or callable(transform)
         self._must("transform", is_function, "it must be a function of a batch, or None", TypeError)
         adapt = None if target is None else getattr(transform, "on_device", None)
         object.__setattr__(self, "_applied", transform if adapt is None else adapt(target))
-
-    def check_workers(self) -> None:
-        """Check that this goes with workers. @private
-
-        Raises:
-            ValueError: it does not.
-        """
-        text = (
-            "copying workers' batches to page-locked buffers is slower than pin='pageable': use that, or "
-            "'auto'; 'bounce' is for num_workers=0 and Prefetcher"
-        )
-        self._must("pin", self.pin != BOUNCE, text)
 
     def _must(self, name: str, holds: bool, text: str, error: type[Exception] = ValueError) -> None:
         if not holds:
@@ -187,14 +165,9 @@ def parse(device: Any) -> torch.device | None:
 
 
 def _absence(device: torch.device) -> str:
-    if device.type == "cuda":  # current_accelerator() of torch 2.6 would open CUDA
-        if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-            return f"torch {torch.__version__} was built without CUDA"
-    elif device.type != (current := accelerator()):
-        return (
-            f"copies beside a step need the streams and events of torch's accelerator, and that of "
-            f"torch {torch.__version__} here is {current or 'none'}"
-        )
+    accelerator = torch.accelerator.current_accelerator()  # opens nothing; a build of torch has at most one
+    if accelerator is None or accelerator.type != device.type:
+        return f"the accelerator of torch {torch.__version__} here is {accelerator or 'none'}"
     try:
         count = device_count(device.type)
     except (AttributeError, RuntimeError) as error:  # the backend provides the module torch.<kind>
@@ -208,15 +181,6 @@ def _absence(device: torch.device) -> str:
     if not torch_names.has_kernel_for_dispatch_key("aten::record_stream", key):
         return f"{device.type} tensors have no record_stream, which protects memory that a copy still uses"
     return ""
-
-
-def accelerator() -> str | None:
-    """The kind of the device behind `torch.accelerator`; a build of torch has at most one."""
-    try:
-        found = torch.accelerator.current_accelerator()
-    except RuntimeError:  # torch 2.6 raises where later versions return None
-        return None
-    return None if found is None else found.type
 
 
 def device_count(kind: str) -> int:
@@ -261,7 +225,7 @@ class TorchBackend:
         """Whether the current stream is captured into a graph; events cannot be queried then."""
         if self.device.type == "cuda":
             return torch.cuda.is_current_stream_capturing()
-        # In torch 2.6 streams of other devices lack the method; only CUDA has graphs there.
+        # In torch 2.8 streams of other devices lack the method; only CUDA has graphs there.
         return bool(getattr(self.current_stream(), "is_capturing", bool)())
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -269,25 +233,12 @@ class TorchBackend:
         return torch.empty(device_aligned(max(nbytes, 1)), dtype=torch.uint8, device=self.device)
 
     def copy_async(self, memory: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
-        with self._beside():
+        with self.side:
             memory[:nbytes].copy_(source[:nbytes], non_blocking=True)
-
-    @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Make the side stream current in the block. `torch.Stream` is not a context manager in torch 2.6."""
-        before = torch.accelerator.current_stream()
-        there = torch.accelerator.current_stream(self.device)
-        try:
-            torch.accelerator.set_stream(self.side)  # makes its device the current one, too
-            yield
-        finally:
-            torch.accelerator.set_stream(there)
-            if before.device != self.device:
-                torch.accelerator.set_stream(before)
 
     def record(self, stream: Any) -> Any:
         """Record an event that lets this thread sleep in `synchronize`, where there is a choice. On CUDA a
-        `torch.Event` takes the argument and spins (c10/cuda/impl/CUDAGuardImpl.h, torch 2.6 to 2.13)."""
+        `torch.Event` takes the argument and spins (c10/cuda/impl/CUDAGuardImpl.h, torch 2.8 to 2.13)."""
         event: Any
         if self.device.type == "cuda":
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -297,8 +248,8 @@ class TorchBackend:
         return event
 
     def _own(self, stream: Any) -> Any:
-        """Convert a stream for the events of `record`: for an event of CUDA, torch 2.6 reads any argument as
-        a stream of CUDA, unchecked."""
+        """Convert a stream for the events of `record`: before torch 2.13, an event of CUDA reads any argument
+        as a stream of CUDA, unchecked."""
         if self.device.type != "cuda":
             return stream
         return torch.cuda.Stream(  # type: ignore[no-untyped-call]
@@ -320,7 +271,7 @@ class TorchBackend:
             tensor.record_stream(stream)
 
     def on_side(self, call: Callable[[], Any]) -> Any:
-        with self._beside():
+        with self.side:
             return call()
 
     # ---- host memory --------------------------------------------------------------------------
@@ -365,7 +316,7 @@ class TorchBackend:
     def _clear_error(self) -> None:
         """Clear the error of a failed call, which CUDA stores and raises at the next kernel launch (seen in
         vLLM, issue 51081)."""
-        with suppress(RuntimeError), self._beside():
+        with suppress(RuntimeError), self.side:
             torch.zeros(1, device=self.device)
 
     def prove(self) -> None:

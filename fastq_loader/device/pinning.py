@@ -6,8 +6,8 @@ Pure: a `DeviceBackend` (see `copies`) locks the pages. Used in the consumer, on
 A copy from page-locked memory runs by itself, as fast as the bus allows; from pageable memory the driver
 copies in steps, on the caller's thread. Workers' blocks are locked in place ("register"), each when the first
 batch arrives in it; afterwards this costs nothing, since blocks are reused. Each block is one registration,
-so that no copy straddles two. Where registration fails, or a limit is set, a batch is copied from where it is
-("pageable"): to copy it to page-locked buffers first was measured to be slower. Without workers batches are
+so that no copy straddles two. Where registration fails, a batch is copied from where it is ("pageable"): to
+copy it to page-locked buffers first was measured to be slower. Without workers batches are
 packed into buffers anyway, which are page-locked ("bounce") or not.
 """
 
@@ -24,46 +24,38 @@ if TYPE_CHECKING:
     from fastq_loader.memory.arena import Mapping
     from fastq_loader.statistics.counters import StagingCounters
 
-AUTO, REGISTER, BOUNCE, PAGEABLE = "auto", "register", "bounce", "pageable"
-#: Values of `pin`. "auto" is "register" with workers and "bounce" without, or "pageable" where that fails.
-PIN_MODES = (AUTO, REGISTER, BOUNCE, PAGEABLE)
+#: Values of `statistics().staging.pin`.
+REGISTER, BOUNCE, PAGEABLE = "register", "bounce", "pageable"
 
 
 class PinPolicy:
-    """The mode of page-locking on this device. One for each loader, so that later pools skip failed modes.
+    """Whether memory is page-locked. One for each loader, so that later pools do not try what failed.
 
     Args:
-        pin, limit: the user's choice, and the maximum of locked bytes; None is no limit.
-        statistics: the loader's; its `pin` is the mode for blocks that are not registered.
+        statistics: the loader's; its `pin` says how memory is locked from here on.
     """
 
-    def __init__(self, pin: str, limit: int | None, statistics: StagingCounters) -> None:
-        self._pin = pin
-        self._limit = limit
+    def __init__(self, statistics: StagingCounters) -> None:
         self.statistics = statistics
         self._proven = False
-        self._refused: dict[str, str] = {}  # mode → why the driver refused it
-        self._warned: set[str] = set()
+        self._warning = ""
 
     def choose(self, stager: DeviceBackend, in_blocks: bool) -> None:
-        """Choose the mode of a new pool. Before blocks are registered for the first time, check that copies
-        from registered memory arrive.
+        """Choose how the memory of a new pool is locked. Before blocks are registered for the first time,
+        check that copies from registered memory arrive.
 
         Args:
             in_blocks: whether its batches lie in blocks, which can be registered.
-
-        Raises:
-            PinFailed: they do not arrive, and the user chose "register".
         """
-        mode, reason = self._pin, f"pin={self._pin!r} was asked for"
-        best = REGISTER if in_blocks else BOUNCE
-        if mode == AUTO:
-            mode = PAGEABLE if best in self._refused else best
-            reason = self._refused.get(best, "it is the fastest here")
-        if not in_blocks and (mode == REGISTER or (mode == BOUNCE and self._pin == AUTO)):
-            mode, reason = BOUNCE, "without workers, batches are packed into page-locked buffers"
-        self.statistics.pin, self.statistics.pin_reason = mode, reason
-        if mode == REGISTER and not self._proven:
+        statistics = self.statistics
+        if statistics.pin == PAGEABLE:
+            return
+        if not in_blocks:
+            statistics.pin = BOUNCE
+            statistics.pin_reason = "without workers, batches are packed into page-locked buffers"
+            return
+        statistics.pin, statistics.pin_reason = REGISTER, "workers' blocks can be page-locked in place"
+        if not self._proven:
             try:
                 stager.prove()
                 self._proven = True
@@ -71,37 +63,16 @@ class PinPolicy:
                 self.refuse(error)
 
     def refuse(self, error: PinFailed) -> None:
-        """Record that the driver refused the current mode: fall back, in this pool and in later ones."""
-        self._refused[self.statistics.pin] = str(error)
-        self._fall_back(str(error))
+        """Lock nothing more, because the driver refused."""
+        self.statistics.pin, self.statistics.pin_reason = PAGEABLE, str(error)
+        self._warning = f"batches go to the device from pageable memory, which is slower: {error}"
 
-    def _fall_back(self, reason: str) -> None:
-        """Lock nothing more from here on; warn, once.
-
-        Raises:
-            PinFailed: the user chose a mode other than "auto".
-        """
-        if self._pin != AUTO:
-            raise PinFailed(
-                f"pin={self._pin!r} cannot be kept: {reason}; pin='auto' would fall back to another mode"
-            )
-        self.statistics.pin, self.statistics.pin_reason = PAGEABLE, reason
-        text = f"batches go to the device with pin={PAGEABLE!r} from here on: {reason}"
-        if text not in self._warned:
-            self._warned.add(text)
+    def warn(self) -> None:
+        """Issue the warning of `refuse`, once. Called with a batch that has been taken: where the user's
+        filters make warnings errors, this one is raised in place of that batch."""
+        if self._warning:
+            text, self._warning = self._warning, ""
             warn_user(text, PinFallback)
-
-    def allows(self, nbytes: int, what: str) -> bool:
-        """Whether `nbytes` more may be page-locked; otherwise fall back.
-
-        Args:
-            what: the kind of memory, for the warning: "blocks" or "buffers".
-        """
-        limit = self._limit
-        if limit is None or self.statistics.pinned_bytes + nbytes <= limit:
-            return True
-        self._fall_back(f"pin_limit_bytes={limit} leaves no room for {what}")
-        return False
 
 
 class Pinner:
@@ -131,8 +102,6 @@ class Pinner:
 
     def _register(self, offset: int, size: int) -> None:
         statistics, clock = self._statistics, self._stager.clock
-        if not self._policy.allows(size, "blocks"):
-            return
         began = clock()
         self._mapping.populate(offset, size)
         populated = clock()
@@ -210,7 +179,7 @@ class Buffers:
 
     def _allocate(self, buffer: Buffer, nbytes: int) -> None:
         rounded = 1 << (nbytes - 1).bit_length()  # as torch's allocator of pinned memory does
-        if self._statistics.pin == BOUNCE and self._policy.allows(rounded, "buffers"):
+        if self._statistics.pin == BOUNCE:
             began = self._stager.clock()
             try:
                 buffer.memory = self._stager.pinned(rounded)

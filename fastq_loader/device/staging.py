@@ -30,7 +30,7 @@ import torch
 from fastq_loader.device.accelerator import ToDevice, TorchBackend, TransformAhead, called
 from fastq_loader.device.copies import Build, Copies, Copy
 from fastq_loader.device.pinning import Buffers, Pinner, PinPolicy
-from fastq_loader.errors import PinFallback, UnpicklableError, WorkerTraceback
+from fastq_loader.errors import UnpicklableError, WorkerTraceback
 from fastq_loader.ipc.messages import Answer, BatchHandle
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import device_aligned
@@ -106,7 +106,7 @@ class DeviceSession:
         self.options = options
         self.beside = CapturedCall if options.transform_stream == "side" else None
         self.statistics = StagingCounters(str(options.target))
-        self.policy = PinPolicy(options.pin, options.pin_limit_bytes, self.statistics)
+        self.policy = PinPolicy(self.statistics)
 
     @cached_property
     def stager(self) -> TorchBackend:
@@ -127,7 +127,6 @@ class DeviceSession:
             in_blocks: whether its batches lie in the blocks of workers.
 
         Raises:
-            PinFailed: the user chose pin="register", and it does not work.
             RuntimeError: see `stager`.
         """
         self.policy.choose(self.stager, in_blocks)
@@ -164,7 +163,7 @@ class Staging:
         self._transform = session.options.apply_transform if thread is None else partial(_begun_by, thread)
         self._beside = session.beside if thread is None else CapturedCall
         self._begun: dict[int, Copy] = {}  # number of the batch → its copy, until it is delivered
-        self._fallback: PinFallback | None = None  # raised ahead, to be raised at the batch's turn
+        self._policy = session.policy
 
     def reap(self) -> list[int]:
         """Return the offsets of blocks that have become free to write since the last call."""
@@ -175,13 +174,11 @@ class Staging:
         has to be waited for. A copy that cannot be begun is tried again at the batch's turn, when its error
         can be raised; the batches after it wait, so that transforms are called in batch order."""
         for answer in answers:
-            if self._fallback or (not wait and self._copies.full):
+            if not wait and self._copies.full:
                 return
             if answer.seq not in self._begun:
                 try:
                     self._begun[answer.seq] = self._copy(answer)
-                except PinFallback as warning:  # an error by the user's filters; it is raised only once
-                    self._fallback = PinFallback(*warning.args)  # without frames
                 except Exception as error:
                     refuse_interrupt(error)
                     return
@@ -201,19 +198,17 @@ class Staging:
             ProtocolError: the pickle of the batch does not come from this pool.
             Exception: any error of unpickling, or of the user's transform.
             RuntimeError: the device failed, or is out of memory; with torch's text.
-            PinFallback: page-locking was given up, and the user's filters make warnings errors.
+            PinFallback: page-locking failed, and the user's filters make warnings errors.
         """
         copy = self._begun.pop(answer.seq, None)
         if copy is None:
             try:
-                fallback, self._fallback = self._fallback, None
-                if fallback:
-                    raise fallback
                 copy = self._copy(answer)
             except BaseException:
                 self._copies.free += _blocks(answer)
                 raise
         batch = self._copies.take(copy)
+        self._policy.warn()
         return batch if self._thread is None else called(batch[1])
 
     def drain(self) -> list[int]:
@@ -326,8 +321,11 @@ class SerialStaging:
         Raises:
             Exception: any error of the user's transform.
             RuntimeError: the device failed, or is out of memory; with torch's text.
+            PinFallback: as in `Staging.deliver`.
         """
-        return self._copies.take(copy)
+        batch = self._copies.take(copy)
+        self.session.policy.warn()
+        return batch
 
     @_outside_inference_mode()
     def begin(self, batch: Any) -> Copy:

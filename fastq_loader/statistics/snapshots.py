@@ -260,8 +260,8 @@ class StagingStatistics:
     Attributes:
         device: name of the device.
         pin: "register" (blocks are page-locked in place), "bounce" (without workers: batches are copied to
-            page-locked buffers first) or "pageable"; "" before the first epoch.
-        pin_reason: why this mode was chosen.
+            page-locked buffers first) or "pageable" (where neither works); "" before the first epoch.
+        pin_reason: why.
         pinned_bytes: bytes of host memory that are page-locked now.
         populate_seconds: wall time spent on mapping the pages of blocks before they were locked, in seconds.
         register_seconds: wall time spent on locking pages and making page-locked buffers, in seconds.

@@ -238,9 +238,9 @@ SHORT: dict[str, tuple[dict[str, tuple[float, float]], list[str]]] = {
             "torch": (100, 100),
             "torch_side_stream": (200, 200),
             "register": (200, 600),
-            "pageable": (100, 100),
+            "resident": (400, 600),
         },
-        ["gives 4.0 times (median; 2.0 in slow", "gives 2.0 times.*Prefetcher", "gives 0.33 times"],
+        ["gives 4.0 times (median; 2.0 in slow", "gives 2.0 times.*Prefetcher", "gives 0.75 times"],
     ),
 }
 

@@ -61,10 +61,8 @@ def configuration(draw: random.Random) -> dict[str, Any]:
 DEVICE_CHOICES: dict[str, tuple[Any, ...]] = {
     "prefetch": (1, 2, 3),
     "transform_stream": ("consumer", "side"),
-    "pin": ("auto", "register", "bounce", "pageable"),
     "transform": (None, identity),
 }
-IN_BLOCKS = {**DEVICE_CHOICES, "pin": ("auto", "register", "pageable")}
 
 
 @seeds(1, 40)
@@ -72,8 +70,7 @@ def test_batches_are_torchs(seed: int, late: Late) -> None:
     draw = random.Random(seed)
     stager = late(seed=seed)
     options = configuration(draw)
-    allowed = IN_BLOCKS if options["num_workers"] else DEVICE_CHOICES
-    device = ToDevice("cuda", **{name: draw.choice(choices) for name, choices in allowed.items()})
+    device = ToDevice("cuda", **{name: draw.choice(choices) for name, choices in DEVICE_CHOICES.items()})
     what = f"seed={seed}: {options} {device}"
     torch.manual_seed(seed)
     expected = TorchDataLoader(**options)

@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import fastq_loader.epoch.base
-from fastq_loader import DataLoader, PinFallback, ToDevice, copy_into, normalize
+from fastq_loader import DataLoader, PinFailed, PinFallback, ToDevice, copy_into, normalize
 from fastq_loader.device.accelerator import TorchBackend
 from fastq_loader.device.pinning import Pinner
 from fastq_loader.device.staging import CapturedCall, DeviceSession
@@ -55,8 +55,8 @@ def at_once(*_: Any) -> bool:
     ("make", "options", "name", "without", "late"),
     [
         # Host memory is rewritten before its copy has run.
-        (warm_loader, {"pin": "register"}, "query", at_once, "copies"),
-        (warm_loader, {"pin": "bounce", "num_workers": 0}, "query", at_once, "copies"),
+        (warm_loader, {}, "query", at_once, "copies"),
+        (warm_loader, {"num_workers": 0}, "query", at_once, "copies"),
         # A batch is read before it has come.
         (warm_loader, {}, "wait", waits_of(side=True), "copies"),
         (warm_prefetcher, {}, "wait", waits_of(side=True), "copies"),
@@ -119,16 +119,19 @@ def test_a_batch_may_be_read_on_another_stream(
     pair.copies.drain()
 
 
+def refused(self: TorchBackend, address: int, nbytes: int) -> None:
+    raise PinFailed("not today")
+
+
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
-@pytest.mark.parametrize("pin", ["register", "pageable"])
-def test_a_batch_is_one_copy_from_page_locked_memory(pin: str) -> None:
-    """`pageable` is the run without the guard. The profiler keeps descriptors of its own, and that of
-    torch 2.11 warns that a second cycle clears the events of the first.
-    """
+@pytest.mark.filterwarnings("ignore::fastq_loader.PinFallback")
+@guarded
+def test_a_batch_is_one_copy_from_page_locked_memory(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profiler keeps descriptors of its own, and that of torch 2.11 warns that a second cycle clears the
+    events of the first."""
+    guard.remove(monkeypatch, TorchBackend, "register", refused)
     dataset = ManyFields(BATCH * BATCHES, 32, 1000)
-    with DataLoader(
-        dataset, BATCH, num_workers=2, device=ToDevice("cuda", pin=pin), persistent_workers=True
-    ) as loader:
+    with DataLoader(dataset, BATCH, num_workers=2, device="cuda", persistent_workers=True) as loader:
         for _ in loader:
             pass
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
@@ -136,7 +139,7 @@ def test_a_batch_is_one_copy_from_page_locked_memory(pin: str) -> None:
                 pass
             torch.cuda.synchronize()
     names = [event.name for event in profiled.events() if event.name.startswith("Memcpy HtoD")]
-    with Guard(pin != "pageable").outcome:
+    with guard.outcome:
         assert names == ["Memcpy HtoD (Pinned -> Device)"] * BATCHES
 
 
@@ -227,7 +230,7 @@ def test_blocks_are_unlocked_after_copies(end: str, guard: Guard, monkeypatch: p
         self.side.synchronize()  # or the run without the guard would take memory from under a copy
         unregister(self, address)
 
-    with warm_loader(pin="register", persistent_workers=False) as loader:
+    with warm_loader(persistent_workers=False) as loader:
         monkeypatch.setattr(TorchBackend, "unregister", watched)
         guard.remove(monkeypatch, TorchBackend, "synchronize", lambda self, event: None)
         slow_copies(monkeypatch)
@@ -290,7 +293,7 @@ def test_a_copy_reads_from_one_registration(guard: Guard, monkeypatch: pytest.Mo
         copy_async(self, memory, source, nbytes)
 
     monkeypatch.setattr(TorchBackend, "copy_async", watched)
-    with warm_loader(pin="register") as loader:
+    with warm_loader() as loader:
         assert wrong_batches(loader) == []
         assert sum(runtime.locked.values()) == staging_of(loader).pinned_bytes
     assert registrations == [1] * len(registrations)

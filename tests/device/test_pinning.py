@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fastq_loader import DataLoader, PinFailed, PinFallback, ToDevice
+from fastq_loader import DataLoader, PinFailed, PinFallback
 from fastq_loader.device.copies import Copies
 from fastq_loader.device.pinning import BOUNCE, PAGEABLE, REGISTER, Buffers, Pinner, PinPolicy
 from fastq_loader.statistics.counters import StagingCounters
@@ -30,7 +30,7 @@ class Pool:
         self.statistics = StagingCounters("simulated")
         given = options_for(**options)
         self.copies = Copies(self.device, given.prefetch, self.statistics)
-        self.policy = PinPolicy(given.pin, given.pin_limit_bytes, self.statistics)
+        self.policy = PinPolicy(self.statistics)
         self.policy.choose(self.device, in_blocks)
         mapping: Any = SimpleNamespace(base=0, populate=self.populate)
         self.pinner = Pinner(self.device, self.copies, mapping, self.policy)
@@ -44,37 +44,18 @@ class Pool:
         self.device.populated.add(offset)
 
 
-@pytest.mark.parametrize(
-    ("pin", "in_blocks", "mode", "reason"),
-    [
-        ("auto", True, REGISTER, "it is the fastest here"),
-        ("auto", False, BOUNCE, "without workers"),
-        (REGISTER, True, REGISTER, "pin='register' was asked for"),
-        (REGISTER, False, BOUNCE, "without workers"),
-        (BOUNCE, False, BOUNCE, "pin='bounce' was asked for"),
-        (PAGEABLE, True, PAGEABLE, "pin='pageable' was asked for"),
-        (PAGEABLE, False, PAGEABLE, "pin='pageable' was asked for"),
-    ],
-)
-def test_what_was_asked_for_is_chosen(pin: str, in_blocks: bool, mode: str, reason: str) -> None:
-    statistics = Pool(in_blocks, pin=pin).statistics
-    assert (statistics.pin, statistics.pin_reason[: len(reason)]) == (mode, reason)
-
-
-@pytest.mark.parametrize(
-    ("in_blocks", "first", "other"), [(True, REGISTER, BOUNCE), (False, BOUNCE, REGISTER)]
-)
-def test_a_mode_that_the_driver_refused_is_not_chosen_again(in_blocks: bool, first: str, other: str) -> None:
-    pool = Pool(in_blocks)
-    assert pool.statistics.pin == first
-    with pytest.warns(PinFallback, match="pin='pageable' from here on: none today"):
-        pool.policy.refuse(PinFailed("none today"))
-    pool.policy.choose(pool.device, in_blocks)
-    assert (pool.statistics.pin, pool.statistics.pin_reason) == (PAGEABLE, "none today")
-    pool.policy.choose(pool.device, not in_blocks)
-    assert pool.statistics.pin == other
-    pool.policy.choose(pool.device, in_blocks)
-    pool.policy.refuse(PinFailed("none today"))  # said before: a warning would be an error
+def test_what_the_driver_refused_is_not_tried_again() -> None:
+    pool = Pool(in_blocks=False)
+    assert (pool.statistics.pin, pool.statistics.pin_reason[:15]) == (BOUNCE, "without workers")
+    pool.policy.choose(pool.device, in_blocks=True)
+    assert pool.statistics.pin == REGISTER
+    pool.policy.refuse(PinFailed("none today"))
+    with pytest.warns(PinFallback, match="from pageable memory, which is slower: none today"):
+        pool.policy.warn()
+    pool.policy.warn()  # issued before: a warning would be an error
+    for in_blocks in (True, False):
+        pool.policy.choose(pool.device, in_blocks)
+        assert (pool.statistics.pin, pool.statistics.pin_reason) == (PAGEABLE, "none today")
 
 
 def test_seconds_are_counted() -> None:
@@ -121,12 +102,12 @@ def test_buffers_grow_and_are_locked_in_powers_of_two() -> None:
     assert pool.statistics.pinned_bytes == 0
 
 
-def test_without_blocks_a_buffer_that_is_not_locked_takes_the_place_of_one_that_was() -> None:
-    pool = Pool(in_blocks=False, prefetch=1, pin_limit_bytes=300)
+def test_a_buffer_that_is_not_locked_takes_the_place_of_one_that_was() -> None:
+    pool = Pool(in_blocks=False, prefetch=1)
     for nbytes in (100, 100):
         pool.buffers.take(nbytes)
-    with pytest.warns(PinFallback, match="pin_limit_bytes=300 leaves no room for buffers"):
-        buffer = pool.buffers.take(1000)
+    pool.policy.refuse(PinFailed("none today"))
+    buffer = pool.buffers.take(1000)
     assert (buffer.nbytes, buffer.locked, buffer.memory.locked) == (1000, 0, False)
     assert pool.statistics.pinned_bytes == 128
     assert pool.buffers.take(100) is not buffer
@@ -172,65 +153,46 @@ def test_a_consumer_that_is_too_far_ahead_waits_and_the_wait_is_counted() -> Non
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("workers", "refuse", "modes", "reason"),
-    [
-        (2, ("register", "pinned"), [PAGEABLE], "the driver refuses"),
-        (0, ("register", "pinned"), [PAGEABLE], "no page-locked memory today"),
-    ],
+    ("workers", "reason"), [(2, "the driver refuses"), (0, "no page-locked memory today")]
 )
-def test_auto_falls_back_and_says_so_once(
-    workers: int, refuse: tuple[str, ...], modes: list[str], reason: str, late: Late
-) -> None:
-    late(refuse=refuse)
+def test_where_nothing_can_be_locked_one_warning_says_so(workers: int, reason: str, late: Late) -> None:
+    late(refuse=("register", "pinned"))
     loader = DataLoader(Made(image_and_label, 20), 2, num_workers=workers, device="cuda")
-    with pytest.warns(PinFallback) as caught:
+    with pytest.warns(PinFallback, match=reason) as caught:
         assert [len(list(loader)) for _ in range(3)] == [10] * 3
-    said = [str(warning.message) for warning in of_kind(caught, PinFallback)]
-    assert [text.split("pin='")[1].split("'")[0] for text in said] == modes
+    assert len(of_kind(caught, PinFallback)) == 1
     staging = loader.statistics().staging
-    assert staging.pin == modes[-1]
-    assert reason in staging.pin_reason
+    assert (staging.pin, staging.pin_reason) == (PAGEABLE, reason)
 
 
 @pytest.mark.processes
 @pytest.mark.filterwarnings("error::fastq_loader.PinFallback")
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("limit", [0, 100_000])
 def test_a_fallback_that_is_an_error_comes_once_in_place_of_a_batch(
-    limit: int, workers: int, late: Late
+    workers: int, late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if it is raised while a later batch is copied ahead, as torch shows every warning."""
-    late()
-    device = ToDevice("cuda", pin_limit_bytes=limit, prefetch=2)
-    with DataLoader(Made(image_and_label, 20), 2, num_workers=workers, device=device) as loader:
+    """Also if the driver refuses while a later batch is copied ahead, as torch shows every warning."""
+    device = late()
+    for name, few in (("register", 2), ("pinned", 1)):  # the proof is the first registration
+        monkeypatch.setattr(device, name, refusing_after(few, getattr(device, name)))
+    with DataLoader(Made(image_and_label, 20), 2, num_workers=workers, device="cuda") as loader:
         iterator, found = iter(loader), list[int | None]()
         for _ in range(10):
             try:
                 found.append(int(next(iterator)[1][0]) // 2)
             except PinFallback:
                 found.append(None)
-            iterator.poll()  # does not try again what was raised
+            iterator.poll()
     assert found.count(None) == 1
     assert all(batch in (None, number) for number, batch in enumerate(found))
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(("pin", "workers"), [("register", 2), ("register", 0), ("bounce", 0)])
-def test_a_mode_by_name_raises_rather_than_degrade(pin: str, workers: int, late: Late) -> None:
-    late(refuse=("register", "pinned"))
-    loader = DataLoader(Made(image_and_label, 8), 2, num_workers=workers, device=ToDevice("cuda", pin=pin))
-    for _ in range(2):
-        with pytest.raises(PinFailed, match=f"pin='{pin}' cannot be kept"):
-            next(iter(loader))
+def refusing_after(calls: int, function: Any) -> Any:
+    left = iter(range(calls))
 
+    def call(*arguments: Any) -> Any:
+        if next(left, None) is None:
+            raise PinFailed("no more today")
+        return function(*arguments)
 
-@pytest.mark.parametrize("workers", [1, "auto"])
-def test_workers_blocks_are_not_copied_to_buffers(workers: Any, late: Late) -> None:
-    late()
-    device, schedule = ToDevice("cuda", pin=BOUNCE), "dynamic"
-    with pytest.raises(ValueError, match=r"pin='bounce'.*slower than pin='pageable'"):
-        DataLoader(range(4), num_workers=workers, schedule=schedule, device=device)
-    loader = DataLoader(range(4), schedule=schedule, device=device)
-    loader.num_workers = 1
-    with pytest.raises(ValueError, match="pageable"):
-        iter(loader)
+    return call

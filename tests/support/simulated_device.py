@@ -90,8 +90,8 @@ class SimulatedDevice:
 
     Args:
         seed: of what runs when.
-        refuse: what does not work: "register", "register later" (from the third block on), "pinned", and
-            "memory" (now and then the device has none).
+        refuse: what does not work: "register", "register later" (from the third block on), "pinned", "pinned
+            later" (from the second buffer on), and "memory" (now and then the device has none).
 
     Attributes:
         current: the consumer's stream.
@@ -100,6 +100,7 @@ class SimulatedDevice:
         unlocked: copies from memory that was not page-locked.
         copies: bytes of the copies from the host. `queued_copies`: how many have not run. `most`: the most
             there were of those.
+        buffers: how many were to be page-locked.
         seconds: of the host's clock: it ticks at every step that is waited for, and when pages are locked.
         may_wait: whether the host may wait for an event now. `waited`: it did although it may not.
     """
@@ -114,7 +115,7 @@ class SimulatedDevice:
         self.unlocked = 0
         self.copies: list[int] = []
         self.most = 0
-        self.seconds = 0
+        self.seconds = self.buffers = 0
         self.may_wait = True
         self.waited = False
         self.queued_copies = 0
@@ -282,7 +283,8 @@ class SimulatedDevice:
 
     def pinned(self, nbytes: int) -> Host:
         self.seconds += 1
-        if "pinned" in self._refuse:
+        self.buffers += 1
+        if "pinned" in self._refuse or (self.buffers > 1 and "pinned later" in self._refuse):
             self._refused("pinned")
         return Host(nbytes, locked=True)
 

@@ -52,13 +52,8 @@ def choose(seed: int) -> tuple[dict[str, Any], tuple[str, ...]]:
     options = {
         "prefetch": draw.choice((1, 2, 3)),
         "transform_stream": draw.choice(("consumer", "side")),
-        "pin": draw.choice(("auto", "auto", "auto", "pageable")),
-        "pin_limit_bytes": draw.choice((None, None, 0, 3 * SIZE)),
     }
-    refuse = draw.choice(REFUSALS)
-    if options["pin"] != "auto":  # what was asked for by name is refused with an error, at every batch
-        options["pin_limit_bytes"], refuse = None, ()
-    return options, refuse
+    return options, draw.choice(REFUSALS)
 
 
 def options_for(device: str = "cpu", **given: Any) -> ToDevice:
@@ -263,11 +258,8 @@ class Run:
                     raise Breach(f"the copy of batch {seq} could not be begun ahead")
 
     def check_locks(self) -> None:
-        """Whether more is page-locked than may be, or something although the driver refused some of it."""
+        """Whether something is page-locked although the driver refused some of it."""
         locked = sum(self.device.registered.values())
-        limit = self.options.pin_limit_bytes
-        if limit is not None and max(locked, self.session.statistics.pinned_bytes) > limit:
-            raise Breach(f"{locked} bytes are page-locked, and {limit} may be")
         if locked and self.session.statistics.pin_reason == "refused":
             raise Breach(f"{locked} bytes stayed registered when the driver refused the rest")
 
@@ -287,8 +279,7 @@ class Run:
         if idle and first and first.handle and not (head in self.staging._begun or "memory" in self.refuse):
             raise Breach("poll begins nothing")
         # To fall back takes a wait, once.
-        falls_back = self.refuse or self.options.pin_limit_bytes is not None
-        if self.device.waited and not falls_back:
+        if self.device.waited and not self.refuse:
             raise Breach("poll waited for the device")
 
     def read_again(self, held: list[tuple[str, Batch]]) -> None:
@@ -335,13 +326,9 @@ def run_buffers(seed: int) -> None:
         Breach: something was seen that must not be.
     """
     draw = random.Random(seed)
-    pin, limit, refuse = (
-        draw.choice(("auto", "pageable")),
-        draw.choice((None, 0, 300)),
-        draw.choice(((), ("pinned",))),
-    )
+    refuse = draw.choice(((), ("pinned",), ("pinned later",)))
     device, statistics = SimulatedDevice(seed, refuse), StagingCounters("simulated")
-    copies, policy = Copies(device, 2, statistics), PinPolicy(pin, limit, statistics)
+    copies, policy = Copies(device, 2, statistics), PinPolicy(statistics)
     policy.choose(device, in_blocks=False)
     buffers, seen, last = staging_module.Buffers(device, copies, policy, 3), dict[Any, Any](), None
     for key in range(14):
@@ -353,10 +340,10 @@ def run_buffers(seed: int) -> None:
         if before is not None and before.nbytes >= nbytes and before is not buffer.memory:
             raise Breach("memory was allocated that was there")
         seen[buffer] = buffer.memory
-        if buffer.memory.locked != (statistics.pin == "bounce") and (before is None or pin == "pageable"):
+        if before is None and buffer.memory.locked != (statistics.pin == "bounce"):
             raise Breach(f"pin={statistics.pin!r}, and a buffer is the opposite")
         locked = sum(memory.nbytes for memory in seen.values() if memory.locked)
-        if statistics.pinned_bytes != locked or (limit is not None and locked > limit):
+        if statistics.pinned_bytes != locked:
             raise Breach(f"{locked} bytes are page-locked, {statistics.pinned_bytes} were counted")
         buffer.memory.value = key
         buffer.copy = copies.begin(buffer.memory, nbytes, identity)

@@ -77,7 +77,6 @@ def transform(device: SimulatedDevice, batch: Batch) -> Batch:
 CHOICES: dict[str, Any] = {
     "prefetch": (1, 1, 2),
     "transform_stream": ("side", "consumer"),
-    "pin": ("auto", "pageable"),
 }
 
 
