@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 
 _NEXT = Transitions("a block", BLOCK_TRANSITIONS)
 _last_task = attrgetter("last_task")
-#: Number of batches whose needs count.
-RECENT = 32
+#: Number of batches whose needs count, and number of tasks after which an unused block is cold in any case.
+#: Making 200 MB of pages anew takes as long as a thousand of the smallest batches.
+RECENT, PATIENCE = 32, 1000
 
 
 class BlockPool:
@@ -246,7 +247,8 @@ class BlockPool:
         """Give the pages of unneeded blocks back to the system.
 
         Blocks still referenced by the user or the dataset keep theirs. Of the others, as many keep them as
-        `batches` batches need, so that a loop that kept batches for a while returns their memory.
+        `batches` batches need, so that a loop that kept batches for a while returns their memory; blocks that
+        were unused for many tasks lose them anyway.
 
         Args:
             batches: number of batches for which blocks stay.
@@ -261,14 +263,13 @@ class BlockPool:
             self._kinds = recent
             self._want()
         needed = batches * max(self.batch_bytes, sum(self.wanted))
-        spare = before = self.nbytes - self._held_bytes - self._kept_bytes - needed
-        if spare <= 0:
-            return False
+        spare = self.nbytes - self._held_bytes - self._kept_bytes - needed
+        before = self.free_blocks
         for block in sorted(map(self._blocks.__getitem__, chain(*self._free.values())), key=_last_task):
-            if block.size <= spare:
+            if block.size <= spare or block.last_task < self._tasks - PATIENCE:
                 spare -= block.size
                 self._cool(block, forget)
-        return spare < before
+        return self.free_blocks < before
 
     def _cool(self, block: Block, forget: Callable[[int], None] | None) -> None:
         if forget is not None:

@@ -25,7 +25,7 @@ from fastq_loader.memory.blocks import (
     Extents,
     size_class,
 )
-from fastq_loader.memory.pool import RECENT, BlockPool
+from fastq_loader.memory.pool import PATIENCE, RECENT, BlockPool
 from tests.support.invariants import check_pool, states
 from tests.support.thorough import examples
 
@@ -135,6 +135,10 @@ def test_trimming_keeps_what_some_batches_need_beside_those_that_users_hold() ->
     assert (pool.nbytes, pool.free_blocks) == (5 * B, 3)
     assert trimmed(pool, 3) == []
     check_pool(pool)
+    for _ in range(PATIENCE + 1):
+        pool.give_back([offset for offset, _ in pool.grant(BlockOwner(0))])
+    write(pool, 0, B, at=10 * B)
+    assert trimmed(pool, 3) == [(at * B, B) for at in range(5, 8)], "they were not used for long"
 
 
 def test_a_cold_block_serves_a_smaller_one_before_a_worker_makes_a_new_one() -> None:
