@@ -35,7 +35,7 @@ from fastq_loader.ipc.messages import Answer, BatchHandle
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import device_aligned
 from fastq_loader.packing import pickling
-from fastq_loader.packing.spec import BatchLayout, LayoutCache
+from fastq_loader.packing.spec import REMEMBERED, BatchLayout
 from fastq_loader.packing.tensors import cloned, moved
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.packing.walker import Metas, Span, TreeFlattener, device_segments, segments_of
@@ -293,7 +293,7 @@ class SerialStaging:
         self._copies = session.open(in_blocks=False)
         self._buffers = Buffers(session.stager, self._copies, session.policy, session.options.prefetch + 1)
         self._walker = _Walker()
-        self._layouts = LayoutCache()
+        self._layouts: dict[Any, BatchLayout] = {}
 
     @classmethod
     def of(cls, session: DeviceSession, idle: list[SerialStaging]) -> SerialStaging:
@@ -379,7 +379,8 @@ class SerialStaging:
         layout = self._layouts.get(plain)
         if layout is None:
             layout = BatchLayout(plain)
-            self._layouts.remember(plain, layout, plain)
+            if len(self._layouts) < REMEMBERED:
+                self._layouts[plain] = layout
         return layout, [(spans[n][0], sizes[n], offset) for n, offset in at.items() if sizes[n]]
 
     def _carry(self, value: Any) -> _Carried:

@@ -23,7 +23,7 @@ from fastq_loader.ipc.messages import BatchHandle
 from fastq_loader.memory.allocator import Allocator, OpenBlock, Used
 from fastq_loader.memory.blocks import DEVICE_ALIGNMENT, SMALLEST, device_aligned
 from fastq_loader.packing import pickling
-from fastq_loader.packing.spec import LayoutCache, aligned
+from fastq_loader.packing.spec import REMEMBERED, aligned
 from fastq_loader.packing.walker import Span, TreeFlattener, device_bytes, device_segments, segments_of
 
 #: A packet of up to this many bytes is sent in the message: the extra copies are cheaper than a block's
@@ -47,8 +47,7 @@ class Packer:
         self._token = token
         self._allocator = allocator
         self._walker = TreeFlattener()
-        self._specs = LayoutCache()
-        self._next_id = 0
+        self._specs: dict[tuple[Any, ...], int] = {}
 
     def pack(self, batch: Any) -> tuple[BatchHandle, Used]:
         """Put a batch into blocks, and mark these as shipped.
@@ -113,7 +112,7 @@ class Packer:
     def unsend(self, handle: BatchHandle) -> None:
         """Undo the bookkeeping for a handle, and the spec in it, that is not sent after all."""
         if handle.spec is not None:
-            self._specs.forget(handle.spec)
+            self._specs.pop(handle.spec, None)
 
     def _pickle(self, batch: Any) -> bytes:
         walker, for_device = self._walker, self._allocator.for_device
@@ -148,12 +147,12 @@ class Packer:
 
     def _named(self, key: tuple[Any, ...]) -> tuple[int, tuple[Any, ...] | None]:
         """The number of a spec, and the spec itself if it has to be sent."""
-        known: int | None = self._specs.get(key)
+        known = self._specs.get(key)
         if known is not None:
             return known, None
-        spec_id = self._next_id
-        self._specs.remember(key, spec_id, key)
-        self._next_id += 1
+        spec_id = len(self._specs)
+        if spec_id < REMEMBERED:
+            self._specs[key] = spec_id
         return spec_id, key
 
     def _place_packet(self, pieces: list[bytes], failed: bool) -> _Placed:

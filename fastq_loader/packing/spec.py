@@ -14,8 +14,7 @@ and refers to it by a number after that:
 The plain form arrives in a worker's frame. It is refused if its leaves do not cover exactly the bytes of
 their segments. Beyond that, the worker is trusted.
 
-Both sides remember the newest specs, up to `REMEMBERED` bytes for each worker. A larger spec is sent with
-every batch.
+Both sides remember a worker's first `REMEMBERED` specs. Any later one is sent with each of its batches.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import msgpack
 import numpy as np
 import torch
 
@@ -34,10 +32,8 @@ from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.packing.device_views import DeviceLeaf, DeviceViews
 from fastq_loader.system.interrupts import refuse_interrupt
 
-#: Encoded bytes of the specs that are remembered, plus `SPEC_BYTES` for each. They take 20 times as much
-#: memory in the consumer (2.6 MB), and 10 times as much in a worker (1.3 MB). 50 fields take 1.3 kB.
-REMEMBERED = 128 * 1024
-SPEC_BYTES = 64
+#: Number of specs that are remembered for a worker. One of 50 fields takes 26 kB in the consumer.
+REMEMBERED = 256
 #: Largest depth of a tree; a deeper one is pickled whole. Building a tree takes some Python frames for each
 #: level, and msgpack has its own limit.
 DEEPEST = 100
@@ -46,34 +42,6 @@ ALIGNMENT = 64
 
 #: Limit for arrays, and for tensors made from arrays; 32 in numpy 1. Torch has no limit.
 _MOST_DIMENSIONS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
-
-
-class LayoutCache(dict[Any, Any]):
-    """The newest specs, up to `REMEMBERED` bytes.
-
-    A worker and the consumer remember specs in the same order and forget the oldest first. So the consumer
-    has every spec that the worker has, although the worker may also forget one that was never sent.
-    """
-
-    def __init__(self) -> None:
-        self._bytes: dict[Any, int] = {}
-        self._total = 0
-
-    def remember(self, key: Any, value: Any, plain: Any) -> None:
-        """Store `value` under `key`; `plain` is the spec's plain form."""
-        self.forget(key)
-        nbytes = SPEC_BYTES + len(msgpack.packb(plain, unicode_errors="surrogatepass"))
-        if nbytes > REMEMBERED:
-            return
-        self[key], self._bytes[key] = value, nbytes
-        self._total += nbytes
-        while self._total > REMEMBERED:
-            self.forget(next(iter(self)))
-
-    def forget(self, key: Any) -> None:
-        """Remove `key`."""
-        self.pop(key, None)
-        self._total -= self._bytes.pop(key, 0)
 
 
 def aligned(nbytes: int) -> int:

@@ -22,7 +22,7 @@ from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import BatchHandle, unseal
 from fastq_loader.memory.arena import Arena
 from fastq_loader.packing import pickling
-from fastq_loader.packing.spec import BatchLayout, LayoutCache
+from fastq_loader.packing.spec import REMEMBERED, BatchLayout
 from fastq_loader.packing.tensors import moved
 
 #: Bytes that a digest reads of each segment.
@@ -45,7 +45,7 @@ class Unpacker:
         self._arena = arena
 
     def learn(
-        self, specs: LayoutCache, handle: BatchHandle
+        self, specs: dict[int, BatchLayout], handle: BatchHandle
     ) -> tuple[BatchHandle, tuple[tuple[int, int], ...]]:
         """Check a handle, and replace its spec, or the number of one, by the compiled spec. Returns the
         handle, and the blocks that it needs as (offset, bytes from the block's start), in their order in it.
@@ -62,14 +62,15 @@ class Unpacker:
                 does not match it.
         """
         if handle.spec is None:
-            spec = specs.get(handle.spec_id)
-            if spec is None:
+            if handle.spec_id not in specs:
                 raise ProtocolError(f"a handle names spec {handle.spec_id}, which its worker has not sent")
+            spec = specs[handle.spec_id]
         else:
             spec = BatchLayout(handle.spec)
             if spec.on_device.leaves and not self._for_device:
                 raise ProtocolError("a worker has packed a batch for a device, but batches stay on the host")
-            specs.remember(handle.spec_id, spec, handle.spec)
+            if handle.spec_id < REMEMBERED:
+                specs[handle.spec_id] = spec
         # Like `_replace`, but several times as fast.
         learned: BatchHandle = tuple.__new__(BatchHandle, (handle[0], spec, *handle[2:]))
         in_message = not (spec.tails or spec.objects or handle.segments)

@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
 from fastq_loader.errors import Transitions
-from fastq_loader.packing.spec import LayoutCache
+from fastq_loader.packing.spec import BatchLayout
 from fastq_loader.statistics.workers import WorkerCounters
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Worker:
         self.state = NEW
         self.child: Child | None = None
         self.folder = ""
-        self.specs = LayoutCache()
+        self.specs: dict[int, BatchLayout] = {}
         self.counters: WorkerCounters
         self.why = self.cause = self.torch_text = ""
         self.died_up = False
@@ -73,7 +73,7 @@ class Worker:
         self.move("start")
         self.generation += 1
         self.folder, self.why = folder, ""
-        self.specs = LayoutCache()  # a new process numbers them anew
+        self.specs = {}  # a new process numbers them anew
 
     def die(self, cause: str, torch_text: str) -> None:
         """Record that the process has ended."""

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import BatchHandle
@@ -17,11 +15,10 @@ from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.packing.pack import Packer
-from fastq_loader.packing.spec import REMEMBERED, SPEC_BYTES, BatchLayout, LayoutCache
+from fastq_loader.packing.spec import REMEMBERED, BatchLayout
 from fastq_loader.packing.unpack import Unpacker
 from tests.support.datasets import Opaque, assert_same
 from tests.support.pair import LARGE, TOKEN, Pair, paired
-from tests.support.thorough import examples
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
@@ -37,23 +34,23 @@ def receive(pair: Pair, handle: BatchHandle) -> Any:
 # ---- specs ------------------------------------------------------------------------------------------
 
 
-def test_a_spec_is_remembered_until_the_batches_that_name_it_are_put_together(pair: Pair) -> None:
-    def arrive(size: int) -> BatchHandle:
-        return pair.learn(pair.handle_of(torch.zeros(size, dtype=torch.uint8)))
+def test_the_first_specs_are_remembered_and_any_later_one_comes_with_each_batch(pair: Pair) -> None:
+    def sent(size: int) -> BatchHandle:
+        return pair.handle_of(torch.zeros(size, dtype=torch.uint8))
 
-    first = arrive(0)
-    assert pair.handle_of(torch.zeros(0, dtype=torch.uint8)).spec is None
-    sizes = range(1, REMEMBERED // SPEC_BYTES)
-    waiting = [arrive(size) for size in sizes]  # while the next ones bring their specs
-    assert [put_together(pair.unpacker, handle).numel() for handle in (first, *waiting)] == [0, *sizes]
-    assert len(pair.specs) == len(pair.packer._specs) < len(sizes)
-    assert pair.handle_of(torch.zeros(0, dtype=torch.uint8)).spec is not None
+    sizes = range(REMEMBERED + 9)
+    pair.packer.unsend(sent(REMEMBERED))
+    waiting = [pair.learn(sent(size)) for size in sizes]
+    assert [put_together(pair.unpacker, handle).numel() for handle in waiting] == list(sizes)
+    assert {size for size in sizes if sent(size).spec is None} == {*sizes[:REMEMBERED]}
+    assert len(pair.specs) == REMEMBERED
+    assert put_together(pair.unpacker, pair.learn(sent(REMEMBERED - 1))).numel() == REMEMBERED - 1
 
 
 def test_the_workers_specs_are_told_apart() -> None:
     arena = Arena(2)
     try:
-        unpacker, specs = Unpacker(arena, TOKEN), (LayoutCache(), LayoutCache())
+        unpacker, specs = Unpacker(arena, TOKEN), ({}, {})
         for number in range(2):
             handle, _ = Packer(Allocator(arena.mapping, number), TOKEN).pack((number,) * (number + 1))
             assert handle.spec_id == 0
@@ -62,7 +59,7 @@ def test_the_workers_specs_are_told_apart() -> None:
             named, _ = unpacker.learn(specs[number], BatchHandle(0, None, values, None, ()))
             assert put_together(unpacker, named) == values
         with pytest.raises(ProtocolError, match="which its worker has not sent"):
-            unpacker.learn(LayoutCache(), BatchHandle(0, None, (5,), None, ()))
+            unpacker.learn({}, BatchHandle(0, None, (5,), None, ()))
     finally:
         arena.retire([])
 
@@ -137,7 +134,7 @@ def test_where_there_is_no_device_a_batch_for_one_is_refused() -> None:
             with pytest.raises(ProtocolError):
                 pair.learn(handle._replace(segments=((offset, size, into),)))
         with pytest.raises(ProtocolError, match="packed a batch for a device"):
-            Unpacker(pair.arena, TOKEN).learn(LayoutCache(), handle)
+            Unpacker(pair.arena, TOKEN).learn({}, handle)
 
 
 # ---- digests ----------------------------------------------------------------------------------------
@@ -178,28 +175,6 @@ def leaf(
     dtype: str = "float32", shape: Any = (4,), strides: Any = None, kind: str = "T", segment: int = 0
 ) -> Meta:
     return kind, dtype, shape, strides, segment, 0
-
-
-LENGTHS = st.sampled_from((1, 20_000, 90_000, REMEMBERED))
-
-
-@examples(100)
-@given(st.lists(st.tuples(st.integers(0, 9), LENGTHS, st.booleans()), max_size=30))
-def test_a_consumer_has_every_spec_that_its_worker_remembers(packed: list[tuple[int, int, bool]]) -> None:
-    worker, consumer = LayoutCache(), LayoutCache()
-    for number, (key, length, arrives) in enumerate(packed):
-        plain = (key, "k" * length)
-        if plain in worker:
-            continue
-        worker.remember(plain, number, plain)
-        assert (plain in worker) == (length < REMEMBERED), "the newest is remembered, if it fits at all"
-        if arrives:
-            consumer.remember(number, plain, plain)
-        else:
-            worker.forget(plain)
-        assert all(consumer[at] == spec for spec, at in worker.items())
-        for specs in (worker, consumer.values()):
-            assert sum(len(text) + SPEC_BYTES for _, text in specs) <= REMEMBERED
 
 
 #: Leaves, and the sizes of their segments.

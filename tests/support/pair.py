@@ -21,7 +21,7 @@ from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import FREE, SMALLEST, BlockOwner, Extents, device_aligned
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing.pack import Packer
-from fastq_loader.packing.spec import LayoutCache
+from fastq_loader.packing.spec import BatchLayout
 from fastq_loader.packing.unpack import Unpacker
 from tests.support.invariants import check_pool, states
 
@@ -81,7 +81,7 @@ class Pair:
         self.copied = self.allocator.copied = []
         self.packer = Packer(self.allocator, TOKEN)
         self.unpacker = Unpacker(self.arena, TOKEN, for_device)
-        self.specs = LayoutCache()
+        self.specs: dict[int, BatchLayout] = {}
         self.frames: list[bytes] = []
         self.given: Extents = ()  # blocks of the last task
 
