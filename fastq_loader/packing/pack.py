@@ -24,11 +24,14 @@ from fastq_loader.memory.allocator import Allocator, OpenBlock, Used
 from fastq_loader.memory.blocks import DEVICE_ALIGNMENT, SMALLEST, device_aligned
 from fastq_loader.packing import pickling
 from fastq_loader.packing.spec import REMEMBERED, aligned
-from fastq_loader.packing.walker import Span, TreeFlattener, device_bytes, device_segments, segments_of
-
-#: A packet of up to this many bytes is sent in the message: the extra copies are cheaper than a block's
-#: bookkeeping and page faults.
-INLINE = 16 * 1024
+from fastq_loader.packing.walker import (
+    INLINE,
+    Span,
+    TreeFlattener,
+    device_bytes,
+    device_segments,
+    segments_of,
+)
 
 #: A part of a batch in a block: offset and size of the block, start of the part in it (for a packet: its
 #: size), and the bytes that the batch needs, counted from the start of the block.

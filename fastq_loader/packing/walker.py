@@ -8,8 +8,8 @@ without the leaves in it.
 A tree that contains an object is pickled as a whole, unless the batch goes to a device: this preserves the
 object's references to the containers around it. A tree of more than `PARTS` parts is a single object, too:
 pickle processes it in C, and parts that vary (the number of annotations, the keys of a dict) need no new
-spec. A long text is an object, and so is a tree with much text: a message too long for the socket would need
-new memory for each batch. Small arrays inside a pickled object stay in the pickle.
+spec. So is a tree with plain values for more than a message: one too long for the socket would need new
+memory for each batch. Arrays inside a pickled object that need no block of their own stay in the pickle.
 
 A *segment* is the memory of one leaf, or of several tensors that overlap in one storage, and then also
 overlap in the consumer. Its *span* is its start and end address in this process.
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from fastq_loader.ipc.messages import fits_64_bits
-from fastq_loader.memory.blocks import device_aligned
+from fastq_loader.memory.blocks import SMALLEST, device_aligned
 from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.packing.pickling import PLAIN_DTYPES, is_leaf
 from fastq_loader.packing.spec import DEEPEST, contiguous_strides
@@ -35,17 +35,13 @@ from fastq_loader.packing.spec import DEEPEST, contiguous_strides
 #: tree is faster than walking, sending and rebuilding it. If each batch needs a new spec, pickling is faster
 #: above 30 parts, and 10 times as fast at 2,000.
 PARTS = 128
-#: Longest list of plain values that counts as one part: as fast in a message as in a pickle.
-LONGEST_LIST = 1024
-#: Number of batches of a worker that are pickled whole after one that exceeded a limit.
-BATCHES_UNWALKED = 15
+#: Most bytes of texts and long lists that are sent in the message, and of a packet: the extra copies are
+#: cheaper than a block's bookkeeping and page faults.
+INLINE = 16 * 1024
 
-#: Largest total length of the texts in a message, and size in bytes of the largest array that stays in a
-#: pickle. An array costs 3 µs as a leaf, and 7 more if its shape is new; in a pickle 2 µs and more copies.
-LONGEST, SMALL_ARRAY = 16384, 4096
-
-_TEXTS, _NUMBERS = frozenset((str, bytes)), frozenset((float, bool, type(None)))
-_PLAIN = frozenset((*_TEXTS, *_NUMBERS))
+_NUMBER = 9  # bytes of a long number in a message
+_TEXTS = frozenset((str, bytes))
+_PLAIN = frozenset((str, bytes, float, bool, type(None)))
 _STRINGS, _INTEGERS = frozenset((str,)), frozenset((int,))
 _CONTAINERS = frozenset((dict, list, tuple))
 _TENSOR, _ARRAY = torch.Tensor, np.ndarray
@@ -59,11 +55,7 @@ Metas = tuple[tuple[Any, ...], ...]
 
 
 class _Unwalkable(Exception):
-    """The tree is too deep, or has a cycle or a shared list or dict: it must be pickled whole."""
-
-
-class _TooLarge(_Unwalkable):
-    """The tree has too many parts, or too much text, to be worth a walk."""
+    """The tree is too deep or large, or has a cycle or a shared list or dict: it must be pickled whole."""
 
 
 class TreeFlattener:
@@ -77,7 +69,6 @@ class TreeFlattener:
     is_leaf = staticmethod(is_leaf)
 
     def __init__(self) -> None:
-        self._unwalked = 0  # number of the next batches to be pickled without a walk
         self.clear()
 
     def clear(self) -> None:
@@ -88,18 +79,14 @@ class TreeFlattener:
         self.objects: list[Any] = []
         self.containers: set[int] = set()
         self._depth = 0
-        self._parts = self._text = 0
+        self._parts = self._nbytes = 0
 
     def walk(self, batch: Any) -> Any:
         """The tree of a batch; a single object if it cannot be walked or is not worth a walk."""
-        if self._unwalked:
-            self._unwalked -= 1
-            return self.whole(batch)
         try:
             return self._walk(batch)
-        except (_Unwalkable, RecursionError) as error:
-            self._unwalked = BATCHES_UNWALKED if isinstance(error, _TooLarge) else 0
-        return self.whole(batch)
+        except (_Unwalkable, RecursionError):
+            return self.whole(batch)
 
     def whole(self, batch: Any) -> Any:
         """The tree of a batch as a single object."""
@@ -115,13 +102,9 @@ class TreeFlattener:
         elif kind in _CONTAINERS:
             if (tree := self._walk_container(value, kind)) is not None:
                 return tree
-        elif (
-            kind in _NUMBERS
-            or (kind is int and fits_64_bits(value))
-            or (kind in _TEXTS and len(value) <= LONGEST)
-        ):
+        elif kind in _PLAIN or (kind is int and fits_64_bits(value)):
             if kind in _TEXTS:
-                self._add_text(len(value))
+                self._add_bytes(len(value))
             self.values.append(value)
             return "V"
         self.objects.append(value)
@@ -135,7 +118,7 @@ class TreeFlattener:
             raise _Unwalkable
         self.containers.add(id(value))
         if kind is list:
-            if len(value) <= LONGEST_LIST and self._is_flat(value):
+            if len(value) <= INLINE and self._is_flat(value):
                 self.values.append(tuple(value))
                 return "v"
             return "l", self._walk_all(value)
@@ -149,7 +132,7 @@ class TreeFlattener:
             raise _Unwalkable
         self._parts += len(parts) - list(map(type, parts)).count(_TENSOR)
         if self._parts > PARTS:
-            raise _TooLarge
+            raise _Unwalkable
         self._depth += 1
         trees = tuple(map(self._walk, parts))
         self._depth -= 1
@@ -158,19 +141,18 @@ class TreeFlattener:
     def _is_flat(self, values: list[Any]) -> bool:
         """Whether a list contains only plain values."""
         kinds = set(map(type, values))
-        if kinds == _INTEGERS:
-            return fits_64_bits(min(values)) and fits_64_bits(max(values))
+        if kinds == _INTEGERS and fits_64_bits(min(values)) and fits_64_bits(max(values)):
+            self._add_bytes(_NUMBER * len(values))
+            return True
         if not kinds or not kinds <= _PLAIN:
             return False
-        texts = kinds & _TEXTS
-        if texts:
-            self._add_text(sum([len(value) for value in values if type(value) in texts]))
+        self._add_bytes(sum([len(value) if type(value) in _TEXTS else _NUMBER for value in values]))
         return True
 
-    def _add_text(self, length: int) -> None:
-        self._text += length
-        if self._text > LONGEST:
-            raise _TooLarge
+    def _add_bytes(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+        if self._nbytes > INLINE:
+            raise _Unwalkable
 
     def add_leaf(self, leaf: Any) -> int:
         """Add a leaf, and return its number; the same object gets the same number."""
@@ -181,7 +163,7 @@ class TreeFlattener:
 
     def leaf_in_pickle(self, leaf: Any) -> int | None:
         """Add a leaf of an object, and return its number; None if it stays in the pickle."""
-        if type(leaf) is _ARRAY and leaf.nbytes <= SMALL_ARRAY and id(leaf) not in self._leaf_of:
+        if type(leaf) is _ARRAY and leaf.nbytes < SMALLEST and id(leaf) not in self._leaf_of:
             return None
         return self.add_leaf(leaf)
 
