@@ -193,45 +193,40 @@ class Allocator:
         if self._open.dropped:
             self._collect()
         wanted = size_class(nbytes)
-        found = _fit(self._idle, wanted, any_size)
-        size, offset = found or (wanted, self._create(nbytes, wanted))
-        if found is None:
-            began = time.monotonic_ns()
-            self.mapping.populate(offset, nbytes)  # faster than a fault for each page, and timed
-            self.new_memory += time.monotonic_ns() - began
-        return self._open.open(offset, size, self.mapping.base + offset)
-
-    def _create(self, nbytes: int, size: int) -> int:
-        offset = self._space.take(size)
-        if offset is None:
+        for at, (size, offset) in enumerate(self._idle):
+            # Much larger ones are kept for larger results.
+            if wanted <= size and (any_size or size <= 2 * wanted):
+                del self._idle[at]
+                return self._open.open(offset, size, self.mapping.base + offset)
+        new = self._space.take(wanted)
+        if new is None:
             raise MemoryError(
                 f"{nbytes} bytes do not fit into the rest of this worker's part of the shared memory; "
                 "are thousands of batches kept alive, or files limited (ulimit -f)?"
             )
-        self._fresh.append((offset, size))
-        return offset
+        self._fresh.append((new, wanted))
+        began = time.monotonic_ns()
+        self.mapping.populate(new, nbytes)  # faster than a fault for each page, and timed
+        self.new_memory += time.monotonic_ns() - began
+        return self._open.open(new, wanted, self.mapping.base + new)
 
     def empty_array(self, shape: tuple[int, ...], typestr: str, nbytes: int) -> Array | None:
         """Return an uninitialised array in a block; None if it is small, or in a forked child."""
         if nbytes < SMALLEST or process_id.current() != self._pid:
             return None
         with self._lock:
-            block, start = self._suballocate(nbytes) if self.for_device else (self._take(nbytes), 0)
+            block = self._partial  # of a batch for a device: behind the previous result
+            start = 0 if block is None else device_aligned(block.cut)
+            if block is None or block.size - start < nbytes:
+                start, wanted = 0, max(nbytes + _SLACK, self.expected) if self.for_device else nbytes
+                block = self._take(wanted)
+                self._partial = block if self.for_device else None
+            block.cut = start + nbytes
             data = block.address + start, False
             interface = {"version": 3, "data": data, "shape": shape, "typestr": typestr}
             hold = _Hold(self.mapping, block, interface, self._open.dropped)
             block.holds += 1
         return np.asarray(hold)
-
-    def _suballocate(self, nbytes: int) -> tuple[OpenBlock, int]:
-        """Allocate a result of `nbytes` in a block. Return the block, and the offset of the result in it."""
-        block = self._partial
-        start = 0 if block is None else device_aligned(block.cut)
-        if block is None or block.size - start < nbytes:
-            self._partial = block = self._take(max(nbytes + _SLACK, self.expected))
-            start = 0
-        block.cut = start + nbytes
-        return block, start
 
     def block_at(self, address: int) -> OpenBlock | None:
         """The block of this task that contains an address, if any."""
@@ -319,15 +314,6 @@ class Allocator:
 
 
 _address, _first, _second = attrgetter("address"), itemgetter(0), itemgetter(1)
-
-
-def _fit(blocks: list[tuple[int, int]], wanted: int, any_size: bool = False) -> tuple[int, int] | None:
-    """Remove and return the first block (size, offset) of at least `wanted` bytes, and at most twice as many
-    unless `any_size`."""
-    for at, (size, _) in enumerate(blocks):
-        if wanted <= size and (any_size or size <= 2 * wanted):
-            return blocks.pop(at)
-    return None
 
 
 # ---- called by collate functions ------------------------------------------------------------------------

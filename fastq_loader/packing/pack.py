@@ -20,7 +20,7 @@ from collections.abc import Collection
 from typing import Any
 
 from fastq_loader.ipc.messages import BatchHandle
-from fastq_loader.memory.allocator import Allocator, OpenBlock, Used
+from fastq_loader.memory.allocator import Allocator, Used
 from fastq_loader.memory.blocks import DEVICE_ALIGNMENT, SMALLEST, device_aligned
 from fastq_loader.packing import pickling
 from fastq_loader.packing.spec import REMEMBERED, aligned
@@ -28,7 +28,6 @@ from fastq_loader.packing.walker import (
     INLINE,
     Span,
     TreeFlattener,
-    device_bytes,
     device_segments,
     segments_of,
 )
@@ -180,56 +179,41 @@ class Packer:
         return block.offset, block.size, 0, nbytes
 
     def _place_for_device(self, spans: list[Span], chosen: list[int]) -> tuple[_Placed, tuple[int, ...]]:
-        """Collect the `chosen` segments in one block, where most of them may already lie.
+        """Collect the `chosen` segments in one block: that of the largest one, or else a new one.
+
+        Segments that lie in that block stay there, and the others are copied behind what was allocated in it.
+        But all are copied if one of them is not aligned, there is no room for the others, or too many other
+        bytes would be transferred along.
 
         Returns:
             The part of the batch that goes to the device, and the spec's `device_offsets`.
         """
-        block, at = self._staying(spans, chosen)
+        sizes = {segment: spans[segment][1] - spans[segment][0] for segment in chosen}
+        whole = sum(map(device_aligned, sizes.values()))
+        block = self._allocator.block_at(spans[max(chosen, key=sizes.__getitem__)][0])
+        at: dict[int, int] = {}
+        begin = end = 0
+        if block is not None:
+            first, last = block.address, block.address + block.size
+            inside = [each for each in chosen if first <= spans[each][0] < spans[each][1] <= last]
+            at = {segment: spans[segment][0] - first for segment in inside}
+            begin = min(at.values(), default=0)
+            end = max([at[each] + sizes[each] for each in inside], default=0)
+            if others := sum([device_aligned(sizes[each]) for each in chosen if each not in at]):
+                end = device_aligned(max(end, block.cut))
+            fits = end + others <= min(block.size, begin + 2 * whole)
+            if not (inside and fits) or any(start % DEVICE_ALIGNMENT for start in at.values()):
+                block, at, begin, end = None, {}, 0, 0
         if block is None:
-            block = self._allocator.take(device_bytes(spans, chosen))
-        begin = min(at.values(), default=0)
-        end = max([at[segment] + spans[segment][1] - spans[segment][0] for segment in at], default=0)
+            block = self._allocator.take(whole)
         for segment in chosen:
             if segment not in at:
-                start, last = spans[segment]
                 at[segment] = device_aligned(end)
-                end = at[segment] + last - start
-                self._allocator.write(block.offset + at[segment], start, last - start)
+                end = at[segment] + sizes[segment]
+                self._allocator.write(block.offset + at[segment], spans[segment][0], sizes[segment])
         self._allocator.expected = max(end - begin, 1)
         offsets = tuple([at.get(segment, begin - 1) - begin for segment in range(len(spans))])
         return (block.offset, block.size, begin, max(end, 1)), offsets
-
-    def _staying(self, spans: list[Span], chosen: list[int]) -> tuple[OpenBlock | None, dict[int, int]]:
-        """The block of the largest segment, and the starts of the segments that can stay in it. None if that
-        segment is in no block, the others do not fit behind, or too many other bytes would be copied along.
-        """
-        start, _ = max([spans[segment] for segment in chosen], key=lambda span: span[1] - span[0])
-        block = self._allocator.block_at(start)
-        if block is None:
-            return None, {}
-        at = {seg: first for seg in chosen if (first := _start_in(block, spans[seg])) is not None}
-        if not at:
-            return None, {}
-        others = device_bytes(spans, [segment for segment in chosen if segment not in at])
-        return (block, at) if _has_room(block, spans, at, others) else (None, {})
-
-
-def _start_in(block: OpenBlock, span: Span) -> int | None:
-    """Start of a segment in a block; None unless it lies in it, and at a multiple that suits a device."""
-    first, last = span[0] - block.address, span[1] - block.address
-    return first if 0 <= first < last <= block.size and first % DEVICE_ALIGNMENT == 0 else None
-
-
-def _has_room(block: OpenBlock, spans: list[Span], at: dict[int, int], others: int) -> bool:
-    """Whether `others` more bytes fit behind the segments that start at these offsets of a block, and one
-    copy of all of them would not copy as many other bytes."""
-    begin, end = min(at.values()), max([spans[segment][1] for segment in at]) - block.address
-    behind = device_aligned(end)
-    if behind + others > block.size or end - begin > 2 * device_bytes(spans, list(at)):
-        return False
-    # The place behind may be in use: by an array, a view, or memory that the dataset keeps.
-    return not (others and block.cut > behind)
 
 
 def _aligned_bytes(start: int, end: int) -> bytes:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from fastq_loader.ipc.messages import fits_64_bits
-from fastq_loader.memory.blocks import SMALLEST, device_aligned
+from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.packing.pickling import PLAIN_DTYPES, is_leaf
 from fastq_loader.packing.spec import DEEPEST, contiguous_strides
@@ -246,8 +246,3 @@ def _extent(tensor: torch.Tensor) -> int:
 def device_segments(metas: Metas) -> list[int]:
     """The segments of tensors, which go to a device, in ascending order."""
     return sorted({meta[4] for meta in metas if meta[0] == "T"})
-
-
-def device_bytes(spans: list[Span], segments: list[int]) -> int:
-    """Total bytes of these segments, one after the other, in a batch for a device."""
-    return sum([device_aligned(spans[segment][1] - spans[segment][0]) for segment in segments])
