@@ -224,12 +224,15 @@ def _check_torchs(loader: Loader, lacking: str, resumes: bool) -> None:
             )
 
 
-def plan(loader: Loader, for_device: bool = False, kept: dict[str, Any] | None = None) -> Plan:
+def plan(
+    loader: Loader, for_device: bool = False, grace: float = 0.0, kept: dict[str, Any] | None = None
+) -> Plan:
     """The plan of its pool of workers.
 
     Args:
         loader: the loader.
         for_device: whether its batches go to a device.
+        grace: seconds for which workers outlive a signal at least, see `preemption`.
         kept: objects that one pool after the other uses.
     """
     options, prefetch, iterable = of(loader), loader.prefetch_factor or 2, is_iterable(loader)
@@ -257,6 +260,7 @@ def plan(loader: Loader, for_device: bool = False, kept: dict[str, Any] | None =
         persistent=loader.persistent_workers,
         context=loader.multiprocessing_context,
         for_device=for_device,
+        grace=max(grace, options.workers.grace),
         kept={} if kept is None else kept,
     )
 

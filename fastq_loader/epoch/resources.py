@@ -48,6 +48,7 @@ class Resources:
         chooser: chooses the number of workers of the next epoch, once `num_workers="auto"` needs it.
         bad_samples: records of samples that could not be read, if `errors=` tolerates them.
         begun: the records of the last epochs, the newest last.
+        grace: seconds for which the workers of its next pools outlive a signal, see `preemption`.
         kept: objects that its next pools reuse, see `Plan`.
     """
 
@@ -64,6 +65,7 @@ class Resources:
         self.hinted: set[type[LoaderHint]] = set()
         self.chooser: Any = None
         self.bad_samples: Any = None
+        self.grace = 0.0
         self.kept: dict[str, Any] = {}
         self.begun: deque[EpochRecord] = deque(maxlen=_REMEMBERED)
 

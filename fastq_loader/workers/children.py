@@ -30,10 +30,6 @@ UNKNOWN_EXIT = 255
 #: Function that starts a process.
 Launch = Callable[[BaseProcess], popen_fork.Popen]
 
-#: Signal that ends a process of ours which outlives SIGTERM: a real-time signal with the default action,
-#: because nobody else sends it.
-END = getattr(signal, "SIGRTMIN", 34) + 8
-
 #: Signals to block until a worker has handlers: before, they would print a traceback in it, or end it.
 KEPT_OUT = signal.SIGINT, signal.SIGTERM
 
@@ -120,8 +116,6 @@ class Child:
                 f"{worker} exited unexpectedly with exit code {code}. Details are lost due to "
                 "multiprocessing. Rerunning with num_workers=0 may give better error trace."
             )
-        if -code == END:
-            return "was ended by terminate()", f"{worker} is killed by signal: Terminated. "
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         guess = " (by the kernel's out-of-memory killer?)" if -code == signal.SIGKILL else ""
         return f"was killed by {name}{guess}", f"{worker} is killed by signal: {signal.strsignal(-code)}. "

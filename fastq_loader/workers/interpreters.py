@@ -30,7 +30,7 @@ from fastq_loader.packing import pickling
 from fastq_loader.system import exits, inherited, multiprocessing_names, process_id
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers import payload
-from fastq_loader.workers.children import END, KEPT_OUT, Child
+from fastq_loader.workers.children import KEPT_OUT, Child
 from fastq_loader.workers.config import Setup
 from fastq_loader.workers.zygote import Forked, Zygote, serve
 
@@ -132,7 +132,7 @@ def _start_interpreter(method: str, preload: list[str], connection: Connection) 
     main = _preparation().get("init_main_from_path") if imports_main else None
     arguments = connection.fileno(), os.getpid(), method, preload, main
     process = contexts.SpawnProcess(target=_interpreter_main, args=arguments, name="fastq_loader: zygote")
-    child = Child(process, END, lambda process: _InterpreterPopen(process, connection.fileno()))
+    child = Child(process, signal.SIGKILL, lambda process: _InterpreterPopen(process, connection.fileno()))
     resource_tracker.ensure_running()  # before signals are blocked: it unblocks them
     with without_signals(*KEPT_OUT):  # until the child has its handlers
         child.start()
@@ -202,8 +202,7 @@ def fork_interpreter(
     """
     written, descriptors = payload.write_process({**environment.prepared, "name": process.name}, process)
     try:
-        grace = setup.plan.options.workers.grace
-        return Forked(zygote, grace, setup.folder, [environment.cwd, written, *descriptors])
+        return Forked(zygote, setup.plan.grace, setup.folder, [environment.cwd, written, *descriptors])
     finally:
         payload.close_all([written, *descriptors])
 

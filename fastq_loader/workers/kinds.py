@@ -28,7 +28,7 @@ class WorkerKind(ABC):
         short_form: the string that stands for this kind without arguments; None if there is no such string.
         is_remote: whether the workers use CPUs of other machines.
         max_restarts: number of dead workers that may be replaced in an iteration; None: the kind's default.
-        grace: seconds for which the workers outlive a SIGTERM that their consumer did not send.
+        grace: seconds for which the workers outlive SIGTERM and SIGINT that their consumer did not send.
     """
 
     short_form: ClassVar[str | None] = None
@@ -80,8 +80,9 @@ class Processes(WorkerKind):
             worker's random numbers start anew; an iterable dataset is refused, because a new worker would
             read it from its beginning. Without workers it has no effect.
         grace_seconds: seconds for which a worker outlives SIGTERM, which all processes of a job get when the
-            job is to end. Meanwhile the training may save a checkpoint, see `preemption`. The worker ends
-            earlier with its loader, or when the training process dies. 0 ends it at once, as in torch.
+            job is to end, and SIGINT. Meanwhile the training may save a checkpoint; `preemption` asks for
+            this time by itself. The worker ends earlier with its loader, or when the training process dies.
+            0 ends it at once, as in torch.
 
     Raises:
         TypeError, ValueError: `max_restarts` is not a number of workers, or `grace_seconds` is not a number
@@ -94,7 +95,7 @@ class Processes(WorkerKind):
 
     short_form: ClassVar[str | None] = "processes"
     max_restarts: int = 0
-    grace_seconds: float = field(default=60.0, repr=False)
+    grace_seconds: float = field(default=0.0, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

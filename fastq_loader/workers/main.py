@@ -70,7 +70,12 @@ def main(setup: Setup) -> None:
     # would copy all their pages (120 ms, 37 MB with nothing but torch imported).
     gc.freeze()
     calls.name_process(f"fastq_worker{setup.worker}")
-    prepare_signals(setup.plan.options.workers.grace)
+    with contextlib.suppress(KeyboardInterrupt):  # as in torch, the consumer's own is the one to show
+        prepare_signals(setup.plan.grace)
+        _work_for(setup)
+
+
+def _work_for(setup: Setup) -> None:
     children.write_stacks(setup.descriptors["stacks"])
     children.leave_with(setup.consumer, setup.folder)
     plan, mapping = setup.plan, setup.mapping
@@ -87,8 +92,6 @@ def main(setup: Setup) -> None:
     try:
         socket.say_hello()
         WorkerLoop(setup, blocks, socket, claims).run()
-    except KeyboardInterrupt:
-        return  # user code raised it; as in torch the consumer's own interrupt is the one to show
     finally:
         socket.close()
 
@@ -116,36 +119,28 @@ def _in_block(blocks: Allocator, answer: Answer, nbytes: int) -> InBlock:
 
 
 def prepare_signals(grace: float = 0.0) -> None:
-    """Set the handlers of a worker.
+    """Set the handlers of torch's worker: SIGTERM ends it, SIGSEGV and SIGBUS are named. SIGINT raises
+    KeyboardInterrupt, unless a forked worker inherits another handler.
 
     Args:
-        grace: seconds for which it outlives a SIGTERM that its consumer did not send.
+        grace: seconds for which it outlives SIGTERM and SIGINT that its consumer did not send.
     """
-    # Ctrl-C reaches the whole process group: the consumer acts on it, and workers are silent. A handler
-    # rather than SIG_IGN, because programs started by user code would inherit SIG_IGN.
-    signal.signal(signal.SIGINT, lambda signum, frame: None)
     signal.set_wakeup_fd(-1)  # an inherited one belongs to an event loop of the consumer
-    torch._C._set_worker_signal_handlers()  # SIGTERM from the parent ends it; SIGSEGV and SIGBUS are named
+    torch._C._set_worker_signal_handlers()
     if grace:
-        signal.signal(signal.SIGTERM, partial(_outlive, grace))
-        signal.siginterrupt(signal.SIGTERM, False)
-        # SIGTERM still ends processes that user code forks. It is blocked around a fork, because in the child
-        # Python drops signals that come before its hooks have run.
-        hold, release = (
-            partial(signal.pthread_sigmask, how, {signal.SIGTERM})
-            for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK)
-        )
+        for number in children.KEPT_OUT:
+            signal.signal(number, partial(_outlive, grace))
+            signal.siginterrupt(number, False)
+        # A process that user code forks has no grace.
         os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
-        os.register_at_fork(before=hold, after_in_parent=release, after_in_child=release)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, children.KEPT_OUT)
 
 
-def _outlive(grace: float | None, *_: Any) -> None:
-    """Handle SIGTERM, which all processes of a job get: end after `grace` seconds. The consumer may be saving
-    a checkpoint meanwhile, and ends its workers with another signal."""
-    if grace is None:
-        return
-    signal.signal(signal.SIGTERM, partial(_outlive, None))
+def _outlive(grace: float, *_: Any) -> None:
+    """Handle a signal that all processes of a job get: end after `grace` seconds. The consumer may be saving
+    a checkpoint meanwhile; it kills its workers."""
+    for number in children.KEPT_OUT:
+        signal.signal(number, lambda *_: None)
     ending = threading.Timer(grace, os._exit, (128 + signal.SIGTERM,))
     ending.daemon = True
     with contextlib.suppress(RuntimeError):  # no thread can be started: the worker ends with its consumer

@@ -22,7 +22,7 @@ from fastq_loader.memory.blocks import Extents
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.workers import WorkerCounters
 from fastq_loader.system.interrupts import without_signals
-from fastq_loader.workers.children import END, KEPT_OUT, Child, Launch
+from fastq_loader.workers.children import KEPT_OUT, Child, Launch
 from fastq_loader.workers.config import Plan, Setup
 from fastq_loader.workers.payload import Descriptors, Payload
 from fastq_loader.workers.stopping import Stopping
@@ -154,7 +154,7 @@ class WorkerPool(ABC):
                 before.release()
 
     def _child(self, setup: Setup) -> Child:
-        ended_by = END if self._plan.options.workers.grace else signal.SIGTERM
+        ended_by = signal.SIGKILL if self._plan.grace else signal.SIGTERM
         return Child(self._process(setup), ended_by, self._launch(setup))
 
     @property

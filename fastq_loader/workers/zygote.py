@@ -38,7 +38,7 @@ from fastq_loader.system import calls, multiprocessing_names, process_id
 from fastq_loader.system.calls import readable
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers import payload
-from fastq_loader.workers.children import END, KEPT_OUT, UNKNOWN_EXIT, Child
+from fastq_loader.workers.children import KEPT_OUT, UNKNOWN_EXIT, Child
 
 #: Function to run in a child of the zygote. Takes a request, the descriptors that came with it, and one that
 #: becomes readable when the consumer dies; returns the exit code.
@@ -208,7 +208,7 @@ def copy_of_consumer(context: Any, make: Callable[..., BaseProcess], folder: str
 
     def start(its: Connection) -> Child:
         arguments = its, os.getpid(), run, folder
-        child = Child(context.Process(target=serve, args=arguments, daemon=False), END)
+        child = Child(context.Process(target=serve, args=arguments, daemon=False), signal.SIGKILL)
         child.start()
         return child
 
@@ -241,11 +241,10 @@ def serve(connection: Connection, consumer: int, run: Run, folder: str) -> None:
     # A garbage collector that scanned inherited and imported objects would copy all their pages.
     gc.freeze()
     calls.name_process("fastq_zygote")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers set handlers of their own
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The consumer's handlers must not run here; and if SIGCHLD is ignored, exit codes are lost.
+    here = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN, signal.SIGCHLD: signal.SIG_DFL}
+    handlers = {number: signal.signal(number, action) for number, action in here.items()}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, KEPT_OUT)
-    # The consumer's SIGCHLD handler must not run here; and if SIGCHLD is ignored, exit codes are lost.
-    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     children: dict[int, str] = {}  # process id → the folder of its socket
     with contextlib.suppress(EOFError, ConnectionError, ProcessLookupError):  # the consumer is gone
         death = calls.pidfd_open(consumer)
@@ -260,7 +259,7 @@ def serve(connection: Connection, consumer: int, run: Run, folder: str) -> None:
                     children.pop(request, None)
                 else:
                     wanted, socket_folder = request
-                    answer = _fork(partial(run, wanted, descriptors, death), handler)
+                    answer = _fork(partial(run, wanted, descriptors, death), handlers)
                     children[answer] = socket_folder
             except OSError as error:
                 answer = error
@@ -274,16 +273,19 @@ def serve(connection: Connection, consumer: int, run: Run, folder: str) -> None:
     os._exit(0)
 
 
-def _fork(run: Callable[[], int], handler: Any) -> int:
-    """Fork a child that runs `run` with the consumer's handler of SIGCHLD; return its process id."""
-    with without_signals(*KEPT_OUT):  # until it has handlers
+def _fork(run: Callable[[], int], handlers: dict[signal.Signals, Any]) -> int:
+    """Fork a child that runs `run` with the consumer's signal handlers; return its process id."""
+    with without_signals(*KEPT_OUT):  # until it has a worker's handlers
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                if handler is not None:  # None: it was not set from Python
-                    signal.signal(signal.SIGCHLD, handler)
+                for number, handler in handlers.items():
+                    if handler is not None:  # None: it was not set from Python
+                        signal.signal(number, handler)
                 code = run()
+            except KeyboardInterrupt:
+                pass  # the consumer shows its own
             except BaseException:
                 sys.excepthook(*sys.exc_info())
             finally:

@@ -1,7 +1,6 @@
 """`preemption`: let a job save a checkpoint before the cluster terminates it.
 
-Runs in the consumer, on the main thread. Its signal handlers only record the signal and stop the dispatch of
-new batches.
+Runs in the consumer, on the main thread. Its signal handlers only record the signal.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from fastq_loader.epoch import resources
 
 #: The signals that clusters send; not every system has both.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+#: Seconds for which workers survive the signal.
+_GRACE = 60.0
 
 
 class preemption:
@@ -27,13 +28,13 @@ class preemption:
                     torch.save({"model": model.state_dict(), "loader": loader.state_dict()}, path)
                     break
 
-    Clusters send SIGTERM to all processes of a job, SLURM also SIGUSR1 (`--signal=USR1@60`). Workers
-    survive the signal for `Processes.grace_seconds`, so that the training step can finish and its state be
-    saved. After the signal, workers are sent no new batches but the next one. Handlers that were installed
+    Clusters send SIGTERM to all processes of a job, SLURM also SIGUSR1 (`--signal=USR1@60`). Workers that
+    are started in the context survive SIGTERM and SIGINT for a minute, or for `Processes.grace_seconds` if
+    that is longer, so that the training step can finish and its state be saved. Handlers that were installed
     before are called as well, and are restored when the context ends.
 
     Args:
-        loaders: the loaders whose workers stop loading ahead; a `Prefetcher` stands for its loader.
+        loaders: the loaders whose workers survive; a `Prefetcher` stands for its loader.
         signals: the signals that announce the termination.
 
     Attributes:
@@ -67,6 +68,7 @@ class preemption:
 
     def __enter__(self) -> preemption:
         self._entered += 1
+        self._set_grace(_GRACE)
         try:
             for number in self._signals if self._entered == 1 else ():
                 self._before[number] = signal.signal(number, self._handle)
@@ -87,19 +89,17 @@ class preemption:
         for number, before in self._before.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, before)
-        self._hold(False)
+        self._set_grace(0.0)
 
     def __bool__(self) -> bool:
         return self.signal is not None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number
-        self._hold(True)
         before: Callable[[int, FrameType | None], Any] | int | None = self._before[number]
         if callable(before):
             before(number, frame)
 
-    def _hold(self, hold: bool) -> None:
+    def _set_grace(self, seconds: float) -> None:
         for loader in self._loaders:
-            for engine in list(resources.of(loader).engines):
-                engine.pause_prefetch(hold)
+            resources.of(loader).grace = seconds

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -85,6 +86,7 @@ def main(setup: Setup, tls: str | None, pipe: Pipe[Any, Any], traffic: memoryvie
     """Entry point of a proxy; for the arguments see `Proxy`."""
     calls.name_process(f"fastq_proxy{setup.worker}")
     prepare_signals()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the consumer, too
     children.leave_with(setup.consumer, setup.folder)
     assert setup.mapping is not None, "it is inherited"
     claims = ClaimTable(setup.mapping.fd, setup.mapping.claims)
