@@ -51,7 +51,7 @@ ROOMS = {
     "extras.samplers": Room("reading errors"),
     "extras.transforms": Room("packing system"),
     "extras.share": Room("memory system"),
-    "extras.remote": Room("workers reading memory statistics ipc system errors", pure="ranks"),
+    "extras.remote": Room("workers reading memory statistics ipc system errors"),
     "extras.tracing": Room("statistics ipc system errors"),
     "extras": Room(""),
     "loader": Room("epoch options workers device scheduling reading statistics system"),

@@ -24,7 +24,6 @@ import torch.utils.data
 
 from fastq_loader import DataLoader, Processes, RayWorkers, WorkerReplaced, assert_active
 from tests.conftest import running_script, wait_until
-from tests.support.certificates import AVAILABLE, make_tls
 from tests.support.datasets import Made, Stream, assert_same
 from tests.support.loaders import MANY_WORKERS, seed_all
 from tests.support.ray_cluster import Nodes, far_workers, nothing_left, remote_processes
@@ -125,23 +124,14 @@ def test_a_node_that_joins_gets_work_in_the_same_epoch(cluster: Nodes) -> None:
                 return
 
 
-@pytest.mark.parametrize(
-    ("schedule", "encrypted"), [("dynamic", False), ("round_robin", False), ("dynamic", True)]
-)
-def test_batches_are_those_of_local_workers(
-    cluster: Nodes, schedule: str, encrypted: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("schedule", ["dynamic", "round_robin"])
+def test_batches_are_those_of_local_workers(cluster: Nodes, schedule: str) -> None:
     """So are those of persistent workers and of streams, after breaks."""
     cluster.resize(2, 2)
-    workers, stops = RayWorkers(), (None, 2, 0, None)
-    if encrypted:
-        if not AVAILABLE:
-            pytest.skip("needs the program openssl")
-        workers, stops = RayWorkers(tls=make_tls(tmp_path)), (None,)
+    options, stops = {"persistent_workers": True, "schedule": schedule}, (None, 2, 0, None)
     for dataset in (Made(drawn, 70), Stream("large", [9, 2, 5])):
-        options = {"persistent_workers": len(stops) > 1, "schedule": schedule}
         here = epochs(stops, dataset, "processes", 3, **options)
-        assert_same(here, epochs(stops, dataset, workers, 3, **options))
+        assert_same(here, epochs(stops, dataset, "ray", 3, **options))
 
 
 def kill(pids: list[int], chance: random.Random) -> None:
@@ -181,75 +171,13 @@ def test_a_warning_names_the_node_and_the_process(cluster: Nodes) -> None:
 
 #: What the scripts begin with.
 HEAD = """
-import os, random, time, warnings
-from torch.utils.data import DistributedSampler
+import random, time, warnings
 from fastq_loader import DataLoader, RayWorkers
 from tests.end_to_end.test_ray import plain
 from tests.support.datasets import Made
 
 warnings.simplefilter("ignore")
 """
-RANK = (
-    HEAD
-    + """
-dataset = Made(plain, 203)
-sampler = DistributedSampler(dataset, 2, {rank}, shuffle=True, drop_last=False)
-loader = DataLoader(
-    dataset, 4, sampler=sampler, num_workers=4, schedule="dynamic", persistent_workers=True,
-    workers=RayWorkers(address={address!r}),
-)
-for epoch in range(2):
-    sampler.set_epoch(epoch)
-    found = []
-    for _, [indices] in loader:
-        found += indices.tolist()
-    print(sorted(found), flush=True)
-while (busy := sum(worker.batches > 0 for worker in loader.statistics().workers)) < 2:
-    list(loader)  # a worker may have started only after the others had loaded both epochs
-print(busy, flush=True)
-while not os.path.exists({go!r}):
-    time.sleep(0.01)
-loader.close()
-"""
-)
-
-
-def test_a_rank_leaves_room_for_the_others(cluster: Nodes, tmp_path: Path) -> None:
-    cluster.resize(2, 2)
-    env, said = {"WORLD_SIZE": "2"}, {"address": cluster.address, "go": str(tmp_path / "go")}
-    with running_script(RANK.format(rank=0, **said), env=env, warm=True) as first:
-        first.wait_for("2\n", 100)
-        assert len(far_workers()) == 2, "they stay, and are two of four"
-        with running_script(RANK.format(rank=1, **said), env=env) as second:
-            second.wait_for("2\n", 100)
-            (tmp_path / "go").touch()
-            results = [second.finish(100), first.finish(100)]
-    assert [result.returncode for result in results] == [0, 0], results
-    for mine, others in zip(*(result.stdout.splitlines()[:2] for result in results), strict=True):
-        assert sorted({*eval(mine), *eval(others)}) == list(range(203))
-        assert len(eval(mine)) == len(eval(others)) == 102
-
-
-def test_a_rank_that_has_no_room_is_given_some_by_one_that_stands_still(
-    cluster: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in a collective step: nobody asks the other one for a batch meanwhile."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    cluster.resize(2, 2)
-    options = {"schedule": "dynamic", "shuffle": False}
-    with loader(Made(plain, 400), "ray", 4, **options) as rich, warnings.catch_warnings():
-        warnings.simplefilter("ignore", WorkerReplaced)
-        batches = iter(rich)
-        found = [next(batches)]
-        assert wait_until(lambda: len(far_workers()) == 2, 100), "its share, and no more"
-        cluster.resize(2)
-        assert wait_until(lambda: len(far_workers()) == 2, 100), "both on the machine that is left"
-        with loader(Made(plain, 40), "ray", 4, **options) as poor:
-            assert [int(batch[1][0][0]) for batch in poor] == list(range(0, 40, 4))
-        found += batches
-    assert [int(batch[1][0][0]) for batch in found] == list(range(0, 400, 4))
-
-
 CONSUMER = (
     HEAD
     + """
@@ -352,32 +280,15 @@ def train(config: dict[str, Any]) -> None:
     Path(config["folder"], f"{config['ranks']}.{rank}").write_text(repr(found))
 
 
-def train_far(config: dict[str, Any]) -> None:
-    """The same with workers in the cluster. All ranks take each step together, and stop in the middle."""
-    dataset, rank = Made(plain, 160), torch.distributed.get_rank()
-    sampler = torch.utils.data.DistributedSampler(dataset, shuffle=False)
-    workers = RayWorkers(start_timeout=200)
-    found = []
-    with loader(dataset, workers, 4, shuffle=False, sampler=sampler, schedule="dynamic", timeout=0) as made:
-        for at, (_, [indices]) in enumerate(made):
-            found += indices.tolist()
-            torch.distributed.barrier()
-            if at == 9:
-                used = sum(worker.batches > 0 for worker in made.statistics().workers)
-                Path(config["folder"], f"half.{rank}").write_text(str(used))
-                assert wait_until(lambda: Path(config["folder"], "go").exists(), 100)
-    Path(config["folder"], f"{config['ranks']}.{rank}").write_text(repr(found))
-
-
 TRAINER = """
 import ray, ray.train
 from ray.train.torch import TorchTrainer
-from tests.end_to_end.test_ray import {function}
+from tests.end_to_end.test_ray import train
 
 ray.init(address={address!r}, log_to_driver=False)
-for ranks in {ranks}:
+for ranks in (1, 2):
     TorchTrainer(
-        {function},
+        train,
         train_loop_config={{"folder": {folder!r}, "ranks": ranks}},
         scaling_config=ray.train.ScalingConfig(num_workers=ranks),
         run_config=ray.train.RunConfig(storage_path={folder!r}),
@@ -388,31 +299,13 @@ for ranks in {ranks}:
 def test_ray_train_keeps_a_loader_that_has_a_sampler_for_ranks(cluster: Nodes, tmp_path: Path) -> None:
     pytest.importorskip("ray.train", exc_type=ImportError)
     cluster.resize(2, 2)
-    said = {"address": cluster.address, "folder": str(tmp_path), "function": "train", "ranks": (1, 2)}
-    with running_script(TRAINER.format(**said), warm=True) as script:
+    source = TRAINER.format(address=cluster.address, folder=str(tmp_path))
+    with running_script(source, warm=True) as script:
         result = script.finish(200)
     assert result.returncode == 0, result
     for ranks in (1, 2):
         drawn = [batch for file in tmp_path.glob(f"{ranks}.*") for batch in eval(file.read_text())]
         assert sorted(index for batch in drawn for index in batch) == list(range(40))
-
-
-def test_ranks_of_ray_train_share_what_it_leaves_and_outlive_the_death_of_an_actor(
-    cluster: Nodes, tmp_path: Path
-) -> None:
-    """Train's own workers hold two CPUs of four."""
-    pytest.importorskip("ray.train", exc_type=ImportError)
-    cluster.resize(2, 2)
-    said = {"address": cluster.address, "folder": str(tmp_path), "function": "train_far", "ranks": (2,)}
-    with running_script(TRAINER.format(**said), warm=True) as script:
-        assert wait_until(lambda: len(list(tmp_path.glob("half.*"))) == 2, 200)
-        assert [file.read_text() for file in tmp_path.glob("half.*")] == ["1", "1"]
-        kill(far_workers(), random.Random(3))
-        (tmp_path / "go").touch()
-        result = script.finish(200)
-    assert result.returncode == 0, result
-    for rank in range(2):
-        assert eval((tmp_path / f"2.{rank}").read_text()) == list(range(rank, 160, 2))
 
 
 # ---- nodes die: in the end, because Ray places actors on them for a quarter of a minute ----------------

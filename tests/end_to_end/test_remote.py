@@ -25,7 +25,6 @@ from fastq_loader import DataLoader, RoundRobin, UnpicklableError, WorkerReplace
 from fastq_loader.workers.group import WorkerGroup
 from fastq_loader.workers.kinds import WorkerKind
 from tests.conftest import descendants, wait_until
-from tests.support import certificates
 from tests.support.crimes import CrimeAt, FailsToUnpickle, raise_os_error
 from tests.support.datasets import SAMPLES, Made, MapDataset, Record, Stream, assert_same, identity
 from tests.support.far_workers import LocalPlacement, far, far_pids
@@ -52,12 +51,12 @@ def taken(workers: str | WorkerKind, dataset: Any, stops: tuple[int | None, ...]
     return [*found, torch.rand(1)]
 
 
-def check(dataset: Any, *stops: int | None, tls: Any = None, **options: Any) -> None:
+def check(dataset: Any, *stops: int | None, **options: Any) -> None:
     """The same comes from workers of this machine and of others; the stops are as in `taken`."""
     options = {"batch_size": 4, **options}
     stops = stops or (None,)
     here = taken("processes", dataset, stops, options)
-    assert_same(taken(far(nodes=2, tls=tls), dataset, stops, options), here)
+    assert_same(taken(far(nodes=2), dataset, stops, options), here)
 
 
 def everything(index: int) -> Any:
@@ -271,15 +270,6 @@ def test_torch_warns_of_more_workers_than_cpus_only_of_this_machine(monkeypatch:
         assert data.num_workers == 2
         with pytest.raises(UserWarning, match="will create 2 worker processes"):
             DataLoader(range(8), num_workers=2)
-        data.workers = "processes"
-        with pytest.raises(UserWarning, match="will create 2 worker processes"):
-            iter(data)
-
-
-@pytest.mark.skipif(not certificates.AVAILABLE, reason="there is no program openssl")
-def test_encrypted_batches_are_the_same(tmp_path: Path) -> None:
-    tls = certificates.make_tls(tmp_path)
-    check(Made(everything, 30), tls=tls, collate_fn=identity, batch_size=8, shuffle=True)
 
 
 def test_workers_of_a_loader_in_a_cycle_end_when_the_collector_runs() -> None:

@@ -191,10 +191,9 @@ class FarWorkers(WorkerKind):
     is_remote: ClassVar[bool] = True
     placement: Callable[[], Placement]
     max_restarts: int = 0
-    tls: str | None = None
 
     def make_pool(self, plan: Plan) -> WorkerPool:
-        return ProxyPool(plan, self.placement(), self.tls)
+        return ProxyPool(plan, self.placement())
 
 
 def far(nodes: int = 1, room: int = 4, **options: Any) -> FarWorkers:

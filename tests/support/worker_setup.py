@@ -58,7 +58,7 @@ def far_setup(dataset: Any, **fields: Any) -> FarSetup:
     arena = Arena(1)
     setup = make_setup(arena, dataset, **fields)
     arena.retire([])
-    return FarSetup.of(setup, None)
+    return FarSetup.of(setup)
 
 
 def as_it_is(data: Any) -> Any:

@@ -12,9 +12,8 @@ Until then a side stores only the bytes of these lines, whose number is fixed. A
 bytes of the payload, bytes of the body), the payload, and the body. A body is a batch, which is received
 straight into the receiver's buffers.
 
-A silent side is detected: if nothing comes back for four seconds, the kernel ends the connection. With TLS
-each side shows a certificate, and accepts any that is signed by the authority. The name in it does not
-matter: machines are identified by addresses, which change from run to run.
+A silent side is detected: if nothing comes back for four seconds, the kernel ends the connection. Nothing is
+encrypted.
 """
 
 from __future__ import annotations
@@ -22,18 +21,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-import select
 import socket
-import ssl
 import struct
-import threading
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from fastq_loader.errors import ProtocolError
-
-T = TypeVar("T")
 
 #: The first bytes from both sides; the last one is the version of the handshake and of the frames.
 MAGIC = b"FQLr3"
@@ -189,71 +182,6 @@ def configure(sock: socket.socket, noticed: int) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-#: Files in PEM format, in a folder on each machine: the certificate of this side, its key, and the
-#: certificate that signed the certificates of both sides.
-TLS_FILES = ("cert.pem", "key.pem", "ca.pem")
-
-
-def tls_context(folder: str, server: bool) -> ssl.SSLContext:
-    """Create the TLS context of one side, from the `TLS_FILES` in a folder.
-
-    Raises:
-        OSError: a file does not exist, or is invalid.
-    """
-    certificate, key, authority = (os.path.join(folder, name) for name in TLS_FILES)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.load_cert_chain(certificate, key)
-    context.load_verify_locations(authority)
-    if server:
-        context.num_tickets = 0  # there is no second connection, and readable bytes must be a frame
-    return context
-
-
-class Encrypted:
-    """A connected socket on which one thread may receive while another one sends. OpenSSL allows one thread
-    at a time, so no thread blocks inside of it. Has the methods of a socket that `Connection` calls.
-
-    Args:
-        sock: a socket of TLS.
-    """
-
-    def __init__(self, sock: ssl.SSLSocket) -> None:
-        self._seconds = sock.gettimeout()
-        sock.setblocking(False)
-        self._socket = sock
-        self._lock = threading.Lock()
-        self.fileno = sock.fileno
-        self.close = sock.close
-
-    def settimeout(self, seconds: float | None) -> None:
-        self._seconds = seconds
-
-    def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0) -> int:
-        return self._do(partial(self._socket.recv_into, buffer), select.POLLIN)
-
-    def sendall(self, buffer: Any) -> None:
-        left = memoryview(buffer).cast("B")
-        while left:
-            left = left[self._do(partial(self._socket.send, left), select.POLLOUT) :]
-
-    def _do(self, call: Callable[[], T], event: int) -> T:
-        while True:
-            try:
-                with self._lock:
-                    return call()
-            except ssl.SSLWantReadError:
-                event = select.POLLIN
-            except ssl.SSLWantWriteError:
-                event = select.POLLOUT
-            poller = select.poll()
-            poller.register(self._socket, event)
-            if not poller.poll(None if self._seconds is None else self._seconds * 1000):
-                raise TimeoutError("timed out")
-
-
 class Connection:
     """A connection that carries frames. One thread receives and one sends; they may be the same.
 
@@ -263,11 +191,8 @@ class Connection:
     """
 
     def __init__(self, sock: socket.socket, *kinds: int) -> None:
-        self._socket = Encrypted(sock) if isinstance(sock, ssl.SSLSocket) else sock
-        self._kinds = kinds
-        self.fileno = self._socket.fileno
-        self.settimeout = self._socket.settimeout
-        self.close = self._socket.close
+        self._socket, self._kinds = sock, kinds
+        self.fileno, self.settimeout, self.close = sock.fileno, sock.settimeout, sock.close
 
     def receive(self) -> Frame:
         """Return the next frame. The caller then receives its body.
@@ -354,7 +279,6 @@ def connect(
     token: bytes,
     request: Request,
     *kinds: int,
-    tls: str | None = None,
     patience: float = PATIENCE,
 ) -> tuple[Connection, Frame]:
     """Connect to a far worker with a request.
@@ -364,7 +288,6 @@ def connect(
         token: the pool's.
         request: of the client.
         kinds: kinds of frames that may be received.
-        tls: folder of the `TLS_FILES`, with which the connection is encrypted.
         patience: seconds within which it has to answer.
 
     Returns:
@@ -380,8 +303,6 @@ def connect(
         raise Lost(f"{address.host}:{address.port} cannot be reached: {error}") from error
     try:
         configure(sock, NOTICED_HERE)
-        if tls is not None:
-            sock = tls_context(tls, server=False).wrap_socket(sock)
         connection = Connection(sock, *kinds)
         _introduce(connection, token, request)
         frame = connection.receive()
@@ -394,8 +315,8 @@ def connect(
         raise
 
 
-def ask_for_stacks(address: Address, token: bytes, tls: str | None, patience: float) -> str:
+def ask_for_stacks(address: Address, token: bytes, patience: float) -> str:
     """Fetch the current Python stacks of a far worker; see `connect`."""
-    connection, frame = connect(address, token, Request(True), REPORT, tls=tls, patience=patience)
+    connection, frame = connect(address, token, Request(True), REPORT, patience=patience)
     connection.close()
     return frame.payload.decode(errors="replace")

@@ -77,18 +77,16 @@ class FarSetup:
 
     Attributes:
         setup: of any worker; the payload is pickled.
-        tls: see `connection.connect`.
         path: the consumer's `sys.path`. Entries missing on the other machine are appended to its own.
         versions: the consumer's versions, which its workers must have, too.
     """
 
     setup: Setup
-    tls: str | None
     path: tuple[str, ...]
     versions: dict[str, str]
 
     @classmethod
-    def of(cls, setup: Setup, tls: str | None) -> FarSetup:
+    def of(cls, setup: Setup) -> FarSetup:
         """Pickle the payload of a setup for other machines.
 
         Raises:
@@ -99,7 +97,7 @@ class FarSetup:
         options = replace(setup.plan.options, workers=None)
         plan = replace(setup.plan, payload=payload, options=options, shared_tasks=False)
         sent = replace(setup, plan=plan, folder="", mapping=None, descriptors={})
-        return cls(sent, tls, tuple(sys.path), versions())
+        return cls(sent, tuple(sys.path), versions())
 
 
 def versions() -> dict[str, str]:
@@ -143,7 +141,7 @@ class FarWorker:
 
     Raises:
         ProtocolError: a version differs from the consumer's.
-        OSError: no port is free, or a certificate is missing.
+        OSError: no port is free.
     """
 
     def __init__(self, pickled: bytes, address: str, ports: Sequence[int]) -> None:
@@ -154,7 +152,6 @@ class FarWorker:
         multiprocessing.current_process().daemon = True  # like torch's workers
         sys.path += [folder for folder in sent.path if folder not in sys.path]
         self._setup = sent.setup
-        self._tls = None if sent.tls is None else connection.tls_context(sent.tls, server=True)
         with contextlib.suppress(Exception):  # the worker fails in the same way, and reports it
             plan = self._setup.plan
             opened = replace(plan, payload=Payload(*plan.payload.open().values()))
@@ -188,7 +185,7 @@ class FarWorker:
         finally:
             self._over = True
             with contextlib.suppress(OSError):  # it is closed already
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
 
     # ---- connections, in threads --------------------------------------------------------------
 
@@ -198,10 +195,8 @@ class FarWorker:
                 sock, _ = self._listener.accept()
                 sock.settimeout(connection.PATIENCE)
                 connection.configure(sock, connection.NOTICED_THERE)
-                if self._tls is not None:  # the TLS handshake is part of the first read
-                    sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
                 if len(self._strangers) == _STRANGERS:
-                    socket.socket.shutdown(self._strangers.popleft(), socket.SHUT_RDWR)
+                    self._strangers.popleft().shutdown(socket.SHUT_RDWR)
                 self._strangers.append(sock)
                 threading.Thread(
                     target=self._serve, args=(sock,), name="fastq_loader: serving", daemon=True

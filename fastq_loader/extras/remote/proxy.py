@@ -82,7 +82,7 @@ class Status(NamedTuple):
     why: str = ""
 
 
-def main(setup: Setup, tls: str | None, pipe: Pipe[Any, Any], traffic: memoryview) -> None:
+def main(setup: Setup, pipe: Pipe[Any, Any], traffic: memoryview) -> None:
     """Entry point of a proxy; for the arguments see `Proxy`."""
     calls.name_process(f"fastq_proxy{setup.worker}")
     prepare_signals()
@@ -95,7 +95,7 @@ def main(setup: Setup, tls: str | None, pipe: Pipe[Any, Any], traffic: memoryvie
     blocks = Allocator(setup.mapping, setup.worker, setup.space, setup.plan.for_device)
     socket = open_socket(setup, blocks)
     try:
-        Proxy(setup, tls, pipe, traffic, socket, claims, blocks).run()
+        Proxy(setup, pipe, traffic, socket, claims, blocks).run()
     finally:
         socket.close()
 
@@ -105,7 +105,6 @@ class Proxy:
 
     Args:
         setup: the worker's.
-        tls: see `connect`.
         pipe: to the consumer's `ProxyPool`.
         traffic: bytes received, by worker number.
         socket: to the consumer.
@@ -116,7 +115,6 @@ class Proxy:
     def __init__(
         self,
         setup: Setup,
-        tls: str | None,
         pipe: Pipe[Any, Any],
         traffic: memoryview,
         socket: WorkerSocket,
@@ -124,7 +122,6 @@ class Proxy:
         blocks: Allocator,
     ) -> None:
         self._setup = setup
-        self._tls = tls
         self._pipe = pipe
         self._socket = socket
         self._blocks = blocks
@@ -299,7 +296,7 @@ class Proxy:
         setup = self._setup
         request = Request(False, setup.worker)
         try:
-            far, _ = connect(place.address, setup.token, request, WELCOME, MESSAGE, tls=self._tls)
+            far, _ = connect(place.address, setup.token, request, WELCOME, MESSAGE)
         except (Lost, ProtocolError) as error:
             self._failures += 1
             self._lose(str(error), final=self._failures == _ATTEMPTS)

@@ -110,13 +110,11 @@ class ProxyPool(WorkerPool):
     Args:
         plan: the work of the workers.
         placement: finds places for them.
-        tls: see `connection.connect`.
     """
 
-    def __init__(self, plan: Plan, placement: Placement, tls: str | None = None) -> None:
+    def __init__(self, plan: Plan, placement: Placement) -> None:
         super().__init__(plan)
         self._placement = placement
-        self._tls = tls
         self._token = b""
         self._zygote: Zygote | None = None
         self._proxies: dict[int, _Proxy] = {}  # by worker number
@@ -136,7 +134,7 @@ class ProxyPool(WorkerPool):
         setup = self._setup_for()
         self._token = setup.token
         self._zygote = copy_of_consumer(_FORK, self._made, setup.folder)
-        sent = pickle.dumps(FarSetup.of(setup, self._tls))
+        sent = pickle.dumps(FarSetup.of(setup))
         # The copy has the user's objects. Here the thread would keep them alive, and the loader in a cycle.
         self._drop_objects()
         self._wake = calls.wake_up()
@@ -164,7 +162,7 @@ class ProxyPool(WorkerPool):
 
     def _made(self, fields: dict[str, Any], its: int) -> BaseProcess:
         """Create a proxy, to be started in this process. `its` is the descriptor of its end of the pipe."""
-        arguments = self._setup_for(**fields), self._tls, Pipe(its), self._traffic
+        arguments = self._setup_for(**fields), Pipe(its), self._traffic
         return _FORK.Process(target=main, args=arguments, daemon=True)
 
     # ---- places -------------------------------------------------------------------------------
@@ -237,7 +235,7 @@ class ProxyPool(WorkerPool):
         if proxy is None or proxy.place is None:
             return "  (it has found no room on another machine yet)"
         try:
-            stacks = ask_for_stacks(proxy.place.address, self._token, self._tls, _STACKS)
+            stacks = ask_for_stacks(proxy.place.address, self._token, _STACKS)
         except (Lost, ProtocolError) as error:
             stacks = f"  (it does not send them: {error})"
         return f"  (pid {proxy.place.pid} on {proxy.place.node})\n{stacks}"

@@ -10,6 +10,7 @@ import importlib
 import json
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 #: Seconds for a newly started Ray to report whether it has an autoscaler.
@@ -54,6 +55,28 @@ def _no_room(options: Any, takes: dict[str, float], machines: list[dict[str, flo
 
 def _fits(takes: dict[str, float], machines: list[dict[str, float]]) -> bool:
     return any(all(one.get(name, 0) >= amount for name, amount in takes.items()) for one in machines)
+
+
+def waits_for(
+    starting: Sequence[str | None], takes: dict[str, float], total: dict[str, float], free: dict[str, float]
+) -> str:
+    """Describe why workers have no place yet.
+
+    Args:
+        starting: for each of them the machine where it has room, or None.
+        takes: resources of each worker.
+        total: resources of the cluster.
+        free: unused resources of the cluster.
+    """
+    reasons = []
+    if waiting := starting.count(None):
+        each = " and ".join(f"{amount:g} {name}" for name, amount in takes.items())
+        has = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in takes)
+        room = f" (each takes {each}; free in the cluster: {has})" if takes else ""
+        reasons.append(f"workers that wait for a machine with room: {waiting}{room}")
+    if machines := sorted({node for node in starting if node}):
+        reasons.append(f"the dataset is still being opened on {', '.join(machines)}")
+    return " and ".join(reasons) or "no worker is being started"
 
 
 def _addable() -> tuple[list[dict[str, float]], bool]:

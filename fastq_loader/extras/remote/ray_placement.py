@@ -9,8 +9,7 @@ notice. An actor that waits for room is visible to an autoscaler. All methods ru
 actor's process, as user code expects it. Ray moves the setup with the pickled dataset once to each machine,
 as bytes, because arrays that Ray itself moves are read-only.
 
-Each rank of a job requests its share of the cluster, and leaves room to those without any (see `ranks`). A
-pool that cannot continue waits for `start_timeout`; then waiting proxies are sent the reason.
+A pool that cannot continue waits for `start_timeout`; then waiting proxies are sent the reason.
 
 A call to Ray, or dropping a reference of Ray's, ends the process without an exception if Ray is being shut
 down at that moment. So both happen only under the lock that Ray takes for that, and only while Ray is still
@@ -31,13 +30,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torch import distributed
-
 from fastq_loader.extras.remote.connection import Address
 from fastq_loader.extras.remote.proxy import NoPlace, Place
 from fastq_loader.extras.remote.proxy_pool import Placement
-from fastq_loader.extras.remote.ranks import Board, Sharing, share, used, waits_for
-from fastq_loader.extras.remote.ray_cluster import look_for_room, takes_of
+from fastq_loader.extras.remote.ray_cluster import look_for_room, takes_of, waits_for
 
 #: Seconds between two polls for answers, while any are due: an actor takes a second to start. And seconds to
 #: wait for Ray's lock.
@@ -47,8 +43,6 @@ _PAUSE, _SOON = 0.1, 0.01
 _TOMBSTONE = 1.0
 #: Consecutive failures of actors, without any success between them, after which no more are made.
 _TRIES = 3
-#: Seconds between two reads of the other ranks' states.
-_LOOK = 2.0
 #: Maximum characters of a text from Ray.
 _LONGEST = 300
 
@@ -97,7 +91,6 @@ class RayPlacement(Placement):
         self._ray: Any = None
         self._make: Callable[[int], _Actor] | None = None
         self._most = 0  # maximum number of actors of this pool
-        self._sharing: Sharing | None = None  # in a job of several ranks, unless all workers are needed
         self._went_on = 0.0  # when the pool could last continue
         self._actors: list[_Actor] = []
         self._deaths: dict[Place, str] = {}  # causes of death
@@ -119,31 +112,16 @@ class RayPlacement(Placement):
         if not ray.is_initialized():
             ray.init(address=self._options.address)
         with self._lock:
-            self._prepare(ray, setup, places)
+            self._went_on = time.monotonic()
+            look_for_room(ray, self._options, takes_of(self._options))
+            self._driver = ray.get_runtime_context().get_worker_id()
+            self._make = _maker(ray, self._options, setup)
+            self._most = places
+            self._make_actors()
         # At exit, Ray is shut down before the loaders close, because it was imported after them.
         atexit.register(self._stop)
         atexit.unregister(_disarm)  # registered only once, and not removed with this pool
         atexit.register(_disarm)
-
-    def _prepare(self, ray: Any, setup: bytes, places: int) -> None:
-        options = self._options
-        self._went_on = now = time.monotonic()
-        takes = takes_of(options)
-        look_for_room(ray, options, takes)
-        self._driver = ray.get_runtime_context().get_worker_id()
-        self._make = _maker(ray, options, setup)
-        self._most = places
-        if self._flexible and (ranks := _ranks()) > 1:
-            total = ray.cluster_resources()
-            others = used(total, ray.available_resources())
-            with suppress(Exception):  # the store is private to Ray, and another version may lack it
-                store = importlib.import_module("ray.experimental.internal_kv")
-                jobs = importlib.import_module("ray._private.state").jobs()
-                board = Board(store, _job(ranks), ray.get_runtime_context().get_job_id())
-                others = board.join(others, {job["JobID"] for job in jobs if job["IsDead"]})
-                self._sharing = Sharing(board, now)
-            self._most = share(used(total, others), takes, ranks, places)
-        self._make_actors()
 
     def find(self, lost: Sequence[Place], wanted: int) -> list[Place | NoPlace]:
         self._lost += lost
@@ -173,10 +151,9 @@ class RayPlacement(Placement):
             if actor.place is None:
                 self._count_failure(actor, self._overdue([actor.machine]))
             self._end(actor, "")
-        self._look_at_ranks()
         self._make_actors()
         if all(actor.place is not None and not actor.lost for actor in self._actors):
-            self.pause = None if self._sharing is None else _LOOK
+            self.pause = None
 
     @property
     def _has_given_up(self) -> bool:
@@ -206,29 +183,8 @@ class RayPlacement(Placement):
         limit = f"RayWorkers(start_timeout={self._options.start_timeout:g})"
         return f"not within {limit} seconds: {reason} (free or add resources, or give it more seconds)"
 
-    def _look_at_ranks(self) -> None:
-        """Leave room to ranks that have none."""
-        with_room = [actor for actor in self._actors if actor.machine is not None]
-        if not with_room and self._has_given_up:  # room would not help
-            self._leave_board()
-        if self._sharing is None:
-            return
-        due = self._sharing.look(time.monotonic(), len(with_room), _LOOK)
-        if due is not None:
-            self._leave_room(due, with_room)
-
-    def _leave_room(self, due: int, with_room: list[_Actor]) -> None:
-        for actor in [actor for actor in self._actors if actor.machine is None]:
-            self._end(actor, "")  # it could get the room before the others
-        if self._options.max_restarts == 0:  # a batch may be lost with an actor
-            return
-        with_room.sort(key=lambda actor: (actor.place is not None, actor.given))  # cheapest to end first
-        for actor in with_room[: min(due, len(with_room) - 1)]:
-            self._end(actor, "its room was given to a rank that had none")
-
     def _make_actors(self) -> None:
-        starve = self._sharing is not None and self._sharing.others_starve
-        while len(self._actors) < self._most and not (self._has_given_up or starve):
+        while len(self._actors) < self._most and not self._has_given_up:
             assert self._make is not None, "Ray is there"
             try:
                 self._actors.append(self._make(len(self._failures)))
@@ -324,8 +280,6 @@ class RayPlacement(Placement):
         """Stop calls to Ray from the thread."""
         with self._lock:
             self._stopped = True
-            if self._is_there():
-                self._leave_board()
 
     def close(self) -> None:
         atexit.unregister(self._stop)
@@ -336,14 +290,7 @@ class RayPlacement(Placement):
             if self._is_there():  # otherwise they ended with Ray
                 for actor in list(self._actors):
                     self._end(actor, "")
-                self._leave_board()
             self._forget()
-
-    def _leave_board(self) -> None:
-        sharing, self._sharing = self._sharing, None
-        if sharing is not None:
-            with suppress(Exception):  # the head of the cluster is unreachable
-                sharing.board.leave()
 
     def _is_there(self) -> bool:
         """Whether Ray is still the instance that was there at the start. A call would start a new one."""
@@ -353,7 +300,6 @@ class RayPlacement(Placement):
     def _forget(self) -> None:
         """Drop all references."""
         self._driver = ""
-        self._sharing = None
         self._actors.clear()
         self._make = None
 
@@ -408,19 +354,6 @@ def _disarm() -> None:
     three seconds, and workers may need longer for their sample. An alarm with a handler is the user's."""
     if signal.getsignal(signal.SIGALRM) in (None, signal.SIG_DFL):
         signal.alarm(0)
-
-
-def _ranks() -> int:
-    """Number of processes that train together, each with a loader of its own."""
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size()
-    told = os.environ.get("WORLD_SIZE", "")  # set by torchrun
-    return int(told) if told.isdecimal() else 1
-
-
-def _job(ranks: int) -> str:
-    """A name that is common to the ranks of this job, if their environment provides one."""
-    return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}/{ranks}"
 
 
 def _text(error: BaseException) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,12 +36,9 @@ class RayWorkers(WorkerKind):
     waits for it, because no other worker may. An epoch that cannot continue ends after `start_timeout`.
     Batches, their order and their bits are the same as with workers on this machine and the same `schedule`.
 
-    In a job of several ranks (`torch.distributed` is initialised, or WORLD_SIZE set) a loader with a
-    "dynamic" schedule requests its rank's part only: the resources of the cluster that others leave free when
-    workers start, divided by the ranks, and one worker at least. A rank that stays without any is given the
-    room of a rank that has more; but not with `max_restarts=0`, because a batch may be lost with it.
-    Otherwise Ray gives room to the first request, and `persistent_workers` keep it: two loaders that are
-    alive at once, as for training and validation, need room for the workers of both.
+    Ray gives room to the first request, and `persistent_workers` keep it: two loaders that are alive at once,
+    as for training and validation, need room for the workers of both, and so do the loaders of a job's ranks:
+    give each of these its part as `num_workers`.
 
     If Ray was initialised before, it is used as it is. Otherwise `address` or the variable RAY_ADDRESS names
     the cluster to join. Without either, Ray is started on this machine alone. It stays joined or running
@@ -58,9 +54,6 @@ class RayWorkers(WorkerKind):
         runtime_env: Ray's, for the workers: packages, files, environment variables.
         address: of the cluster, "host:port"; "auto" is one that runs on this machine.
         ports: the first and the last TCP port that workers may listen on, for firewalls; None is any.
-        tls: a folder with `cert.pem`, `key.pem` and `ca.pem` on every machine, at the same path. Connections
-            are then encrypted, and both sides show a certificate; one core moves 0.6 GB/s, and 2.5 without.
-            With None both sides prove that they have the pool's token, and nothing is encrypted.
         max_restarts: number of workers that may die in an iteration and be replaced, as in `Processes`. None
             is 100. With an iterable dataset it is 0, the only possible value, because a new worker would read
             its part from the beginning.
@@ -86,7 +79,6 @@ class RayWorkers(WorkerKind):
     runtime_env: Mapping[str, Any] | None = field(default=None, hash=False)
     address: str | None = None
     ports: tuple[int, int] | None = None
-    tls: str | os.PathLike[str] | None = None
     max_restarts: int | None = None
     start_timeout: float = 600
 
@@ -114,8 +106,6 @@ class RayWorkers(WorkerKind):
             self._must("ports", pair, "be (first, last), or None", TypeError)
             text = "be (first, last) with 1 <= first <= last <= 65535"
             self._must("ports", 1 <= ports[0] <= ports[1] <= 65535, text)
-        folder = self.tls is None or isinstance(self.tls, str | os.PathLike)
-        self._must("tls", folder, "be the path of a folder, or None", TypeError)
         if self.max_restarts is not None:
             self._check(self.max_restarts)
         self._must("start_timeout", _is_number(self.start_timeout), "be a number of seconds", TypeError)
@@ -163,18 +153,7 @@ class RayWorkers(WorkerKind):
         from fastq_loader.extras.remote.proxy_pool import ProxyPool
         from fastq_loader.extras.remote.ray_placement import RayPlacement
 
-        return ProxyPool(plan, RayPlacement(self, plan.shared_tasks), self._encryption())
-
-    def _encryption(self) -> str | None:
-        """The folder of the certificates, which are there."""
-        if self.tls is None:
-            return None
-        from fastq_loader.extras.remote.connection import TLS_FILES
-
-        for file in (os.path.join(self.tls, name) for name in TLS_FILES):
-            text = f"be a folder with {', '.join(TLS_FILES)}: no {file}"
-            self._must("tls", os.path.isfile(file), text)
-        return os.fspath(self.tls)
+        return ProxyPool(plan, RayPlacement(self, plan.shared_tasks))
 
 
 def _is_number(value: Any) -> bool:

@@ -197,7 +197,7 @@ def test_a_server_that_is_no_far_worker_is_given_up() -> None:
 
 def test_stacks_are_text(served: Served) -> None:
     address = served(TOKEN, lambda its: its.send(REPORT, b"in \xff()"), 0)
-    assert ask_for_stacks(address, TOKEN, None, 5) == "in \ufffd()"
+    assert ask_for_stacks(address, TOKEN, 5) == "in \ufffd()"
 
 
 def test_it_listens_at_the_first_port_that_is_free() -> None:

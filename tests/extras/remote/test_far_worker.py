@@ -39,7 +39,6 @@ from fastq_loader.memory.blocks import FREE, SMALLEST
 from fastq_loader.packing.pack import Packer
 from fastq_loader.workers.zygote import Zygote
 from tests.conftest import wait_until
-from tests.support import certificates
 from tests.support.far_workers import Far, far_zygote, warm
 from tests.support.invariants import states
 from tests.support.pair import TOKEN
@@ -76,16 +75,15 @@ class Started:
     """A far worker that is started here, from what this process has imported."""
 
     def __init__(self, zygote: Zygote | None = None, **fields: Any) -> None:
-        self.tls: str | None = fields.get("tls")
         self.far = Far(zygote or warm[0], pickle.dumps(replace(far_setup(Asked()), **fields)))
         self.address = Address("127.0.0.1", self.far.started())
 
     def connect(self) -> Connection:
         """Its proxy's connection."""
-        return connect(self.address, TOKEN, Request(False), WELCOME, MESSAGE, tls=self.tls)[0]
+        return connect(self.address, TOKEN, Request(False), WELCOME, MESSAGE)[0]
 
     def stacks(self) -> str:
-        return ask_for_stacks(self.address, TOKEN, self.tls, SECONDS)
+        return ask_for_stacks(self.address, TOKEN, SECONDS)
 
     def end(self) -> str:
         """How it has ended by itself."""
@@ -169,20 +167,6 @@ def test_a_child_of_the_dataset_does_not_keep_the_connection(started: Started, t
     os.kill(int(file.read_text()), signal.SIGKILL)
     assert "timed out" not in str(caught.value)
     connection.close()
-
-
-@pytest.mark.skipif(not certificates.AVAILABLE, reason="there is no program openssl")
-def test_with_tls_only_a_certificate_of_the_authority_is_let_in(tmp_path: Path) -> None:
-    started = Started(tls=certificates.make_tls(tmp_path / "pool"))
-    for wrong in (None, certificates.make_tls(tmp_path / "others")):
-        with pytest.raises(Lost):
-            connect(started.address, TOKEN, Request(False), WELCOME, tls=wrong)
-    connection = started.connect()
-    tell(connection, EPOCH, TASK)
-    assert connection.receive() is not None
-    assert "in run" in started.stacks()
-    connection.close()
-    started.far.close()
 
 
 ANSWER = Answer(1, 0, 0, BATCH, 0, 0, (), (), None)

@@ -23,7 +23,6 @@ from fastq_loader.ipc.messages import (
     BatchHandle,
     Epoch,
     Ping,
-    Stop,
     Task,
     encode,
 )
@@ -76,7 +75,7 @@ class Scene:
         self.its = its
         self.traffic = [0, 0]
         setup = make_setup(self.arena, None, worker=1, workers=2, shared_tasks=shared)
-        self.proxy = Proxy(setup, None, its, self.traffic, self.socket, self.claims, self.blocks)  # type: ignore[arg-type]
+        self.proxy = Proxy(setup, its, self.traffic, self.socket, self.claims, self.blocks)  # type: ignore[arg-type]
         self.ends: list[socket.socket] = []
         self.connect()
 
@@ -221,15 +220,6 @@ def test_a_message_that_is_no_answer_is_refused(wrong: bytes, body: int, reason:
 # ---- without a far worker ---------------------------------------------------------------------------
 
 
-def test_without_a_claim_another_far_worker_is_waited_for_and_told_of_the_epoch(scene: Scene) -> None:
-    scene.tell(EPOCH, EPOCH._replace(epoch=2))
-    scene.proxy._lose("the cable was pulled")
-    assert scene.said() == [WAITS]
-    scene.connect()
-    scene.tell(task(0)._replace(epoch=2))
-    assert scene.heard() == [EPOCH._replace(epoch=2), forwarded(task(0))._replace(epoch=2)]
-
-
 def test_where_another_worker_would_draw_other_numbers_it_dies_without_a_claim(assigned: Scene) -> None:
     assigned.tell(EPOCH)
     with pytest.raises(SystemExit):
@@ -248,19 +238,3 @@ def test_places_where_nobody_listens_are_given_back_and_the_third_is_the_last(as
     with pytest.raises(SystemExit):
         assigned.proxy._take_place()
     assert "cannot be reached" in assigned.said()[0].why
-
-
-def test_it_leaves_when_the_far_worker_has(scene: Scene) -> None:
-    scene.socket.messages = [EPOCH, task(0), Stop()]
-    scene.claims.offer(100)
-    running = threading.Thread(target=scene.proxy.run)
-    running.start()
-    frame = scene.far.receive()
-    assert frame is not None
-    assert decode_for_worker(frame.payload) == Stop()
-    scene.far.send(MESSAGE, b"late", [bytes(3 * SMALLEST + 5)])
-    assert running.is_alive()
-    scene.far.close()
-    running.join()
-    assert scene.socket.sent == []
-    assert scene.said() == [WAITS]

@@ -12,8 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given
-from hypothesis import strategies as st
 
 from fastq_loader import RayWorkers
 from fastq_loader.extras.remote import ray_placement
@@ -21,8 +19,6 @@ from fastq_loader.extras.remote.connection import Address
 from fastq_loader.extras.remote.proxy import NoPlace, Place
 from fastq_loader.extras.remote.ray_placement import RayPlacement
 from tests.conftest import run_script
-from tests.support.ray_store import Store
-from tests.support.thorough import examples
 
 NODE = "f" * 56
 
@@ -80,9 +76,7 @@ class Ray:
         self.killed: list[Actor] = []
         self.there = {"CPU": 8.0}
         self.taken = {"CPU": 0.0}
-        self.store = Store()
-        report = '{"autoscaler_report": {"node_type_mapping": {"f": "node_f"}}}'
-        self.store._internal_kv_put("__autoscaling_status", report.encode())
+        self.autoscaler = '{"autoscaler_report": {"node_type_mapping": {"f": "node_f"}}}'
         self.modules: dict[str, Any] = {}
 
     def is_initialized(self) -> bool:
@@ -124,7 +118,7 @@ class Ray:
 
     def get_runtime_context(self) -> Any:
         self._must_run()
-        return SimpleNamespace(get_worker_id=lambda: self.driver, get_job_id=lambda: "01")
+        return SimpleNamespace(get_worker_id=lambda: self.driver)
 
     def kill(self, actor: Actor) -> None:
         self._must_run()
@@ -158,25 +152,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Ray:
-    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     played, real = Ray(), importlib.import_module
     played.modules = {
         "ray": played,
         "ray._private.worker": SimpleNamespace(_connect_or_shutdown_lock=played.lock),
-        "ray._private.state": SimpleNamespace(
-            state=SimpleNamespace(get_cluster_config=lambda: None),
-            jobs=lambda: [{"JobID": "01", "IsDead": False}, {"JobID": "02", "IsDead": True}],
-        ),
-        "ray.experimental.internal_kv": played.store,
+        "ray._private.state": SimpleNamespace(state=SimpleNamespace(get_cluster_config=lambda: None)),
+        "ray.experimental.internal_kv": SimpleNamespace(_internal_kv_get=lambda key: played.autoscaler),
     }
     monkeypatch.setattr(importlib, "import_module", lambda name: played.modules.get(name) or real(name))
     return played
-
-
-@pytest.fixture
-def two_ranks(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
 
 
 def started(workers: RayWorkers, places: int = 1, flexible: bool = True) -> RayPlacement:
@@ -357,167 +341,6 @@ def test_ray_that_was_shut_down_is_not_touched(ray: Ray, placement: RayPlacement
 
 
 @pytest.mark.parametrize(
-    ("ranks", "flexible", "given", "actors"),
-    [("2", True, {}, 3), ("2", True, {"num_gpus": 0.5}, 2), ("", True, {}, 5), ("2", False, {}, 5)],
-)
-def test_a_rank_asks_for_its_part_of_the_cluster(
-    ray: Ray, monkeypatch: pytest.MonkeyPatch, ranks: str, flexible: bool, given: dict[str, Any], actors: int
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", ranks)
-    ray.there = {"CPU": 7.0, "GPU": 2.0}
-    started(RayWorkers(**given), 5, flexible).close()
-    assert len(ray.actors) == actors
-    assert len(ray.store.keys) == 1, "nothing stays in the store"
-
-
-class Ranks:
-    """Pools of several ranks on a cluster of so many CPUs. Ray places those that wait in any order."""
-
-    def __init__(
-        self, ray: Ray, clock: Clock, ranks: int, cpus: int, workers: RayWorkers, choose: Any
-    ) -> None:
-        self.ray, self.clock, self.choose = ray, clock, choose
-        ray.there = {"CPU": float(cpus)}
-        self.pools = [started(workers, 4) for _ in range(ranks)]
-
-    def actors(self, pool: RayPlacement) -> list[Actor]:
-        return [actor.handle for actor in pool._actors]
-
-    def placed(self, pool: RayPlacement) -> list[Actor]:
-        return [actor for actor in self.actors(pool) if actor.where.calls[0].done()]
-
-    def step(self) -> None:
-        """Half a second passes."""
-        self.clock.now += 0.5
-        while sum(len(self.placed(pool)) for pool in self.pools) < self.ray.there["CPU"]:
-            waiting = [a for pool in self.pools for a in self.actors(pool) if not a.where.calls[0].done()]
-            if not waiting:
-                break
-            self.choose(waiting).place(len(self.ray.actors))
-        for pool in self.pools:
-            pool.find([], 4)
-
-    def shares(self) -> list[int]:
-        return [len(self.placed(pool)) for pool in self.pools]
-
-    def kill(self, pool: RayPlacement) -> None:
-        for actor in list(pool._actors):
-            if actor.place is not None:
-                pool.find([actor.place], 0)
-                actor.handle.run.answer(ActorDiedError("it was killed"))
-        pool.find([], 0)
-
-    def close(self) -> None:
-        for pool in self.pools:
-            pool.close()
-
-
-def test_a_rank_gives_up_the_worker_that_costs_least_and_says_so(
-    ray: Ray, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    ray.there = {"CPU": 9.0}
-    placement = started(RayWorkers(), 3)
-    busy, free, opening = ray.actors
-    given = busy.place(1)
-    assert placement.find([], 1) == [given]
-    free_place = free.place(2)
-    opening.where.answer("10.0.0.8")
-    for number, ended in enumerate([opening, free], 1):
-        for waited in (1, 2, 3):
-            clock.now += 2
-            ray.store.keys = {b":/3 other 0 %d" % (10 * number + waited): b""}
-            placement.find([], 0)
-        assert ray.killed == [opening, free][:number]
-        assert ended in ray.killed
-    assert placement.death(free_place) == "its room was given to a rank that had none"
-    assert len(ray.actors) == 3, "none is made meanwhile"
-    ray.store.keys = {b":/3 other 1 0": b""}
-    clock.now += 2
-    placement.find([], 0)
-    assert len(ray.actors) == 5
-    placement.close()
-
-
-def starve(ray: Ray, clock: Clock, placement: RayPlacement, pools: str, first: int = 10) -> None:
-    """Those pools of other ranks have no room, and time passes for them."""
-    for waited in (first, first + 1):
-        clock.now += 2
-        ray.store.keys = {b":/2 %s 0 %d" % (pool.encode(), waited): b"" for pool in pools}
-        placement.find([], 0)
-
-
-@pytest.mark.usefixtures("two_ranks")
-def test_a_rank_publishes_how_long_it_has_had_no_room(ray: Ray, clock: Clock) -> None:
-    placement = started(RayWorkers(), 1)
-    (actor,) = ray.actors
-    place = actor.place(1)
-
-    def published() -> list[list[str]]:
-        placement.find([], 1)
-        return [key.decode().split()[2:] for key in ray.store.keys if key.startswith(b":/2 ")]
-
-    clock.now += 100
-    assert published() == [["1", "0"]]
-    assert placement.pause == 2, "it looks at the others though nothing is asked of Ray"
-    lose(placement, place)
-    actor.run.answer(ActorDiedError("it was killed"))
-    clock.now += 3
-    assert published() == [["0", "3"]]
-    for _ in range(3):
-        ray.actors[-1].open.answer(OSError("no torch there"))
-        clock.now += 3
-        left = published()
-    assert left == [], "room would be of no use"
-    placement.close()
-
-
-@pytest.mark.usefixtures("two_ranks")
-def test_without_restarts_nothing_that_works_is_given_up(ray: Ray, clock: Clock) -> None:
-    """A batch may be lost with it. What waits makes way."""
-    placement = started(RayWorkers(max_restarts=0), 3)
-    for number, actor in enumerate(ray.actors[:2]):
-        actor.place(number)
-    starve(ray, clock, placement, "a")
-    assert ray.killed == ray.actors[2:]
-    placement.close()
-
-
-@examples(50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_each_rank_comes_to_have_a_worker_whatever_dies(
-    data: st.DataObject, ray: Ray, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ray.store, ray.actors = Store(), []
-    ray.modules["ray.experimental.internal_kv"] = ray.store
-    number = data.draw(st.integers(2, 4))
-    monkeypatch.setenv("WORLD_SIZE", str(number))
-    workers = RayWorkers(start_timeout=0)
-    at = st.integers(0, 99)
-    ranks = Ranks(ray, clock, number, 10, workers, lambda waiting: waiting[data.draw(at) % len(waiting)])
-    for victim in data.draw(st.lists(st.integers(0, number - 1), max_size=4)):
-        for _ in range(data.draw(st.integers(1, 30))):
-            ranks.step()
-        ray.there = {"CPU": max(float(number), ray.there["CPU"] - data.draw(st.integers(0, 4)))}
-        ranks.kill(ranks.pools[victim])
-    for _ in range(20 * 5 * number):
-        ranks.step()
-        if all(ranks.shares()):
-            break
-    assert all(ranks.shares())
-    ranks.close()
-
-
-def test_ranks_are_those_of_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = SimpleNamespace(is_available=bool, is_initialized=lambda: True, get_world_size=lambda: 4)
-    monkeypatch.setattr(ray_placement, "distributed", played)
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert ray_placement._ranks() == 1
-    played.is_available = lambda: True
-    assert ray_placement._ranks() == 4
-
-
-@pytest.mark.parametrize(
     ("given", "lacks"),
     [
         ({"resources": {"decoder": 1}}, r"resources={'decoder': 1}\): .* has 1 decoder \(the most is 0\)"),
@@ -557,7 +380,7 @@ def test_resources_that_an_autoscaler_may_add_count(
 
 @pytest.mark.parametrize("status", ['{"autoscaler_report": {"node_type_mapping": {"f": "ray.head"}}}', "{}"])
 def test_an_unknown_autoscaler_is_a_warning(ray: Ray, status: str, caplog: pytest.LogCaptureFixture) -> None:
-    ray.store.keys[b"__autoscaling_status"] = status.encode()
+    ray.autoscaler = status
     placement = RayPlacement(RayWorkers(resources={"decoder": 1}))
     placement.start(b"setup", 1)
     placement.close()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pickle
 import re
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastq_loader import DataLoader, RayWorkers, options
-from tests.support.worker_setup import make_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -23,7 +21,6 @@ EVERYTHING: dict[str, Any] = {
     "runtime_env": {"env_vars": {"A": "1"}},
     "address": "10.0.0.1:6379",
     "ports": (20000, 20100),
-    "tls": Path("/etc/loader"),
     "max_restarts": 3,
     "start_timeout": 90,
 }
@@ -62,7 +59,6 @@ def test_equal_workers_have_one_hash_and_can_be_pickled(given: dict[str, Any]) -
         ("ports", 20000, TypeError, "must be (first, last), or None"),
         ("ports", (0, 10), ValueError, "must be (first, last) with 1 <= first <= last <= 65535"),
         ("start_timeout", None, TypeError, "must be a number of seconds"),
-        ("tls", True, TypeError, "must be the path of a folder, or None"),
     ],
 )
 def test_a_wrong_value_is_named(name: str, value: Any, error: type[Exception], text: str) -> None:
@@ -73,18 +69,6 @@ def test_a_wrong_value_is_named(name: str, value: Any, error: type[Exception], t
 def test_a_wrong_number_of_restarts_for_ray_is_named() -> None:
     with pytest.raises(ValueError, match="max_restarts must not be negative: use 0 for none"):
         RayWorkers(max_restarts=-1)
-
-
-def test_certificates_are_read_from_a_folder(tmp_path: Path) -> None:
-    workers, plan = RayWorkers(tls=tmp_path), make_plan(range(3))
-    for name in ("cert.pem", "key.pem", "ca.pem"):
-        with pytest.raises(ValueError, match=f"tls must be a folder with .*: no .*{name}"):
-            workers.make_pool(plan)
-        (tmp_path / name).touch()
-    backend: Any = workers.make_pool(plan)
-    assert backend._tls == str(tmp_path)
-    plain: Any = RayWorkers().make_pool(plan)
-    assert plain._tls is None
 
 
 @pytest.mark.parametrize("found", [None, "2.51.9", "1.13.0"])
