@@ -82,18 +82,6 @@ def is_leaf(value: Any) -> bool:
     )
 
 
-def _has_quantizer(value: torch.Tensor) -> bool:
-    try:
-        value.qscheme()
-    except RuntimeError:
-        return False
-    return True
-
-
-def _identity(value: Any) -> Any:
-    return value
-
-
 def _take(leaf: int) -> Any:
     try:
         return _building.leaves[leaf]
@@ -140,9 +128,7 @@ class _Pickler(pickle.Pickler):
             # Not by protocol 5, with which an array over read-only memory would stay read-only, and one of a
             # foreign byte order foreign.
             return value.__reduce__() if number is None else (_take, (number,))
-        if isinstance(value, torch.UntypedStorage):
-            if value.device.type != "cpu":
-                return reductions.reduce_storage(value)  # type: ignore[no-untyped-call]
+        if isinstance(value, torch.UntypedStorage) and value.device.type == "cpu":
             # A tensor of all its bytes shares memory with the tensors over them; an array stays on the host.
             whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(value)
             return _storage, (whole.numpy() if self._for_device else whole,)
@@ -159,13 +145,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if value.requires_grad and not value.is_nested:
             return torch.Tensor.requires_grad_, (value.detach(),)
-        if value.dtype not in PLAIN_DTYPES and not _has_quantizer(value):
-            # As torch sends it. Its way for checkpoints expects a quantizer.
-            place = value.storage_offset(), value.size(), value.stride(), False
-            return reductions.rebuild_tensor, (_TENSOR, torch_names.typed_storage(value), place)
-        if value.is_conj() or value.is_neg():
-            return _identity, (value.detach().resolve_conj().resolve_neg(),)
-        return NotImplemented
+        return NotImplemented  # torch's way for checkpoints
 
 
 def dump(

@@ -47,8 +47,6 @@ pin_memory = _find("utils.data._utils.pin_memory.pin_memory")
 extension = _find("_C.__file__")
 #: Copies a list of tensors into another one.
 foreach_copy_ = _find("_foreach_copy_")
-#: The storage of a tensor with its dtype.
-typed_storage = _find("Tensor._typed_storage")
 #: The visible devices of CUDA, from the environment, without its runtime.
 parse_visible_devices = _find("cuda._parse_visible_devices")
 #: The number of modes that change what functions of torch do.

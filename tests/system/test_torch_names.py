@@ -23,7 +23,6 @@ def test_these_names_are_used() -> None:
         sparse = "_utils._get_sparse_tensors_to_validate"
     assert sorted(torch_names.FOUND) == sorted(
         [
-            "Tensor._typed_storage",
             "_C.__file__",
             "_C._dispatch_has_kernel_for_dispatch_key",
             "_C._dispatch_key_for_device",
