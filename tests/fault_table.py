@@ -595,14 +595,6 @@ FAULTS = (
         "end_to_end/test_preemption.py",
     ),
     Fault(
-        "the error of a watchdog takes the place of a batch",
-        "system/interrupts.py",
-        "    if raised_by_handler(error, own_alarm):\n        raise error\n",
-        "    return\n",
-        "guarantee: interrupts",
-        "system/test_interrupts.py",
-    ),
-    Fault(
         "a property of a user's dataset is called for advice",
         "system/attributes.py",
         'return default if hasattr(type(member), "__get__") and not callable(member) else member',

@@ -18,7 +18,6 @@ from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters
-from fastq_loader.system.interrupts import refuse_interrupt
 
 
 class Delivery:
@@ -107,14 +106,11 @@ class Delivery:
         return Raised(error, self.progress, fatal).at(batch.seq, batch.index, batch.worker)
 
     def _unpack_error(self, raised: Exception) -> BaseException:
-        """Return the error to deliver for one that was raised while a batch was unpacked or copied. If a
-        signal handler raised it, raise it here."""
+        """Return the error to deliver for one that was raised while a batch was unpacked or copied."""
         if isinstance(raised, ProtocolError):
             self._counters.rejected_frames += 1
         elif isinstance(raised, StopIteration):  # from a user's __setstate__
             return _wrap_stop_iteration(raised, "rebuilding a batch")
-        else:
-            refuse_interrupt(raised)
         return raised
 
     def _unpack(self, answer: Answer, handle: BatchHandle) -> object:
@@ -155,7 +151,6 @@ def finished(outcome: Outcome, finish: Callable[[Any], Any], batch: Batch) -> Ou
         outcome.batch = finish(outcome.batch)
         return outcome
     except Exception as error:  # of user code; it is raised at the position of the batch
-        refuse_interrupt(error)
         return Raised(error, outcome.progress).at(batch.seq, batch.index, batch.worker)
 
 

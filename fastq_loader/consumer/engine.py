@@ -28,9 +28,6 @@ from fastq_loader.system.torch_names import untraced
 from fastq_loader.workers import stopping
 from fastq_loader.workers.config import Plan
 
-#: Attempts to close an unreferenced engine, each of which an interrupt may cut short.
-_ATTEMPTS = 100
-
 
 @untraced
 class Engine:
@@ -270,16 +267,14 @@ class Engine:
         # collector may run in a child before `process_id` is set anew, and must start no thread there.
         if getattr(self, "_pid", 0) != os.getpid():
             return
-        interrupt: BaseException | None = None
-        for _ in range(_ATTEMPTS):
-            if getattr(self, "_loop", None) is None:
-                break
-            try:
+        if getattr(self, "_loop", None) is None:
+            return
+        try:
+            with interrupts.without_signals():
                 self.close("the loader and its iterators were dropped")
-            except BaseException as error:  # an interrupt: this is the last chance to finish
-                interrupt = error
-        if interrupt is not None:
-            interrupts.come_again(interrupt)
+        except BaseException:  # of a handler, before or after the block: this is the last chance to finish
+            self.close("the loader and its iterators were dropped")
+            raise
 
     def processes(self) -> list[BaseProcess]:
         """The processes of all workers that were started, also of workers that have ended."""

@@ -35,7 +35,6 @@ from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics import records
 from fastq_loader.statistics.counters import Counters, EpochLog
 from fastq_loader.system import calls
-from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.system.unpatched import time
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
@@ -298,7 +297,6 @@ class EventLoop:
             except StopIteration:
                 scheduler.exhausted()
             except Exception as error:
-                refuse_interrupt(error)
                 scheduler.draw_failed(error)
             else:
                 batch = scheduler.drawn(index)
@@ -310,14 +308,14 @@ class EventLoop:
     def _send(self, worker: int | None, task: Task) -> None:
         try:
             frame = encode_task(task, self.group.token)
-            if worker is None:
-                self._unsent[task.ticket] = frame
-                self.group.offer_claim(task.ticket)
-            else:
-                self.group.send_frame(worker, frame)
         except Exception as error:  # whatever pickling the index raises
-            refuse_interrupt(error)
             self.scheduler.undeliverable(task, error)
+            return
+        if worker is None:
+            self._unsent[task.ticket] = frame
+            self.group.offer_claim(task.ticket)
+        else:
+            self.group.send_frame(worker, frame)
 
     def _flush(self) -> None:
         """Send the pending shared tasks together."""
@@ -412,7 +410,6 @@ class EventLoop:
         try:
             self.group.replace(worker.number, self._epoch)
         except OSError as error:
-            refuse_interrupt(error)
             report = f"{report}; no other one could be started in its place: {error}"
             self._outcome = self.deaths.end(report, error)
             return False

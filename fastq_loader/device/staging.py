@@ -40,7 +40,6 @@ from fastq_loader.packing.tensors import cloned, moved
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.packing.walker import Metas, Span, TreeFlattener, device_segments, segments_of
 from fastq_loader.statistics.counters import StagingCounters
-from fastq_loader.system.interrupts import refuse_interrupt
 
 
 class EarlierTraceback(WorkerTraceback):
@@ -63,7 +62,6 @@ class CapturedCall:
         try:
             self.result = call(*arguments)
         except Exception as error:
-            refuse_interrupt(error)
             text = "".join(traceback.format_exception(error))
             # Bypasses the class's own `__setattr__`: it may be a frozen dataclass.
             BaseException.__setattr__(error, "__context__", None)
@@ -179,8 +177,7 @@ class Staging:
             if answer.seq not in self._begun:
                 try:
                     self._begun[answer.seq] = self._copy(answer)
-                except Exception as error:
-                    refuse_interrupt(error)
+                except Exception:
                     return
 
     @_outside_inference_mode()

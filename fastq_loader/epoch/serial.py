@@ -25,7 +25,6 @@ from fastq_loader.reading.fetch import EndOfStream, LeftOut
 from fastq_loader.reading.reader import HandedOutBefore, Reader
 from fastq_loader.scheduling.progress import UNKNOWN, Progress, WorkerProgress
 from fastq_loader.statistics.records import DEVICE, DREW, END, ITER, LOADED
-from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.system.torch_names import untraced
 from fastq_loader.system.unpatched import time
 from fastq_loader.workers.kinds import Auto
@@ -187,8 +186,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._log.steps += ((DREW, began, time.monotonic_ns(), ()),)
 
     def _raised(self, error: Exception, number: int, index: Any = None) -> Raised:
-        """The outcome of an error in place of a batch. The error of a signal handler is raised instead."""
-        refuse_interrupt(error)
+        """The outcome of an error in place of a batch."""
         return Raised(error, self._progress_after(number)).at(number, index, None)
 
     def _progress_after(self, number: int) -> Progress:

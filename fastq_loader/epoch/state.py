@@ -27,7 +27,6 @@ from fastq_loader.epoch.record import EpochRecord
 from fastq_loader.options import Loader
 from fastq_loader.reading import generators, position
 from fastq_loader.scheduling.progress import START, Progress
-from fastq_loader.system.interrupts import refuse_interrupt
 
 T = TypeVar("T")
 
@@ -90,7 +89,6 @@ def _state_of_dataset(loader: Loader) -> dict[str, Any]:
     try:
         return {"dataset_state": copy.deepcopy(dataset.state_dict())}
     except Exception as error:
-        refuse_interrupt(error)
         why = f"{type(error).__name__}: {error}"
         raise RuntimeError(f"the dataset's state_dict() cannot be used: {why}") from error
 

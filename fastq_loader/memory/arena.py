@@ -27,7 +27,6 @@ import numpy as np
 from fastq_loader.memory.blocks import PAGE, SMALLEST
 from fastq_loader.memory.forked_children import moment, owners, seen_before
 from fastq_loader.system import calls, process_id
-from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.system.torch_names import untraced
 
 AVAILABLE = calls.AVAILABLE
@@ -140,7 +139,6 @@ class Arena:
             os.ftruncate(self.fd, length)
             return Mapping(self.fd, length, regions)
         except (OSError, MemoryError) as error:
-            refuse_interrupt(error)
             raise OSError(
                 errno.ENOMEM,
                 f"workers need {length:,} bytes of shared memory: {error}; raise the limit of files "

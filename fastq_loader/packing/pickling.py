@@ -28,7 +28,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fastq_loader.errors import ProtocolError, UnpicklableError, WorkerTraceback, add_note, shorten
 from fastq_loader.system import torch_names
-from fastq_loader.system.interrupts import refuse_interrupt
 
 _COWARDLY = (  # torch/multiprocessing/reductions.py, reduce_tensor
     "Cowardly refusing to serialize non-leaf tensor which requires_grad, "
@@ -375,7 +374,6 @@ def load_exception(data: bytes) -> BaseException:
     try:
         error, where = _rebuild(data)
     except Exception as reason:
-        refuse_interrupt(reason)
         return RuntimeError(f"a DataLoader worker raised an error that cannot be unpickled here: {reason!r}")
     BaseException.__setattr__(error, "__cause__", WorkerTraceback(where))
     add_note(error, where.partition("\n")[0])  # the line that torch puts into the text

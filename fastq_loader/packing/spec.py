@@ -30,7 +30,6 @@ from fastq_loader.errors import ProtocolError
 from fastq_loader.memory.allocator import TYPESTR
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.packing.device_views import DeviceLeaf, DeviceViews
-from fastq_loader.system.interrupts import refuse_interrupt
 
 #: Number of specs that are remembered for a worker. One of 50 fields takes 26 kB in the consumer.
 REMEMBERED = 256
@@ -140,7 +139,6 @@ class BatchLayout:
         except ProtocolError:
             raise
         except Exception as error:  # any result of a malformed spec
-            refuse_interrupt(error)
             raise ProtocolError(f"malformed spec: {error!r}") from error
 
     def _read_leaves(self, metas: Any) -> None:

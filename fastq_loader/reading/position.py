@@ -18,7 +18,6 @@ from typing import Any, Protocol, TypeGuard, TypeVar
 from fastq_loader.reading import generators
 from fastq_loader.reading.fetch import Fetcher
 from fastq_loader.system.attributes import attribute
-from fastq_loader.system.interrupts import refuse_interrupt
 
 T = TypeVar("T")
 
@@ -67,7 +66,6 @@ def packed(fetcher: Fetcher, **more: Any) -> bytes:
             state["position"] = {"ended": fetcher.ended, **place_of(fetcher.dataset, fetcher.dataset_iter)}
         return pickle.dumps(state) if state else b""
     except Exception as error:
-        refuse_interrupt(error)
         return pickle.dumps({"position": {"error": f"{type(error).__name__}: {error}"}, **more})
 
 

@@ -20,7 +20,6 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 from fastq_loader.memory.allocator import out_array, out_tensor
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.reading.collate import stack_tensors, torch_tensors
-from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.system.torch_names import collate as torch_collate
 
 _STACKS = (torch_tensors, stack_tensors)
@@ -50,8 +49,7 @@ class Gatherer:
             return None
         try:
             return self._rows(dataset, np.array(index), whole=True)
-        except _OTHERWISE as error:
-            refuse_interrupt(error)
+        except _OTHERWISE:
             return None  # also for a negative index
 
     def _rows(self, dataset: Any, rows: Any, whole: bool) -> Any:

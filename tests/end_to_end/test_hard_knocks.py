@@ -25,6 +25,7 @@ from fastq_loader.ipc.sockets import ConsumerSocket
 from fastq_loader.scheduling.schedules import Schedule
 from tests.conftest import run_script, wait_until
 from tests.support.alarms import Alarm, alarm_after, alarm_while_next_waits, ring
+from tests.support.datasets import Made
 from tests.support.gates import LIMIT, Gated, Gates, is_inside
 from tests.support.loaders import collector_off
 from tests.support.thorough import thorough
@@ -174,6 +175,28 @@ def test_without_workers_an_index_that_was_being_loaded_is_loaded_again() -> Non
         with pytest.raises(Alarm):
             next(iterator)
         assert list(iterator) == [3, 4, 5]
+
+
+@pytest.mark.parametrize("collate", [False, True])
+def test_an_exception_of_a_handler_counts_as_that_of_the_code_that_it_strikes(collate: bool) -> None:
+    """Unlike a KeyboardInterrupt: it stands at the position of the batch."""
+
+    def load(index: int) -> int:
+        if index == 3:
+            signal.raise_signal(signal.SIGALRM)
+        return index
+
+    def handler(signum: int, frame: Any) -> None:
+        raise TimeoutError("the watchdog's")
+
+    data: Any = range(6) if collate else Made(load, 6)
+    iterator = iter(DataLoader(data, None, collate_fn=load if collate else None))
+    with alarm_after(60, handler):
+        assert [next(iterator) for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(TimeoutError, match="the watchdog's") as caught:
+            next(iterator)
+        assert caught.value.batch == 3  # type: ignore[attr-defined]
+        assert list(iterator) == [4, 5]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -26,7 +26,6 @@ from fastq_loader.epoch.state import state_of
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.extras.prefetcher.staging import AheadStaging
 from fastq_loader.statistics.snapshots import StagingStatistics
-from fastq_loader.system.interrupts import raised_by_handler
 from fastq_loader.system.torch_names import untraced
 
 
@@ -227,9 +226,8 @@ class _PrefetchIterator(Iterator[Any]):
         self._invalid = "an interrupt cut a call of next() short, or another thread is in one"
         try:
             batch = self._advance()
-        except Exception as error:
-            if not raised_by_handler(error):
-                self._invalid, self._record.shown = "", self._reached
+        except Exception:
+            self._invalid, self._record.shown = "", self._reached
             raise
         self._invalid, self._record.shown = "", self._reached
         return batch
