@@ -260,12 +260,12 @@ def warm_far_workers() -> Iterator[None]:
 def _interpreter(_own_temporary_folder: None) -> Iterator[Any]:
     from fastq_loader.workers import interpreters
 
-    use, running = interpreters.Use("forkserver"), interpreters._interpreters.running
-    [key] = [key for key, each in running.items() if each is use.zygote]
-    _forks_far_workers.append(use.zygote._child.pid)
-    del running[key]
-    yield key, use.zygote
-    use.close()
+    kept = interpreters.interpreter("forkserver")
+    [key] = [key for key, each in interpreters._running.items() if each is kept]
+    _forks_far_workers.append(kept._child.pid)
+    del interpreters._running[key]
+    yield key, kept
+    kept.close()
 
 
 @pytest.fixture(scope="module")
@@ -275,9 +275,9 @@ def warm_interpreter(_interpreter: Any) -> Iterator[None]:
     from fastq_loader.workers import interpreters
 
     key, kept = _interpreter
-    interpreters._interpreters.running[key] = kept
+    interpreters._running[key] = kept
     yield
-    interpreters._interpreters.running.pop(key, None)
+    interpreters._running.pop(key, None)
 
 
 @pytest.fixture(autouse=True)

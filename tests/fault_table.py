@@ -184,14 +184,6 @@ FAULTS = (
         "end_to_end/test_lifecycle.py",
     ),
     Fault(
-        "an interpreter that is ending is given to the next loader",
-        "workers/zygote.py",
-        "        if self._connection.closed or readable(",
-        "        if readable(",
-        "row P1",
-        "workers/test_interpreters.py",
-    ),
-    Fault(
         "the workers of a loader in a reference cycle live on",
         "workers/group.py",
         "_in_use.add(self._socket)",
@@ -445,14 +437,6 @@ FAULTS = (
         "band = seconds[setting] / least",
         "row A3",
         "extras/insight/test_chooser.py",
-    ),
-    Fault(
-        "the stacks of a worker that hangs begin with threads of this package",
-        "workers/children.py",
-        "if not _is_ours(_FILE.findall(each))",
-        "if each",
-        "row P12",
-        "end_to_end/test_iterators.py",
     ),
     # ---- tools
     Fault(

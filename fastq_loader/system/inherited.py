@@ -1,52 +1,51 @@
-"""State of this process that a new program inherits, besides folder and descriptors; to be compared.
+"""State of this process that a new program inherits, besides folder and descriptors.
 
-Runs in the consumer. Much of it belongs to the thread that starts the program. What a system does not show
-counts as equal.
+Runs in the consumer, and in children of an interpreter that was started before. Some of it belongs to the
+thread that starts the program.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Hashable
+import resource
+from collections.abc import Hashable
 from pathlib import Path
+from typing import Any
 
-#: Lines of a file that has many, by their beginnings.
-_RIGHTS = "Cap", "NoNewPrivs", "Seccomp"
-_REST = "Umask", "NSpgid", "NSsid", "SigBlk", "SigIgn", "Cpus_allowed", "Mems_allowed", "THP_enabled"
-#: Files and links of the thread. The last two files are the process's.
-_FILES = "limits", "oom_score_adj", "cgroup", "../../timerslack_ns", "../../coredump_filter"
-_NAMESPACES = "cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "time_for_children", "user", "uts"
+_LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
 def rights() -> Hashable:
-    """Rights of the program: its ids, capabilities and filters, its namespaces and its root folder."""
-    root = os.stat("/")
-    return (
-        (os.getresuid(), os.getresgid(), frozenset(os.getgroups()), root.st_dev, root.st_ino),
-        _status(_RIGHTS),
-        *(_shown(f"ns/{name}", os.readlink) for name in _NAMESPACES),
-    )
+    """The ids, groups and namespaces, which a process cannot take from another one."""
+    folder = Path("/proc/thread-self/ns")
+    spaces = frozenset((name, os.readlink(folder / name)) for name in os.listdir(folder))
+    return os.getresuid(), os.getresgid(), frozenset(os.getgroups()), spaces
 
 
-def rest() -> Hashable:
-    """Environment, standard streams, group and session, masks, limits, scheduling and memory policy."""
-    streams = [os.fstat(descriptor) for descriptor in (0, 1, 2)]
-    return (
-        frozenset(os.environ.items()),
-        tuple((stream.st_dev, stream.st_ino) for stream in streams),
-        os.getpriority(os.PRIO_PROCESS, 0),
-        (os.sched_getscheduler(0), os.sched_getparam(0).sched_priority),
-        _status(_REST),
-        *map(_shown, _FILES),
-    )
+def now() -> dict[str, Any]:
+    """The environment, umask, CPUs, nice value and limits at this moment."""
+    [umask] = [
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask")
+    ]
+    return {
+        "environment": dict(os.environ),
+        "umask": int(umask.split()[1], 8),
+        "cpus": os.sched_getaffinity(0),
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
+        "limits": {limit: resource.getrlimit(limit) for limit in _LIMITS},
+    }
 
 
-def _status(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(line for line in _shown("status").splitlines() if line.startswith(names))
-
-
-def _shown(name: str, read: Callable[[str], str] = lambda path: Path(path).read_text()) -> str:
+def apply(state: dict[str, Any]) -> None:
+    """Put the result of another process's `now` into effect here, as far as that is allowed."""
+    os.environ.clear()
+    os.environ.update(state["environment"])
+    os.umask(state["umask"])
+    for limit, values in state["limits"].items():
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(limit, values)
     with contextlib.suppress(OSError):
-        return read(f"/proc/thread-self/{name}")
-    return ""
+        os.sched_setaffinity(0, state["cpus"])
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, state["nice"])

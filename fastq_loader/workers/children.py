@@ -10,12 +10,10 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import re
 import signal
 import threading
 import weakref
 from collections.abc import Callable
-from functools import partial
 from multiprocessing import popen_fork
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -67,12 +65,12 @@ class Child:
         multiprocessing_names.disown([self.process])
 
     def _launched(self, process: Any) -> Any:
-        """Start the process, and set our `terminate` before multiprocessing registers the child:
+        """Start the process, and set its `terminate` before multiprocessing registers the child:
         multiprocessing terminates its children when the program exits. An interrupt may come at any time."""
         popen = self._launch(process)
         del self._launch  # it may refer to the pool
-        terminate, kill = (partial(_send, popen, number) for number in (self._ended_by, signal.SIGKILL))
-        vars(popen).update(terminate=terminate, kill=kill)
+        if self._ended_by == signal.SIGKILL:
+            vars(popen)["terminate"] = popen.kill
         return popen
 
     @property
@@ -89,9 +87,8 @@ class Child:
         return self._descriptor
 
     def _opened(self) -> int:
-        if not _has_pidfd(multiprocessing_names.handle_of(self.process)):
-            with contextlib.suppress(OSError):
-                return calls.pidfd_open(self.pid)
+        with contextlib.suppress(OSError):
+            return calls.pidfd_open(self.pid)
         return self.process.sentinel
 
     def kill(self) -> None:
@@ -122,8 +119,7 @@ class Child:
 
     def _exit_code(self) -> int | None:
         self.process.join()  # with a timeout it would wait for every process that holds the child's pipe
-        popen = multiprocessing_names.handle_of(self.process)
-        return None if getattr(popen, "is_unknown", False) else self.process.exitcode
+        return self.process.exitcode
 
     def release(self) -> None:
         """Close the descriptors of a process that has ended or was never started. Does not call the process's
@@ -138,21 +134,6 @@ class Child:
                 popen.returncode = UNKNOWN_EXIT
             popen.close()
         self.disown()
-
-
-def _has_pidfd(popen: Any) -> bool:
-    """Whether a process's sentinel is a pidfd. multiprocessing's own children have a pipe."""
-    return getattr(popen, "sentinel_is_pidfd", False)
-
-
-def _send(popen: Any, number: int) -> None:
-    """Send a signal to a process that was not waited for; it may have ended."""
-    if popen.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            if _has_pidfd(popen):
-                calls.pidfd_send_signal(popen.sentinel, number)
-            else:
-                os.kill(popen.pid, number)
 
 
 _started: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
@@ -191,14 +172,6 @@ _SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7
 _FIRST_LINE, _NEXT_LINE = 0.3, 0.02
 
 
-#: The folder of this package; the file of a frame; and what lies below the main function of a local worker.
-_PACKAGE = __file__.removesuffix("workers/children.py")
-_FILE = re.compile(r'^  File "(.*)", line', re.MULTILINE)
-_BELOW_MAIN = re.compile(
-    rf'(\n  File "{re.escape(_PACKAGE)}workers/main.py", line \d+ in main\n).*', re.DOTALL
-)
-
-
 def write_stacks(descriptor: int) -> None:
     """In a worker: write the stacks of all threads to `descriptor` whenever the consumer asks."""
     faulthandler.register(_SIGNAL, descriptor, all_threads=True)
@@ -223,20 +196,8 @@ class Stacks:
         while readable([self._read_end], patience):
             text += os.read(self._read_end, 1 << 16)
             patience = _NEXT_LINE
-        return of_user_code(text.decode(errors="replace")) or "  (it did not write them)"
+        return text.decode(errors="replace").strip("\n") or "  (it did not write them)"
 
     def close(self) -> None:
         os.close(self._read_end)
         os.close(self.write_end)
-
-
-def of_user_code(stacks: str) -> str:
-    """Stacks without the threads that run this package's code alone, unless all do, and without the frames
-    that show how a local worker was forked."""
-    threads = [_BELOW_MAIN.sub(r"\1", thread.strip("\n") + "\n") for thread in stacks.split("\n\n")]
-    return "\n".join([each for each in threads if not _is_ours(_FILE.findall(each))] or threads).strip("\n")
-
-
-def _is_ours(files: list[str]) -> bool:
-    """Whether the frames of a thread are this package's, except those that start a thread."""
-    return {file.startswith(_PACKAGE) for file in files if file != threading.__file__} == {True}

@@ -1,10 +1,9 @@
-"""Starts fresh interpreters as zygotes, counts the users of each, and forks workers from them.
+"""Starts fresh interpreters as zygotes, and forks workers from them.
 
 Runs in the consumer, on any thread; `_interpreter_main` runs in an interpreter, and `_run_pickled_process` in
-the children that it has just forked. An interpreter serves all loaders of a process whose workers would
-inherit the same state from it (`system.inherited`). It ends when no loader and no pool uses it any more. If
-the consumer dies while an interpreter is still importing, the kernel kills the interpreter, which prints
-nothing.
+the children that it has just forked. An interpreter serves all loaders of a process that use its start
+method, and ends when no loader and no pool references it any more. If the consumer dies while an interpreter
+is still importing, the kernel kills the interpreter, which prints nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import os
 import signal
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Hashable
+import weakref
+from collections.abc import Hashable
 from functools import partial
 from multiprocessing import context as contexts
 from multiprocessing import popen_fork, resource_tracker, spawn, util
@@ -34,99 +33,41 @@ from fastq_loader.workers.children import KEPT_OUT, Child
 from fastq_loader.workers.config import Setup
 from fastq_loader.workers.zygote import Forked, Zygote, serve
 
+#: The interpreters of this process, by start method and rights.
+_running: weakref.WeakValueDictionary[Hashable, Zygote] = weakref.WeakValueDictionary()
+_lock = threading.RLock()
 
-class Interpreters:
-    """The interpreters of this process, each with the number of its users: loaders, and pools.
 
-    A lock is held while an interpreter starts or ends, so one has ended before the next one starts. The
-    garbage collector and signal handlers may call `give_back` at any point, even inside of these methods. So
-    it only appends to a queue; a thread that gets the lock without waiting then empties the queue.
+def interpreter(method: str) -> Zygote:
+    """Return the interpreter of this process for a start method, "spawn" or "forkserver"; start it if there
+    is none with the rights that this process has now. It lives as long as somebody references it.
+
+    Raises:
+        OSError: processes or descriptors are used up.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self.running: dict[Hashable, Zygote] = {}
-        self._given_back: deque[Zygote] = deque()
-
-    def take(self, key: Hashable, start: Callable[[], Zygote]) -> Zygote:
-        """Add a user to the interpreter with this key, and return it; start it if none is running."""
-        with self._lock:
-            zygote = self.running.get(key)
-            if zygote is None or not zygote.join():
-                zygote = self.running[key] = start()
-        self._end_unused()
-        return zygote
-
-    def give_back(self, zygote: Zygote) -> None:
-        """Remove a user. An interpreter without users ends."""
-        self._given_back.append(zygote)
-        self._end_unused()
-
-    def _end_unused(self) -> None:
-        while self._given_back and self._lock.acquire(blocking=False):
-            try:
-                with contextlib.suppress(IndexError):  # a finalizer has emptied it meanwhile
-                    self._remove_user(self._given_back.popleft())
-            finally:
-                self._lock.release()
-
-    def _remove_user(self, zygote: Zygote) -> None:
-        zygote.users -= 1
-        if not zygote.users:
-            zygote.close()
-            self.running = {key: each for key, each in self.running.items() if each is not zygote}
-
-
-_interpreters = Interpreters()
+    key = method, inherited.rights()
+    with _lock:
+        zygote = _running.get(key)
+        if zygote is None or zygote.has_ended:
+            zygote = _running[key] = Zygote(partial(_start_interpreter, method))
+    return zygote
 
 
 def _forget() -> None:
     """In a forked child, close the connections to the parent's interpreters, so that these notice the end of
     the parent at once."""
-    global _interpreters
-    parents, _interpreters = _interpreters, Interpreters()
-    for zygote in parents.running.values():
+    global _lock
+    _lock = threading.RLock()
+    for zygote in _running.values():
         zygote.forget()
+    _running.clear()
 
 
 process_id.in_forked_children(_forget)
 
 
-class Use:
-    """A loader's or a pool's use of an interpreter.
-
-    Args:
-        method: "spawn" or "forkserver".
-
-    Attributes:
-        zygote: the interpreter; shared with all users whose workers would inherit the same state.
-
-    Raises:
-        OSError: processes or descriptors are used up.
-    """
-
-    def __init__(self, method: str) -> None:
-        self._owner = 0
-        preload = multiprocessing_names.preloaded() if method == "forkserver" else []
-        # torch's workers inherit from the fork server, whatever has changed since, except dropped rights.
-        rest = (inherited.rest(), spawn.get_executable()) if method == "spawn" else None
-        key = method, *preload, inherited.rights(), rest
-        self.zygote = _interpreters.take(key, lambda: Zygote(partial(_start_interpreter, method, preload)))
-        self._owner = os.getpid()
-
-    def close(self) -> None:
-        """Give the interpreter back. A second call has no effect, nor has one in a forked child."""
-        owner, self._owner = self._owner, 0
-        if owner == os.getpid():
-            _interpreters.give_back(self.zygote)
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # Loaders do not call `close`: their use ends when they are collected, or with the program.
-        if not is_finalizing():
-            self.close()
-
-
-def _start_interpreter(method: str, preload: list[str], connection: Connection) -> Child:
+def _start_interpreter(method: str, connection: Connection) -> Child:
+    preload = multiprocessing_names.preloaded() if method == "forkserver" else []
     # Python's fork server imports the user's `__main__` from 3.12.8, 3.13.1 and 3.14 on.
     imports_main = (3, 12, 8) <= sys.version_info < (3, 13) or sys.version_info >= (3, 13, 1)
     main = _preparation().get("init_main_from_path") if imports_main else None
@@ -145,16 +86,18 @@ def _start_interpreter(method: str, preload: list[str], connection: Connection) 
 
 
 class LaunchEnvironment:
-    """The working directory, `sys.path` and `sys.argv` of this process at this moment, for workers that may
-    start much later. Must be closed.
+    """The surroundings of this process at this moment, for workers that may start much later. Must be closed.
 
     Attributes:
-        prepared: multiprocessing's preparation data for a child, without its name.
+        prepared: multiprocessing's preparation data for a child, without its name: `sys.path`, `sys.argv`, …
+        inherited: what a child of start method spawn inherits; None under forkserver, where torch's workers
+            inherit from the server, whatever has changed since.
         cwd: descriptor of the working directory, which is valid even if the directory is renamed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, method: str) -> None:
         self.prepared = _preparation()
+        self.inherited = inherited.now() if method == "spawn" else None
         self.cwd = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def close(self) -> None:
@@ -201,13 +144,25 @@ def fork_interpreter(
         OSError: it could not be forked.
     """
     written, descriptors = payload.write_process({**environment.prepared, "name": process.name}, process)
+    streams = _open_streams() if environment.inherited is not None else []
+    request = setup.plan.grace, environment.inherited, streams
     try:
-        return Forked(zygote, setup.plan.grace, setup.folder, [environment.cwd, written, *descriptors])
+        return Forked(zygote, request, setup.folder, [environment.cwd, written, *streams, *descriptors])
     finally:
         payload.close_all([written, *descriptors])
 
 
-def _run_pickled_process(method: str, grace: float, passed: list[int], sentinel: int) -> int:
+def _open_streams() -> list[int]:
+    """Those of the descriptors 0 to 2 that are open."""
+    streams = []
+    for descriptor in (0, 1, 2):
+        with contextlib.suppress(OSError):
+            os.fstat(descriptor)
+            streams.append(descriptor)
+    return streams
+
+
+def _run_pickled_process(method: str, request: Any, passed: list[int], sentinel: int) -> int:
     """In a child of an interpreter, run a pickled process, as multiprocessing's fork server does. Return the
     exit code."""
     import numpy as np
@@ -215,9 +170,16 @@ def _run_pickled_process(method: str, grace: float, passed: list[int], sentinel:
 
     from fastq_loader.workers.main import prepare_signals
 
-    cwd, written, *descriptors = passed
+    grace, state, streams = request
+    cwd, written, *others = passed
+    descriptors = others[len(streams) :]
     os.fchdir(cwd)
     os.close(cwd)
+    for stream, descriptor in zip(streams, others, strict=False):
+        os.dup2(descriptor, stream)
+        os.close(descriptor)
+    if state is not None:
+        inherited.apply(state)
     prepare_signals(grace)
     # Seed both as a fresh import would: the user's modules may draw before the worker is seeded.
     np.random.seed()

@@ -66,14 +66,13 @@ class LocalPool(WorkerPool):
         self._setup = self._setup_for(descriptors=Descriptors(stacks=self._stacks.write_end))
         method = _INTERPRETERS.get(starter(self._context.Process))
         if method is not None:
-            # Two uses: this pool's, and the loader's, for its next pools.
-            mine, plan.kept[method] = interpreters.Use(method), interpreters.Use(method)
-            moment = interpreters.LaunchEnvironment()
-            self._held += [mine, moment]
-            self._fork = partial(interpreters.fork_interpreter, mine.zygote, moment)
+            interpreter = plan.kept[method] = interpreters.interpreter(method)  # the loader keeps it
+            moment = interpreters.LaunchEnvironment(method)
+            self._held.append(moment)
+            self._fork = partial(interpreters.fork_interpreter, interpreter, moment)
             with self._explaining():  # while the interpreter imports torch
                 plan.payload.seal()
-            mine.zygote.wait()
+            interpreter.wait()
         elif self.forks and plan.restarts:
             self._held.append(zygote.copy_of_consumer(self._context, self._inherited, self._setup.folder))
             fork = partial(zygote.fork_copy, self._held[-1])

@@ -14,7 +14,6 @@ pickled for each worker.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import multiprocessing
 import os
@@ -26,12 +25,10 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import numpy as np
 import torch
 from torch.multiprocessing import get_sharing_strategy
 
 from fastq_loader.memory import mapped
-from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.packing import pickling
 from fastq_loader.reading.fetch import Fetcher
 from fastq_loader.system import calls
@@ -211,25 +208,7 @@ class _Sealer(ForkingPickler):
             value.device.type != "cpu" or get_sharing_strategy() != "file_descriptor"  # type: ignore[no-untyped-call]
         ):
             raise _OnlyOnce
-        if type(value) is np.ndarray and np.ndarray not in self.dispatch_table:
-            value = _as_in_torch(value)
-            return value.__reduce_ex__(5)
         return NotImplemented
-
-
-def _as_in_torch(array: Any) -> Any:
-    """Return the array as torch's worker gets it: multiprocessing pickles by protocol 4 until Python 3.14, so
-    arrays arrive writable and in the machine's byte order. Copies only if it must."""
-    if pickle.DEFAULT_PROTOCOL >= 5 or array.dtype.hasobject or not array.flags.forc:
-        return array
-    if array.dtype.byteorder not in "=|":
-        return array.astype(array.dtype.newbyteorder("="))
-    if not array.flags.writeable:
-        # Its bytes, declared as writable; nobody writes to them.
-        memory: Any = (ctypes.c_char * array.nbytes).from_address(address_of(array))
-        memory.array = array  # stays alive while its bytes are referenced
-        return np.ndarray(array.shape, array.dtype, memory, strides=array.strides)
-    return array
 
 
 # ---- a worker's process -----------------------------------------------------------------------------

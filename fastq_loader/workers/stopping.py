@@ -62,7 +62,7 @@ class Stopping:
         self.owner = owner
         self.over = threading.Event()
         self._leaving = [_Leaving(child, patience) for child, patience in leaving.items()]
-        self._after = after[::-1]
+        self._after = list(after)
         self._lock = threading.RLock()  # a signal handler may close the loader in the middle of a step
         self._thread: threading.Thread | None = None
 
@@ -115,12 +115,12 @@ class Stopping:
             if self._leaving:
                 return min(leaving.deadline for leaving in self._leaving)
             try:
-                while self._after:
-                    self._after.pop()()
+                with contextlib.ExitStack() as stack:  # it calls all, whatever one raises
+                    while self._after:
+                        stack.callback(self._after.pop())
             finally:
-                if not self._after:
-                    _active.discard(self)
-                    self.over.set()
+                _active.discard(self)
+                self.over.set()
             return math.inf
 
     # ---- the thread -----------------------------------------------------------------------------
@@ -133,36 +133,17 @@ class Stopping:
                 return
             try:
                 name = "fastq_loader: stopping workers"
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread = threading.Thread(target=self._attend, name=name, daemon=True)
                 self._thread.start()
                 return
             except RuntimeError:  # there are too many threads, or the process is exiting
                 self._thread = None
         try:
-            self._run()
+            self._attend()
         except BaseException:  # an interrupt: the wait is over
             hurry()
-            self._run()
-            raise
-
-    def _run(self) -> None:
-        left = len(self._after)
-        try:
             self._attend()
-        except Exception:
-            if left == len(self._after):  # waiting itself fails, and would fail again
-                self._abandon()
-            self._run()  # do the rest before raising it
             raise
-
-    def _abandon(self) -> None:
-        """Kill the workers."""
-        with self._lock:
-            while self._leaving:
-                child = self._leaving.pop().child
-                with contextlib.suppress(Exception):
-                    child.process.kill()
-                    child.release()
 
 
 _active: set[Stopping] = set()  # pools whose workers a thread watches

@@ -38,7 +38,7 @@ from fastq_loader.system import calls, multiprocessing_names, process_id
 from fastq_loader.system.calls import readable
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers import payload
-from fastq_loader.workers.children import KEPT_OUT, UNKNOWN_EXIT, Child
+from fastq_loader.workers.children import KEPT_OUT, Child
 
 #: Function to run in a child of the zygote. Takes a request, the descriptors that came with it, and one that
 #: becomes readable when the consumer dies; returns the exit code.
@@ -54,9 +54,6 @@ class Zygote:
 
     Args:
         start: starts the process, which serves the connection.
-
-    Attributes:
-        users: number of users of an interpreter, see `Interpreters`.
     """
 
     def __init__(self, start: Callable[[Connection], Child]) -> None:
@@ -64,20 +61,14 @@ class Zygote:
         self._lock = threading.RLock()  # active_children() on another thread calls `ask`, too
         self._requests = 0
         self._ready = False
-        self.users = 1
         self._connection, other = multiprocessing.Pipe()
         with other:
             self._child = start(other)
         self._child.disown()
 
-    def join(self) -> bool:
-        """Count one more user, unless the zygote has ended. The count comes first: from then on, a collector
-        or a handler that comes in between does not end it."""
-        self.users += 1
-        if self._connection.closed or readable([self._child.descriptor], 0):
-            self.users -= 1
-            return False
-        return True
+    @property
+    def has_ended(self) -> bool:
+        return self._connection.closed or bool(readable([self._child.descriptor], 0))
 
     def wait(self) -> None:
         """Wait until an interpreter is up, or has ended (`ask` raises then). Signals may cut it short."""
@@ -135,6 +126,11 @@ class Zygote:
                 self._child.process.kill()
         self._child.release()
 
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Nobody closes an interpreter: it ends when its last user is collected, or with the program.
+        if hasattr(self, "_child") and not is_finalizing():
+            self.close()
+
     def forget(self) -> None:
         """In a forked child of the process that started the zygote: close the inherited connection."""
         self._connection.close()
@@ -148,14 +144,7 @@ class Forked(popen_fork.Popen):
         request: argument of the zygote's `Run`.
         folder: folder of the process's socket, to be removed when the consumer dies.
         passed: descriptors for the process.
-
-    Attributes:
-        is_unknown: whether the exit code is unknown.
-        sentinel_is_pidfd: see `Child`.
     """
-
-    is_unknown = False
-    sentinel_is_pidfd = True
 
     def __init__(self, zygote: Zygote, request: Any, folder: str, passed: Sequence[int] = ()) -> None:
         self._zygote = zygote
@@ -177,13 +166,11 @@ class Forked(popen_fork.Popen):
         return self.returncode
 
     def _reap(self) -> None:
-        try:
-            code: int | None = self._zygote.ask(self.pid)
-        except OSError:
-            code = None
-        if self.returncode is None:
-            self.is_unknown = code is None  # the zygote has ended, so the exit code is lost
-            self.returncode = UNKNOWN_EXIT if code is None else code
+        with contextlib.suppress(
+            OSError
+        ):  # the zygote has ended, so the exit code is lost, as if it was reaped
+            code = self._zygote.ask(self.pid)
+            self.returncode = code if self.returncode is None else self.returncode
 
 
 # ---- a copy of the consumer ---------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from multiprocessing import reduction
 from multiprocessing.context import get_spawning_popen, set_spawning_popen
 from pathlib import Path
@@ -104,59 +103,6 @@ def test_a_tensor_goes_to_every_worker_as_a_descriptor_though_its_owner_is_gone(
     sent.unseal()
     del late, arrived, sent
     assert len(open_descriptors()) == before
-
-
-def odd_arrays() -> list[np.ndarray]:
-    """Large and small: plain, read-only, of the other order of bytes, and both; empty ones, and views."""
-    made = []
-    for length in (100_000, 3):
-        for kind in ("i8", ">i8", ">M8[s]", ">U2", [("a", ">i4"), ("b", "u1")]):
-            array = np.zeros(length, kind)
-            array.view("u1")[:] = np.arange(array.nbytes) % 64 if kind != ">U2" else 0
-            frozen = array.copy()
-            frozen.flags.writeable = False
-            made += [array, frozen, frozen.reshape(1, -1).T, frozen[::2], frozen[:0]]
-    fortran = np.asfortranarray(np.arange(100_000).reshape(100, 1000))
-    fortran.flags.writeable = False
-    return [*made, fortran, fortran.astype(">f4"), np.broadcast_to(np.arange(3.0), (50_000, 3))]
-
-
-class MadeWhenPickled:
-    """Its array is there while it is pickled only."""
-
-    def __reduce__(self) -> Any:
-        array = np.full(5_000_000, 7)  # which malloc gives back to the system at once
-        array.flags.writeable = False
-        return np.asarray, (array,)
-
-
-def look(array: np.ndarray) -> Any:
-    flags = array.flags
-    return (
-        array.tobytes("A"),
-        array.dtype,
-        array.shape,
-        flags.writeable,
-        flags.c_contiguous,
-        flags.f_contiguous,
-    )
-
-
-def test_arrays_are_what_torchs_workers_have() -> None:
-    """Which multiprocessing pickles: writable, and in the machine's order of bytes (until Python 3.14)."""
-    arrays = odd_arrays()
-    sent = Payload([*arrays, MadeWhenPickled()], None, None)
-    ours = send(sent).open()["dataset"]
-    sent.unseal()
-    torchs = send(arrays)
-    assert [look(one) for one in ours[:-1]] == [look(one) for one in torchs]
-    assert {one.flags.writeable for one in ours} == {pickle.DEFAULT_PROTOCOL < 5} | {True}
-    assert (ours[-1] == 7).all()
-    # From Python 3.14 on torch has what numpy pickles: by value, where the order of bytes is another.
-    sent_as = [*(array.dtype.isnative or pickle.DEFAULT_PROTOCOL < 5 for array in arrays), True]
-    large = [one for one, native in zip(ours, sent_as, strict=True) if native and one.nbytes > 1 << 19]
-    assert not any(one.flags.owndata for one in large), "mapped"
-    assert [one.flags.writeable for one in arrays] == [one.flags.writeable for one in odd_arrays()]
 
 
 def test_large_arrays_are_mapped_and_what_is_written_to_them_stays_where_it_is() -> None:

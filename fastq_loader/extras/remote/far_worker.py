@@ -49,7 +49,6 @@ from fastq_loader.memory.blocks import BlockOwner, Extents
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.reading import collate
 from fastq_loader.system import calls, process_id
-from fastq_loader.workers import children
 from fastq_loader.workers.config import Setup
 from fastq_loader.workers.main import WorkerLoop, prepare_signals
 from fastq_loader.workers.payload import Descriptors, Payload, PickledPayload
@@ -235,7 +234,7 @@ def _stacks() -> bytes:
     with open(calls.memfd_create("fastq_loader stacks"), "w+b") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
-        return children.of_user_code(file.read().decode(errors="replace")).encode()[: LONGEST[REPORT]]
+        return file.read()[: LONGEST[REPORT]]
 
 
 class SentBlocks(Allocator):

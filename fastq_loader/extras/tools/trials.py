@@ -186,8 +186,11 @@ def in_child(
     # Not through Python's own fork server: its children may be interrupted while they import.
     context: Any = multiprocessing.get_context("fork" if method == "fork" else "spawn")
     receiver, sender = context.Pipe(duplex=False)
-    by_value = method != "fork" and pickling.is_interactive() and find_spec("cloudpickle")
-    sent = _ByValue(task) if by_value else task
+    sent: Task | bytes = task
+    if method != "fork" and pickling.is_interactive() and find_spec("cloudpickle"):
+        import cloudpickle
+
+        sent = cloudpickle.dumps(task)  # with classes of a notebook, which the process cannot import
     child = Child(context.Process(target=_run, args=(sender, sent, os.getpid())))
     with receiver, sender:
         try:
@@ -240,19 +243,8 @@ class _TimeIsOver(BaseException):
     """Raised in the child when the consumer wants it to end."""
 
 
-@dataclass
-class _ByValue:
-    """A task that is pickled with the classes of a notebook, which a spawned process cannot import."""
-
-    task: Task
-
-    def __reduce__(self) -> Any:
-        import cloudpickle
-
-        return pickle.loads, (cloudpickle.dumps(self.task),)
-
-
-def _run(answers: Connection, task: Task, consumer: int) -> None:
+def _run(answers: Connection, sent: Task | bytes, consumer: int) -> None:
+    task: Task = pickle.loads(sent) if isinstance(sent, bytes) else sent
     torch.set_num_threads(1)  # threads of a pool are not forked, and torch would wait for them
     warnings.simplefilter("ignore")  # they are shown in the user's own epochs
     answer: Any = None
