@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _DatasetKind
 from fastq_loader.device.accelerator import read_device
 from fastq_loader.errors import TorchWorkers, warn_user
 from fastq_loader.ipc.claim_table import WORKERS
-from fastq_loader.reading import datapipes
+from fastq_loader.reading import datapipes, generators
 from fastq_loader.reading.error_policy import read_errors
 from fastq_loader.reading.fetch import Fetcher
 from fastq_loader.scheduling.schedules import RoundRobin, Window, read_schedule
@@ -198,10 +198,10 @@ def torchs_own(loader: Loader, resumes: bool = False, asked: str = "") -> str:
     return reason
 
 
-def _tell(text: str) -> None:
+def _tell(text: str, kind: type[Warning] = TorchWorkers) -> None:
     if text not in _told:
         _told.add(text)
-        warn_user(text, TorchWorkers)
+        warn_user(text, kind)
 
 
 def _check_torchs(loader: Loader, lacking: str, resumes: bool) -> None:
@@ -236,6 +236,15 @@ def plan(
         kept: objects that one pool after the other uses.
     """
     options, prefetch, iterable = of(loader), loader.prefetch_factor or 2, is_iterable(loader)
+    if options.schedule.save_generators:
+        roots = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
+        if not generators.find(roots)[1]:
+            _tell(
+                f"save_generators=True: {type(loader.dataset).__name__} or the collate function holds more "
+                "than is searched for generators. A state has those in attributes, and in containers of up "
+                "to 100 members, three levels deep",
+                UserWarning,
+            )
     return Plan(
         payload=Payload(
             loader.dataset,

@@ -42,13 +42,14 @@ ROOMS = {
     "extras.prefetcher": Room("epoch options device packing statistics system errors"),
     "extras.images": Room("extras.transforms device reading memory system errors", pure="crops"),
     "extras.cached": Room(
-        "extras.insight extras.share workers packing reading statistics system errors", pure="keys"
+        "extras.insight extras.samplers extras.share workers packing reading statistics system errors",
+        pure="keys",
     ),
     "extras.insight": Room(
         "epoch options workers scheduling statistics system errors", pure="model chooser advice"
     ),
     "extras.bad_samples": Room("reading statistics packing ipc errors"),
-    "extras.samplers": Room("reading errors"),
+    "extras.samplers": Room("reading system errors"),
     "extras.transforms": Room("packing system"),
     "extras.share": Room("memory system"),
     "extras.remote": Room("workers reading memory statistics ipc system errors"),

@@ -112,9 +112,9 @@ def asked_sampler(index_sampler: Any) -> Stateful | None:
 def own_generators(index_sampler: Any, generator: torch.Generator | None, dataset: Any) -> dict[str, Any]:
     """The generators that belong to a loader, by name: its own, and its samplers'."""
     if type(index_sampler) is _InfiniteConstantSampler:
-        return generators.find({"generator": generator})
+        return generators.find({"generator": generator})[0]
     roots = {"generator": generator, "sampler": index_sampler}
-    return generators.find(roots, but=[dataset, attribute(index_sampler, "data_source", dataset)])
+    return generators.find(roots, but=[dataset, attribute(index_sampler, "data_source", dataset)])[0]
 
 
 def epochs(index_sampler: Any) -> dict[str, int]:

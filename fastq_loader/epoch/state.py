@@ -31,8 +31,8 @@ from fastq_loader.scheduling.progress import START, Progress
 T = TypeVar("T")
 
 #: The rules that a state was made by. Since 4 these are `extras.samplers.samplers.mixed` and the paths of
-#: `system.walk`: an earlier state would continue with another order of a large seed, or without the states of
-#: some generators.
+#: `reading.generators.find`: an earlier state would continue with another order of a large seed, or without
+#: the states of some generators.
 VERSION = 4
 LIBRARY = "fastq_loader"
 

@@ -10,10 +10,8 @@ from collections import deque
 from typing import ClassVar
 
 from fastq_loader.ipc.decoding import decode_for_worker
-from fastq_loader.ipc.messages import Bundle, Message, Stop, ToWorker, encode
+from fastq_loader.ipc.messages import Bundle, Message, ToWorker
 from fastq_loader.system import process_id
-
-_STOP = encode(Stop())
 
 
 class Inbox(ABC):
@@ -47,10 +45,3 @@ class Inbox(ABC):
                 return message
             self._frames.extendleft(reversed(message.frames))
         return None
-
-    def told_to_stop(self) -> bool:
-        """Whether an unread Stop is waiting; it stays in the queue."""
-        process_id.stay_in(self._pid)
-        while (frame := self._frame(block=False)) is not None:
-            self._frames.append(frame)
-        return _STOP in self._frames

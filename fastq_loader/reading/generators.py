@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import ctypes
+import gc
 import hashlib
 import json
 import random
 import struct
+from collections import deque
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from itertools import islice
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -28,11 +30,10 @@ import torch
 # numpy imports this module on first use: otherwise in every forked worker, for 11 ms each.
 from numpy import random as numpy_random
 
-from fastq_loader.system.attributes import held, inherits
-from fastq_loader.system.walk import Walk
+from fastq_loader.system.attributes import held, inherits, own_dict
 
 #: Classes of generators, and the attributes that get and set the state of each.
-_KINDS: dict[type, tuple[str, ...]] = {
+KINDS: dict[type, tuple[str, ...]] = {
     torch.Generator: ("get_state", "set_state"),
     random.Random: ("getstate", "setstate"),
     numpy_random.Generator: ("bit_generator",),
@@ -43,71 +44,98 @@ _KINDS: dict[type, tuple[str, ...]] = {
     ),
 }
 
-#: Packages whose generators have no other state than the one that they return.
-_PACKAGES = {"numpy", "random", "torch"}
-
-#: Size of a Mersenne twister: 624 words and the position among them. Python has the position first.
-_TWISTER_BYTES = 625 * 4
-
 #: The generators that all code of a process shares, by name.
 GLOBAL: dict[str, Any] = {"torch": torch.default_generator, "random": random, "numpy": numpy_random}
 #: The objects behind the functions of two of these modules.
-_INSIDE: tuple[Any, ...] = GLOBAL["random"].random.__self__, GLOBAL["numpy"].rand.__self__
+INSIDE: tuple[Any, ...] = GLOBAL["random"].random.__self__, GLOBAL["numpy"].rand.__self__
 
 
-class Found(dict[str, Any]):
-    """Generators by name, as `find` returns them.
-
-    Attributes:
-        unseen: names of parts that may hold further generators: the search ended before them, or only user
-            code can save their state.
-        large: names of large containers that were taken for data after a look at their first members.
-    """
-
-    unseen: list[str]
-    large: list[str]
-
-    @property
-    def complete(self) -> bool:
-        """Whether the states of these are the states of all. A user's subclass may have another state."""
-        return not self.unseen and all(_package(each) in _PACKAGES for each in self.values())
-
-    @property
-    def certain(self) -> bool:
-        """Whether that is so in any case, and `seed_batch` seeds all of them."""
-        return self.complete and not self.large and all(map(_can_seed, self.values()))
+_GENERATORS = (*KINDS, numpy_random.BitGenerator)
+#: Packages whose generators have no other state than the one that they return.
+_PACKAGES = {"numpy", "random", "torch"}
+#: How far `find` looks: levels below the roots, objects, and members of a container.
+_DEEPEST, _OBJECTS, _MEMBERS = 3, 1000, 100
+_CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque)
+_COLLECTED = 1 << 14  # Py_TPFLAGS_HAVE_GC: instances have references that the garbage collector follows
+_flags = type.__dict__["__flags__"].__get__  # a metaclass may override it
+_dtype = vars(np.ndarray)["dtype"].__get__  # and a subclass this
 
 
-def find(roots: dict[str, Any], but: Iterable[Any] = ()) -> Found:
-    """Find the generators in `roots`, and in all that these hold; see `system.walk`.
+def find(roots: dict[str, Any], but: Iterable[Any] = ()) -> tuple[dict[str, Any], bool]:
+    """Find the generators among some objects, their attributes and members, and those of these, down to the
+    third level. Runs no code of the user's.
 
     Args:
         roots: name → object.
         but: objects to leave out.
 
     Returns:
-        Name → generator, where a name is a path like "sampler.generator"; each generator once, in an order
-        that only depends on the attributes. Without the ones behind `random.random` and `np.random.rand`,
-        which `GLOBAL` has.
+        Name → generator, where a name is a path like "sampler.generator"; each generator once, without the
+        ones behind `random.random` and `np.random.rand`, which `GLOBAL` has. And whether the search saw all
+        that the roots hold, and user code is not needed for any state.
     """
-    walk, found = Walk(roots, (*_KINDS, numpy_random.BitGenerator), [*_INSIDE, *but]), Found()
-    found.unseen, found.large = walk.unseen, walk.large
-    for name, part in walk.found.items():
-        base = next((base for base in _KINDS if issubclass(type(part), base)), None)
-        if base is not None and inherits(part, base, _KINDS[base]):
-            found[name] = part
-        else:  # only user code can save its state
-            found.unseen.append(name)
-    return found
+    found: dict[str, Any] = {}
+    all_seen = True
+    seen = {id(part): part for part in (*INSIDE, *but)}  # kept, so that no other object gets the id
+    level = list(roots.items())
+    for _ in range(_DEEPEST + 1):
+        below: list[tuple[str, Any]] = []
+        for path, part in level:
+            if id(part) in seen or _is_plain(part):
+                continue
+            seen[id(part)] = part
+            base = next((base for base in _GENERATORS if issubclass(type(part), base)), None)
+            if base is None:
+                members, complete = _members(part)
+                below += [
+                    (f"{path}.{name if type(name) in (str, int) else '*'}", each) for name, each in members
+                ]
+                all_seen &= complete
+                if len(seen) > _OBJECTS:
+                    return found, False
+            else:
+                has_state = base in KINDS and inherits(part, base, KINDS[base])
+                if has_state:
+                    found[path] = part
+                all_seen &= has_state and type(part).__module__.partition(".")[0] in _PACKAGES
+        level = below
+    return found, all_seen and all(id(part) in seen or _is_plain(part) for _, part in level)
+
+
+def _is_plain(part: Any) -> bool:
+    """Whether an object neither is a generator nor holds anything that is searched."""
+    kind = type(part)
+    if issubclass(kind, np.ndarray):
+        return not _dtype(part).hasobject
+    no_references = not _flags(kind) & _COLLECTED
+    return issubclass(kind, (type, ModuleType, torch.Tensor)) or (
+        no_references and not issubclass(kind, _GENERATORS)
+    )
+
+
+def _members(part: Any) -> tuple[list[tuple[Any, Any]], bool]:
+    """The attributes and members of an object with their names, and whether these are all that it holds. Of a
+    long container the first members are looked at: if they are plain, all are."""
+    kind, own = type(part), own_dict(part)
+    if kind is FunctionType:
+        return [], not (part.__closure__ or part.__defaults__ or part.__kwdefaults__ or own)
+    members: list[tuple[Any, Any]] = list(held(part).items())
+    base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
+    if base is None:
+        members += [(at, each) for at, each in enumerate(gc.get_referents(part)) if each is not own]
+        return members, not issubclass(kind, np.ndarray)
+    values = dict.items(part) if base is dict else enumerate(base.__iter__(part))
+    first = list(islice(values, _MEMBERS))
+    return members + first, base.__len__(part) <= _MEMBERS or all(_is_plain(each) for _, each in first)
 
 
 def held_by(dataset: Any) -> list[str]:
     """Names of the generators among a dataset's own attributes, but for the ones that a process shares."""
-    kinds, shared = (*_KINDS, numpy_random.BitGenerator), [GLOBAL["torch"], *_INSIDE]
+    shared = [GLOBAL["torch"], *INSIDE]
     return [
         f"dataset.{name}"
         for name, part in held(dataset).items()
-        if issubclass(type(part), kinds) and not any(part is each for each in shared)
+        if issubclass(type(part), _GENERATORS) and not any(part is each for each in shared)
     ]
 
 
@@ -120,13 +148,9 @@ def _package(generator: Any) -> str:
 
 def state_of(generator: Any) -> Any:
     """Copy the state of a generator. Raises whatever a user's class raises."""
-    if type(base := _INSIDE[0] if generator is random else generator) is random.Random:
-        return _state_of_random(base)
-    if generator is numpy_random:
-        return _state_of_numpy()
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy()
-    if isinstance(generator, numpy_random.RandomState):
+    if generator is numpy_random or isinstance(generator, numpy_random.RandomState):
         return generator.get_state(legacy=False)
     if isinstance(generator, numpy_random.Generator):
         return generator.bit_generator.state
@@ -145,62 +169,6 @@ def set_state(generator: Any, state: Any) -> None:
         generator.state = state
     else:
         generator.setstate(state)
-
-
-#: The newest memory of numpy's shared generator while no normal number was cached, and its state; the newest
-#: memory of a generator of Python's, and its words.
-_of_numpy: tuple[bytes, dict[str, Any]] = b"", {}
-_of_random: tuple[bytes, tuple[int, ...]] = b"", ()
-
-
-def _state_of_numpy() -> dict[str, Any]:
-    """The state of numpy's shared generator, read from its memory: numpy itself needs 50 us for it.
-
-    Every draw changes the memory, except one of a cached normal number: these are drawn in pairs. While one
-    is cached, numpy is asked; that none is cached is determined once for each content of the memory.
-    """
-    global _of_numpy
-    bits, memory = GLOBAL["numpy"].get_bit_generator(), b""
-    if type(bits) is numpy_random.MT19937:
-        memory = ctypes.string_at(bits.ctypes.state_address, _TWISTER_BYTES)
-        if memory == _of_numpy[0]:
-            return _of_numpy[1]
-    state: dict[str, Any] = numpy_random.get_state(legacy=False)
-    if memory and not state["has_gauss"]:
-        _of_numpy = memory, state
-    return state
-
-
-def _state_of_random(generator: random.Random) -> tuple[Any, ...]:
-    """The state of a generator of Python's, read from its memory: `getstate` needs 20 us for it."""
-    global _of_random
-    if not _WORDS_AT:
-        return generator.getstate()
-    memory = ctypes.string_at(id(generator) + _WORDS_AT, _TWISTER_BYTES)
-    known, words = _of_random
-    if memory != known:
-        words = _words(memory)
-        _of_random = memory, words
-    return generator.VERSION, words, generator.gauss_next  # type: ignore[attr-defined]
-
-
-def _words(memory: bytes) -> tuple[int, ...]:
-    position, *words = np.frombuffer(memory, np.uint32).tolist()
-    return *words, position
-
-
-def _place_of_words() -> int:
-    """Where the memory of a `random.Random` begins in the object; 0 if this Python has another layout."""
-    base, place = random.Random.__base__, object.__basicsize__
-    if base is None or base.__basicsize__ < place + _TWISTER_BYTES:
-        return 0
-    drawn = random.Random(1)
-    drawn.random()
-    memory = ctypes.string_at(id(drawn) + place, _TWISTER_BYTES)
-    return place if _words(memory) == drawn.getstate()[1] else 0
-
-
-_WORDS_AT = _place_of_words()
 
 
 def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
@@ -339,18 +307,16 @@ def draw_base_seed(generator: torch.Generator | None) -> int:
 _BATCH, _SEEDS = struct.Struct("<qq"), struct.Struct("<QQI")
 
 
-def seed_batch(base_seed: int, batch: int, own: Mapping[str, Any] = MappingProxyType({})) -> int:
-    """Seed torch's CPU generator, `random` and numpy's global generator for one batch, and others by name.
+def seed_batch(base_seed: int, batch: int) -> int:
+    """Seed torch's CPU generator, `random` and numpy's global generator for one batch.
 
     The seeds are parts of a BLAKE2b hash of both numbers, so neighbouring batches have nothing in common:
     64 bits for torch and for `random`, and 32 for numpy. A longer seed would have to be an array, for which
     numpy's legacy generator needs up to 160 us (6 us for an integer). Generators of devices are left alone:
-    seeding one that is not in use yet costs torch milliseconds. Each generator in `own` gets 64 bits of a
-    hash of both numbers and its name; see `_seed`.
+    seeding one that is not in use yet costs torch milliseconds.
 
     Args:
         base_seed, batch: from -2^63 to 2^63 - 1.
-        own: name → generator, as `find` returns them. The members of a set get the same seed.
 
     Returns:
         torch's seed, which is `worker_info.seed` while the batch is loaded.
@@ -360,40 +326,7 @@ def seed_batch(base_seed: int, batch: int, own: Mapping[str, Any] = MappingProxy
     torch.default_generator.manual_seed(for_torch)
     random.seed(for_random)
     numpy_random.seed(for_numpy)
-    for name, generator in own.items():
-        named = _BATCH.pack(base_seed, batch) + name.rstrip("'").encode("utf-8", "surrogatepass")
-        _seed(generator, int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "little"))
     return int(for_torch)
-
-
-def _can_seed(generator: Any) -> bool:
-    """Whether `_seed` seeds a generator: not those of devices, nor bit generators of others than numpy."""
-    if isinstance(generator, torch.Generator):
-        return generator.device.type == "cpu"
-    return isinstance(generator, random.Random) or _package(_bits(generator)) == "numpy"
-
-
-def _bits(generator: Any) -> Any:
-    """The bit generator of a generator of numpy's."""
-    if isinstance(generator, numpy_random.RandomState):
-        return generator._bit_generator
-    return getattr(generator, "bit_generator", generator)
-
-
-def _seed(generator: Any, seed: int) -> None:
-    """Seed a generator that `find` returned, without running user code. numpy's get a state derived from the
-    seed."""
-    if not _can_seed(generator):
-        return
-    if isinstance(generator, torch.Generator):
-        torch.Generator.manual_seed(generator, seed)
-    elif isinstance(generator, random.Random):
-        random.Random.seed(generator, seed)
-    elif isinstance(generator, numpy_random.RandomState):
-        bits = type(_bits(generator))(seed)
-        generator.set_state(numpy_random.RandomState(bits).get_state(legacy=False))
-    else:
-        _bits(generator).state = type(_bits(generator))(seed).state
 
 
 # ---- states as text -------------------------------------------------------------------------------

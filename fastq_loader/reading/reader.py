@@ -107,11 +107,8 @@ class Reader:
             generators.set_states(self._generators(), states)
 
     def _generators(self) -> dict[str, Any]:
-        return {**generators.GLOBAL, **self._own_generators()}
-
-    def _own_generators(self) -> generators.Found:
         roots = {"dataset": self.dataset, "collate_fn": self._collate}
-        return generators.find(roots, but=[generators.GLOBAL["torch"]])
+        return {**generators.GLOBAL, **generators.find(roots, but=[generators.GLOBAL["torch"]])[0]}
 
     def load(self, seq: int, index: Any) -> Any:
         """Load batch number `seq` of the epoch.

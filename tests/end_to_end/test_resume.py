@@ -29,7 +29,11 @@ from tests.support.loaders import MANY_WORKERS, seed_all
 from tests.support.samplers import ZOO, SayingIterator, arguments
 from tests.support.thorough import seeds, thorough
 
-pytestmark = [pytest.mark.processes, MANY_WORKERS]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.filterwarnings("ignore::fastq_loader.PrivateGenerators"),
+    MANY_WORKERS,
+]
 SAVED = RoundRobin(save_generators=True)
 EPOCHS = 3
 

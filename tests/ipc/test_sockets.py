@@ -126,19 +126,6 @@ def test_messages_reach_the_worker_that_they_are_for(folder: str) -> None:
         assert consumer.receive() is None
 
 
-def test_a_stop_is_seen_before_what_stands_in_front_of_it(folder: str) -> None:
-    with connected(folder) as (consumer, (worker,)):
-        consumer.send(0, EPOCHS[0])
-        assert worker.receive(block=True) == EPOCHS[0]
-        assert not worker.told_to_stop()
-        consumer.send_frames(0, [encode(EPOCHS[1]), encode(EPOCHS[2])])
-        consumer.send(0, Stop())
-        assert worker.receive(block=True) == EPOCHS[1]
-        while not worker.told_to_stop():
-            continue
-        assert [worker.receive(block=True) for _ in range(2)] == [EPOCHS[2], Stop()]
-
-
 def test_nothing_reaches_the_process_that_replaces_a_worker_but_what_is_its_own(folder: str) -> None:
     with connected(folder) as (consumer, (dead,)):
         dead.send(ANSWER)

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch.utils.data._utils.worker import _generate_state
 
 from fastq_loader.reading import generators
-from tests.support.graphs import many_objects, much_data
 from tests.support.thorough import examples
 
 MAKE: dict[str, Callable[[], Any]] = {
@@ -91,7 +90,54 @@ def test_generators_are_found_by_the_way_to_them_and_each_once() -> None:
     dataset = BlockOwner(rng=np.random.default_rng(1))
     sampler = BlockOwner(inner=BlockOwner(generator=generator), rngs=[rng], data=dataset)
     found = generators.find({"generator": generator, "sampler": sampler}, but=[dataset])
-    assert found == {"generator": generator, "sampler.rngs.0": rng}
+    assert found == ({"generator": generator, "sampler.rngs.0": rng}, True)
+
+
+class OwnState(random.Random):
+    """May have a state that `getstate` does not return."""
+
+
+class OwnGetstate(random.Random):
+    def getstate(self) -> Any:
+        raise RuntimeError("user code")
+
+
+def deep(levels: int) -> Any:
+    held: Any = random.Random(1)
+    for _ in range(levels):
+        held = BlockOwner(held=held)
+    return held
+
+
+RNG = random.Random(1)
+
+
+@pytest.mark.parametrize(
+    ("root", "found", "all_seen"),
+    [
+        ([RNG, torch.Generator(), np.random.PCG64(1), np, random, dict, "x"], 3, True),
+        ({"rng": RNG, "size": 3}, 1, True),
+        ([*range(100_000), RNG], 0, True),
+        ([RNG, *map(str, range(5000))], 1, False),
+        ([BlockOwner(at=at) for at in range(2000)], 0, False),
+        (deep(3), 1, True),
+        (deep(4), 0, False),
+        (functools.partial(max, RNG), 1, True),
+        (RNG.random, 1, True),
+        (random.random, 0, True),
+        (len, 0, True),
+        (draw, 0, True),
+        (lambda at=RNG: at, 0, False),
+        ([random.SystemRandom()], 0, False),
+        ([OwnGetstate()], 0, False),
+        ([OwnState(1)], 1, False),
+        (np.array([RNG, None], object), 0, False),
+    ],
+    ids=str,
+)
+def test_a_search_says_whether_it_saw_all(root: Any, found: int, all_seen: bool) -> None:
+    own, seen = generators.find({"root": root})
+    assert (len(own), seen) == (found, all_seen)
 
 
 BASE_SEEDS = st.integers(0, 2**63 - 1)
@@ -174,58 +220,6 @@ def test_batches_draw_different_numbers_and_the_same_whoever_loads_them(
         assert len({drawn[position] for drawn in draws}) == len(batches)
 
 
-class Counts(random.Random):
-    """Seeded by code of the user's."""
-
-    seeded = 0
-
-    def seed(self, *args: Any) -> None:
-        self.seeded += 1
-        super().seed(*args)
-
-
-@pytest.mark.parametrize(
-    ("make", "draw"),
-    [
-        (lambda: torch.Generator().manual_seed(1), lambda g: torch.rand(1, generator=g).item()),
-        (lambda: Counts(1), lambda g: g.random()),
-        (lambda: np.random.default_rng(1), lambda g: g.random()),
-        (lambda: np.random.Generator(np.random.MT19937(1)), lambda g: g.random()),
-        (lambda: np.random.RandomState(1), lambda g: g.standard_normal()),  # which it draws in pairs
-        (lambda: np.random.RandomState(np.random.PCG64(1)), lambda g: g.rand()),
-    ],
-)
-def test_own_generators_are_seeded_by_their_names_and_batches(make: Any, draw: Any) -> None:
-    def drawn(base_seed: int, batch: int, name: str, before: int) -> float:
-        own = make()
-        for _ in range(before):
-            draw(own)
-        seeded = getattr(own, "seeded", 0)
-        generators.seed_batch(base_seed, batch, {name: own})
-        assert getattr(own, "seeded", 0) == seeded, "no code of the user's ran"
-        number: float = draw(own)
-        return number
-
-    assert drawn(5, 7, "dataset.rng", 0) == drawn(5, 7, "dataset.rng", 3)
-    others = {drawn(5, 8, "dataset.rng", 0), drawn(6, 7, "dataset.rng", 0), drawn(5, 7, "dataset.other", 0)}
-    assert len(others | {drawn(5, 7, "dataset.rng", 0)}) == 4
-
-
-@pytest.mark.parametrize("make", [np.random.Generator, np.random.RandomState])
-def test_a_generator_of_other_bits_than_numpys_is_left_alone(make: Any) -> None:
-    class Bits(np.random.PCG64):
-        made = 0
-
-        def __init__(self, seed: int) -> None:
-            super().__init__(seed)
-            Bits.made += 1
-
-    own, same = (make(Bits(3)) for _ in range(2))
-    generators.seed_batch(1, 2, {"dataset.rng": own})
-    assert own.bytes(8) == same.bytes(8)
-    assert Bits.made == 2, "no code of the user's ran"
-
-
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_draw_is_seen_and_a_generator_made_since(kind: str) -> None:
     mine: dict[str, Any] = {"one": MAKE[kind](), "other": MAKE[kind]()}
@@ -237,113 +231,3 @@ def test_a_draw_is_seen_and_a_generator_made_since(kind: str) -> None:
         draw(mine["one"])
         assert before.moved_since() == ["one"]
         assert before.moved_since({**mine, "new": MAKE[kind]()}) == ["one", "new"]
-
-
-class OwnState(random.Random):
-    """May have a state that `getstate` does not return."""
-
-
-class OwnGetstate(random.Random):
-    def getstate(self) -> Any:
-        raise RuntimeError("user code")
-
-
-class Bits(np.random.BitGenerator):
-    """Of another library than numpy."""
-
-
-@pytest.mark.parametrize(
-    ("root", "found", "complete", "certain"),
-    [
-        ([random.Random(1), np.random.PCG64(1)], 2, True, True),
-        ([random.Random(1), much_data(2000)], 1, True, False),
-        ([random.Random(1), many_objects(2000)], 1, False, False),
-        ([random.SystemRandom()], 0, False, False),
-        ([OwnGetstate()], 0, False, False),
-        ([Bits(1)], 0, False, False),
-        ([OwnState(1)], 1, False, False),
-        ([torch.Generator(), np, random, dict, "x" * 10**6], 1, True, True),
-        ([random.random, np.random.rand, functools.partial(random.uniform, 0, 1)], 0, True, True),
-    ],
-    ids=[
-        "few",
-        "data",
-        "objects",
-        "no state",
-        "user code",
-        "other bits",
-        "a subclass",
-        "modules",
-        "of modules",
-    ],
-)
-def test_what_is_found_says_whether_it_is_all(root: Any, found: int, complete: bool, certain: bool) -> None:
-    own = generators.find({"root": root})
-    assert (len(own), own.complete, own.certain) == (found, complete, certain)
-    assert complete or own.unseen or found
-
-
-def test_members_of_a_set_have_one_seed_as_their_order_is_not_known_elsewhere() -> None:
-    pair = {random.Random(1), random.Random(2)}
-    own = generators.find({"dataset": pair})
-    assert [*own] == ["dataset.*", "dataset.*'"]
-    generators.seed_batch(1, 2, own)
-    assert len({each.random() for each in pair}) == 1
-
-
-def seed_all() -> None:
-    torch.manual_seed(3)
-    random.seed(3)
-    np.random.seed(3)
-
-
-DRAWS: dict[str, tuple[Callable[[], Any], list[str]]] = {
-    "nothing": (lambda: None, []),
-    "torch": (lambda: torch.rand(1), ["torch"]),
-    "torch's normal": (lambda: torch.randn(1), ["torch"]),
-    "random": (random.random, ["random"]),
-    "random's normal": (lambda: random.gauss(0, 1), ["random"]),
-    "numpy": (np.random.rand, ["numpy"]),
-    "numpy's normal": (np.random.randn, ["numpy"]),
-    "all": (lambda: (torch.rand(1), random.random(), np.random.rand()), ["torch", "random", "numpy"]),
-}
-
-
-@pytest.mark.parametrize("first", DRAWS)
-@pytest.mark.parametrize("then", DRAWS)
-def test_a_snapshot_finds_what_was_drawn(first: str, then: str) -> None:
-    """A second normal number of numpy's, or of random's, waits since the first and moves nothing else."""
-    with generators.restored():
-        seed_all()
-        for name in (first, then, then):
-            draw, drawn = DRAWS[name]
-            snapshot = generators.GeneratorSnapshot()
-            draw()
-            assert snapshot.moved_since() == drawn
-            assert generators.same(generators.state_of(np.random), np.random.get_state(legacy=False))
-
-
-@pytest.mark.parametrize("place", [generators._place_of_words(), 0], ids=["memory", "getstate"])
-def test_states_of_pythons_generators_are_those_that_getstate_returns(
-    place: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Read from their memory, whose layout this Python has, or not."""
-    assert generators._WORDS_AT > 0
-    monkeypatch.setattr(generators, "_WORDS_AT", place)
-    one, other = random.Random(1), random.Random(2)
-    for draw in (one.random, other.random, lambda: one.gauss(0, 1), lambda: other.seed(3), other.getstate):
-        draw()
-        states = [generators.state_of(each) for each in (one, other, random, one)]
-        assert states == [one.getstate(), other.getstate(), random.getstate(), one.getstate()]
-
-
-def test_a_snapshot_of_another_kind_of_numpys_generator() -> None:
-    before = np.random.get_bit_generator()
-    np.random.set_bit_generator(np.random.PCG64(0))
-    try:
-        snapshot = generators.GeneratorSnapshot()
-        assert snapshot.moved_since() == []
-        np.random.rand()
-        assert snapshot.moved_since() == ["numpy"]
-    finally:
-        np.random.set_bit_generator(before)

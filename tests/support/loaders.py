@@ -60,7 +60,7 @@ def collector_off() -> Iterator[None]:
 
 def generator_states(*roots: Any) -> list[str]:
     """States of the three shared generators, and of those that the objects hold, to be compared."""
-    own = generators.find({str(number): root for number, root in enumerate(roots)})
+    own, _ = generators.find({str(number): root for number, root in enumerate(roots)})
     return [
         generators.dump(generators.state_of(each)) for each in (*generators.GLOBAL.values(), *own.values())
     ]

@@ -29,9 +29,7 @@ from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.reading import generators
 from fastq_loader.workers.main import WorkerLoop
-from fastq_loader.workers.reader import WorkerReader
 from fastq_loader.workers.task_queue import TaskQueue
-from tests.support.graphs import many_objects
 from tests.support.simulation import Table
 from tests.support.worker_setup import STREAM, make_setup
 
@@ -60,9 +58,6 @@ class Wire:
     def receive(self, block: bool) -> Message | None:
         return self.messages.pop(0) if self.messages else Stop() if block else None
 
-    def told_to_stop(self) -> bool:
-        return Stop() in self.messages
-
     def send(self, message: Message) -> None:
         if self.refuse:
             self.refuse -= 1
@@ -71,15 +66,15 @@ class Wire:
 
 
 class Asked:
-    def __init__(self, draws: bool = False, raises: int = -1, numel: int = 1) -> None:
+    def __init__(self, raises: int = -1, numel: int = 1) -> None:
         self.asked: list[int] = []
-        self.draws, self.raises, self.numel = draws, raises, numel
+        self.raises, self.numel = raises, numel
 
     def __getitem__(self, index: int) -> torch.Tensor:
         self.asked.append(index)
         if index == self.raises:
             raise ValueError(f"sample {index}")
-        return torch.rand(self.numel) if self.draws else torch.full((self.numel,), float(index))
+        return torch.full((self.numel,), float(index))
 
 
 def epoch(number: int = 1, base_seed: int | None = None) -> Epoch:
@@ -149,15 +144,11 @@ class Broken:
         raise ValueError("no worker")
 
 
-@pytest.mark.parametrize(
-    ("draws", "base_seed", "loaded"), [(True, None, [0, 1, 2]), (False, None, [0]), (True, 7, [])]
-)
-def test_what_is_missed_is_read(arena: Arena, draws: bool, base_seed: int | None, loaded: list[int]) -> None:
-    """The first batch has to show whether it draws; with a seed for each batch nobody can tell."""
-    dataset = Asked(draws)
-    answers = replies(arena, dataset, epoch(1, base_seed), *map(task, range(3)), epoch(2, base_seed))
+def test_what_is_left_of_an_epoch_is_skipped(arena: Arena) -> None:
+    dataset = Asked()
+    answers = replies(arena, dataset, epoch(1), *map(task, range(3)), epoch(2))
     assert kinds(answers) == [(0, SKIPPED), (1, SKIPPED), (2, SKIPPED)]
-    assert dataset.asked == loaded
+    assert dataset.asked == []
 
 
 class Draws:
@@ -167,23 +158,6 @@ class Draws:
     def __iter__(self) -> Iterator[float]:
         for _ in range(self.length):
             yield torch.rand(()).item()
-
-
-@pytest.mark.parametrize(("objects", "must"), [(10, False), (2000, True)], ids=["few", "many"])
-def test_a_batch_is_missed_if_a_generator_may_be_where_nobody_looked(
-    arena: Arena, objects: int, must: bool
-) -> None:
-    loading = WorkerReader(make_setup(arena, many_objects(objects)))
-    loading.begin_epoch(Epoch(1, None))
-    with pytest.raises(TypeError):  # it loads no batch, but has seen one
-        loading.load(0, [0])
-    assert loading.must_load_dropped_task() == must
-
-
-def test_who_was_told_to_stop_loads_nothing_for_nobody(arena: Arena) -> None:
-    dataset = Asked(draws=True)
-    assert replies(arena, dataset, epoch(), task(0), epoch(2), Stop()) == []
-    assert dataset.asked == []
 
 
 def attempt_at(seq: int, attempt: int = 0, epoch: int = 1) -> Task:

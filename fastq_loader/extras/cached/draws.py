@@ -10,6 +10,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from fastq_loader.extras.cached.identity import base_of
+from fastq_loader.extras.samplers import search
 from fastq_loader.reading import generators, sample_seeds
 
 
@@ -45,7 +46,7 @@ def generators_of(function: Any, of: Any, cache: Any, known: Any = None) -> Any:
     """The generators in a function's closure, defaults and arguments, of its object, and in what it names of
     its module; none if a user's object raises. `known` were found before, and are among them."""
     try:
-        found = generators.find({**_of_module(function), "self": of, "": function}, [cache])
+        found = search.find({**_of_module(function), "self": of, "": function}, [cache])
         if known is not None:
             found.update(known)
             found.unseen += getattr(known, "unseen", [])

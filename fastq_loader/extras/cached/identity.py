@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from fastq_loader.extras.cached.keys import PLAIN
+from fastq_loader.extras.samplers.walk import function_members
 from fastq_loader.system import attributes
-from fastq_loader.system.walk import function_members
 
 _POINTER = 8  # bytes
 #: What an object is, the form of the names of its parts in a path, and the parts with these names.

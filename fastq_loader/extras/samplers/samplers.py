@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fastq_loader.errors import shorten
+from fastq_loader.extras.samplers import search
 from fastq_loader.reading import generators
 from fastq_loader.reading.computed import ComputedSampler
 
@@ -393,7 +394,7 @@ class Distributed(ComputedSampler):
         return _part(len(self.sampler), self.num_replicas, self.drop_last)
 
     def iterate_from(self, position: int) -> Iterator[Any]:
-        own = generators.find({"sampler": self.sampler})
+        own = search.find({"sampler": self.sampler})
         with generators.restored({**generators.GLOBAL, **own}):
             order = self._draw(own)
             # By chance even an order of two is the same 20 times in only one of a million epochs.
@@ -404,10 +405,11 @@ class Distributed(ComputedSampler):
             yield order[(at * self.num_replicas + self.rank) % len(order)]
 
     def _draw(self, own: dict[str, Any]) -> list[Any]:
-        generators.seed_batch(self.seed, self.epoch, own)
+        generators.seed_batch(self.seed, self.epoch)
+        search.seed(own, self.seed, self.epoch)
         return list(self.sampler)
 
-    def _not_repeated(self, own: generators.Found) -> str:
+    def _not_repeated(self, own: search.Found) -> str:
         names = [*own.unseen, *own.large, *own] or ["sampler"]
         return (
             f"Distributed: {type(self.sampler).__name__} does not repeat its order with the same seeds, so "

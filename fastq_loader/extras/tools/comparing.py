@@ -342,7 +342,7 @@ class _LoaderRun(trials.Task):
 
     def _states(self) -> dict[str, str]:
         own = {"generator": self.loader.generator, "sampler": self.loader._index_sampler}
-        found = {**generators.GLOBAL, **generators.find(own, but=[self.loader.dataset])}
+        found = {**generators.GLOBAL, **generators.find(own, but=[self.loader.dataset])[0]}
         texts = {name: generators.dump(generators.state_of(each)) for name, each in found.items()}
         return {name: blake2b(text.encode(), digest_size=8).hexdigest() for name, text in texts.items()}
 
@@ -376,7 +376,7 @@ class _Probe(trials.Task):
 
     def _twice(self, name: str, read: Callable[[], Any]) -> list[Any]:
         made, parts = [], []
-        own = generators.find({"dataset": self.loader.dataset, "collate_fn": self.loader.collate_fn})
+        own, _ = generators.find({"dataset": self.loader.dataset, "collate_fn": self.loader.collate_fn})
         for _ in range(2):
             with generators.restored({**generators.GLOBAL, **own}):
                 made.append(read())

@@ -22,7 +22,7 @@ import torch
 
 from fastq_loader import DataLoader, LoaderHint, NotCached, cached
 from fastq_loader.extras.cached import limits
-from fastq_loader.reading import generators
+from fastq_loader.extras.samplers import search
 from fastq_loader.system import calls
 from tests.conftest import open_descriptors
 from tests.support.forking import end_of, fork
@@ -562,7 +562,7 @@ def test_a_search_that_did_not_see_all_is_said_once_and_values_are_stored(
     class Found(dict[str, Any]):
         complete = False
 
-    monkeypatch.setattr(generators, "find", lambda *_: Found())
+    monkeypatch.setattr(search, "find", lambda *_: Found())
     wrapped = cached(read, limit="1MB")
     with pytest.warns(LoaderHint, match=r"read\(\) holds more than was searched for generators") as seen:
         assert [int(wrapped(index)[0]) for index in (1, 2, 1)] == [1, 2, 1]

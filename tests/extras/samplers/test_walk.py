@@ -6,13 +6,12 @@ import random
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 
-from fastq_loader.system import walk
-from fastq_loader.system.walk import Walk
-from tests.support.graphs import BESIDE, HOLD, Plain, attributes, graphs, held_by, many_objects, much_data
+from fastq_loader.extras.samplers import walk
+from fastq_loader.extras.samplers.walk import Walk
+from tests.support.graphs import HOLD, Plain, attributes, graphs, held_by
 from tests.support.thorough import examples
 
 KINDS = (random.Random,)
@@ -47,21 +46,6 @@ def test_it_finds_all_or_says_that_it_has_not_seen_all(graph: tuple[list[str], s
         assert found.large == (["root.beside"] if graph[1] == "data" else [])
 
 
-@pytest.mark.parametrize("beside", BESIDE)
-def test_own_attributes_come_before_what_they_hold(beside: str) -> None:
-    """Also before the parts of datasets that are other attributes."""
-    wanted = random.Random(1)
-    one, other = (Plain(samples=BESIDE[beside](), inner=Plain(samples=many_objects(90))) for _ in range(2))
-    root = Plain(dataset=one, inner=Plain(rng=wanted), other=other)
-    assert walked(root).found == {"root.inner.rng": wanted}
-
-
-def test_plain_containers_count_less_and_yet_they_count() -> None:
-    few, many = ([[Plain(), *much_data(90)] for _ in range(count)] for count in (80, 200))
-    assert not walked(few).unseen
-    assert walked(many).unseen
-
-
 def test_it_visits_a_thousand_objects_and_names_the_first_one_that_is_left() -> None:
     chain: Any = random.Random(1)
     for _ in range(walk._MOST_OBJECTS - 2):  # and their class with its methods
@@ -69,25 +53,3 @@ def test_it_visits_a_thousand_objects_and_names_the_first_one_that_is_left() -> 
     assert not walked(chain).unseen
     found = walked([[[Plain(outer=chain)]]])
     assert (found.found, found.unseen) == ({}, ["root.0.0.0.outer" + ".inner" * 996])
-
-
-@pytest.mark.parametrize(
-    ("container", "says"),
-    [
-        (much_data(1001), "large"),
-        ([[{"box": [[1.0, 2.0]], "name": None, "size": np.float32(2)}]] * 1001, "large"),
-        (dict.fromkeys(range(1001), 0), "large"),
-        (np.array(["a"] * 1001, object), "large"),
-        (np.zeros(5000), ""),
-        ([b""] * 99, ""),
-        (many_objects(1001), "unseen"),
-        ([np.zeros(1)] * 1001, "large"),
-    ],
-    ids=["tuples", "annotations", "dict", "names", "numbers", "few", "objects", "arrays"],
-)
-def test_of_a_large_container_the_first_members_are_looked_at(container: Any, says: str) -> None:
-    found = walked([Plain(part=container)])
-    assert ("root.0.part" in found.large, "root.0.part" in found.unseen) == (
-        says == "large",
-        says == "unseen",
-    )
