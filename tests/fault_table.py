@@ -352,7 +352,7 @@ FAULTS = (
     Fault(
         "a batch is handed out before its copy has arrived",
         "device/copies.py",
-        "        stager.wait(stream, copy.ready)\n",
+        "        backend.wait(stream, copy.ready)\n",
         "",
         "guarantee: device",
         "device/test_batches.py",

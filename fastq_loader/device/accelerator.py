@@ -1,4 +1,4 @@
-"""The argument `device`, and the `DeviceBackend` protocol implemented by torch's API for accelerators.
+"""The argument `device`, and the calls to torch's API for accelerators.
 
 Runs in the consumer, on the thread that calls `next()`. The device is initialised when the first epoch
 begins, after its workers were started, so that forked workers inherit nothing of it. Neither an import nor
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,22 +101,16 @@ class ToDevice:
         """Apply the user's transform to a batch, on the current stream; see `called`. @private"""
         return batch if self._applied is None else called(self._applied, batch)
 
-    def start_ahead(self) -> TransformAhead | None:
+    def start_ahead(self) -> Any:
         """Begin to transform in a thread, for one pool of workers; None if the transform runs on the thread
-        that calls `next()`. @private"""
+        that calls `next()`. @private
+
+        The result's `begin(batch)` begins to transform a batch, whose tensors have not arrived on the device
+        yet. It returns a function that waits, and returns the result for the current stream; if it is
+        dropped, so is the batch. `close()` ends the thread.
+        """
         start = getattr(self._applied, "start_ahead", None)
         return None if start is None else start()
-
-
-class TransformAhead(Protocol):
-    """A transform in a thread of its own, which takes the batches one after the other."""
-
-    def begin(self, batch: Any) -> Callable[[], Any]:
-        """Begin to transform a batch, whose tensors have not arrived on the device yet. Returns a function
-        that waits, and returns the result for the current stream. If it is dropped, so is the batch."""
-
-    def close(self) -> None:
-        """End the thread."""
 
 
 def called(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -197,7 +191,7 @@ def device_count(kind: str) -> int:
 
 
 class TorchBackend:
-    """An accelerator behind torch's stream API; see `copies.DeviceBackend` for the contract of the methods.
+    """An accelerator behind torch's stream API. Every call returns at once, except `synchronize`.
 
     Memory is a uint8 tensor. Streams are `torch.Stream`, which are equal if device and number are equal. A
     `torch.cuda.Stream` never equals one of them, so all streams that are compared come from here.
@@ -207,7 +201,7 @@ class TorchBackend:
 
     Attributes:
         device: the device, with its index.
-        side: the stream of all copies, one for the lifetime of the stager, because a new one for each epoch
+        side: the stream of all copies, one for the lifetime of the backend, because a new one for each epoch
             would strand the memory that was cached for the old one.
     """
 
@@ -219,6 +213,7 @@ class TorchBackend:
         self.side: Any = torch.Stream(device=self.device)
 
     def current_stream(self) -> Any:
+        """The stream on which the consumer queues its work now."""
         return torch.accelerator.current_stream(self.device)
 
     def capturing(self) -> bool:
@@ -229,16 +224,19 @@ class TorchBackend:
         return bool(getattr(self.current_stream(), "is_capturing", bool)())
 
     def empty(self, nbytes: int) -> torch.Tensor:
+        """Allocate device memory that work queued on the current stream from here on may use."""
         # Rounded up, so that it can be viewed as any dtype.
         return torch.empty(device_aligned(max(nbytes, 1)), dtype=torch.uint8, device=self.device)
 
     def copy_async(self, memory: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
+        """Queue a copy of the first `nbytes` from host memory, on the side stream."""
         with self.side:
             memory[:nbytes].copy_(source[:nbytes], non_blocking=True)
 
     def record(self, stream: Any) -> Any:
-        """Record an event that lets this thread sleep in `synchronize`, where there is a choice. On CUDA a
-        `torch.Event` takes the argument and spins (c10/cuda/impl/CUDAGuardImpl.h, torch 2.8 to 2.13)."""
+        """Return an event that is over when all work queued on `stream` so far has run."""
+        # It lets this thread sleep in `synchronize`, where there is a choice. On CUDA a `torch.Event` takes
+        # the argument and spins (c10/cuda/impl/CUDAGuardImpl.h, torch 2.8 to 2.13).
         event: Any
         if self.device.type == "cuda":
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -257,37 +255,51 @@ class TorchBackend:
         )
 
     def wait(self, stream: Any, event: Any) -> None:
+        """Make all work that is queued on `stream` from here on wait for the event."""
         event.wait(self._own(stream))
 
     def query(self, event: Any) -> bool:
+        """Whether an event is over."""
         return bool(event.query())
 
     def synchronize(self, event: Any) -> None:
+        """Block until an event is over."""
         event.synchronize()
 
     def share(self, memory: Any, stream: Any) -> None:
+        """Note that `memory`, or every part of a batch, is read on `stream` too: when its last owner releases
+        it, it is not allocated again before the work queued on `stream` by then has run."""
         there = [tensor for tensor in tensors_of(memory) if tensor.device == self.device]
         for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in there}.values():
             tensor.record_stream(stream)
 
     def on_side(self, call: Callable[[], Any]) -> Any:
+        """Return the result of `call`; its device work is queued on the side stream."""
         with self.side:
             return call()
 
     # ---- host memory --------------------------------------------------------------------------
 
     def view(self, address: int, nbytes: int) -> torch.Tensor:
+        """Wrap existing host memory for `copy_async`."""
         # The view does not own the memory: the pool keeps it until its copies have run.
         interface = {"version": 3, "data": (address, False), "shape": (nbytes,), "typestr": "|u1"}
         return torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=interface)))
 
     def fill(self, memory: torch.Tensor, start: int, address: int, nbytes: int) -> None:
+        """Copy `nbytes` from an address to host memory, from `start` on, synchronously."""
         ctypes.memmove(memory.data_ptr() + start, address, nbytes)  # by one thread, see `page_lock`
 
     def pageable(self, nbytes: int) -> torch.Tensor:
+        """Allocate ordinary host memory."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # even if torch's default device differs
 
     def pinned(self, nbytes: int) -> torch.Tensor:
+        """Allocate page-locked host memory.
+
+        Raises:
+            PinFailed: the device's driver refused.
+        """
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
@@ -295,6 +307,11 @@ class TorchBackend:
             raise PinFailed(f"torch could not page-lock {nbytes} bytes: {error}") from error
 
     def register(self, address: int, nbytes: int) -> None:
+        """Page-lock host memory in place.
+
+        Raises:
+            PinFailed: the device's driver refused; nothing is left behind.
+        """
         runtime = self._runtime()
         with torch.cuda.device(self.device):
             code = int(runtime.cudaHostRegister(address, nbytes, 1))  # 1: for every context of the process
@@ -303,6 +320,7 @@ class TorchBackend:
             raise PinFailed(f"cudaHostRegister of {nbytes} bytes failed with error {code}")
 
     def unregister(self, address: int) -> None:
+        """Undo `register`."""
         with torch.cuda.device(self.device):
             code = int(self._runtime().cudaHostUnregister(address))
         if code:

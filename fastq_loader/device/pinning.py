@@ -1,7 +1,6 @@
 """Host memory that copies to the device read: blocks locked in place, bounce buffers, or neither.
 
-Pure: a `DeviceBackend` (see `copies`) locks the pages. Used in the consumer, on the thread that calls
-`next()`.
+Pure: a backend locks the pages. Used in the consumer, on the thread that calls `next()`.
 
 A copy from page-locked memory runs by itself, as fast as the bus allows; from pageable memory the driver
 copies in steps, on the caller's thread. Workers' blocks are locked in place ("register"), each when the first
@@ -17,10 +16,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fastq_loader.device.copies import Copies, Copy, DeviceBackend, Memory
+from fastq_loader.device.copies import Copies, Copy, Memory
 from fastq_loader.errors import PinFailed, PinFallback, warn_user
 
 if TYPE_CHECKING:
+    from fastq_loader.device.accelerator import TorchBackend
     from fastq_loader.memory.arena import Mapping
     from fastq_loader.statistics.counters import StagingCounters
 
@@ -40,7 +40,7 @@ class PinPolicy:
         self._proven = False
         self._warning = ""
 
-    def choose(self, stager: DeviceBackend, in_blocks: bool) -> None:
+    def choose(self, backend: TorchBackend, in_blocks: bool) -> None:
         """Choose how the memory of a new pool is locked. Before blocks are registered for the first time,
         check that copies from registered memory arrive.
 
@@ -57,7 +57,7 @@ class PinPolicy:
         statistics.pin, statistics.pin_reason = REGISTER, "workers' blocks can be page-locked in place"
         if not self._proven:
             try:
-                stager.prove()
+                backend.prove()
                 self._proven = True
             except PinFailed as error:
                 self.refuse(error)
@@ -79,14 +79,14 @@ class Pinner:
     """Page-locks the blocks of one pool of workers.
 
     Args:
-        stager: the device.
+        backend: the device.
         copies: of the pool.
         mapping: the memory of the blocks.
         policy: the loader's.
     """
 
-    def __init__(self, stager: DeviceBackend, copies: Copies, mapping: Mapping, policy: PinPolicy) -> None:
-        self._stager = stager
+    def __init__(self, backend: TorchBackend, copies: Copies, mapping: Mapping, policy: PinPolicy) -> None:
+        self._backend = backend
         self._copies = copies
         self._mapping = mapping
         self._policy = policy
@@ -96,32 +96,30 @@ class Pinner:
     def prepare(self, offset: int, size: int, start: int, nbytes: int) -> Memory:
         """Return the memory of a batch: `nbytes` from `start` on in the block of `size` bytes at `offset`,
         which is page-locked if possible."""
-        if offset not in self._registered and self._statistics.pin == REGISTER:
-            self._register(offset, size)
-        return self._stager.view(self._mapping.base + offset + start, nbytes)
-
-    def _register(self, offset: int, size: int) -> None:
-        statistics, clock = self._statistics, self._stager.clock
-        began = clock()
+        statistics, backend, address = self._statistics, self._backend, self._mapping.base + offset
+        if offset in self._registered or statistics.pin != REGISTER:
+            return backend.view(address + start, nbytes)
+        began = backend.clock()
         self._mapping.populate(offset, size)
-        populated = clock()
+        populated = backend.clock()
         statistics.populate_seconds += populated - began
         # Entered before the call, so that `close` undoes it after an interrupt.
         self._registered[offset] = size
         statistics.pinned_bytes += size
         try:
-            self._stager.register(self._mapping.base + offset, size)
+            backend.register(address, size)
         except PinFailed as error:
             statistics.pinned_bytes -= self._registered.pop(offset)
             self.close()  # a pool that is only half locked wastes its locked memory
             self._policy.refuse(error)
         else:
-            statistics.register_seconds += clock() - populated
+            statistics.register_seconds += backend.clock() - populated
+        return backend.view(address + start, nbytes)
 
     def forget(self, offset: int) -> None:
         """Unlock a block whose pages are about to be returned to the system."""
         if offset in self._registered:
-            self._stager.unregister(self._mapping.base + offset)
+            self._backend.unregister(self._mapping.base + offset)
             self._statistics.pinned_bytes -= self._registered.pop(offset)
 
     def close(self) -> None:
@@ -136,7 +134,7 @@ class Buffer:
     """Host memory that is the source of copies, one at a time.
 
     Attributes:
-        memory: as the stager returned it. `nbytes`: its length. `locked`: how many of them are page-locked.
+        memory: as the backend returned it. `nbytes`: its length. `locked`: how many of them are page-locked.
         copy: the last copy from it.
     """
 
@@ -150,14 +148,14 @@ class Buffers:
     """The buffers of a loader without workers, page-locked if possible.
 
     Args:
-        stager: the device.
+        backend: the device.
         copies: from the buffers.
         policy: the loader's.
         count: number of buffers.
     """
 
-    def __init__(self, stager: DeviceBackend, copies: Copies, policy: PinPolicy, count: int) -> None:
-        self._stager = stager
+    def __init__(self, backend: TorchBackend, copies: Copies, policy: PinPolicy, count: int) -> None:
+        self._backend = backend
         self._copies = copies
         self._policy = policy
         self._statistics = policy.statistics
@@ -168,9 +166,9 @@ class Buffers:
         """Return a buffer of at least `nbytes` that no copy reads from."""
         buffer = self._buffers[0]
         if buffer.copy is not None and not buffer.copy.over:
-            began = self._stager.clock()
+            began = self._backend.clock()
             self._copies.wait_for(buffer.copy)
-            self._statistics.copy_wait_seconds += self._stager.clock() - began
+            self._statistics.copy_wait_seconds += self._backend.clock() - began
         if buffer.nbytes < nbytes:
             self._free(buffer)
             self._allocate(buffer, nbytes)
@@ -180,17 +178,17 @@ class Buffers:
     def _allocate(self, buffer: Buffer, nbytes: int) -> None:
         rounded = 1 << (nbytes - 1).bit_length()  # as torch's allocator of pinned memory does
         if self._statistics.pin == BOUNCE:
-            began = self._stager.clock()
+            began = self._backend.clock()
             try:
-                buffer.memory = self._stager.pinned(rounded)
+                buffer.memory = self._backend.pinned(rounded)
                 buffer.nbytes = buffer.locked = rounded
                 self._statistics.pinned_bytes += rounded
                 return
             except PinFailed as error:
                 self._policy.refuse(error)
             finally:
-                self._statistics.register_seconds += self._stager.clock() - began
-        buffer.memory, buffer.nbytes = self._stager.pageable(nbytes), nbytes
+                self._statistics.register_seconds += self._backend.clock() - began
+        buffer.memory, buffer.nbytes = self._backend.pageable(nbytes), nbytes
 
     def _free(self, buffer: Buffer) -> None:
         self._statistics.pinned_bytes -= buffer.locked

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastq_loader.device.accelerator import ToDevice, TorchBackend, TransformAhead, called
+from fastq_loader.device.accelerator import ToDevice, TorchBackend, called
 from fastq_loader.device.copies import Build, Copies, Copy
 from fastq_loader.device.pinning import Buffers, Pinner, PinPolicy
 from fastq_loader.errors import UnpicklableError, WorkerTraceback
@@ -38,7 +38,7 @@ from fastq_loader.packing import pickling
 from fastq_loader.packing.spec import REMEMBERED, BatchLayout
 from fastq_loader.packing.tensors import cloned, moved
 from fastq_loader.packing.unpack import Unpacker
-from fastq_loader.packing.walker import Metas, Span, TreeFlattener, device_segments, segments_of
+from fastq_loader.packing.walker import TreeFlattener, device_segments, segments_of
 from fastq_loader.statistics.counters import StagingCounters
 
 
@@ -107,16 +107,16 @@ class DeviceSession:
         self.policy = PinPolicy(self.statistics)
 
     @cached_property
-    def stager(self) -> TorchBackend:
+    def backend(self) -> TorchBackend:
         """The device, initialised by the first use.
 
         Raises:
             RuntimeError: it cannot be initialised; with torch's text.
         """
         assert self.options.target is not None, "batches that stay on the host need no session"
-        stager = TorchBackend(self.options.target)
-        self.statistics.device = str(stager.device)
-        return stager
+        backend = TorchBackend(self.options.target)
+        self.statistics.device = str(backend.device)
+        return backend
 
     def open(self, in_blocks: bool) -> Copies:
         """Create the copies of a new pool.
@@ -125,15 +125,15 @@ class DeviceSession:
             in_blocks: whether its batches lie in the blocks of workers.
 
         Raises:
-            RuntimeError: see `stager`.
+            RuntimeError: see `backend`.
         """
-        self.policy.choose(self.stager, in_blocks)
-        return Copies(self.stager, self.options.prefetch, self.statistics)
+        self.policy.choose(self.backend, in_blocks)
+        return Copies(self.backend, self.options.prefetch, self.statistics)
 
     def refuse_capture(self) -> None:
         """Raise RuntimeError while the current stream is captured into a CUDA graph: events cannot be queried
         then, and work queued here would become part of the graph."""
-        if "stager" in vars(self) and self.stager.capturing():
+        if "backend" in vars(self) and self.backend.capturing():
             raise RuntimeError(
                 "next() was called while a CUDA graph is being captured: take the batch before the capture, "
                 "and use copy_into(static_batch) between replays"
@@ -155,7 +155,7 @@ class Staging:
     def __init__(self, session: DeviceSession, unpacker: Unpacker, mapping: Mapping) -> None:
         self.ahead = session.options.prefetch
         self._copies = session.open(in_blocks=True)
-        self._pinner = Pinner(session.stager, self._copies, mapping, session.policy)
+        self._pinner = Pinner(session.backend, self._copies, mapping, session.policy)
         self._unpacker = unpacker
         self._thread = thread = session.options.start_ahead()  # of the transform; None: it is called here
         self._transform = session.options.apply_transform if thread is None else partial(_begun_by, thread)
@@ -241,7 +241,7 @@ def _unpacked(
     return transform(unpacker.unpack(handle, unpacker.open(handle)[2], memory))
 
 
-def _begun_by(thread: TransformAhead, batch: Any) -> tuple[Any, Callable[[], Any]]:
+def _begun_by(thread: Any, batch: Any) -> tuple[Any, Callable[[], Any]]:
     """A batch whose bytes will be in device memory, and what returns it, transformed."""
     return batch, thread.begin(batch)
 
@@ -288,20 +288,16 @@ class SerialStaging:
     def __init__(self, session: DeviceSession) -> None:
         self.session = session
         self._copies = session.open(in_blocks=False)
-        self._buffers = Buffers(session.stager, self._copies, session.policy, session.options.prefetch + 1)
+        self._buffers = Buffers(session.backend, self._copies, session.policy, session.options.prefetch + 1)
         self._walker = _Walker()
         self._layouts: dict[Any, BatchLayout] = {}
 
     @classmethod
     def of(cls, session: DeviceSession, idle: list[SerialStaging]) -> SerialStaging:
         """Return one of `idle`, which no iteration uses any more, or a new one."""
-        while idle:
-            staging = idle.pop()
-            if staging.session is session:
-                staging.drain()  # an interrupt may have left a batch behind
-                return staging
-            staging.close()
-        return cls(session)
+        staging = idle.pop() if idle else cls(session)
+        staging.drain()  # an interrupt may have left a batch behind
+        return staging
 
     def drain(self) -> None:
         """Wait for every copy, and drop the batches that were not delivered."""
@@ -333,14 +329,14 @@ class SerialStaging:
             RuntimeError: as in `deliver`.
         """
         self._copies.reap()
-        beside, stager = self.session.beside, self.session.stager
+        beside, backend = self.session.beside, self.session.backend
         try:
             layout, segments, build = self._pack(batch)
         finally:
             self._walker.clear()
         buffer = self._buffers.take(layout.device_bytes)
         for start, nbytes, offset in segments:
-            stager.fill(buffer.memory, offset, start, nbytes)
+            backend.fill(buffer.memory, offset, start, nbytes)
         copy = self._copies.begin(buffer.memory, layout.device_bytes, build, (), beside)
         buffer.copy = copy
         return copy
@@ -361,15 +357,10 @@ class SerialStaging:
         values, objects = walker.values, [self._carry(value) for value in walker.objects]
         # The user's own arrays: those in the walker's list are made contiguous below.
         leaves = [self.kept(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in walker.leaves]
-        layout, segments = self._lay_out(tree, *segments_of(walker.leaves))
-        build = partial(_rebuilt, layout, leaves, values, objects, self.session.options)
-        return layout, segments, build
-
-    def _lay_out(self, tree: Any, metas: Metas, spans: list[Span]) -> tuple[BatchLayout, list[_Segment]]:
-        """The layout of a batch, and the segments for the device, one after the other, without empty ones."""
+        metas, spans = segments_of(walker.leaves)
         sizes = tuple([end - start for start, end in spans])
         at, nbytes = dict[int, int](), 0
-        for segment in device_segments(metas):
+        for segment in device_segments(metas):  # one after the other
             at[segment] = nbytes
             nbytes += device_aligned(sizes[segment])
         plain = (tree, metas, sizes, tuple([at.get(n, -1) for n in range(len(sizes))]))
@@ -378,13 +369,15 @@ class SerialStaging:
             layout = BatchLayout(plain)
             if len(self._layouts) < REMEMBERED:
                 self._layouts[plain] = layout
-        return layout, [(spans[n][0], sizes[n], offset) for n, offset in at.items() if sizes[n]]
+        segments = [(spans[n][0], sizes[n], offset) for n, offset in at.items() if sizes[n]]
+        build = partial(_rebuilt, layout, leaves, values, objects, self.session.options)
+        return layout, segments, build
 
     def _carry(self, value: Any) -> _Carried:
         """Take an object apart that contains tensors, which go to the device as leaves."""
         if isinstance(value, torch.Tensor):  # sparse, of a subclass, that requires grad, …
             # A copy from page-locked memory would not be waited for, so it is moved from a clone.
-            return b"", self.kept(value) if value.device == self.session.stager.device else cloned(value)
+            return b"", self.kept(value) if value.device == self.session.backend.device else cloned(value)
         tensors: list[torch.Tensor] = []
 
         def add_leaf(leaf: Any) -> int:

@@ -128,8 +128,8 @@ def test_a_training_with_wrong_batches_has_no_figures(
 @pytest.mark.processes
 @pytest.mark.usefixtures("small_shapes")
 def test_batches_that_did_not_arrive_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    with late_device(monkeypatch) as stager:
-        monkeypatch.setattr(stager, "copy_async", lambda memory, source, nbytes: None)
+    with late_device(monkeypatch) as backend:
+        monkeypatch.setattr(backend, "copy_async", lambda memory, source, nbytes: None)
         (case,) = device_cases("large --blocks 2 --peers register")
         peer = Results(measure(case)).cases()[0].peers["register"]
     assert (peer.failure, peer.rows) == ("RuntimeError: wrong batches", [])

@@ -218,17 +218,17 @@ def test_a_backend_of_its_own_is_served_by_torch_itself() -> None:
 import torch
 torch.utils.backend_registration._setup_privateuseone_for_python_backend(rename="late")
 from fastq_loader.device.accelerator import TorchBackend
-stager = TorchBackend(torch.device("late"))
-event = stager.record(stager.side)
-stager.wait(stager.current_stream(), event)
-print(stager.device, stager.query(event), stager.capturing(), stager.current_stream() == stager.side)
-print(stager.on_side(lambda: torch.accelerator.current_stream() == stager.side))
+backend = TorchBackend(torch.device("late"))
+event = backend.record(backend.side)
+backend.wait(backend.current_stream(), event)
+print(backend.device, backend.query(event), backend.capturing(), backend.current_stream() == backend.side)
+print(backend.on_side(lambda: torch.accelerator.current_stream() == backend.side))
 """
     result = run_script(script, warm=True)
     assert (result.stdout.split(), result.stderr) == (["late:0", "True", "False", "True", "True"], "")
 
 
-class HostStager(TorchBackend):
+class HostBackend(TorchBackend):
     """The host in a device's place. Attributes: what libcudart says, how often an error was cleared."""
 
     code = clearings = 0
@@ -257,36 +257,38 @@ class HostStager(TorchBackend):
 
 
 @pytest.fixture
-def stager(monkeypatch: pytest.MonkeyPatch) -> HostStager:
+def backend(monkeypatch: pytest.MonkeyPatch) -> HostBackend:
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    return HostStager()
+    return HostBackend()
 
 
-def test_a_failed_registration_is_cleared(stager: HostStager) -> None:
-    stager.code = 304
+def test_a_failed_registration_is_cleared(backend: HostBackend) -> None:
+    backend.code = 304
     with pytest.raises(PinFailed, match="cudaHostRegister of 4096 bytes failed with error 304"):
-        stager.register(1 << 20, 4096)
-    assert stager.clearings == 1
-    stager.unregister(1 << 20)
-    assert stager.clearings == 2
+        backend.register(1 << 20, 4096)
+    assert backend.clearings == 1
+    backend.unregister(1 << 20)
+    assert backend.clearings == 2
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
-def test_memory_that_cannot_be_pinned_is_said_to(stager: HostStager) -> None:
+def test_memory_that_cannot_be_pinned_is_said_to(backend: HostBackend) -> None:
     with pytest.raises(PinFailed, match="torch could not page-lock 4096 bytes"):
-        stager.pinned(4096)
-    assert stager.clearings == 1
+        backend.pinned(4096)
+    assert backend.clearings == 1
 
 
-def test_the_proof_fails_where_copies_do_nothing(stager: HostStager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proof_fails_where_copies_do_nothing(
+    backend: HostBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """WSL2. The probe is registered and unregistered in any case, and its memory is freed."""
     with torch.device("meta"):  # torch's default device changes nothing
-        assert stager.pageable(8).device.type == "cpu"
-        stager.prove()
-    monkeypatch.setattr(stager, "copy_async", lambda *_: None)
+        assert backend.pageable(8).device.type == "cpu"
+        backend.prove()
+    monkeypatch.setattr(backend, "copy_async", lambda *_: None)
     with pytest.raises(PinFailed, match="arrived with other bytes"):
-        stager.prove()
-    assert not stager.registered
-    stager.code = 1
+        backend.prove()
+    assert not backend.registered
+    backend.code = 1
     with pytest.raises(PinFailed, match="failed with error 1"):
-        stager.prove()
+        backend.prove()

@@ -68,7 +68,7 @@ DEVICE_CHOICES: dict[str, tuple[Any, ...]] = {
 @seeds(1, 40)
 def test_batches_are_torchs(seed: int, late: Late) -> None:
     draw = random.Random(seed)
-    stager = late(seed=seed)
+    backend = late(seed=seed)
     options = configuration(draw)
     device = ToDevice("cuda", **{name: draw.choice(choices) for name, choices in DEVICE_CHOICES.items()})
     what = f"seed={seed}: {options} {device}"
@@ -81,7 +81,7 @@ def test_batches_are_torchs(seed: int, late: Late) -> None:
             torch.manual_seed(seed + epoch)
             for at, (wanted, batch) in enumerate(zip(there, loader, strict=True)):
                 assert_same(wanted, batch, f"{what}, epoch {epoch}, batch {at}")
-    assert not stager.registered, what
+    assert not backend.registered, what
 
 
 @thorough(but={"in_order": False})

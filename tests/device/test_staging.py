@@ -46,29 +46,29 @@ SECONDS = test_pinning.test_seconds_are_counted
 GROWTH = test_pinning.test_buffers_grow_and_are_locked_in_powers_of_two
 
 #: Defects that no run finds: why they do no harm, or the tests that find them.
-_LATE = "copy.over or stager.query(copy.done)"
+_LATE = "copy.over or backend.query(copy.done)"
 NOT_BY_RUNS: dict[str, str | Callable[[], None]] = {
-    "Copies.begin: no statistics.block_wait_seconds += stager.clock() - began": (
+    "Copies.begin: no statistics.block_wait_seconds += backend.clock() - began": (
         test_pinning.test_a_consumer_that_is_too_far_ahead_waits_and_the_wait_is_counted
     ),
     f"Copies.take: no self._statistics.late_copies += not ({_LATE})": LATE_COPIES,
     f"Copies.take: {_LATE}, without copy.over": "the device is asked about a copy that is known to be over",
-    f"Copies.take: {_LATE}, without stager.query(copy.done)": LATE_COPIES,
-    "Copies.wait_for: no self._stager.synchronize(copy.done)": (
+    f"Copies.take: {_LATE}, without backend.query(copy.done)": LATE_COPIES,
+    "Copies.wait_for: no self._backend.synchronize(copy.done)": (
         test_pinning.test_waiting_for_a_buffer_is_counted
     ),
-    "Copies._arrived: no self._statistics.copied(copy.nbytes, copy.began, self._stager.clock())": (
+    "Copies._arrived: no self._statistics.copied(copy.nbytes, copy.began, self._backend.clock())": (
         test_pinning.test_a_copy_that_has_run_is_reported_with_its_times
     ),
-    "Pinner._register: no statistics.populate_seconds += populated - began": SECONDS,
-    "Pinner._register: no statistics.register_seconds += clock() - populated": SECONDS,
-    "Buffers.take: no self._statistics.copy_wait_seconds += self._stager.clock() - began": (
+    "Pinner.prepare: no statistics.populate_seconds += populated - began": SECONDS,
+    "Pinner.prepare: no statistics.register_seconds += backend.clock() - populated": SECONDS,
+    "Buffers.take: no self._statistics.copy_wait_seconds += self._backend.clock() - began": (
         test_pinning.test_waiting_for_a_buffer_is_counted
     ),
     "Buffers.take: buffer.copy is not None and (not buffer.copy.over), without not buffer.copy.over": (
         "`wait_for` knows what is over"
     ),
-    "Buffers._allocate: no self._statistics.register_seconds += self._stager.clock() - began": GROWTH,
+    "Buffers._allocate: no self._statistics.register_seconds += self._backend.clock() - began": GROWTH,
     "Buffers.drain: no buffer.copy = None": (test_pinning.test_buffers_do_not_keep_batches_that_were_dropped),
     "Staging.deliver: no self._policy.warn()": "runs look at no warnings",
 }
@@ -99,7 +99,7 @@ def test_no_run_of_buffers_breaks_a_rule(seed: int) -> None:
     ("module", "name", "number", "run"),
     [
         (copies, "Copies", 34, run),
-        (pinning, "Pinner", 17, run),
+        (pinning, "Pinner", 16, run),
         (pinning, "Buffers", 20, run_buffers),
         (staging, "Staging", 16, run),
     ],

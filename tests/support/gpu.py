@@ -172,7 +172,7 @@ def staging_of(loader: DataLoader[Any]) -> StagingStatistics:
 
 
 class Runtime:
-    """CUDA's runtime as the stager calls it, with a ledger of what is page-locked.
+    """CUDA's runtime as the backend calls it, with a ledger of what is page-locked.
 
     Attributes:
         locked: address → bytes, now. `most`: registrations at one time. `codes`: what the calls returned.

@@ -34,8 +34,8 @@ class Event:
         self.over = True
 
 
-class LateStager(TorchBackend):
-    """Behaves like an accelerator; see `copies.DeviceBackend`.
+class LateBackend(TorchBackend):
+    """Behaves like an accelerator; see `accelerator.TorchBackend`.
 
     Args:
         seed: of the moments at which copies run.
@@ -122,10 +122,10 @@ class LateStager(TorchBackend):
         return super().view(address, nbytes)
 
 
-Late = Callable[..., LateStager]  # the fixture `late`
+Late = Callable[..., LateBackend]  # the fixture `late`
 
 
-def move_late(patch: pytest.MonkeyPatch, device: LateStager) -> Callable[[], None]:
+def move_late(patch: pytest.MonkeyPatch, device: LateBackend) -> Callable[[], None]:
     """From here on tensors on the host are not on the device, and those that are moved there by themselves
     are read when the result is called, as page-locked ones may be."""
     device.device = torch.device("cpu", 0)  # which is no tensor's
@@ -147,16 +147,16 @@ def move_late(patch: pytest.MonkeyPatch, device: LateStager) -> Callable[[], Non
     return finish
 
 
-def use_late(patch: pytest.MonkeyPatch, **options: Any) -> LateStager:
+def use_late(patch: pytest.MonkeyPatch, **options: Any) -> LateBackend:
     """From here on device="cuda" is this."""
-    stager = LateStager(**options)
-    patch.setattr(staging, "TorchBackend", lambda device: stager)
+    backend = LateBackend(**options)
+    patch.setattr(staging, "TorchBackend", lambda device: backend)
     patch.setattr(accelerator, "parse", lambda device: torch.device("cpu"))
-    return stager
+    return backend
 
 
 @contextmanager
-def late_device(patch: pytest.MonkeyPatch, **options: Any) -> Iterator[LateStager]:
+def late_device(patch: pytest.MonkeyPatch, **options: Any) -> Iterator[LateBackend]:
     """Inside, device="cuda" is this."""
     with patch.context() as patched:
         yield use_late(patched, **options)

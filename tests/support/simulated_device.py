@@ -86,7 +86,7 @@ class Batch(NamedTuple):
 
 
 class SimulatedDevice:
-    """See `copies.DeviceBackend` for what the methods promise.
+    """See `accelerator.TorchBackend` for what the methods promise.
 
     Args:
         seed: of what runs when.

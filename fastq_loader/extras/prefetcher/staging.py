@@ -19,7 +19,7 @@ class AheadStaging(SerialStaging):
     """
 
     def begin(self, batch: Any) -> Copy:
-        copy, backend = super().begin(batch), self.session.stager
+        copy, backend = super().begin(batch), self.session.backend
         backend.share(copy.memory, backend.side)
         return copy
 
@@ -29,7 +29,7 @@ class AheadStaging(SerialStaging):
         if isinstance(value, torch.Tensor):
             clone = cloned(value)
             if self.session.beside:  # if it is on the device already, the side stream reads it
-                self.session.stager.share(clone, self.session.stager.side)
+                self.session.backend.share(clone, self.session.backend.side)
             return clone
         try:
             return deepcopy(value)
