@@ -15,10 +15,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from bisect import bisect_right, insort
-from collections import deque
-from collections.abc import Iterable, Sequence
-from operator import attrgetter, itemgetter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -45,80 +42,33 @@ class OpenBlock:
     Attributes:
         offset, size: its place in the arena, in bytes.
         address: its address in this process.
-        cut: number of bytes at its start that are allocated to results, if batches go to a device.
-        holds: number of arrays in it that user code references.
+        cut: number of bytes at its start that are allocated to results.
+        held: has an element for each array in it that user code references; finalizers remove them.
+        packed: whether it is part of the answer; then it is not reused before the task ends.
         opened: the moment when it was opened, see `forked_children`.
     """
 
-    __slots__ = ("address", "cut", "holds", "offset", "opened", "size")
+    __slots__ = ("address", "cut", "held", "offset", "opened", "packed", "size")
 
     def __init__(self, offset: int, size: int, address: int) -> None:
         self.offset, self.size, self.address = offset, size, address
-        self.cut = self.holds = 0
+        self.cut, self.held, self.packed = 0, list[None](), False
         self.opened = moment()
 
 
 class _Hold:
     """A reference of user code to a block: the base of an array from `empty_array`."""
 
-    __slots__ = ("__array_interface__", "_block", "_dropped", "_mapping")
+    __slots__ = ("__array_interface__", "_held", "_mapping")
 
-    def __init__(
-        self, mapping: Mapping, block: OpenBlock, interface: dict[str, Any], dropped: deque[OpenBlock]
-    ) -> None:
+    def __init__(self, mapping: Mapping, block: OpenBlock, interface: dict[str, Any]) -> None:
         self.__array_interface__ = interface
         self._mapping = mapping  # keeps the address valid
-        self._block = block
-        self._dropped = dropped
+        self._held = block.held
+        self._held.append(None)
 
     def __del__(self) -> None:
-        self._dropped.append(self._block)
-
-
-class _OpenBlocks(dict[int, OpenBlock]):
-    """The blocks in use by a task, or kept by user code, by offset. The allocator's lock guards them.
-
-    Attributes:
-        dropped: one entry for each array that user code has dropped; finalizers append to it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropped: deque[OpenBlock] = deque()
-        self._by_address: list[OpenBlock] = []  # in ascending order
-
-    def open(self, offset: int, size: int, address: int) -> OpenBlock:
-        """Add a block."""
-        block = self[offset] = OpenBlock(offset, size, address)
-        insort(self._by_address, block, key=_address)
-        return block
-
-    def close(self, block: OpenBlock) -> None:
-        """Remove a block that neither this task nor user code uses any more."""
-        del self[block.offset]
-        self._by_address.remove(block)
-
-    def at(self, address: int) -> OpenBlock | None:
-        """The block that contains an address, if any."""
-        at = bisect_right(self._by_address, address, key=_address) - 1
-        if at < 0:
-            return None
-        block = self._by_address[at]
-        return block if address < block.address + block.size else None
-
-    def drain(self) -> set[OpenBlock]:
-        """Process the arrays that user code has dropped. Return their blocks."""
-        blocks = set()
-        while self.dropped:
-            block = self.dropped.popleft()
-            block.holds -= 1
-            blocks.add(block)
-        return blocks
-
-    def held(self, blocks: Iterable[OpenBlock]) -> set[OpenBlock]:
-        """Those of some blocks that user code references, here or in a child that it has forked."""
-        seen = seen_before()
-        return {block for block in blocks if block.holds or block.opened < seen}
+        self._held.pop()
 
 
 class Allocator:
@@ -157,9 +107,8 @@ class Allocator:
         owners.add(self)
         self._lock = threading.RLock()
         self._idle: list[tuple[int, int]] = []  # unused blocks (size, offset), by size
-        self._open = _OpenBlocks()
+        self._open: dict[int, OpenBlock] = {}  # by offset
         self._partial: OpenBlock | None = None  # the block for the next result, if it fits
-        self._shipping: frozenset[int] = frozenset()  # blocks of the answer, referenced or not
         self._fresh: list[tuple[int, int]] = []  # created here, and unknown to the consumer
 
     def begin(self, grants: Extents) -> None:
@@ -185,30 +134,36 @@ class Allocator:
         process_id.stay_in(self._pid)  # a forked child must not use its parent's blocks
         with self._lock:
             if failed:
-                self._shipping = frozenset()
                 self._reclaim()
-            return self._take(nbytes, failed)
+            block = self._take(nbytes, failed)
+            block.packed = True
+            return block
 
     def _take(self, nbytes: int, any_size: bool = False) -> OpenBlock:
-        if self._open.dropped:
-            self._collect()
         wanted = size_class(nbytes)
-        for at, (size, offset) in enumerate(self._idle):
-            # Much larger ones are kept for larger results.
-            if wanted <= size and (any_size or size <= 2 * wanted):
-                del self._idle[at]
-                return self._open.open(offset, size, self.mapping.base + offset)
-        new = self._space.take(wanted)
-        if new is None:
+        found = self._fit(wanted, any_size)
+        if found is None and self._open:  # user code may have dropped others meanwhile
+            self._reclaim(packed=False)
+            found = self._fit(wanted, any_size)
+        size, offset = found or (wanted, self._space.take(wanted))
+        if offset is None:
             raise MemoryError(
                 f"{nbytes} bytes do not fit into the rest of this worker's part of the shared memory; "
                 "are thousands of batches kept alive, or files limited (ulimit -f)?"
             )
-        self._fresh.append((new, wanted))
-        began = time.monotonic_ns()
-        self.mapping.populate(new, nbytes)  # faster than a fault for each page, and timed
-        self.new_memory += time.monotonic_ns() - began
-        return self._open.open(new, wanted, self.mapping.base + new)
+        if found is None:
+            self._fresh.append((offset, size))
+            began = time.monotonic_ns()
+            self.mapping.populate(offset, nbytes)  # faster than a fault for each page, and timed
+            self.new_memory += time.monotonic_ns() - began
+        block = self._open[offset] = OpenBlock(offset, size, self.mapping.base + offset)
+        return block
+
+    def _fit(self, wanted: int, any_size: bool) -> tuple[int, int] | None:
+        for at, (size, _) in enumerate(self._idle):
+            if wanted <= size and (any_size or size <= 2 * wanted):  # larger ones are left for larger results
+                return self._idle.pop(at)
+        return None
 
     def empty_array(self, shape: tuple[int, ...], typestr: str, nbytes: int) -> Array | None:
         """Return an uninitialised array in a block; None if it is small, or in a forked child."""
@@ -224,14 +179,12 @@ class Allocator:
             block.cut = start + nbytes
             data = block.address + start, False
             interface = {"version": 3, "data": data, "shape": shape, "typestr": typestr}
-            hold = _Hold(self.mapping, block, interface, self._open.dropped)
-            block.holds += 1
-        return np.asarray(hold)
+            return np.asarray(_Hold(self.mapping, block, interface))
 
     def block_at(self, address: int) -> OpenBlock | None:
         """The block of this task that contains an address, if any."""
         with self._lock:
-            return self._open.at(address)
+            return next((b for b in self._open.values() if 0 <= address - b.address < b.size), None)
 
     def is_nontemporal(self, nbytes: int) -> bool:
         """Whether pieces of `nbytes` should be written to a block with non-temporal stores."""
@@ -252,24 +205,25 @@ class Allocator:
     def untouched(self) -> bool:
         """Whether no block is open or available: then the task has nothing to ship, return or report."""
         with self._lock:  # a thread of the dataset may be taking a block
-            return not (self._open or self._idle or self._fresh or self._open.dropped)
+            return not (self._open or self._idle or self._fresh)
 
     def ship(self, used: Used) -> None:
         """Mark the blocks of the batch, so that they are not reused before the task is finished."""
         with self._lock:
-            self._shipping = frozenset(map(_first, used))
+            for offset, _ in used:
+                self._open[offset].packed = True
 
     def copy_held(self, used: Used) -> dict[int, OpenBlock]:
         """Copy the blocks of the batch that user code still references, because it may write to them at any
         time. Return the copies by offset of the original. Called after the worker has dropped its own
         references to the batch."""
         with self._lock:
-            self._open.drain()
-            needs = {self._open[offset]: need for offset, need in used}
-            held, copies = self._open.held(needs), {}
-            for block, need in needs.items():
-                if block in held:
-                    copy = copies[block.offset] = self._take(need)
+            copies, seen = {}, seen_before()
+            for offset, need in used:
+                block = self._open[offset]
+                if block.held or block.opened < seen:
+                    copies[offset] = copy = self._take(need)
+                    copy.packed = True
                     self.write(copy.offset, block.address, need)
             return copies
 
@@ -281,39 +235,27 @@ class Allocator:
             which it gets back. Blocks that user code references stay here until it drops them.
         """
         with self._lock:
-            self._shipping = frozenset()
-            self._large = sum(map(_second, used)) >= self._nontemporal_from
+            self._large = sum([need for _, need in used]) >= self._nontemporal_from
             for offset, _ in used:
-                self._open.close(self._open[offset])
+                del self._open[offset]
+            self._partial = None
             self._reclaim()
-            returned = list(map(_second, self._idle))
+            returned = [offset for _, offset in self._idle]
             self._idle.clear()
             fresh, self._fresh = self._fresh, []
             return fresh, returned
 
-    def _reclaim(self) -> None:
-        """Free all blocks that are not referenced, including those of the batch."""
-        self._partial = None
-        if self._open or self._open.dropped:
-            self._open.drain()
-            self._free(set(self._open.values()) - self._open.held(self._open.values()))
-
-    def _collect(self) -> None:
-        """Free the blocks that user code has dropped."""
-        dropped = {block for block in self._open.drain() if self._open.get(block.offset) is block}
-        held = self._open.held(dropped)
-        self._free(block for block in dropped - held if block.offset not in self._shipping)
-
-    def _free(self, blocks: Iterable[OpenBlock]) -> None:
-        for block in blocks:
-            self._open.close(block)
-            self._idle.append((block.size, block.offset))
-            if self._partial is block:
-                self._partial = None
+    def _reclaim(self, packed: bool = True) -> None:
+        """Free the blocks that are not referenced, here or in a child that user code has forked; those that
+        are `packed`, too, or not."""
+        seen = seen_before() if self._open else 0
+        for block in list(self._open.values()):
+            if not block.held and block.opened >= seen and (packed or not block.packed):
+                del self._open[block.offset]
+                self._idle.append((block.size, block.offset))
+                if self._partial is block:
+                    self._partial = None
         self._idle.sort()
-
-
-_address, _first, _second = attrgetter("address"), itemgetter(0), itemgetter(1)
 
 
 # ---- called by collate functions ------------------------------------------------------------------------

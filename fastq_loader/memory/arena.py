@@ -159,6 +159,8 @@ class Arena:
     def released_blocks(self) -> list[int]:
         """Offsets of the blocks whose last view died, and that no child may see any more. The others stay in
         `released`."""
+        if not self.released:
+            return []
         released = [self.released.popleft() for _ in range(len(self.released))]
         seen = seen_before()
         self.released += [(offset, born) for offset, born in released if born < seen]
