@@ -203,7 +203,7 @@ with warnings.catch_warnings():
     assert len(list(fastq_loader.DataLoader(Broken(range(3)), errors=fastq_loader.Skip(limit=1.0)))) == 2
 fastq_loader.DataLoader(data, num_workers=2)
 try:
-    fastq_loader.DataLoader(data, num_workers=2, schedule="dynamic")
+    iter(fastq_loader.DataLoader(data, num_workers=2, schedule="dynamic"))
 except RuntimeError as error:
     assert "memfd_create" in str(error), error
     print("said so")
