@@ -9,7 +9,7 @@
 | comparison with torch, and tuning | `compare`, `tune` |
 | copies to a device | `ToDevice`, `copy_into`, and `Prefetcher` for any loader |
 | libraries that create loaders | `install`, `assert_active`, and the modules in `fastq_loader.integrations` |
-| preemption and resume | `preemption`, `DataLoader.state_dict`, `StatefulDataLoader` |
+| preemption and resume | `preemption`, `StatefulDataLoader` |
 
 The examples assume that `torch` and the names of this package are imported.
 
@@ -48,11 +48,11 @@ from fastq_loader.errors import (
 from fastq_loader.extras.bad_samples.policies import Replace, Skip
 from fastq_loader.extras.cached.cached import cached
 from fastq_loader.extras.frameworks.installing import assert_active, install, installed, uninstall
-from fastq_loader.extras.frameworks.stateful_dataloader import StatefulDataLoader
 from fastq_loader.extras.insight.verdict import Diagnosis
 from fastq_loader.extras.prefetcher.prefetcher import Prefetcher
 from fastq_loader.extras.recovery.preemption import preemption
 from fastq_loader.extras.remote.ray_workers import RayWorkers
+from fastq_loader.extras.resume.stateful_dataloader import StatefulDataLoader
 from fastq_loader.extras.samplers.samplers import Distributed, PermutationSampler, WeightedSampler
 from fastq_loader.extras.share.share import share, sharing_report
 from fastq_loader.extras.tools.comparing import Comparison, ComparisonRow, compare

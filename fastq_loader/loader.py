@@ -17,7 +17,6 @@ from torch.utils.data import Dataset, Sampler
 
 from fastq_loader import options
 from fastq_loader.device.accelerator import ToDevice
-from fastq_loader.epoch import saved, state
 from fastq_loader.epoch.fields import Position
 from fastq_loader.epoch.multiprocess import MultiprocessIterator
 from fastq_loader.epoch.resources import Owner, device_session
@@ -161,9 +160,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         With `persistent_workers` that is called once, and every further epoch calls `_reset` on the iterator
         that it returned. An older iterator ends then.
         """
-        return state.begun(self, self._begin)
-
-    def _begin(self) -> Any:
         if isinstance(self.num_workers, Auto):
             from fastq_loader.extras.insight import auto
 
@@ -233,70 +229,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of this loader, from which `load_state_dict` resumes.
-
-        Counts the batches that were handed out, not those only prefetched by workers or by a `Prefetcher`.
-        May be called at any time: before the first batch, after any batch, and at the end of an epoch.
-
-        Returns:
-            A new plain dict of some 15 kB, unless the user's own states in it are larger, plus up to 300
-            bytes for each of the last thousand bad samples. `json.dumps` accepts it if it accepts the user's
-            states. It does not contain the current states of torch's, Python's and numpy's global generators:
-            save these with the model, as frameworks do, or pass `generator=` to the loader.
-
-        Raises:
-            Exception: whatever `state_dict` of a sampler raises.
-            RuntimeError: `state_dict` of the dataset or its iterator raised, or its result cannot be copied.
-
-        >>> loader = DataLoader(range(8), 2, shuffle=True)
-        >>> batches = [next(iter(loader))]
-        >>> state = loader.state_dict()
-        >>> loader.load_state_dict(state)
-        >>> sorted(torch.cat(batches + list(loader)).tolist())
-        [0, 1, 2, 3, 4, 5, 6, 7]
-        """
-        unknown = resources_of(self).record is None and options.torchs_own(
-            self, asked="state_dict() is empty"
-        )
-        return {} if unknown else state.now(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any], *, ignore: Iterable[str] = ()) -> None:
-        """Resume from the state of another loader, or of this one: the next epoch is the rest of the epoch
-        that was saved.
-
-        Samples of batches that were handed out are not loaded again, except for an iterable dataset without
-        `state_dict`. The resumed epoch draws nothing from the global generators: its draws were made before
-        it was saved. A state saved after the last batch gives an epoch without batches; a state saved when
-        the epoch was over gives the next epoch.
-
-        Args:
-            state_dict: the result of `state_dict()`, also after a round trip through JSON; `{}` starts anew.
-            ignore: names of fields in which this loader may differ from the saved one: "dataset_kind",
-                "dataset_length", "batch_size", "sampler", "seed", "initial_seed", "num_replicas",
-                "replacement", "generator", "schedule", "num_workers", "order" (the indices of the sampler).
-
-        Raises:
-            ValueError: the state is damaged, foreign or of a later version, or does not fit the loader. The
-                text has the field, the saved value and the loader's; the loader is unchanged. If the sampler
-                yields other indices than before, `iter()` raises it.
-            TypeError: `ignore` is not a collection of names.
-
-        >>> DataLoader(range(8), 4).load_state_dict(DataLoader(range(8), 2).state_dict())
-        Traceback (most recent call last):
-        ValueError: ...batch_size...
-        """
-        resources = resources_of(self)
-        if state_dict == {}:
-            resources.place, resources.shared = (None, None), {}
-            return
-        loaded = saved.read(state_dict, self, ignore)
-        saved.take(loaded, self)
-        resources.place, resources.shared = (resources.record, loaded), loaded.start.shared
-        errors = options.of(self).errors
-        resources.bad_samples = None if errors is None else errors.records(loaded.now.bad_samples)
-        vars(self)["_iterator"] = None  # its workers have drawn other random numbers than the saved ones
-
     def replay(self, batch: int, epoch: int | None = None, state: Mapping[str, Any] | None = None) -> Any:
         """Load a batch again, in this process, for example to inspect a batch that made the loss jump.
 
@@ -307,13 +239,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         Args:
             batch: its number in the epoch, from 0 on.
             epoch: the number of the epoch, from 0 on; None is the newest, or that of the state.
-            state: a result of `state_dict()` from the middle of that epoch, of a loader with the same
-                arguments; None uses the loader's own record of its last 16 epochs.
+            state: a result of `state_dict()` from the middle of that epoch, of a `StatefulDataLoader` with
+                the same arguments, as this one must be; None uses the loader's own record of its last 16
+                epochs.
 
         Raises:
             ValueError: the epoch is not recorded, or the state is not from the middle of it.
             IndexError: the epoch had fewer batches.
-            TypeError: the dataset is iterable, or the sampler cannot be copied.
+            TypeError: the dataset is iterable, the sampler cannot be copied, or a state is given and this is
+                not a `StatefulDataLoader`.
             Exception: whatever the dataset raises.
 
         >>> loader = DataLoader(range(8), 2, schedule="dynamic")

@@ -225,13 +225,18 @@ def _check_torchs(loader: Loader, lacking: str, resumes: bool) -> None:
 
 
 def plan(
-    loader: Loader, for_device: bool = False, grace: float = 0.0, kept: dict[str, Any] | None = None
+    loader: Loader,
+    for_device: bool = False,
+    saves: bool = False,
+    grace: float = 0.0,
+    kept: dict[str, Any] | None = None,
 ) -> Plan:
     """The plan of its pool of workers.
 
     Args:
         loader: the loader.
         for_device: whether its batches go to a device.
+        saves: whether workers send their states.
         grace: seconds for which workers outlive a signal at least, see `preemption`.
         kept: objects that one pool after the other uses.
     """
@@ -269,6 +274,7 @@ def plan(
         persistent=loader.persistent_workers,
         context=loader.multiprocessing_context,
         for_device=for_device,
+        saves=saves * ("generators" if options.schedule.save_generators else "dataset"),
         grace=max(grace, options.workers.grace),
         kept={} if kept is None else kept,
     )

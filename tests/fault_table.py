@@ -257,7 +257,7 @@ FAULTS = (
         "return self.still and len(now) == len(self._seen) and all(map(is_, now, self._seen))",
         "return self.still and len(now) == len(self._seen)",
         "row S1",
-        "epoch/test_samplers.py",
+        "extras/resume/test_samplers.py",
     ),
     Fault(
         "an order that does not come back is not noticed",
@@ -265,7 +265,7 @@ FAULTS = (
         "self.differs = now != self.expected",
         "self.differs = False",
         "row S1",
-        "epoch/test_zoo.py",
+        "extras/resume/test_zoo.py",
     ),
     Fault(
         "a state from the middle of the first draw begins after it",
@@ -273,7 +273,7 @@ FAULTS = (
         "self.pending = fixed or self.shared_now()",
         "assert self.pending is not None",
         "row S1",
-        "epoch/test_state.py",
+        "extras/resume/test_state.py",
     ),
     Fault(
         "after a break, the place of a stream without a state stays unknown",
@@ -555,11 +555,11 @@ FAULTS = (
     ),
     Fault(
         "a resumed StatefulDataLoader draws other random numbers",
-        "extras/frameworks/stateful_dataloader.py",
+        "extras/resume/stateful_dataloader.py",
         "RoundRobin(save_generators=True) if",
         "RoundRobin() if",
         "row S1",
-        "extras/frameworks/test_stateful_dataloader.py",
+        "extras/resume/test_stateful_dataloader.py",
     ),
     # ---- preemption, system, arguments, loader, resources, errors, command line
     Fault(

@@ -35,11 +35,12 @@ ROOMS = {
     "integrations": Room("extras.frameworks"),
     "images": Room("extras.images"),
     "extras.tools": Room(
-        "extras.insight extras.images loader epoch options workers packing reading ipc system errors"
+        "extras.insight extras.images extras.resume loader epoch options workers packing reading ipc system "
+        "errors"
     ),
-    "extras.frameworks": Room("extras.prefetcher loader epoch options scheduling"),
-    "extras.recovery": Room("extras.bad_samples epoch options scheduling reading errors"),
-    "extras.prefetcher": Room("epoch options device packing statistics system errors"),
+    "extras.frameworks": Room("extras.prefetcher loader epoch options"),
+    "extras.recovery": Room("extras.bad_samples extras.resume epoch options scheduling reading errors"),
+    "extras.prefetcher": Room("extras.resume epoch options device packing statistics system errors"),
     "extras.images": Room("extras.transforms device reading memory system errors", pure="crops"),
     "extras.cached": Room(
         "extras.insight extras.samplers extras.share workers packing reading statistics system errors",
@@ -48,6 +49,7 @@ ROOMS = {
     "extras.insight": Room(
         "epoch options workers scheduling statistics system errors", pure="model chooser advice"
     ),
+    "extras.resume": Room("loader epoch options workers scheduling reading system errors"),
     "extras.bad_samples": Room("reading statistics packing ipc errors"),
     "extras.samplers": Room("reading system errors"),
     "extras.transforms": Room("packing system"),

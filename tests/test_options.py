@@ -19,6 +19,7 @@ from fastq_loader import (
     RayWorkers,
     Replace,
     Skip,
+    StatefulDataLoader,
     ToDevice,
     TorchWorkers,
     options,
@@ -143,13 +144,14 @@ def test_without_memfd_a_stream_is_not_said_to_have_the_same_batches(monkeypatch
 def test_without_memfd_epochs_are_resumed_without_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    begun = loader()
+    begun = StatefulDataLoader(range(4), schedule="round_robin")
     next(iter(begun))
     state = begun.state_dict()
     monkeypatch.setattr(calls, "AVAILABLE", False)
+    made = StatefulDataLoader(range(4), schedule="round_robin", num_workers=2)
     with pytest.warns(TorchWorkers, match=r"state_dict\(\) is empty: .* With num_workers=0 it is"):
-        assert loader(num_workers=2).state_dict() == {}
-    alone = loader()
+        assert made.state_dict() == {}
+    alone = StatefulDataLoader(range(4), schedule="round_robin")
     alone.load_state_dict(state)
     alone.num_workers = 2
     with pytest.raises(RuntimeError, match=r"load_state_dict\(\) cannot go with num_workers=2 here"):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from fastq_loader import DataLoader, ToDevice
+from fastq_loader import StatefulDataLoader, ToDevice
 from fastq_loader.images import DecodeImages, encoded
 
 SIDE, KINDS = 64, 5
@@ -45,19 +45,23 @@ class Photographs(Dataset[tuple[Any, int]]):
         return self.pixels(encoded(self.paths[index])), self.kinds[index]
 
 
-def on_device(folder: Path, device: torch.device, pixels: DecodeImages, **options: Any) -> DataLoader[Any]:
+def on_device(
+    folder: Path, device: torch.device, pixels: DecodeImages, **options: Any
+) -> StatefulDataLoader[Any]:
     """Workers read the files; they are decoded on the device, ahead of the step."""
-    return DataLoader(Photographs(folder), device=ToDevice(device, transform=pixels), **options)
+    return StatefulDataLoader(Photographs(folder), device=ToDevice(device, transform=pixels), **options)
 
 
-def in_workers(folder: Path, device: torch.device, pixels: DecodeImages, **options: Any) -> DataLoader[Any]:
+def in_workers(
+    folder: Path, device: torch.device, pixels: DecodeImages, **options: Any
+) -> StatefulDataLoader[Any]:
     """Workers read and decode the files."""
-    return DataLoader(Photographs(folder, pixels), device=device, **options)
+    return StatefulDataLoader(Photographs(folder, pixels), device=device, **options)
 
 
 def train(
     folder: Path,
-    make_loader: Callable[..., DataLoader[Any]] = on_device,
+    make_loader: Callable[..., StatefulDataLoader[Any]] = on_device,
     num_workers: int = 4,
     epochs: int = 3,
     track: Callable[[Iterable[Any], str], Iterable[Any]] = lambda batches, description: batches,

@@ -195,8 +195,6 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         could not begin, so the loaded state is then still there."""
         order = self._record.order
         order.note_drawn()
-        if mine.shared and order.pending is not None:
-            order.pending = order.shared_now()
         if loader.num_workers or loader.pin_memory or order.traits.wants_epochs:  # else no hint can come
             from fastq_loader.extras.insight.hints import Hints
 

@@ -45,7 +45,6 @@ class EpochStart:
         states: states of the generators that the sampler may draw from, right before it was iterated.
         first: states right before the first index was drawn, where they differ from `states`.
         epochs: see `samplers.epochs`.
-        shared: see `Resources`.
     """
 
     epoch: int = 0
@@ -57,7 +56,6 @@ class EpochStart:
     states: dict[str, Any] = field(default_factory=dict)
     first: dict[str, Any] = field(default_factory=dict)
     epochs: dict[str, int] = field(default_factory=dict)
-    shared: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             raise AssertionError("num_workers must be greater than 0 for MultiProcessingDataLoaderIter")
         if self._prefetch_factor <= 0:
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
-        plan = options.plan(loader, for_device=mine.session is not None, grace=mine.grace, kept=mine.kept)
+        saves = isinstance(loader, resources.Resumable)
+        plan = options.plan(loader, mine.session is not None, saves, mine.grace, mine.kept)
         self.engine = Engine(plan, self._record.pool_seed, self._shared_seed, mine.counters, mine.session)
         mine.engines.add(self.engine)
         shared_seed = self._shared_seed

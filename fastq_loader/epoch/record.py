@@ -178,6 +178,6 @@ def _whole_order(
 def _readers(loader: Loader, arguments: Options) -> int:
     """Number of dataset readers, if each has a state or a part of the data of its own; else 0."""
     saves = loader.num_workers > 0 and arguments.schedule.save_generators
-    if options.is_iterable(loader) or saves:
+    if hasattr(loader, "state_dict") and (options.is_iterable(loader) or saves):
         return max(1, int(loader.num_workers))
     return 0

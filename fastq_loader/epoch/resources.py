@@ -6,6 +6,7 @@ the constructor.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -42,8 +43,7 @@ class Resources:
         idle: stagings of finished iterations without workers, for reuse.
         place: `record` and `saved`, each or None, as one immutable tuple, so that other threads can read both
             at once.
-        held: returns the previous state while an epoch is beginning; else None.
-        shared: states of the global generators from which the first epoch begins, if a state fixes them.
+        lock, beginning: held, and true, while an epoch of a `StatefulDataLoader` begins.
         hinted: kinds of hints that were issued, and are not issued again.
         chooser: chooses the number of workers of the next epoch, once `num_workers="auto"` needs it.
         bad_samples: records of samples that could not be read, if `errors=` tolerates them.
@@ -60,8 +60,7 @@ class Resources:
         self.session: DeviceSession | None = None
         self.idle: list[SerialStaging] = []
         self.place: tuple[EpochRecord | None, Saved | None] = None, saved
-        self.held: Callable[[], dict[str, Any]] | None = None
-        self.shared: dict[str, Any] = {}
+        self.lock, self.beginning = threading.RLock(), False
         self.hinted: set[type[LoaderHint]] = set()
         self.chooser: Any = None
         self.bad_samples: Any = None
@@ -114,6 +113,12 @@ class Resources:
 
 class Owner:
     """Base class of our `DataLoader`: loaders that have resources."""
+
+    __slots__ = ()
+
+
+class Resumable(Owner):
+    """Base class of `StatefulDataLoader`: loaders whose epochs can be saved."""
 
     __slots__ = ()
 

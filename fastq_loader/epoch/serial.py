@@ -53,7 +53,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._lock = threading.RLock()  # threads may share the iterator
         self._busy = False  # in the middle of a step that cannot be repeated
         rules = vars(options.rules(loader))
-        self._reader = Reader(self._dataset, self._collate_fn, options.fetchers(loader), rules)
+        saves = "dataset" if isinstance(loader, resources.Resumable) else ""
+        self._reader = Reader(self._dataset, self._collate_fn, options.fetchers(loader), rules, saves=saves)
         with generators.restored() if self._dynamic else generators.UNTOUCHED:
             self._begin_reading()
         self._epoch_has_begun(loader, mine)

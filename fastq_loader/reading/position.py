@@ -3,7 +3,7 @@ with torchdata's meaning.
 
 Runs in workers, and in the consumer: for samplers, and without workers. Of an iterable dataset and of a
 sampler both the object and its iterator are saved, after each batch. A map-style dataset has no position: its
-state is saved by `epoch.state`, if a state is requested.
+state is saved by `extras.resume.state`, if a state is requested.
 (torchdata/stateful_dataloader/worker.py: `_make_state_dict`)
 """
 

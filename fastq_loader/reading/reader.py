@@ -32,7 +32,8 @@ class Reader:
         make_fetcher: `Fetcher`, or what an `ErrorPolicy` has in its place.
         rules: how samples become batches: the arguments of `Fetcher`.
         number, readers: the number of this reader, and how many there are.
-        saves_generators: whether the state includes the generators that user code may draw from.
+        saves: what its state contains: "dataset" (its position), or "generators" (the position, and all that
+            user code may draw from); "": it has none.
 
     Attributes:
         dataset: may be set before an epoch begins.
@@ -57,12 +58,12 @@ class Reader:
         rules: dict[str, Any],
         number: int = 0,
         readers: int = 1,
-        saves_generators: bool = False,
+        saves: str = "",
     ) -> None:
         self.dataset = dataset
         self._collate, self._make_fetcher, self._rules = collate, make_fetcher, rules
         self._number, self._readers = number, readers
-        self._saves_generators = saves_generators
+        self._saves = saves
         self._epoch = self._requested = 0  # its number, and how many of its batches were requested
         self._resumed: dict[str, Any] = {}  # the state from which it resumes
 
@@ -166,10 +167,10 @@ class Reader:
     def state_bytes(self) -> bytes:
         """Return the state after the last batch, pickled; b"" if there is nothing to save."""
         fetcher = self.fetcher
-        if fetcher.stateful is False and not self._saves_generators:  # a shortcut for the usual case
+        if not self._saves or (fetcher.stateful is False and self._saves == "dataset"):  # the usual case
             return b""
         more: dict[str, Any] = {}
-        if self._saves_generators:
+        if self._saves == "generators":
             more["generators"] = generators.states_of(self._generators())
         if self.ended and (more or position.is_known(fetcher)):
             more["over"] = True

@@ -65,6 +65,7 @@ class Plan:
         persistent: whether the pool serves more than one epoch.
         context: multiprocessing's context; None is the default context at the pool's start.
         for_device: whether batches go on to a device, and are laid out for it.
+        saves: which states workers send with each batch; see `Reader`.
         grace: seconds for which a worker outlives SIGTERM and SIGINT that its consumer did not send.
         kept: objects of the loader that its later pools use again, by name.
     """
@@ -81,6 +82,7 @@ class Plan:
     persistent: bool
     context: BaseContext | None
     for_device: bool = False
+    saves: str = ""
     grace: float = 0.0
     kept: dict[str, Any] = field(default_factory=dict, repr=False)
 

@@ -41,8 +41,7 @@ class WorkerReader(Reader):
     def __init__(self, setup: Setup) -> None:
         plan = setup.plan
         rules = vars(plan.rules)
-        saves = plan.options.schedule.save_generators
-        super().__init__(None, None, Fetcher, rules, setup.worker, plan.workers, saves)
+        super().__init__(None, None, Fetcher, rules, setup.worker, plan.workers, plan.saves)
         self.epochs = 0
         self.failure: Exception | None = None
         self.state = self.remarks = b""

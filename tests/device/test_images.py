@@ -15,7 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from fastq_loader import DataLoader, IteratorInvalid, Prefetcher, Processes, ToDevice, WorkerDied
+from fastq_loader import (
+    DataLoader,
+    IteratorInvalid,
+    Prefetcher,
+    Processes,
+    StatefulDataLoader,
+    ToDevice,
+    WorkerDied,
+)
 from fastq_loader.extras.images import gpu
 from fastq_loader.images import DecodeError, DecodeImages, EncodedBatch, encoded
 from tests.conftest import wait_until
@@ -71,12 +79,12 @@ def test_drawn_configurations_have_the_crops_of_a_loader_without_workers(seed: i
     to_device = ToDevice("cuda", transform=pixels, prefetch=draw.randint(1, 4))
     size = draw.randint(1, 7)
 
-    def loader(workers: int, device: Any) -> DataLoader[Any]:
+    def loader(workers: int, device: Any) -> StatefulDataLoader[Any]:
         options: dict[str, Any] = {"num_workers": workers, "device": device, "schedule": "dynamic"}
         if workers:
             options.update(persistent_workers=draw.random() < 0.5, prefetch_factor=draw.randint(1, 3))
             options.update(workers=Processes(max_restarts=1))
-        return DataLoader(
+        return StatefulDataLoader(
             Photos(), size, shuffle=True, generator=torch.Generator().manual_seed(seed), **options
         )
 

@@ -17,7 +17,7 @@ import pytest
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset
 
-from fastq_loader import DataLoader, Processes
+from fastq_loader import DataLoader, Processes, StatefulDataLoader
 from fastq_loader.errors import WorkerDied, WorkerReplaced
 from fastq_loader.workers import main
 from tests.conftest import wait_until
@@ -123,11 +123,11 @@ class Stateful(IterableDataset):
 
 
 def test_a_long_state_comes_with_every_batch() -> None:
-    with DataLoader(Stateful(), batch_size=2, num_workers=1) as loader:
+    with StatefulDataLoader(Stateful(), batch_size=2, num_workers=1) as loader:
         batches = iter(loader)
         first = [next(batches).tolist() for _ in range(4)]
         state = loader.state_dict()
-    with DataLoader(Stateful(), batch_size=2, num_workers=1) as loader:
+    with StatefulDataLoader(Stateful(), batch_size=2, num_workers=1) as loader:
         loader.load_state_dict(state)
         rest = [batch.tolist() for batch in loader]
     assert first + rest == [[at, at + 1] for at in range(0, 20, 2)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastq_loader import DataLoader
+from fastq_loader import StatefulDataLoader
 from fastq_loader.epoch import resources
 from fastq_loader.extras.insight import auto
 from fastq_loader.workers.kinds import Auto
@@ -39,10 +39,10 @@ class Stateful(MapDataset):
         self.given = state["given"]
 
 
-def loader_of(num_workers: Any = "auto", dataset: Any = None, **arguments: Any) -> DataLoader[Any]:
+def loader_of(num_workers: Any = "auto", dataset: Any = None, **arguments: Any) -> StatefulDataLoader[Any]:
     generator = torch.Generator().manual_seed(5)
     dataset = drawn() if dataset is None else dataset
-    return DataLoader(
+    return StatefulDataLoader(
         *(dataset, 4, True), num_workers=num_workers, schedule="dynamic", generator=generator, **arguments
     )
 

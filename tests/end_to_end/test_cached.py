@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from fastq_loader import DataLoader, Processes, Skip, cached
+from fastq_loader import DataLoader, Processes, Skip, StatefulDataLoader, cached
 from tests.conftest import running_script, wait_until
 from tests.support import decoded
 from tests.support.datasets import identity
@@ -39,7 +39,7 @@ def epochs(dataset: Any, count: int = 3, **options: Any) -> list[Any]:
     torch.manual_seed(7)
     random.seed(7)
     np.random.seed(7)
-    loader: Any = DataLoader(dataset, 4, collate_fn=identity, **options)
+    loader: Any = StatefulDataLoader(dataset, 4, collate_fn=identity, **options)
     return [[repr(batch) for batch in loader] for _ in range(count)]
 
 
@@ -115,10 +115,10 @@ def test_a_resumed_epoch_goes_on_with_the_cache() -> None:
     def run(dataset: Any) -> list[str]:
         torch.manual_seed(3)
         options: dict[str, Any] = {"num_workers": 2, "schedule": "dynamic", "shuffle": True}
-        loader: Any = DataLoader(dataset, 4, collate_fn=identity, **options)
+        loader: Any = StatefulDataLoader(dataset, 4, collate_fn=identity, **options)
         iterator = iter(loader)
         begun = [repr(next(iterator)) for _ in range(3)]
-        other: Any = DataLoader(dataset, 4, collate_fn=identity, **options)
+        other: Any = StatefulDataLoader(dataset, 4, collate_fn=identity, **options)
         other.load_state_dict(loader.state_dict())
         return begun + [repr(batch) for batch in other]
 

@@ -1,4 +1,4 @@
-"""Frameworks save and restore a loader on their own, because it has `state_dict` and `load_state_dict`.
+"""Frameworks keep our loader, and save and restore a `StatefulDataLoader` on their own.
 
 Runs where they are installed: `pip install -e '.[test,frameworks]'`.
 """
@@ -39,8 +39,8 @@ def folder_of_the_first_optimizer() -> None:
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
 
 
-def loader(seed: int, workers: Any) -> DataLoader[Any]:
-    return DataLoader(
+def loader(seed: int, workers: Any) -> StatefulDataLoader[Any]:
+    return StatefulDataLoader(
         Augmented(),
         4,
         shuffle=True,
@@ -97,7 +97,7 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(stop: int, tmp_path: Path) 
     assert fit(Model(), loader(7, 1), path=tmp_path / "checkpoint") == whole[stop:]
 
 
-class OwnArguments(DataLoader[Any]):
+class OwnArguments(StatefulDataLoader[Any]):
     """A class of the user's, with a constructor that Accelerate does not know."""
 
     def __init__(self, seed: int, size: int = 45) -> None:
@@ -139,7 +139,7 @@ def registered(seed):
     accelerator = accelerate.Accelerator(cpu=True)
     ranks = DistributedSampler(Augmented(), accelerator.num_processes, accelerator.process_index)
     options = {"generator": torch.Generator().manual_seed(seed), "schedule": "dynamic"}
-    loader = fastq_loader.DataLoader(Augmented(), 4, sampler=ranks, num_workers=2, **options)
+    loader = fastq_loader.StatefulDataLoader(Augmented(), 4, sampler=ranks, num_workers=2, **options)
     accelerator.register_for_checkpointing(loader)
     return accelerator, loader
 
@@ -281,15 +281,6 @@ def test_lightning_and_fabric_divide_ours_among_two_processes_as_torchs(tmp_path
     assert sorted(index for batch in drawn for index in batch) == sorted(2 * [*map(float, range(40))])
 
 
-@pytest.mark.filterwarnings("ignore")
-class CannotSay(Augmented):
-    def state_dict(self) -> Any:
-        raise OSError("no state")
-
-    def load_state_dict(self, state: Any) -> None:
-        raise AssertionError("nothing was saved")
-
-
 def test_accelerate_says_what_it_cannot_keep() -> None:
     accelerate = pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")
     integration = importlib.import_module("fastq_loader.extras.frameworks.accelerate")
@@ -297,10 +288,14 @@ def test_accelerate_says_what_it_cannot_keep() -> None:
     with pytest.raises(TypeError, match="prepare the loader itself"):
         integration.prepare(accelerator, Prefetcher(loader(1, 0), "cpu"))
     of = loader(1, 0)
-    assert type(accelerate.skip_first_batches(of, 3)) is DataLoader
+    assert type(accelerate.skip_first_batches(of, 3)) is StatefulDataLoader
     of.load_state_dict(of.state_dict())
     with pytest.raises(ValueError, match="load it into the loader that prepare"):
         integration.prepare(accelerator, of)
+    asks = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=True)
+    stateful = accelerate.Accelerator(cpu=True, dataloader_config=asks)
+    with pytest.raises(TypeError, match="use_stateful_dataloader=True needs a fastq"):
+        integration.prepare(stateful, DataLoader(Augmented(), 4))
     theirs: Any = torch.utils.data.DataLoader(Augmented(), 4)
     with pytest.raises(AssertionError, match=r"Shard, .*: import \S+\.accelerate"):
         assert_active(integration.prepare(accelerator, theirs))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset
 
-from fastq_loader import DataLoader, Prefetcher, Processes, preemption
+from fastq_loader import DataLoader, Prefetcher, Processes, StatefulDataLoader, preemption
 from fastq_loader.epoch import resources
 from tests.conftest import running_script, wait_until
 from tests.support.crimes import Slow
@@ -26,11 +26,11 @@ pytestmark = [pytest.mark.processes, MANY_WORKERS]
 ITEMS = 400
 
 
-def loader(items: int = 100, **options: Any) -> DataLoader[Any]:
-    return DataLoader(Slow(items, 0.001), 5, **{"num_workers": 2, **options})
+def loader(items: int = 100, **options: Any) -> StatefulDataLoader[Any]:
+    return StatefulDataLoader(Slow(items, 0.001), 5, **{"num_workers": 2, **options})
 
 
-def pids(of: DataLoader[Any]) -> list[int]:
+def pids(of: StatefulDataLoader[Any]) -> list[int]:
     return [process.pid or 0 for engine in resources.of(of).engines for process in engine.processes()]
 
 
@@ -155,7 +155,7 @@ class Forks(Sized, Dataset[int]):
 
 
 def test_what_a_worker_forks_does_not_outlive_sigterm() -> None:
-    with preemption(ours := DataLoader(Forks(), num_workers=1)), ours:
+    with preemption(ours := StatefulDataLoader(Forks(), num_workers=1)), ours:
         assert next(iter(ours)).item() == signal.SIGTERM
 
 
@@ -219,8 +219,11 @@ def test_the_handlers_of_before_are_called_and_come_back() -> None:
 
 
 def test_an_error_says_why_preemption_is_impossible() -> None:
-    with pytest.raises(TypeError, match=r"preemption\(\[1\]\): it is no fastq_loader.DataLoader"):
-        preemption([1])
+    for each in ([1], DataLoader(range(4))):  # type: ignore[arg-type]
+        with pytest.raises(
+            TypeError, match=r"preemption\(.*make the loader a fastq_loader.StatefulDataLoader"
+        ):
+            preemption(each)
     raised: list[ValueError] = []
 
     def elsewhere() -> None:

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 import fastq_loader
-from fastq_loader import DataLoader, RayWorkers
+from fastq_loader import DataLoader, RayWorkers, StatefulDataLoader
 from fastq_loader.extras.tools.command import find, main
 from fastq_loader.images import DecodeImages
 from tests.conftest import ROOT
@@ -45,7 +45,7 @@ BLOCKS = {page: re.findall(r"```python\n(.*?)```", text_of(page), re.S) for page
 (PREFETCHERS,) = BLOCKS["fastq_loader/README.md"]
 FIRST, MY_DATA, RECIPES = BLOCKS["README.md"]
 RAY = BLOCKS["fastq_loader/extras/remote/README.md"][0]
-RESUME, PREEMPTION = BLOCKS["fastq_loader/epoch/README.md"]
+RESUME, PREEMPTION = BLOCKS["fastq_loader/extras/resume/README.md"]
 SLOW, GETITEMS, COLLATE = BLOCKS["fastq_loader/extras/insight/README.md"]
 BAD, REPLAY = BLOCKS["fastq_loader/reading/README.md"]
 #: With the names that the README's recipes import.
@@ -209,7 +209,7 @@ def test_a_run_that_is_stopped_goes_on(tmp_path: Path) -> None:
         shown.append(total - initial)
         return batches
 
-    names = {"DataLoader": DataLoader, "torch": torch, "model": torch.nn.Linear(1, 1)}
+    names = {"StatefulDataLoader": StatefulDataLoader, "torch": torch, "model": torch.nn.Linear(1, 1)}
     run(RESUME, dataset=Images(128), tqdm=tqdm, epochs=1, **names)
     assert shown == [2]
 

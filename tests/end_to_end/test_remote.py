@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from fastq_loader import DataLoader, RoundRobin, UnpicklableError, WorkerReplaced, empty
+from fastq_loader import DataLoader, RoundRobin, StatefulDataLoader, UnpicklableError, WorkerReplaced, empty
 from fastq_loader.workers.group import WorkerGroup
 from fastq_loader.workers.kinds import WorkerKind
 from tests.conftest import descendants, wait_until
@@ -137,7 +137,7 @@ def test_an_epoch_goes_on_elsewhere() -> None:
     def rest(first: Any, then: Any) -> list[Any]:
         options: Any = {"shuffle": True, "num_workers": 2, "schedule": RoundRobin(save_generators=True)}
         seed_all(3)
-        loader = DataLoader(MapDataset("drawn", 40), 4, workers=first, **options)
+        loader = StatefulDataLoader(MapDataset("drawn", 40), 4, workers=first, **options)
         iterator = iter(loader)
         for _ in range(3):
             next(iterator)
@@ -145,7 +145,7 @@ def test_an_epoch_goes_on_elsewhere() -> None:
         del iterator
         loader.close()
         seed_all(4)
-        other = DataLoader(MapDataset("drawn", 40), 4, workers=then, **options)
+        other = StatefulDataLoader(MapDataset("drawn", 40), 4, workers=then, **options)
         other.load_state_dict(state)
         return list(other)
 

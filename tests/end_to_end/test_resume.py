@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from fastq_loader import DataLoader, RoundRobin, ToDevice
+from fastq_loader import RoundRobin, StatefulDataLoader, ToDevice
 from fastq_loader.reading import generators
 from tests.conftest import run_script
 from tests.support.datasets import Sized
@@ -188,7 +188,7 @@ class Config:
             return self
         return replace(self, num_workers=draw.choice((0, 1, 2, 3)), persistent=draw.random() < 0.5)
 
-    def loader(self, seed: int) -> DataLoader[Any]:
+    def loader(self, seed: int) -> StatefulDataLoader[Any]:
         generator = torch.Generator().manual_seed(seed) if self.explicit else None
         given: dict[str, Any] = {"batch_size": self.batch_size, "drop_last": self.drop_last}
         dataset = DATASETS[self.dataset](self.length)
@@ -198,7 +198,7 @@ class Config:
         if self.num_workers:
             given |= {"persistent_workers": self.persistent, "prefetch_factor": self.prefetch}
         given |= {"num_workers": self.num_workers, "schedule": self.schedule, "generator": generator}
-        return DataLoader(dataset, **given)
+        return StatefulDataLoader(dataset, **given)
 
 
 class Stop(NamedTuple):
@@ -210,12 +210,12 @@ class Stop(NamedTuple):
     users: list[Any]
 
 
-def stop_at(loader: DataLoader[Any], between: bool = False) -> Stop:
+def stop_at(loader: StatefulDataLoader[Any], between: bool = False) -> Stop:
     users = [generators.state_of(each) for each in generators.GLOBAL.values()]
     return Stop(loader.position, between, json.dumps(loader.state_dict()), users)
 
 
-def go_on(loader: DataLoader[Any], stop: Stop) -> DataLoader[Any]:
+def go_on(loader: StatefulDataLoader[Any], stop: Stop) -> StatefulDataLoader[Any]:
     loader.load_state_dict(json.loads(stop.state))
     for each, state in zip(generators.GLOBAL.values(), stop.users, strict=True):
         generators.set_state(each, state)
@@ -230,12 +230,12 @@ def indices(batches: Iterable[Any]) -> list[Any]:
     return [plain(batch)[0] for batch in batches]
 
 
-def tell_epoch(loader: DataLoader[Any], epoch: int) -> None:
+def tell_epoch(loader: StatefulDataLoader[Any], epoch: int) -> None:
     if hasattr(loader.sampler, "set_epoch"):
         loader.sampler.set_epoch(epoch)
 
 
-def rest(loader: DataLoader[Any], stops: list[Stop]) -> list[list[Any]]:
+def rest(loader: StatefulDataLoader[Any], stops: list[Stop]) -> list[list[Any]]:
     """The batches of this epoch and of those that come; and where the run might be stopped on the way."""
     epochs: list[list[Any]] = []
     while loader.position.epoch < EPOCHS:
@@ -284,7 +284,7 @@ def test_a_drawn_run_goes_on_from_anywhere(seed: int, request: pytest.FixtureReq
 def seeded(dataset: Any, *args: Any, seed: int = 1, schedule: Any = "dynamic", **given: Any) -> Any:
     """A loader with a generator of its own."""
     generator = torch.Generator().manual_seed(seed)
-    return DataLoader(dataset, *args, generator=generator, schedule=schedule, **given)
+    return StatefulDataLoader(dataset, *args, generator=generator, schedule=schedule, **given)
 
 
 def resumed(loader: Any, state: dict[str, Any]) -> Any:
@@ -326,8 +326,10 @@ def test_what_came_out_of_order_does_not_come_again_with_order() -> None:
             self.gate += 1
             return index
 
-    def loader(in_order: bool) -> DataLoader[Any]:
-        return DataLoader(Late(), batch_size=None, num_workers=2, prefetch_factor=8, in_order=in_order)
+    def loader(in_order: bool) -> StatefulDataLoader[Any]:
+        return StatefulDataLoader(
+            Late(), batch_size=None, num_workers=2, prefetch_factor=8, in_order=in_order
+        )
 
     first = loader(in_order=False)
     iterator = iter(first)
@@ -390,8 +392,8 @@ def test_a_stream_that_cannot_say_where_it_stands_is_read_again_with_a_warning(w
 @thorough(but={"workers": 2})
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_state_of_a_dataset_with_indices_is_that_of_the_training_process(workers: int) -> None:
-    def loader(num_workers: int) -> DataLoader[Any]:
-        return DataLoader(Counts(20), 2, num_workers=num_workers)
+    def loader(num_workers: int) -> StatefulDataLoader[Any]:
+        return StatefulDataLoader(Counts(20), 2, num_workers=num_workers, schedule="round_robin")
 
     first = loader(workers)
     first.dataset.count = 7
@@ -415,7 +417,7 @@ def test_what_was_staged_does_not_count_and_errors_keep_their_positions(staged: 
                 raise KeyError("no sample 5")
             return index
 
-    first = DataLoader(Fails(12), batch_size=None, num_workers=2, schedule="dynamic", **staged)
+    first = StatefulDataLoader(Fails(12), batch_size=None, num_workers=2, schedule="dynamic", **staged)
     iterator, seen = iter(first), []
     states = [first.state_dict()]
     while True:
@@ -428,7 +430,9 @@ def test_what_was_staged_does_not_count_and_errors_keep_their_positions(staged: 
         states.append(first.state_dict())
     assert seen == list(range(12))
     for handed_out in (0, 4, 5, 6, 7, 12):
-        second = resumed(DataLoader(Fails(12), batch_size=None, schedule="dynamic"), states[handed_out])
+        second = resumed(
+            StatefulDataLoader(Fails(12), batch_size=None, schedule="dynamic"), states[handed_out]
+        )
         assert second.position.batch == handed_out
         left = iter(second)
         if handed_out == 5:
@@ -443,10 +447,12 @@ def test_what_was_staged_does_not_count_and_errors_keep_their_positions(staged: 
 @pytest.mark.parametrize("kind", ["replacement", "says"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_states_that_other_threads_ask_for_meanwhile_are_those_of_one_moment(workers: int, kind: str) -> None:
-    def loader(seed: int) -> DataLoader[Any]:
+    def loader(seed: int) -> StatefulDataLoader[Any]:
         generator = torch.Generator().manual_seed(seed)
         given: Any = arguments(kind, 23, generator, generator=generator, schedule="dynamic")
-        return DataLoader(Augmented(23), 2, num_workers=workers, persistent_workers=workers > 0, **given)
+        return StatefulDataLoader(
+            Augmented(23), 2, num_workers=workers, persistent_workers=workers > 0, **given
+        )
 
     def ask() -> None:
         while not stopped.wait(0.0005):  # else they starve the loop on a busy machine
@@ -472,28 +478,32 @@ def test_states_that_other_threads_ask_for_meanwhile_are_those_of_one_moment(wor
 
 @thorough(but={"workers": 2})
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_from_before_the_first_epoch_fixes_it(workers: int) -> None:
+def test_a_state_from_before_the_first_epoch_has_the_loaders_own_generator(workers: int) -> None:
     first, second = (
-        DataLoader(Counts(10), 2, shuffle=True, num_workers=workers, schedule="dynamic") for _ in range(2)
+        seeded(Augmented(10), 2, seed=seed, shuffle=True, num_workers=workers) for seed in (1, 2)
     )
     state = first.state_dict()
+    assert resumed(second, state).position == (0, 0, 0)
     torch.rand(3)  # whatever is drawn meanwhile
-    assert indices(first) == indices(resumed(second, state))
+    assert indices(first) == indices(second)
 
 
 @thorough(but={"workers": 2})
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", [Stays, SaysNothing])
 def test_where_a_broken_epoch_has_left_a_stream_is_not_guessed(kind: Any, workers: int) -> None:
-    loader = DataLoader(kind(9), 2, num_workers=workers, persistent_workers=workers > 0)
+    loader = StatefulDataLoader(kind(9), 2, num_workers=workers, persistent_workers=workers > 0)
     next(iter(loader))
     iterator = iter(loader)
     with pytest.raises(ValueError, match=r"field 'workers\.0': the epoch before was broken off"):
-        resumed(DataLoader(kind(9), 2, num_workers=workers), loader.state_dict())
+        resumed(StatefulDataLoader(kind(9), 2, num_workers=workers), loader.state_dict())
     for _ in range(workers + 1):
         next(iterator)
-    resumed(DataLoader(kind(9), 2, num_workers=workers), loader.state_dict())
+    resumed(StatefulDataLoader(kind(9), 2, num_workers=workers), loader.state_dict())
     loader.close()
+
+
+PLAIN: dict[str, Any] = {"schedule": "round_robin", "num_workers": 2}
 
 
 class FailsFirst(IterableDataset):  # type: ignore[type-arg]
@@ -514,16 +524,16 @@ class FailsFirst(IterableDataset):  # type: ignore[type-arg]
 
 
 def test_a_worker_without_a_state_and_batches_is_known_after_the_first_batch_of_another() -> None:
-    loader = DataLoader(FailsFirst(), 2, num_workers=2, persistent_workers=True)
+    loader = StatefulDataLoader(FailsFirst(), 2, **PLAIN, persistent_workers=True)
     next(iter(loader))
     iterator = iter(loader)
     with pytest.raises(OSError, match="not there"):
         next(iterator)
     with pytest.raises(ValueError, match=r"field 'workers\.0': the epoch before was broken off"):
-        resumed(DataLoader(FailsFirst(), 2, num_workers=2), loader.state_dict())
+        resumed(StatefulDataLoader(FailsFirst(), 2, **PLAIN), loader.state_dict())
     assert next(iterator).tolist() == [1, 2]
     for _ in range(2):  # in the epoch, and after it
-        resumed(DataLoader(FailsFirst(), 2, num_workers=2), loader.state_dict())
+        resumed(StatefulDataLoader(FailsFirst(), 2, **PLAIN), loader.state_dict())
         list(iterator)
     loader.close()
 
@@ -547,15 +557,18 @@ def test_workers_that_live_on_begin_from_what_was_loaded(kind: Any) -> None:
     first.close()
 
 
-def test_while_an_epoch_begins_the_state_is_that_of_before() -> None:
-    class AsksAtFirst(IterableDataset):  # type: ignore[type-arg]
-        def __iter__(self) -> Any:
-            states.append(loader.state_dict())
+def test_inside_of_iter_a_signal_handler_gets_an_error_and_another_thread_waits() -> None:
+    class Asks(IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[int]:
+            thread.start()
+            with pytest.raises(RuntimeError, match=r"inside of iter\(\): call it after"):
+                loader.state_dict()
+            assert not states
             return iter(range(3))
 
     states: list[Any] = []
-    loader: DataLoader[Any] = DataLoader(AsksAtFirst(), generator=torch.Generator())
-    for _ in range(2):
-        before = loader.state_dict()
-        assert len(list(loader)) == 3
-        assert states.pop() == before
+    loader: StatefulDataLoader[Any] = StatefulDataLoader(Asks(), generator=torch.Generator())
+    thread = threading.Thread(target=lambda: states.append(loader.state_dict()))
+    assert len(list(loader)) == 3
+    thread.join()
+    assert len(states) == 1

@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import DataLoader as TorchLoader
 
-from fastq_loader import DataLoader
+from fastq_loader import DataLoader, StatefulDataLoader
 from tests.support.thorough import thorough
 
 pytestmark = pytest.mark.processes
@@ -322,7 +322,7 @@ def test_the_same_batches_and_no_more_looks_than_torchs(
 
 
 def test_a_state_asks_the_dataset_for_its_length_and_an_epoch_does_not() -> None:
-    loader = DataLoader(Plain(Numbers()), 2)  # type: ignore[var-annotated, arg-type]
+    loader = StatefulDataLoader(Plain(Numbers()), 2)  # type: ignore[var-annotated, arg-type]
     assert loader.state_dict()["dataset_length"] == N
     iterator = iter(loader)
     next(iterator)
@@ -344,7 +344,7 @@ class Table(Numbers):
 def test_the_state_of_a_dataset_with_indices_is_read_when_the_loaders_is_and_never_for_a_batch(
     workers: int,
 ) -> None:
-    loader = DataLoader(Table(), 2, num_workers=workers)  # type: ignore[var-annotated, arg-type]
+    loader = StatefulDataLoader(Table(), 2, num_workers=workers)  # type: ignore[var-annotated, arg-type]
     looks = seen(lambda: iterated(loader))[1]
     assert not [name for name in looks if "state_dict" in name]
     state, looks = seen(loader.state_dict)

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import dataloader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from fastq_loader.extras.resume.text import dump
 from fastq_loader.reading import generators
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
@@ -61,9 +62,7 @@ def collector_off() -> Iterator[None]:
 def generator_states(*roots: Any) -> list[str]:
     """States of the three shared generators, and of those that the objects hold, to be compared."""
     own, _ = generators.find({str(number): root for number, root in enumerate(roots)})
-    return [
-        generators.dump(generators.state_of(each)) for each in (*generators.GLOBAL.values(), *own.values())
-    ]
+    return [dump(generators.state_of(each)) for each in (*generators.GLOBAL.values(), *own.values())]
 
 
 class Wrapped:

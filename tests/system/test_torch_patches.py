@@ -61,7 +61,7 @@ def test_arguments_that_torch_lacks_act_and_the_hint_names_the_patch_that_does_n
 
 def test_a_loaded_state_acts_and_then_torchs_iterators_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastq_loader.options._told", set())
-    loader = DataLoader(range(8), 2)
+    loader = fastq_loader.StatefulDataLoader(range(8), 2, schedule="round_robin")
     next(iter(loader))
     state = loader.state_dict()
     monkeypatch.setattr(_BaseDataLoaderIter, "__len__", lambda self: 77)

@@ -84,7 +84,12 @@ def _keeping(function: Callable[..., Any]) -> Callable[..., Any]:
         inner = getattr(dataloader, "base_dataloader", dataloader)
         if not isinstance(inner, DataLoader):
             return function(dataloader, *args, **options)
-        stateful = options.pop("use_stateful_dataloader", False)  # ours needs no other class for that
+        stateful = options.pop("use_stateful_dataloader", False)
+        if stateful and not isinstance(inner, resources.Resumable):
+            raise TypeError(
+                f"use_stateful_dataloader=True needs a fastq_loader.StatefulDataLoader, and this is a "
+                f"{type(inner).__name__}"
+            )
         token = _given.set(inner)
         try:
             made = function(dataloader, *args, **options)

@@ -22,9 +22,9 @@ from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.device.copies import Copy
 from fastq_loader.device.staging import CapturedCall, DeviceSession
 from fastq_loader.epoch import resources
-from fastq_loader.epoch.state import state_of
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.extras.prefetcher.staging import AheadStaging
+from fastq_loader.extras.resume.state import state_of
 from fastq_loader.statistics.snapshots import StagingStatistics
 from fastq_loader.system.torch_names import untraced
 
@@ -251,6 +251,8 @@ class _PrefetchIterator(Iterator[Any]):
         raised when the state is requested."""
         loader, record = self._loader, self._record
         if hasattr(record, "position"):
+            if not hasattr(loader, "state_dict"):
+                return dict, record.position
             return partial(_again, CapturedCall(partial(state_of, loader), record)), record.position
         if isinstance(loader, resources.Owner) or not hasattr(loader, "state_dict"):  # ours, without a record
             return None

@@ -34,18 +34,18 @@ class preemption:
     before are called as well, and are restored when the context ends.
 
     Args:
-        loaders: the loaders whose workers survive; a `Prefetcher` stands for its loader.
+        loaders: the loaders whose workers survive: each a `StatefulDataLoader`, or a `Prefetcher` of one.
         signals: the signals that announce the termination.
 
     Attributes:
         signal: the first signal that was received, or None.
 
     Raises:
-        TypeError: an argument is not a loader of this package.
+        TypeError: an argument is not a `StatefulDataLoader`.
         ValueError: a signal cannot be handled, or this is not the main thread, on which handlers run; raised
             when the context begins.
 
-    >>> loader = DataLoader(range(8), 2)
+    >>> loader = StatefulDataLoader(range(8), 2)
     >>> with preemption(loader) as preempted:
     ...     for batch in loader:
     ...         if batch[0] == 4:
@@ -60,8 +60,11 @@ class preemption:
         self.signal: int | None = None
         self._loaders = [getattr(loader, "loader", loader) for loader in loaders]
         for loader in self._loaders:
-            if not isinstance(loader, resources.Owner):
-                raise TypeError(f"preemption({loader!r:.80}): it is no fastq_loader.DataLoader or Prefetcher")
+            if not isinstance(loader, resources.Resumable):
+                raise TypeError(
+                    f"preemption({loader!r:.80}): it has no state_dict() to be saved with; make the loader a "
+                    "fastq_loader.StatefulDataLoader"
+                )
         self._signals = tuple(dict.fromkeys(signals))
         self._entered = 0  # depth: only the outermost context installs handlers
         self._before: dict[int, Any] = {}

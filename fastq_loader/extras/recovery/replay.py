@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from fastq_loader import options
-from fastq_loader.epoch import resources, samplers, saved
+from fastq_loader.epoch import resources, samplers
 from fastq_loader.epoch.fields import EpochSnapshot, Saved
 from fastq_loader.epoch.record import EpochRecord
 from fastq_loader.errors import is_int, warn_user
 from fastq_loader.extras.bad_samples.policies import Tolerance
+from fastq_loader.extras.resume import saved
 from fastq_loader.reading import generators
 from fastq_loader.scheduling.progress import Progress
 
@@ -30,6 +31,8 @@ def replay(loader: Any, batch: int, epoch: int | None, state: Mapping[str, Any] 
         raise TypeError("replay() needs a map-style dataset: an iterable one is read from its beginning")
     if not is_int(batch) or batch < 0:
         raise ValueError(f"batch={batch!r} must be the number of a batch, 0 or more")
+    if not (state is None or isinstance(loader, resources.Resumable)):
+        raise TypeError(f"replay(state=) needs a StatefulDataLoader, and this is a {type(loader).__name__}")
     again = _alone(loader)
     begun = _remembered(loader, epoch) if state is None else _of_state(state, again, epoch)
     asked = samplers.asked_sampler(again._index_sampler) is not None
@@ -81,7 +84,10 @@ def _remembered(loader: Any, epoch: int | None) -> Saved:
             f"({', '.join(map(str, records))}): pass a state= that was saved in it"
         )
     if record.order.traits.asked is not None:
-        raise ValueError("the sampler has state_dict(): pass a state= that was saved before the batch")
+        raise ValueError(
+            "the sampler has state_dict(): use a StatefulDataLoader, and pass a state= that it saved before "
+            "the batch"
+        )
     drawn, exhausted, _, digest = record.order.drawn
     start = replace(record.start, shared_seed=None)
     return Saved({}, start, EpochSnapshot(drawn=drawn, exhausted=exhausted, digest=digest))

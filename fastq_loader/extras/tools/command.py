@@ -29,9 +29,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fastq_loader.errors import shorten
+from fastq_loader.extras.resume.stateful_dataloader import StatefulDataLoader
 from fastq_loader.extras.tools import comparing, doctor
 from fastq_loader.extras.tools.tuning import checked, tune
-from fastq_loader.loader import DataLoader
 from fastq_loader.system.terminal import printable
 
 
@@ -109,9 +109,9 @@ def _compare(loader: Any, **arguments: Any) -> int:
 
 
 def _replay(loader: Any, state: str, batch: int, pdb: bool, save: str | None) -> int:
-    if not isinstance(loader, DataLoader):
+    if not isinstance(loader, StatefulDataLoader):
         kind = type(loader)
-        raise WrongUse(f"this is a {kind.__module__}.{kind.__name__}, not a fastq_loader.DataLoader")
+        raise WrongUse(f"this is a {kind.__module__}.{kind.__name__}, not a fastq_loader.StatefulDataLoader")
     read = _read_state(state)
     if not read:
         raise WrongUse(f"STATE {state!r} is empty: save the result of state_dict() in mid-epoch")

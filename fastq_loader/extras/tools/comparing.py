@@ -27,6 +27,7 @@ from torch.utils.data import _DatasetKind
 from fastq_loader import options
 from fastq_loader.epoch import resources
 from fastq_loader.errors import check_seconds, is_int
+from fastq_loader.extras.resume.text import dump
 from fastq_loader.extras.tools import trials
 from fastq_loader.extras.tools.leaves import Leaf, difference, digest, leaves
 from fastq_loader.loader import DataLoader
@@ -343,7 +344,7 @@ class _LoaderRun(trials.Task):
     def _states(self) -> dict[str, str]:
         own = {"generator": self.loader.generator, "sampler": self.loader._index_sampler}
         found = {**generators.GLOBAL, **generators.find(own, but=[self.loader.dataset])[0]}
-        texts = {name: generators.dump(generators.state_of(each)) for name, each in found.items()}
+        texts = {name: dump(generators.state_of(each)) for name, each in found.items()}
         return {name: blake2b(text.encode(), digest_size=8).hexdigest() for name, text in texts.items()}
 
     def result(self) -> PassResult:

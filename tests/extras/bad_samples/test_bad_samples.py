@@ -28,6 +28,7 @@ from fastq_loader import (
     Replace,
     RoundRobin,
     Skip,
+    StatefulDataLoader,
     ToDevice,
 )
 from fastq_loader.extras.prefetcher.prefetcher import Prefetcher
@@ -155,10 +156,10 @@ def test_a_drawn_loader_gives_what_it_gives_without_workers(seed: int, tmp_path:
     if not expected[0]:
         return
     stop = random.Random(seed).randrange(len(expected[0])) + 1
-    with DataLoader(**shared, **own) as loader:
+    with StatefulDataLoader(**shared, **own) as loader:
         first = epochs(loader, stop=stop)[0]
         state = json.loads(json.dumps(loader.state_dict()))
-    with DataLoader(**shared, **{**own, "in_order": True}) as again:
+    with StatefulDataLoader(**shared, **{**own, "in_order": True}) as again:
         again.load_state_dict(state)
         assert again.state_dict()["rest"] == state["rest"], what
         whole = first + [values(batch) for batch in again]
@@ -240,7 +241,7 @@ def test_the_first_one_is_warned_of_once_and_as_an_error_costs_no_batch(workers:
 def test_a_stream_is_left_out_of_and_goes_on_where_it_stood(options: Any) -> None:
     lines = FaultyStream("tensors", (15, 15))
     for own in ({}, {**options, "num_workers": 2}):
-        with DataLoader(lines, 4, errors=Skip(), **own) as loader:
+        with StatefulDataLoader(lines, 4, errors=Skip(), **own) as loader:
             batches = [values(batch) for batch in loader]
             found = sorted(number for batch in batches for number in batch)
             assert found == [n for n in (*range(15), *range(1000, 1015)) if n % 3 != 2]
@@ -248,7 +249,7 @@ def test_a_stream_is_left_out_of_and_goes_on_where_it_stood(options: Any) -> Non
             state: Any = None
             for _ in islice(loader, 3):
                 state = json.loads(json.dumps(loader.state_dict()))
-        with DataLoader(lines, 4, errors=Skip(), **own) as again:
+        with StatefulDataLoader(lines, 4, errors=Skip(), **own) as again:
             again.load_state_dict(state)
             with pytest.warns(UserWarning, match="read again"):
                 assert [values(batch) for batch in again] == batches[3:]
@@ -260,7 +261,7 @@ def test_a_stream_is_left_out_of_and_goes_on_where_it_stood(options: Any) -> Non
 def test_batches_without_any_sample_are_left_out_also_around_a_resume(workers: int) -> None:
     def make() -> Any:
         bad = frozenset([*range(4, 12), *range(20, 24)])
-        return DataLoader(Stateful(24, bad), 4, errors=Skip(limit=None), num_workers=workers)
+        return StatefulDataLoader(Stateful(24, bad), 4, errors=Skip(limit=None), num_workers=workers)
 
     loader = make()
     assert len(list(loader)) == 3
@@ -323,7 +324,7 @@ def test_a_batch_that_is_left_out_passes_pinning_prefetching_and_a_device(
                 assert bool(traces.of(events, "X", "leave out")) == (workers > 0)
                 assert len(noted(loader)) == 10
                 str(loader.diagnose())
-        loader = DataLoader(Files(20, bad), 4, **arguments)
+        loader = StatefulDataLoader(Files(20, bad), 4, **arguments)
         with loader, Prefetcher(loader, "cuda") as ahead:
             assert values(next(iter(ahead))) == expected[0]
             assert '"total": 1' in ahead.state_dict()["rest"]

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from fastq_loader import DataLoader, Dynamic, NotCached, Replace, Skip, cached, compare
+from fastq_loader import DataLoader, Dynamic, NotCached, Replace, Skip, StatefulDataLoader, cached, compare
 from fastq_loader.images import DecodeImages, Encoded, EncodedBatch, encoded
 from tests.support.photographs import file_of, photograph
 from tests.support.thorough import thorough
@@ -134,9 +134,11 @@ def test_no_library_takes_a_batch_apart() -> None:
 SHUFFLED = {"shuffle": True, "batch_size": 5}
 
 
-def seeded(dataset: Any, **options: Any) -> DataLoader[Any]:
+def seeded(dataset: Any, **options: Any) -> StatefulDataLoader[Any]:
     torch.manual_seed(5)
-    return DataLoader(dataset, **{**SHUFFLED, "generator": torch.Generator().manual_seed(3), **options})
+    return StatefulDataLoader(
+        dataset, **{**SHUFFLED, "generator": torch.Generator().manual_seed(3), **options}
+    )
 
 
 @thorough(after=4)

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from fastq_loader import DataLoader, IteratorInvalid, Prefetcher, ToDevice
+from fastq_loader import DataLoader, IteratorInvalid, Prefetcher, StatefulDataLoader, ToDevice
 from fastq_loader.device import staging
 from fastq_loader.extras.prefetcher import prefetcher
 from tests.support import thorough
@@ -419,10 +419,10 @@ def number(index: int) -> torch.Tensor:
     return torch.tensor(index)
 
 
-def loader_of(workers: int, schedule: str) -> DataLoader[Any]:
+def loader_of(workers: int, schedule: str) -> StatefulDataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
     options: Any = {"generator": generator, "shuffle": True, "schedule": schedule, "collate_fn": identity}
-    return DataLoader(Made(number, LENGTH), None, num_workers=workers, **options)
+    return StatefulDataLoader(Made(number, LENGTH), None, num_workers=workers, **options)
 
 
 def read(batches: Iterator[Any], most: int = LENGTH + 1) -> list[Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, DistributedSampler
 
-from fastq_loader import DataLoader, PermutationSampler, Replace, Skip
+from fastq_loader import PermutationSampler, Replace, Skip, StatefulDataLoader
 from fastq_loader.extras.tools.command import main
 from tests.support.datasets import Stream
 from tests.support.loaders import generator_states
@@ -43,7 +43,7 @@ class Drawn(Dataset[Any]):
         return index, torch.rand(2), random.random(), np.random.rand()
 
 
-def make(kind: str, workers: int, **options: Any) -> DataLoader[Any]:
+def make(kind: str, workers: int, **options: Any) -> StatefulDataLoader[Any]:
     dataset = options.pop("dataset", Drawn())
     order: dict[str, Any] = {
         "sequential": {},
@@ -52,10 +52,12 @@ def make(kind: str, workers: int, **options: Any) -> DataLoader[Any]:
         "distributed": {"sampler": DistributedSampler(dataset, 2, 0, seed=5)},
         "permutation": {"sampler": PermutationSampler(ITEMS, 4)},
     }[kind]
-    return DataLoader(dataset, SIZE, num_workers=workers, **{"schedule": "dynamic", **order, **options})
+    return StatefulDataLoader(
+        dataset, SIZE, num_workers=workers, **{"schedule": "dynamic", **order, **options}
+    )
 
 
-def run(loader: DataLoader[Any]) -> tuple[dict[tuple[int, int], Any], dict[int, dict[str, Any]]]:
+def run(loader: StatefulDataLoader[Any]) -> tuple[dict[tuple[int, int], Any], dict[int, dict[str, Any]]]:
     """The batches of all epochs, and a state of the middle of each."""
     batches, states = {}, {}
     for epoch in range(EPOCHS):
@@ -124,15 +126,15 @@ def test_what_cannot_be_replayed_says_why() -> None:
         with pytest.raises(error, match=text):
             loader.replay(*arguments)
     with pytest.raises(TypeError, match="needs a map-style dataset"):
-        DataLoader(Stream("drawn", [3])).replay(0)
-    said: DataLoader[Any] = DataLoader(Drawn(), SIZE, sampler=Says(ITEMS), schedule="dynamic")
+        StatefulDataLoader(Stream("drawn", [3])).replay(0)
+    said: StatefulDataLoader[Any] = StatefulDataLoader(Drawn(), SIZE, sampler=Says(ITEMS), schedule="dynamic")
     batches = {number: (batch, said.state_dict()) for number, batch in enumerate(said)}
     assert same(said.replay(5, state=batches[2][1]), batches[5][0])
     with pytest.raises(ValueError, match="this state was saved after batch 4"):
         said.replay(3, state=batches[4][1])
 
 
-def loader_of_the_shell() -> DataLoader[Any]:
+def loader_of_the_shell() -> StatefulDataLoader[Any]:
     torch.manual_seed(0)
     return make("shuffle", 2)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastq_loader import DataLoader
+from fastq_loader import DataLoader, StatefulDataLoader
 from fastq_loader.extras.insight.verdict import Diagnosis
 from fastq_loader.extras.tools import command, doctor
 from fastq_loader.extras.tools.command import WrongUse, find, main
@@ -195,7 +195,7 @@ class Größe(Made):
 
 
 def large() -> Any:
-    return DataLoader(Größe(float, 8), 4)
+    return StatefulDataLoader(Größe(float, 8), 4, schedule="round_robin")
 
 
 def refused() -> Any:

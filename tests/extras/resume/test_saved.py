@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 
-from fastq_loader import DataLoader, PermutationSampler, WeightedSampler
+from fastq_loader import PermutationSampler, StatefulDataLoader, WeightedSampler
 from fastq_loader.reading import generators
 from tests.support.datasets import MapDataset, Stream
 
 
-def loader(length: int = 20, batch_size: int = 4, seed: int = 0, **keywords: Any) -> DataLoader[Any]:
+def loader(length: int = 20, batch_size: int = 4, seed: int = 0, **keywords: Any) -> StatefulDataLoader[Any]:
     keywords = {"shuffle": True, "generator": torch.Generator().manual_seed(seed), **keywords}
-    return DataLoader(MapDataset("tensors", length), batch_size, **keywords)
+    return StatefulDataLoader(MapDataset("tensors", length), batch_size, **keywords)
 
 
-def state(of: DataLoader[Any] | None = None) -> dict[str, Any]:
+def state(of: StatefulDataLoader[Any] | None = None) -> dict[str, Any]:
     of = loader() if of is None else of  # a loader of a stream has no length to be true by
     next(iter(of))
     return of.state_dict()
@@ -73,7 +73,7 @@ def test_what_is_wrong_with_a_state_is_named_and_nothing_is_taken(make: Any, tex
     assert len(list(other)) == 5
 
 
-OTHERS: dict[str, tuple[DataLoader[Any], Any, Any]] = {
+OTHERS: dict[str, tuple[StatefulDataLoader[Any], Any, Any]] = {
     "dataset_length": (loader(length=21), 20, 21),
     "batch_size": (loader(batch_size=5), 4, 5),
     "sampler": (loader(shuffle=False), "BatchSampler/RandomSampler", "BatchSampler/SequentialSampler"),
@@ -136,10 +136,10 @@ class Says(Stream):
 
 @pytest.mark.processes
 def test_an_iterable_dataset_goes_on_with_as_many_workers_and_refuses_others() -> None:
-    with DataLoader(Says("tensors", (5, 5)), 2, num_workers=2) as two:
+    with StatefulDataLoader(Says("tensors", (5, 5)), 2, num_workers=2) as two:
         told = state(two)
     with pytest.raises(ValueError, match="field 'num_workers': 2 was saved, and the loader has 0"):
-        DataLoader(Says("tensors", (5,)), 2).load_state_dict(told)
+        StatefulDataLoader(Says("tensors", (5,)), 2).load_state_dict(told)
 
 
 class Table(MapDataset):
@@ -149,7 +149,7 @@ class Table(MapDataset):
 
 
 def test_a_dataset_with_indices_has_a_state_in_both_loaders_or_in_none() -> None:
-    plain, stateful = (DataLoader(kind("tensors", 4), 2) for kind in (MapDataset, Table))
+    plain, stateful = (StatefulDataLoader(kind("tensors", 4), 2) for kind in (MapDataset, Table))
     for saved, other, has in ((plain, stateful, "the loader's"), (stateful, plain, "that was saved")):
         with pytest.raises(ValueError, match=rf"field 'dataset_state': only .*{has}.* state_dict"):
             other.load_state_dict(saved.state_dict())

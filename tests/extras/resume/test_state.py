@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Sampler
 
-from fastq_loader import DataLoader, PermutationSampler
+from fastq_loader import PermutationSampler, StatefulDataLoader
 from fastq_loader.epoch.fields import EpochStart, Saved
 from fastq_loader.epoch.record import EpochRecord, begin
 from fastq_loader.scheduling.progress import WorkerProgress
@@ -28,7 +28,7 @@ class Huge(MapDataset):
         super().__init__("tensors", 10**8)
 
 
-def stopped(loader: DataLoader[Any], batches: int) -> dict[str, Any]:
+def stopped(loader: StatefulDataLoader[Any], batches: int) -> dict[str, Any]:
     iterator = iter(loader)
     for _ in range(batches):
         next(iterator)
@@ -38,11 +38,11 @@ def stopped(loader: DataLoader[Any], batches: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: DataLoader(Huge(), 4, sampler=PermutationSampler(10**8, 3)),
-        lambda: DataLoader(Huge(), 4),
-        lambda: DataLoader(MapDataset("tensors", 5000), 4, shuffle=True),
-        lambda: DataLoader(MapDataset("tensors", 5000), 4, shuffle=True, generator=torch.Generator()),
-        lambda: DataLoader(Stream("tensors", (9,)), 4, schedule="dynamic"),
+        lambda: StatefulDataLoader(Huge(), 4, sampler=PermutationSampler(10**8, 3)),
+        lambda: StatefulDataLoader(Huge(), 4),
+        lambda: StatefulDataLoader(MapDataset("tensors", 5000), 4, shuffle=True),
+        lambda: StatefulDataLoader(MapDataset("tensors", 5000), 4, shuffle=True, generator=torch.Generator()),
+        lambda: StatefulDataLoader(Stream("tensors", (9,)), 4, schedule="dynamic"),
     ],
 )
 def test_a_state_is_small_and_goes_through_json_and_torch(make: Any) -> None:
@@ -59,7 +59,7 @@ def test_a_state_is_small_and_goes_through_json_and_torch(make: Any) -> None:
 @pytest.mark.processes
 def test_each_state_is_a_dict_of_its_own() -> None:
     given: dict[str, Any] = {"sampler": Says(20), "num_workers": 2, "persistent_workers": True}
-    loader = DataLoader(MapDataset("tensors", 20), 4, **given)
+    loader = StatefulDataLoader(MapDataset("tensors", 20), 4, **given)
     state = stopped(loader, 2)
     kept = json.dumps(state)
     assert len(state["_sampler_ahead"]) == 3
@@ -86,7 +86,7 @@ def test_a_dataset_that_cannot_say_where_it_stands_is_read_all_the_same(kind: An
         def load_state_dict(self, state: Any) -> None:
             raise AssertionError("nothing was saved")
 
-    loader = DataLoader(CannotSay("tensors", 4 if kind is MapDataset else (4,)), 2)
+    loader = StatefulDataLoader(CannotSay("tensors", 4 if kind is MapDataset else (4,)), 2)
     iterator = iter(loader)
     next(iterator)
     with pytest.raises(RuntimeError, match=r"the dataset.s state_dict.* cannot be used: .*(zero|local|lock)"):
@@ -112,7 +112,7 @@ class Slow(Sampler[int]):
 
 
 def test_a_state_from_the_middle_of_the_first_draw_begins_with_that_draw() -> None:
-    loader, other = (DataLoader(torch.arange(100), None, sampler=Slow()) for _ in range(2))
+    loader, other = (StatefulDataLoader(torch.arange(100), None, sampler=Slow()) for _ in range(2))
     batches: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: batches.extend(loader))
     thread.start()
@@ -126,7 +126,7 @@ def test_a_state_from_the_middle_of_the_first_draw_begins_with_that_draw() -> No
     assert list(other) == batches
 
 
-def resumed(of: DataLoader[Any], **fields: Any) -> EpochRecord:
+def resumed(of: StatefulDataLoader[Any], **fields: Any) -> EpochRecord:
     """An epoch that goes on from a state with these fields."""
     return begin(of, of._index_sampler, None, Saved({}, EpochStart(2, 20, True, 7), **fields))
 

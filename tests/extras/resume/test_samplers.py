@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DistributedSampler
 
-from fastq_loader import DataLoader, PermutationSampler
+from fastq_loader import PermutationSampler, StatefulDataLoader
 from fastq_loader.epoch.samplers import compared
 from tests.support.samplers import Users
 
@@ -28,14 +28,14 @@ class CountsEpochs(Users):
 
 
 def test_a_seed_that_counts_is_compared_as_it_was_when_the_epoch_began() -> None:
-    first = DataLoader(NUMBERS, sampler=CountsEpochs(N))
+    first = StatefulDataLoader(NUMBERS, sampler=CountsEpochs(N))
     iterator = iter(first)
     next(iterator)
-    second = DataLoader(NUMBERS, sampler=CountsEpochs(N))
+    second = StatefulDataLoader(NUMBERS, sampler=CountsEpochs(N))
     second.load_state_dict(first.state_dict())
     assert list(second) == list(iterator)
     with pytest.raises(ValueError, match="field 'seed': 1 was saved, and the loader has 0"):
-        DataLoader(NUMBERS, sampler=CountsEpochs(N)).load_state_dict(first.state_dict())
+        StatefulDataLoader(NUMBERS, sampler=CountsEpochs(N)).load_state_dict(first.state_dict())
     assert compared(first._index_sampler)["seed"] == 1
 
 
@@ -54,7 +54,7 @@ class Epochs(Users):
 @pytest.mark.parametrize("kind", [lambda: DistributedSampler(NUMBERS, 1, 0), lambda: PermutationSampler(N)])
 def test_epochs_are_set_again_where_it_is_known_what_that_means(kind: Callable[[], Any]) -> None:
     for make, found in ((kind, 4), (lambda: Epochs(N), 0)):
-        one, other = (DataLoader(NUMBERS, sampler=make()) for _ in range(2))
+        one, other = (StatefulDataLoader(NUMBERS, sampler=make()) for _ in range(2))
         one.sampler.set_epoch(4)  # type: ignore[attr-defined]
         iterator = iter(one)
         next(iterator)
@@ -70,7 +70,7 @@ def test_epochs_are_set_again_where_it_is_known_what_that_means(kind: Callable[[
 
 
 def test_the_epoch_set_between_two_epochs_is_in_the_state_of_the_second() -> None:
-    one, other = (DataLoader(NUMBERS, sampler=DistributedSampler(NUMBERS, 1, 0)) for _ in range(2))
+    one, other = (StatefulDataLoader(NUMBERS, sampler=DistributedSampler(NUMBERS, 1, 0)) for _ in range(2))
     for epoch in (1, 4):
         one.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         iterator = iter(one)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from fastq_loader import DataLoader
+from fastq_loader import StatefulDataLoader
 from fastq_loader.reading import generators
 from tests.end_to_end.test_resume import Stop, go_on, stop_at
 from tests.support.loaders import seed_all
@@ -42,9 +42,9 @@ class Numbers(Dataset):  # type: ignore[type-arg]
         return int(index[1] if isinstance(index, tuple) else index)
 
 
-def loader(kind: str, seed: int, batch_size: int | None, **more: Any) -> DataLoader[Any]:
+def loader(kind: str, seed: int, batch_size: int | None, **more: Any) -> StatefulDataLoader[Any]:
     given = arguments(kind, N, torch.Generator().manual_seed(seed), batch_size=batch_size, **more)
-    return DataLoader(Numbers(), collate_fn=np.array, **given)
+    return StatefulDataLoader(Numbers(), collate_fn=np.array, **given)
 
 
 def batches(iterator: Iterator[Any]) -> Iterator[Any]:
@@ -58,11 +58,11 @@ def batches(iterator: Iterator[Any]) -> Iterator[Any]:
             return
 
 
-def state(of: DataLoader[Any]) -> str:
+def state(of: StatefulDataLoader[Any]) -> str:
     return json.dumps(of.state_dict())
 
 
-def run(make: Callable[[int], DataLoader[Any]]) -> tuple[list[list[Any]], list[Stop]]:
+def run(make: Callable[[int], StatefulDataLoader[Any]]) -> tuple[list[list[Any]], list[Stop]]:
     """The batches of three epochs, and a stop before, after and between all of them."""
     seed_all(0, 1, 2)
     first, whole = make(1), list[list[Any]]()
@@ -76,7 +76,9 @@ def run(make: Callable[[int], DataLoader[Any]]) -> tuple[list[list[Any]], list[S
     return whole, stops[:-1]
 
 
-def assert_goes_on(make: Callable[[int], DataLoader[Any]], whole: list[list[Any]], stop: Stop) -> None:
+def assert_goes_on(
+    make: Callable[[int], StatefulDataLoader[Any]], whole: list[list[Any]], stop: Stop
+) -> None:
     """With the order of the run without a stop, and with two more; what the user draws is what it was."""
     epoch, at, _ = stop.position
     rest: list[Any] = [[] for _ in range(epoch, 3)]
@@ -109,7 +111,7 @@ ALIKE = [
 @pytest.mark.parametrize("kind", ZOO)
 @pytest.mark.parametrize("batch_size", [3, None])
 def test_a_sampler_goes_on_from_anywhere(kind: str, batch_size: int | None) -> None:
-    def make(seed: int) -> DataLoader[Any]:
+    def make(seed: int) -> StatefulDataLoader[Any]:
         return loader(kind, seed, batch_size)
 
     whole, stops = run(make)
@@ -121,7 +123,7 @@ def test_a_sampler_goes_on_from_anywhere(kind: str, batch_size: int | None) -> N
 @thorough(after=1)
 @pytest.mark.parametrize("kind", ASKED)
 def test_a_sampler_that_says_where_it_stands_may_be_read_ahead_by_workers(kind: str) -> None:
-    def make(seed: int) -> DataLoader[Any]:
+    def make(seed: int) -> StatefulDataLoader[Any]:
         return loader(kind, seed, 3, schedule="dynamic", num_workers=2, persistent_workers=True)
 
     whole, stops = run(make)
@@ -148,8 +150,8 @@ class SaysAndRaises(Users):
 @thorough()
 @pytest.mark.parametrize("at", [5, 4, 6])
 def test_an_error_of_a_sampler_that_was_drawn_and_not_handed_out_keeps_its_place(at: int) -> None:
-    def make(seed: int) -> DataLoader[Any]:
-        return DataLoader(Numbers(), None, sampler=SaysAndRaises(N), num_workers=2, prefetch_factor=4)
+    def make(seed: int) -> StatefulDataLoader[Any]:
+        return StatefulDataLoader(Numbers(), None, sampler=SaysAndRaises(N), num_workers=2, prefetch_factor=4)
 
     whole, stops = run(make)
     assert whole[0] == [*range(5), "error", *range(6, N)]
@@ -171,8 +173,10 @@ class SaysTuples(Says):
     ],
 )
 def test_so_do_errors_of_a_sampler_lists_that_it_writes_again_and_indices_of_other_kinds(given: Any) -> None:
-    def make(seed: int) -> DataLoader[Any]:
-        return DataLoader(Numbers(), collate_fn=np.array if "batch_sampler" in given() else int, **given())
+    def make(seed: int) -> StatefulDataLoader[Any]:
+        return StatefulDataLoader(
+            Numbers(), collate_fn=np.array if "batch_sampler" in given() else int, **given()
+        )
 
     whole, stops = run(make)
     for stop in stops:
@@ -227,7 +231,7 @@ def test_an_order_that_does_not_come_back_is_an_error(
     kind: Any, batch_size: int | None, given_out: int, workers: int
 ) -> None:
     first, second = (
-        DataLoader(Numbers(), batch_size, sampler=kind(N), num_workers=workers) for _ in range(2)
+        StatefulDataLoader(Numbers(), batch_size, sampler=kind(N), num_workers=workers) for _ in range(2)
     )
     for _ in range(2):  # what is drawn in the first epoch is what is drawn the first time
         iterator = iter(first)
@@ -245,7 +249,7 @@ def test_an_order_that_does_not_come_back_is_an_error(
 
 
 def test_a_sampler_that_has_become_shorter_is_an_error() -> None:
-    first, second = (DataLoader(Numbers(), None, sampler=range(n)) for n in (10, 5))
+    first, second = (StatefulDataLoader(Numbers(), None, sampler=range(n)) for n in (10, 5))
     iterator = iter(first)
     for _ in range(7):
         next(iterator)
@@ -260,12 +264,12 @@ class CannotSay(Says):
 
 
 def test_a_sampler_that_cannot_say_where_it_stands_is_iterated_all_the_same() -> None:
-    one = DataLoader(Numbers(), sampler=CannotSay(N))
+    one = StatefulDataLoader(Numbers(), sampler=CannotSay(N))
     iterator = iter(one)
     next(iterator)
     with pytest.raises(RuntimeError, match="not yet"):
         one.state_dict()
     assert len(list(iterator)) == N - 1
-    around = DataLoader(Numbers(), batch_sampler=ReadsAhead(CannotSay(N)))
+    around = StatefulDataLoader(Numbers(), batch_sampler=ReadsAhead(CannotSay(N)))
     next(iter(around))
     around.state_dict()  # of one that others read ahead of nobody asks

@@ -10,20 +10,18 @@ keys are torchdata's (`StatefulDataLoader`), because Accelerate reads and edits 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 from zlib import crc32
 
 from fastq_loader import options
 from fastq_loader.epoch import resources, samplers
 from fastq_loader.epoch.fields import EpochSnapshot, EpochStart, Position
-from fastq_loader.epoch.order import Drawn
 from fastq_loader.epoch.record import EpochRecord
+from fastq_loader.extras.resume import text
 from fastq_loader.options import Loader
 from fastq_loader.reading import generators, position
 from fastq_loader.scheduling.progress import START, Progress
@@ -37,15 +35,15 @@ VERSION = 4
 LIBRARY = "fastq_loader"
 
 
-def unpack(text: Any, checksum: Any) -> tuple[EpochStart, EpochSnapshot]:
-    """Decode the text `rest` of a state.
+def unpack(rest: Any, checksum: Any) -> tuple[EpochStart, EpochSnapshot]:
+    """Decode the `rest` of a state.
 
     Raises:
         ValueError: it is damaged.
     """
-    if type(text) is not str or checksum != crc32(text.encode()):
+    if type(rest) is not str or checksum != crc32(rest.encode()):
         raise ValueError("field 'rest' is damaged, or was changed: its checksum differs")
-    start, now = generators.load(text)
+    start, now = text.load(rest)
     return EpochStart(**start), EpochSnapshot(**now)
 
 
@@ -94,58 +92,35 @@ def _state_of_dataset(loader: Loader) -> dict[str, Any]:
 
 
 def now(loader: Loader) -> dict[str, Any]:
-    """Return the state of a loader. May be called on any thread, and in a signal handler."""
+    """Return the state of a loader. May be called on any thread, and in a signal handler.
+
+    Raises:
+        RuntimeError: called while `iter()` runs, by a signal handler or by user code.
+    """
     mine = resources.of(loader)
-    while True:  # once, unless another thread begins an epoch meanwhile
-        held, place = mine.held, mine.place
-        if held is None and place == (None, None):
-            mine.shared = mine.shared or _shared(loader)
-        state = _of_place(loader) if held is None else held()
-        if mine.held is held and mine.place is place:
-            asked = {} if "dataset_length" in state else {**_length(loader), **_state_of_dataset(loader)}
-            return {**state, **asked}
+    with mine.lock:
+        if mine.beginning:
+            raise RuntimeError("state_dict() was called inside of iter(): call it after iter() has returned")
+        record, loaded = mine.place
+        if loaded is not None:
+            state = copy.deepcopy(loaded.state)
+        elif record is None or record.shown is None:
+            state = state_of(loader, record)
+        else:
+            state = record.shown[0]()
+    asked = {} if "dataset_length" in state else {**_length(loader), **_state_of_dataset(loader)}
+    return {**state, **asked}
 
 
 def begun(loader: Loader, begin: Callable[[], T]) -> T:
-    """Begin an epoch. Meanwhile the loader's state is the previous one. If a state was requested before the
-    first epoch, this epoch draws as it would have drawn at that time."""
+    """Begin an epoch, while other threads wait for the state."""
     mine = resources.of(loader)
-    try:
-        mine.held = _hold(loader, mine)
-    except Exception:  # raised by user code; `now` raises it again
-        mine.held = None
-    try:
-        with generators.as_at(mine.shared):
-            iterator = begin()
-        mine.shared = {}
-        return iterator
-    finally:
-        mine.held = None
-
-
-def _hold(loader: Loader, mine: resources.Resources) -> Callable[[], dict[str, Any]]:
-    """Return a function that returns the current state while an epoch begins. It is rarely called, so the
-    parts that cannot change are read only in the call."""
-    record, loaded = mine.place
-    if record and not (loaded or record.shown) and record.order.progress.over and record.order.traits.still:
-        return partial(_between_epochs, loader, record, record.order.drawn_now())
-    state = _of_place(loader)
-    return lambda: copy.deepcopy(state)
-
-
-def _of_place(loader: Loader) -> dict[str, Any]:
-    record, loaded = resources.of(loader).place
-    if loaded is not None:
-        return copy.deepcopy(loaded.state)
-    return state_of(loader, record) if record is None or record.shown is None else record.shown[0]()
-
-
-def _shared(loader: Loader) -> dict[str, Any]:
-    """States of the shared generators that an epoch draws from when it begins."""
-    names = set(samplers.shared_generators(loader._index_sampler))
-    if loader.generator is None:
-        names.add("torch")
-    return {name: generators.state_of(generators.GLOBAL[name]) for name in names}
+    with mine.lock:
+        mine.beginning = True
+        try:
+            return begin()
+        finally:
+            mine.beginning = False
 
 
 def state_of(loader: Loader, record: EpochRecord | None) -> dict[str, Any]:
@@ -158,7 +133,7 @@ def state_of(loader: Loader, record: EpochRecord | None) -> dict[str, Any]:
     constant = record.constant
     if constant is None:
         start = record.start if drawn[0] else replace(record.start, first=first)
-        constant = {**_described(loader), **order.traits.compared}, generators.dump(vars(start))
+        constant = {**_described(loader), **order.traits.compared}, text.dump(vars(start))
         record.constant = constant if drawn[0] else None
     now = EpochSnapshot(
         generators=drawn[2],
@@ -173,28 +148,22 @@ def state_of(loader: Loader, record: EpochRecord | None) -> dict[str, Any]:
     return {**_whole(constant, progress, now, workers, record), **_said(place), "_sampler_ahead": ahead}
 
 
-def _between_epochs(loader: Loader, record: EpochRecord | None, drawn: Drawn | None = None) -> dict[str, Any]:
-    """The state of a loader whose newest epoch is over, or that had none.
-
-    Args:
-        loader, record: see `state_of`.
-        drawn: the `drawn_now()` of the record's order at the moment to be saved; None for now.
-    """
+def _between_epochs(loader: Loader, record: EpochRecord | None) -> dict[str, Any]:
+    """The state of a loader whose newest epoch is over, or that had none."""
     sampler = loader._index_sampler
     if record is None:
         own = samplers.own_generators(sampler, loader.generator, loader.dataset)
-        states, workers, progress = generators.states_of(own), _before_first(loader), START
+        states, workers, progress = generators.states_of(own), list[Any](), START
         before, at = EpochStart(), Position()
     else:
-        states, progress = (drawn or record.order.drawn_now())[2], record.order.progress
+        states, progress = record.order.drawn_now()[2], record.order.progress
         workers = [_worker(*worker) for worker in progress.workers if record.persistent]
         before, at = record.start, record.position
     start = EpochStart(
         *(at.epoch, at.batches, False, before.base_seed, before.shared_seed, before.lives_on),
         epochs=samplers.epochs(sampler),
-        shared=resources.of(loader).shared,
     )
-    constant = _described(loader), generators.dump(vars(start))
+    constant = _described(loader), text.dump(vars(start))
     asked = samplers.stateful_sampler(sampler)
     place = {} if asked is None else copy.deepcopy(position.place_of(asked, None))
     return {**_whole(constant, progress, EpochSnapshot(states), workers, record), **_said(place)}
@@ -210,7 +179,7 @@ def _whole(
     fields, start = constant
     bad = {} if record is None or record.bad_samples is None else record.bad_samples.state()
     own = {**vars(now), "workers": [(count, state) for count, state, _ in workers], "bad_samples": bad}
-    rest = f"[{start}, {generators.dump(own)}]"
+    rest = f"[{start}, {text.dump(own)}]"
     return {
         "library": LIBRARY,
         "version": VERSION,
@@ -227,16 +196,6 @@ def _whole(
 def _said(place: dict[str, Any]) -> dict[str, Any]:
     """The states of a sampler and its iterator, under torchdata's names."""
     return {"_index_sampler_state": place.get("dataset"), "_sampler_iter_state": place.get("iterator")}
-
-
-def _before_first(loader: Loader) -> list[Any]:
-    """Without workers, an iterable dataset's state before the first epoch, if it has one without an
-    iterator."""
-    with contextlib.suppress(Exception):  # raised by user code, which may succeed later
-        reads_here = loader.num_workers == 0 and options.is_iterable(loader)
-        if reads_here and (place := position.place_of(loader.dataset, None)):
-            return [(0, {}, copy.deepcopy({"ended": False, **place}))]
-    return []
 
 
 def _worker(delivered: int, state: bytes) -> tuple[int, dict[str, Any], Any]:

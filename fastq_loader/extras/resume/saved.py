@@ -14,8 +14,9 @@ from typing import Any
 from fastq_loader import options
 from fastq_loader.epoch import samplers
 from fastq_loader.epoch.fields import EpochSnapshot, EpochStart, Saved
-from fastq_loader.epoch.state import LIBRARY, VERSION, describe, unpack
 from fastq_loader.errors import checked_names, is_int
+from fastq_loader.extras.resume.state import LIBRARY, VERSION, describe, unpack
+from fastq_loader.extras.resume.text import fits
 from fastq_loader.options import Loader
 from fastq_loader.reading import generators, position
 from fastq_loader.reading.position import is_stateful
@@ -154,7 +155,7 @@ def _ours(state: Any) -> Fields:
 
 def _fit(states: Fields, own: Fields) -> None:
     for name in states.keys() & own.keys():
-        if why := generators.fits(own[name], states[name]):
+        if why := fits(own[name], states[name]):
             raise ValueError(f"field 'generator': the state of {name!r} does not fit the loader's: {why}")
 
 

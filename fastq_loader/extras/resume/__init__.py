@@ -1,0 +1,1 @@
+"""`StatefulDataLoader`: stop a run in the middle of an epoch, and resume it."""
