@@ -35,15 +35,15 @@ ROOMS = {
     "integrations": Room("extras.frameworks"),
     "images": Room("extras.images"),
     "extras.tools": Room(
-        "extras.insight extras.images extras.resume loader epoch options workers packing reading ipc system "
-        "errors"
+        "extras.insight extras.images extras.resume loader epoch options workers packing reading ipc "
+        "system errors"
     ),
     "extras.frameworks": Room("extras.prefetcher loader epoch options"),
     "extras.recovery": Room("extras.bad_samples extras.resume epoch options scheduling reading errors"),
     "extras.prefetcher": Room("extras.resume epoch options device packing statistics system errors"),
-    "extras.images": Room("extras.transforms device reading memory system errors", pure="crops"),
     "extras.cached": Room(
-        "extras.insight extras.samplers extras.share workers packing reading statistics system errors",
+        "extras.insight extras.samplers extras.images extras.share workers packing reading statistics "
+        "system errors",
         pure="keys",
     ),
     "extras.insight": Room(
@@ -52,6 +52,7 @@ ROOMS = {
     "extras.resume": Room("loader epoch options workers scheduling reading system errors"),
     "extras.bad_samples": Room("reading statistics packing ipc errors"),
     "extras.samplers": Room("reading system errors"),
+    "extras.images": Room("extras.transforms device reading memory system errors", pure="crops"),
     "extras.transforms": Room("packing system"),
     "extras.share": Room("memory system"),
     "extras.remote": Room("workers reading memory statistics ipc system errors"),

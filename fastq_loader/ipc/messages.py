@@ -166,8 +166,6 @@ class Answer(NamedTuple):
             was loaded.
         new_memory: nanoseconds spent mapping new pages for this task.
         cpu: nanoseconds of CPU time that the worker's process has used so far; 0 if not measured.
-        slowest, slowest_at: nanoseconds of the slowest sample, and its position in the batch; 0, 0 if samples
-            were not timed.
         cpu_wait: nanoseconds so far in which the worker was runnable but had no CPU; 0 if not measured.
         remarks: bad samples and the like, as a sealed pickle (see `workers.reader.WorkerReader`), or b"".
     """
@@ -187,8 +185,6 @@ class Answer(NamedTuple):
     collated: int = 0
     new_memory: int = 0
     cpu: int = 0
-    slowest: int = 0
-    slowest_at: int = 0
     cpu_wait: int = 0
     remarks: bytes = b""
 

@@ -9,13 +9,11 @@ silently ends the epoch. And a `__getitems__` inherited from `Subset` is not use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from operator import sub
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fastq_loader.reading import sample_seeds
 from fastq_loader.reading.collate import DEFAULT, default
 from fastq_loader.reading.tables import Gatherer, is_table
 from fastq_loader.system.unpatched import time
@@ -31,9 +29,10 @@ class LeftOut(Exception):
 
 Collate = Callable[[Any], Any]
 
-#: Nanoseconds per sample above which the samples of the next batch are timed one by one. Timing costs 0.1 µs
-#: per sample: half a percent at most.
-_WORTH_TIMING = 25_000
+#: Notes which sample is read, once something in this process needs to know it: the module
+#: `extras.images.sample_seeds`, of which `batch_of` is called with the numbers of a batch, and `followed`
+#: with its indices.
+sample_hook: Any = None
 
 
 class Fetcher:
@@ -45,8 +44,6 @@ class Fetcher:
     Attributes:
         fetched: when the last batch was requested, or, after that, when its samples had been read;
             nanoseconds of the monotonic clock.
-        slowest, slowest_at: nanoseconds that the slowest sample of the last batch took, and its position in
-            the batch; 0, 0 if the samples were not timed.
         dataset_iter, ended: the iterator of an iterable dataset, and whether it ended before a batch was
             full.
         stateful: whether the dataset or its iterator can save its position; None until first determined.
@@ -60,7 +57,7 @@ class Fetcher:
     stateful: bool | None = None
     place = (0, 0)
     remark: Any = None
-    fetched = slowest = slowest_at = 0
+    fetched = 0
 
     def __init__(
         self, dataset: Any, *, iterable: bool, auto_collation: bool, collate: Collate, drop_last: bool
@@ -72,7 +69,6 @@ class Fetcher:
         self._getitems = auto_collation and not iterable and _has_getitems(dataset)
         gathers = auto_collation and collate is DEFAULT and is_table(dataset)
         self._gatherer = Gatherer() if gathers else None
-        self._times_samples = False
         if iterable:
             self.dataset_iter = iter(dataset)
 
@@ -82,16 +78,13 @@ class Fetcher:
         Raises:
             EndOfStream: an iterable dataset is exhausted.
         """
-        began = self.fetched = time.monotonic_ns()
-        self.slowest = self.slowest_at = 0
+        self.fetched = time.monotonic_ns()
         try:
             if self._gatherer and (batch := self._gatherer.gather(self.dataset, index)) is not None:
                 self.fetched = time.monotonic_ns()
                 return batch
             data = self._read(index)
             self.fetched = time.monotonic_ns()
-            samples = 0 if self._getitems or not self.auto_collation else len(data)
-            self._times_samples = 0 < samples * _WORTH_TIMING < self.fetched - began
             return (default if self.collate_fn is DEFAULT else self.collate_fn)(data)
         except StopIteration as stop:
             raise RuntimeError("dataset or collate_fn raised StopIteration") from stop
@@ -106,44 +99,23 @@ class Fetcher:
             return dataset.__getitems__(index)
         if not self.auto_collation:
             return dataset[index]
-        places = sample_seeds.followed(index) if sample_seeds.wanted else index
-        return self._read_timed(places) if self._times_samples else [dataset[i] for i in places]
-
-    def _read_timed(self, index: Iterable[Any]) -> list[Any]:
-        data: list[Any] = []
-        ends = [self.fetched]
-        for i in index:
-            data.append(self.dataset[i])
-            ends.append(time.monotonic_ns())
-        self._compare(ends)
-        return data
+        return [dataset[i] for i in (index if sample_hook is None else sample_hook.followed(index))]
 
     def _read_stream(self, index: Any) -> Any:
         if self.ended:
             raise EndOfStream
         data: list[Any] = []
-        ends = [self.fetched]
         try:
             places = index if self.auto_collation else (None,)
-            for _ in sample_seeds.followed(places) if sample_seeds.wanted else places:
-                data.append(next(self.dataset_iter))
-                if self._times_samples:
-                    ends.append(time.monotonic_ns())
+            for _ in places if sample_hook is None else sample_hook.followed(places):
+                data.append(next(self.dataset_iter))  # noqa: PERF401
         except StopIteration:
             self.ended = self.auto_collation
             if self.drop_last:
                 raise EndOfStream from None
         if not data:
             raise EndOfStream
-        if self._times_samples:
-            self._compare(ends)
         return data
-
-    def _compare(self, ends: list[int]) -> None:
-        """Record the slowest sample. `ends`: start of the batch, then the time after each sample."""
-        took = list(map(sub, ends[1:], ends))
-        self.slowest = max(took, default=0)
-        self.slowest_at = took.index(self.slowest) if took else 0
 
 
 def _has_getitems(dataset: Any) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-from fastq_loader.reading import generators, position, sample_seeds
+from fastq_loader.reading import fetch, generators, position
 from fastq_loader.reading.fetch import EndOfStream, Fetcher
 
 
@@ -41,7 +41,7 @@ class Reader:
         ended: nothing is left to load in this epoch.
         to_pass: number of batches still to be skipped.
         base_seed: seed from which the seed of every batch is derived; None: batches are not seeded.
-        sample_seed: base seed of the epoch, for `sample_seeds`; set before an epoch begins.
+        sample_seed: base seed of the epoch, for `fetch.sample_hook`; set before an epoch begins.
     """
 
     fetcher: Fetcher
@@ -128,21 +128,18 @@ class Reader:
         if self._make_fetcher is not Fetcher:
             fetcher.place = self._epoch, seq
         try:
-            return self._fetch_seeded(seq, index) if sample_seeds.wanted else fetcher.fetch(index)
+            return self._fetch(seq, index)
         except EndOfStream:
             self.ended = True
             raise
 
-    def _fetch_seeded(self, seq: int, index: Any) -> Any:
-        """Load a batch in which samples may ask for their seeds."""
+    def _fetch(self, seq: int, index: Any) -> Any:
+        if fetch.sample_hook is None:
+            return self.fetcher.fetch(index)
         of_reader = self._readers, self._number, self._requested
         numbers = (self.sample_seed, *(of_reader if self._rules["iterable"] else (seq,)))
-        reading = sample_seeds.reading
-        outer, reading.batch = reading.batch, sample_seeds.Batch(numbers)
-        try:
+        with fetch.sample_hook.batch_of(numbers):
             return self.fetcher.fetch(index)
-        finally:
-            reading.batch = outer
 
     def _seed(self, base_seed: int, seq: int) -> int:
         """Seed the generators for a batch by its number. For an iterable dataset, count as if no
@@ -154,7 +151,7 @@ class Reader:
         """Skip a batch that was delivered before; if necessary, read it again."""
         if self._replays:
             try:
-                self._fetch_seeded(seq, index)
+                self._fetch(seq, index)
             except EndOfStream:
                 self.ended = True
                 raise

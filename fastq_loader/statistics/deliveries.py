@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fastq_loader.ipc.messages import decode_index
 from fastq_loader.statistics.snapshots import LateBatch
 
 if TYPE_CHECKING:
@@ -79,17 +78,13 @@ class LateBatches:
 
     def delivered(self, answer: Answer) -> None:
         """Complete the entry of a batch that held up others."""
-        encoded, nanoseconds = self.waiting.pop(answer.seq)
-        index = decode_index(encoded)
-        timed = answer.slowest and type(index) is list and answer.slowest_at < len(index)
+        _, nanoseconds = self.waiting.pop(answer.seq)
         self.keep(
             LateBatch(
                 self._epoch,
                 answer.seq,
                 seconds=nanoseconds / 1e9,
                 load_seconds=(answer.finished - answer.started) / 1e9,
-                sample=index[answer.slowest_at] if timed else None,
-                sample_seconds=answer.slowest / 1e9,
             )
         )
 

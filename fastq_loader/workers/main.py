@@ -212,12 +212,12 @@ class WorkerLoop:
 
     def _costs(self) -> tuple[Any, ...]:
         """Costs of the last batch, and remarks: the fields of an answer from `fetched` on."""
-        fetched, collated, *slowest = self._reader.timing
+        fetched, collated = self._reader.timing
         cpu = cpu_wait = 0
         if collated - self._asked_for_cpu > _CPU_EVERY:  # these are system calls
             self._asked_for_cpu, cpu = collated, time.process_time_ns()
             cpu_wait = calls.waited_for_cpu()
-        return fetched, collated, self._allocator.new_memory, cpu, *slowest, cpu_wait, self._reader.remarks
+        return fetched, collated, self._allocator.new_memory, cpu, cpu_wait, self._reader.remarks
 
     def _skip(self, task: Task) -> None:
         self._answer(task, SKIPPED, self._begin(task))

@@ -35,7 +35,7 @@ class WorkerReader(Reader):
         remarks: remarks on that batch, as a sealed pickle; b"" without remarks. They are `Fetcher.remark`,
             and after the first batch the names of generators that the dataset has for itself, although any
             worker may load any batch.
-        timing: times of that batch, as in `Answer`: fetched, collated, slowest, slowest_at.
+        timing: times of that batch, as in `Answer`: fetched, collated.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -45,7 +45,7 @@ class WorkerReader(Reader):
         self.epochs = 0
         self.failure: Exception | None = None
         self.state = self.remarks = b""
-        self.timing = (0, 0, 0, 0)
+        self.timing = (0, 0)
         self._setup = setup
         self._private: list[str] = []  # see `remarks`
         try:
@@ -93,7 +93,7 @@ class WorkerReader(Reader):
             return super().load(seq, index)
         finally:
             fetcher = self.fetcher
-            self.timing = fetcher.fetched, time.monotonic_ns(), fetcher.slowest, fetcher.slowest_at
+            self.timing = fetcher.fetched, time.monotonic_ns()
             state = self.state_bytes()
             self.state = seal(state, self._setup.token) if state else b""
             self.remarks = b""

@@ -30,7 +30,7 @@ from fastq_loader import DataLoader
 from fastq_loader.ipc.messages import BATCH, Answer
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.reading import collate, fetch, sample_seeds
+from fastq_loader.reading import collate, fetch
 from fastq_loader.reading.tables import Gatherer
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.schedules import Window
@@ -172,7 +172,7 @@ def _lower_quartile(values: Iterable[float]) -> float:
 @pytest.fixture(autouse=True)
 def _nobody_wants_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another test may have imported `fastq_loader.images`, for which readers keep the place of samples."""
-    monkeypatch.setattr(sample_seeds, "wanted", False)
+    monkeypatch.setattr(fetch, "sample_hook", None)
 
 
 @pytest.mark.processes
@@ -184,8 +184,6 @@ def _nobody_wants_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_steady_batch_stays_within_its_calls(
     name: str, traced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Counting makes samples slow, and slow ones are timed one by one.
-    monkeypatch.setattr(fetch, "_WORTH_TIMING", float("inf"))
     dataset, arguments, budget = BUDGETS[name]
     path = tmp_path / "trace.json" if traced else None
     budget = TRACED[name] if traced else budget

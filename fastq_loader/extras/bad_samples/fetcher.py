@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import CO_GENERATOR
 from traceback import walk_tb
@@ -20,7 +20,7 @@ from torch.utils.data import get_worker_info
 
 from fastq_loader.errors import add_note, shorten
 from fastq_loader.packing.pickling import dump_exception
-from fastq_loader.reading import sample_seeds
+from fastq_loader.reading import fetch
 from fastq_loader.reading.fetch import EndOfStream, Fetcher, LeftOut
 
 #: Replacements tried for one sample, and characters of an error that are recorded.
@@ -81,7 +81,7 @@ class TolerantFetcher(Fetcher):
 
     def _read_each(self, indices: list[Any], read: Callable[[Any], Any] | None) -> list[Any]:
         dataset, data = self.dataset, list[Any]()
-        places, left_out = sample_seeds.followed(indices), 0
+        places, left_out = _followed(indices), 0
         while True:  # samples read before an error are not read again
             try:
                 if read is None:
@@ -154,7 +154,7 @@ class TolerantFetcher(Fetcher):
         if self.ended:
             raise EndOfStream
         data: list[Any] = []
-        for _ in sample_seeds.followed(range(size)):
+        for _ in _followed(range(size)):
             try:
                 data.append(next(self.dataset_iter))
                 self._failed = None
@@ -182,6 +182,10 @@ class TolerantFetcher(Fetcher):
             raise error
         finally:
             del error  # its traceback refers to this frame
+
+
+def _followed(indices: Any) -> Iterator[Any]:
+    return iter(indices) if fetch.sample_hook is None else fetch.sample_hook.followed(indices)
 
 
 def _has_ended_a_generator(entries: TracebackType | None) -> bool:

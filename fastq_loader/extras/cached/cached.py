@@ -26,9 +26,9 @@ from fastq_loader.extras.cached.keys import Keys
 from fastq_loader.extras.cached.limits import bytes_of
 from fastq_loader.extras.cached.places import Options, Place, open_place
 from fastq_loader.extras.cached.process import ProcessMemory
+from fastq_loader.extras.images import sample_seeds
 from fastq_loader.extras.samplers.walk import Walk
 from fastq_loader.packing import pickling
-from fastq_loader.reading import sample_seeds
 from fastq_loader.statistics.snapshots import CacheStatistics
 from fastq_loader.system import attributes, process_id
 

@@ -10,8 +10,9 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from fastq_loader.extras.cached.identity import base_of
+from fastq_loader.extras.images import sample_seeds
 from fastq_loader.extras.samplers import search
-from fastq_loader.reading import generators, sample_seeds
+from fastq_loader.reading import generators
 
 
 class Draws:

@@ -17,13 +17,12 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from fastq_loader.errors import is_int
-from fastq_loader.extras.images import gpu
+from fastq_loader.extras.images import gpu, sample_seeds
 from fastq_loader.extras.images.ahead import Ahead
 from fastq_loader.extras.images.crops import Checks, CropRule, Cut, check
 from fastq_loader.extras.images.decoders import BASELINE, decode, read_orientation
 from fastq_loader.extras.images.encoded import Encoded, EncodedBatch
 from fastq_loader.extras.transforms.transforms import members_of, normalize, rebuilt
-from fastq_loader.reading import sample_seeds
 
 _MODES = ("bilinear", "bicubic", "nearest")
 

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from fastq_loader.extras.images import sample_seeds
 from fastq_loader.extras.images.decoders import Header, read_header
 from fastq_loader.memory import allocator
-from fastq_loader.reading import sample_seeds
 
 sample_seeds.want()
 

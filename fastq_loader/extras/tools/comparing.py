@@ -32,7 +32,7 @@ from fastq_loader.extras.tools import trials
 from fastq_loader.extras.tools.leaves import Leaf, difference, digest, leaves
 from fastq_loader.loader import DataLoader
 from fastq_loader.packing.tensors import tensors_of
-from fastq_loader.reading import generators, sample_seeds
+from fastq_loader.reading import fetch, generators
 from fastq_loader.system import pages
 from fastq_loader.system.terminal import printable
 
@@ -236,7 +236,7 @@ def _cause(loader: Any, probed: str, reproducible: bool, error: str) -> str:
             "after the batches before it and with its original type; see DIFFERENCES.md, in the folder of "
             "this package."
         )
-    if sample_seeds.wanted:
+    if fetch.sample_hook is not None:
         return (
             "Crops and flips of fastq_loader.images differ on purpose: their seeds belong to samples, and "
             "with torch's loader they are drawn from its generator. Compare with scale=None, flip=0."

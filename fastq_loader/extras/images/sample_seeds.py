@@ -5,7 +5,7 @@ sample that the current thread reads. A seed is mixed from the base seed of the 
 batch and the position in it. So it depends on nothing that was drawn before, and draws from no
 generator.
 
-The place is kept only in processes in which something has asked for seeds (`wanted`): other datasets are read
+The place is kept only in processes in which something has asked for seeds (`want`): other datasets are read
 without it.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,8 +21,7 @@ from typing import Any
 
 import torch
 
-#: Whether a module that needs seeds was imported in this process.
-wanted = False
+from fastq_loader.reading import fetch
 
 
 class Batch:
@@ -65,8 +65,17 @@ reading = _Reading()
 
 def want() -> None:
     """From now on, readers in this process keep the place of each sample."""
-    global wanted
-    wanted = True
+    fetch.sample_hook = sys.modules[__name__]
+
+
+@contextmanager
+def batch_of(numbers: tuple[int, ...]) -> Iterator[None]:
+    """Context in which this thread reads a batch, see `Batch`."""
+    outer, reading.batch = reading.batch, Batch(numbers)
+    try:
+        yield
+    finally:
+        reading.batch = outer
 
 
 def followed(indices: Iterable[Any]) -> Iterator[Any]:
