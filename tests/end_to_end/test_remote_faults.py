@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import re
 import signal
+import socket
+import threading
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,11 +20,15 @@ import pytest
 import torch
 
 from fastq_loader import DataLoader, Dynamic, LoaderTimeout, WorkerDied, WorkerReplaced
+from fastq_loader.extras.remote.connection import Address
+from fastq_loader.extras.remote.proxy import NoPlace, Place
+from fastq_loader.extras.remote.proxy_pool import ProxyPool
 from tests.conftest import descendants, process_table, running_script, wait_until
 from tests.support import far_workers
 from tests.support.crimes import CrimeAt, die_beside_a_child, exit_with_7, segfault, system_exit
 from tests.support.datasets import Made, assert_same
-from tests.support.far_workers import LocalPlacement, far, far_pids
+from tests.support.far_workers import FarWorkers, LocalPlacement, far, far_pids
+from tests.support.forking import end_of, fork
 from tests.support.gates import Gated, Gates, end_timeout_when
 from tests.support.loaders import MANY_WORKERS
 from tests.support.thorough import thorough
@@ -126,6 +134,61 @@ def lose_both() -> None:
         os.kill(pid, signal.SIGKILL)
     assert wait_until(lambda: len(newest().lost) == lost + 2, 100)
     assert wait_until(lambda: len(set(far_pids(newest())) - {*pids}) == 2, 100)
+
+
+def test_a_lost_worker_whose_successor_would_draw_other_numbers_is_a_death() -> None:
+    data = loader(Made(slowly, 40), workers=far(), schedule="round_robin", persistent_workers=True)
+    list(data)
+    for pid in far_pids(newest()):
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="was lost with its process on node-0"):
+        list(data)
+    data.close()
+
+
+class Nowhere(LocalPlacement):
+    """Its places have nobody who listens there; without any, it fails."""
+
+    place: Place | None = None
+
+    def find(self, lost: Sequence[Place], wanted: int) -> list[Place | NoPlace]:
+        self.lost += lost
+        if self.place is None:
+            raise OSError("no machine is left")
+        self.pause = 0.01
+        return [self.place] * wanted
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_worker_that_finds_no_place_says_why(listens: bool) -> None:
+    placement, text = Nowhere(), "OSError: no machine is left"
+    if listens:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            placement.place, text = Place(Address(*listener.getsockname()), 4, "node-0"), "cannot be reached"
+    data = loader(workers=FarWorkers(lambda: placement), num_workers=1)
+    with pytest.raises(WorkerDied, match=f"found no place on another machine: .*{text}"):
+        next(iter(data))
+    data.close()
+    assert len(placement.lost) == 3 * listens, "the third one is the last"
+
+
+def test_a_forked_copy_does_not_wait_for_a_thread_that_it_lacks() -> None:
+    data = loader(workers=far(), persistent_workers=True)
+    next(iter(data))
+    [pool] = [each for each in gc.get_objects() if type(each) is ProxyPool and not each.ended]
+    held, let_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with pool._lock:
+            held.set()
+            let_go.wait(100)
+
+    threading.Thread(target=hold).start()
+    assert held.wait(100)
+    os.kill(far_pids(newest())[0], signal.SIGKILL)  # its proxy says something
+    assert end_of(fork(lambda: signal.alarm(100) or data.statistics())) == 0
+    let_go.set()
+    data.close()
 
 
 def zygote_of(data: DataLoader[Any]) -> int:

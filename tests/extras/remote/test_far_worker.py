@@ -221,19 +221,6 @@ def scene() -> Iterator[Scene]:
     scene.close()
 
 
-def test_only_the_bytes_of_a_batch_are_sent_and_each_segment_says_how_many(scene: Scene) -> None:
-    image = torch.arange(SMALLEST, dtype=torch.int32)
-    scene.load([image[100:], {1, 2}, "text"])
-    handle, (packet, large) = scene.receive()
-    assert handle.segments == ((0, len(packet), len(packet)), (0, len(large), 0))
-    assert large == image[100:].numpy().tobytes()
-    assert TOKEN in packet, "what is pickled is sealed"
-    scene.load([1, torch.ones(3)])
-    handle, parts = scene.receive()
-    assert (handle.segments, parts) == ((), [])
-    assert handle.packet
-
-
 def test_blocks_serve_the_next_task_when_their_bytes_were_sent(scene: Scene) -> None:
     for at in range(20):
         scene.load(torch.full((3 * SMALLEST,), at, dtype=torch.uint8))
