@@ -14,9 +14,6 @@ import torch.utils.data
 
 Kind = TypeVar("Kind", bound=type)
 
-#: The names that were looked up, below `torch`.
-FOUND: list[str] = []
-
 
 def _find(*paths: str) -> Any:
     """The object behind the first of these names that torch has: releases have different ones.
@@ -29,7 +26,6 @@ def _find(*paths: str) -> Any:
         for name in path.split("."):
             found = getattr(found, name, None)
         if found is not None:
-            FOUND.append(path)
             return found
     raise ImportError(
         f"torch {torch.__version__} has no torch.{paths[-1]}, which fastq_loader uses: install another "

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
-from fastq_loader import DataLoader, Processes, WorkerDied
+from fastq_loader import DataLoader, Processes
 from fastq_loader.memory.arena import AVAILABLE
 from tests.conftest import ROOT, open_descriptors, run_script
 from tests.support.datasets import Sized
@@ -67,12 +67,6 @@ def memfd_bytes() -> int:
     """Bytes of pages behind the shared memory of our loaders."""
     found = [os.stat(fd) for fd, target in open_descriptors().items() if "memfd:fastq_loader" in target]
     return sum({status.st_ino: status.st_blocks * 512 for status in found}.values())
-
-
-def limit_address_space(extra: int) -> None:
-    """Leave this process, and those that it starts, `extra` MB beyond what it has now."""
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + (extra << 20), resource.RLIM_INFINITY))
 
 
 # ---- descriptors ------------------------------------------------------------------------------------
@@ -234,21 +228,6 @@ def test_memory_of_large_batches_goes_back(nbytes: int) -> None:
 # ---- address space ----------------------------------------------------------------------------------
 
 
-class Texts(Numbered):
-    def __getitem__(self, index: int) -> Any:
-        return bytes(200 << 20) if index == 2 else index
-
-
-@thorough()
-@in_child
-def test_an_answer_that_finds_no_memory_is_an_error() -> None:
-    batches = iter(OURS(Texts(9, 0), num_workers=1))
-    assert [next(batches), next(batches)] == [0, 1]
-    limit_address_space(150)
-    with pytest.raises((MemoryError, WorkerDied)):
-        next(batches)
-
-
 # ---- limits, sandboxes ------------------------------------------------------------------------------
 
 
@@ -262,15 +241,6 @@ def test_where_files_are_limited_small_batches_come_as_ever_and_large_ones_say_w
         assert are_numbers(loader(Numbered(120, lambda index: sizes[index % 3])))
     with pytest.raises(MemoryError, match="ulimit -f"):
         list(OURS(Numbered(4, mega << 20)))
-
-
-@thorough()
-@in_child
-def test_little_memory_for_data_need_not_hold_the_stacks_of_all_workers() -> None:
-    used = int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]) << 10
-    resource.setrlimit(resource.RLIMIT_DATA, (used + (80 << 20), resource.RLIM_INFINITY))
-    for loader in BOTH:
-        assert are_numbers(loader(Numbered(8, 10_000), num_workers=4))
 
 
 @NEEDED

@@ -16,7 +16,6 @@ from fastq_loader.memory import allocator
 from fastq_loader.memory.allocator import Allocator, empty, out_array, out_tensor
 from fastq_loader.memory.arena import AVAILABLE, Mapping
 from fastq_loader.memory.blocks import SMALLEST, Extents
-from tests.support.datasets import Opaque, assert_same
 from tests.support.pair import DTYPES, LARGE, Pair, offset_of, paired
 from tests.support.simulated_fork import Fork
 from tests.support.thorough import examples
@@ -36,20 +35,6 @@ def pair() -> Iterator[Pair]:
 # ---- without a copy ---------------------------------------------------------------------------------
 
 
-def test_a_second_segment_in_one_block_is_copied(pair: Pair) -> None:
-    def make() -> Any:
-        tensor = torch.arange(3 * LARGE, out=empty((3 * LARGE,), torch.int32))
-        return tensor[:LARGE], tensor[2 * LARGE :]
-
-    first, second = pair.run(make)
-    assert pair.copied == [LARGE * 4]
-    assert first.tolist() == list(range(LARGE))
-    assert second.tolist() == list(range(2 * LARGE, 3 * LARGE))
-    del first
-    assert len(pair.arena.released_blocks()) == 1
-    assert second[1] == 2 * LARGE + 1
-
-
 def test_new_memory_is_that_of_one_task(pair: Pair) -> None:
     times = []
     for length in (LARGE, LARGE, 9 * LARGE):
@@ -59,14 +44,6 @@ def test_new_memory_is_that_of_one_task(pair: Pair) -> None:
 
 
 # ---- what user code keeps ---------------------------------------------------------------------------
-
-
-def test_a_kept_tensor_can_be_shipped_again_and_at_last_without_a_copy(pair: Pair) -> None:
-    kept = [empty((LARGE,)).fill_(1)]
-    for make, copies in ((lambda: kept[0], 1), (lambda: kept[0], 2), (kept.pop, 2)):
-        assert float(pair.run(make).sum()) == LARGE
-        assert len(pair.copied) == copies
-    assert pair.idle()
 
 
 @examples(30)
@@ -193,29 +170,6 @@ def test_what_empty_made_is_handed_over_where_it_lies(pair: Pair, dtype: torch.d
     assert (pair.copied, offset_of(pair, result)) == ([], made[0])
     assert (result.dtype, tuple(result.shape)) == (dtype, (300, 400))
     assert bool((result.view(torch.uint8) == 1).all())
-
-
-def test_views_of_what_empty_made_are_handed_over_where_they_lie(pair: Pair) -> None:
-    def make() -> Any:
-        tensor = torch.arange(4 * LARGE, out=empty((4 * LARGE,), torch.int64))
-        return {
-            "view": tensor.view(4, -1)[1:3].t(),
-            "another": tensor[2 * LARGE :].view(torch.uint8),
-            "array": empty((LARGE,)).fill_(3).numpy(),
-            "in an object": Opaque(empty((LARGE,)).fill_(2)),
-        }
-
-    answer = pair.pack(make)
-    result = pair.deliver(pair.arrive(answer))
-    assert pair.copied == []
-    assert answer.used[0][1] < 2000, "the object was pickled with its tensor"
-    assert_same(torch.arange(4 * LARGE).view(4, -1)[1:3].t(), result["view"])
-    assert offset_of(pair, result["view"]) == LARGE * 8
-    result["view"][0, 1] = 0x17
-    assert result["another"][0] == 0x17, "they share memory"
-    assert type(result["array"]) is np.ndarray
-    assert (result["array"] == 3).all()
-    assert float(result["in an object"].value.sum()) == 2 * LARGE
 
 
 def test_outside_workers_nothing_lies_in_blocks() -> None:

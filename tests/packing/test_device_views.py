@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from fastq_loader.memory.blocks import device_aligned
 from fastq_loader.packing.spec import BatchLayout
-from tests.end_to_end.test_calls import calls
 
 DTYPES = ("float32", "int64", "uint8", "bool", "complex64", "bfloat16")
 SHAPES = st.one_of(
@@ -50,12 +49,6 @@ def test_each_is_a_view_of_its_place(leaves: list[tuple[str, Any]]) -> None:
         assert (view.dtype, view.shape, view.stride()) == (leaf.dtype, leaf.shape, leaf.strides)
         assert not view.numel() or view.data_ptr() == expected.data_ptr()
         assert (view._version, view._base, view.requires_grad) == (0, None, False)
-
-
-@pytest.mark.parametrize("shape", [(64,), (100,), (10, 8)])
-def test_many_fields_take_as_many_calls_as_two(shape: Any) -> None:
-    few, many = [layout_of([("float32", shape), ("int64", shape)] * pairs) for pairs in (2, 250)]
-    assert calls(lambda: views(*many)) == calls(lambda: views(*few))
 
 
 @pytest.mark.parametrize("shape", [(64,), (), (3, 5)], ids=["rows", "numbers", "rows that do not fit"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gc
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +18,6 @@ from hypothesis import strategies as st
 from fastq_loader.errors import UnpicklableError
 from fastq_loader.memory.allocator import empty
 from fastq_loader.memory.arena import AVAILABLE
-from fastq_loader.packing.spec import contiguous_strides
 from fastq_loader.packing.walker import INLINE, PARTS
 from tests.support.datasets import (
     Colour,
@@ -186,18 +184,6 @@ def test_large_leaves_come_out_of_used_blocks_as_they_went_in(batches: list[list
 # ---- the handle -------------------------------------------------------------------------------------
 
 
-def test_a_spec_is_sent_once(pair: Pair) -> None:
-    batches = [{"x": torch.rand(size), "n": size} for size in (3, 4, 3, 4)]
-    handles = [pair.handle_of(batch) for batch in batches]
-    assert [handle.spec is None for handle in handles] == [False, False, True, True]
-    assert handles[0].spec_id == handles[2].spec_id != handles[1].spec_id
-    for batch, handle in zip(batches, handles, strict=True):
-        assert_same(batch, pair.deliver(pair.learn(handle)))
-    assert pair.handle_of({"x": torch.rand(3), "n": 2**40}).spec is None
-    for other in ({"x": torch.rand(3).double(), "n": 1}, {"y": torch.rand(3), "n": 1}, (torch.rand(3), 1)):
-        assert pair.handle_of(other).spec is not None
-
-
 def test_pickled_bytes_never_travel_in_the_message(pair: Pair) -> None:
     secret = "d5c1f0d6-never-in-a-frame"
     for batch in (Opaque(secret), [Opaque(secret), torch.rand(3)], {secret[:3]: Record("x", [secret])}):
@@ -209,40 +195,6 @@ def test_pickled_bytes_never_travel_in_the_message(pair: Pair) -> None:
 
 
 # ---- tensors that are no plain leaves ---------------------------------------------------------------
-
-
-def parameter(count: int, **options: bool) -> torch.Tensor:
-    return torch.nn.Parameter(torch.rand(count), **options)
-
-
-#: Beside those of end_to_end/test_contents.py (B5).
-SPECIAL: dict[str, Callable[[], torch.Tensor]] = {
-    "parameter": lambda: parameter(3),
-    "frozen parameter": lambda: parameter(3, requires_grad=False),
-    "large parameter": lambda: parameter(LARGE),
-    "leaf that requires grad": lambda: torch.rand(3, requires_grad=True),
-    "coalesced": lambda: torch.eye(3).to_sparse().coalesce(),
-    "csc": lambda: torch.eye(3).to_sparse_csc(),
-    "bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
-    "quantized": lambda: torch.quantize_per_tensor(torch.rand(4), 0.1, 3, torch.qint8),
-    "conjugate": lambda: torch.rand(3, dtype=torch.complex64).conj(),
-    "negative": lambda: torch._neg_view(torch.rand(3)),
-}
-QUIET = ("parameter", "leaf that requires grad", "coalesced", "conjugate")  # they bring no warning
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", SPECIAL)
-def test_special_tensors(pair: Pair, name: str) -> None:
-    tensor = SPECIAL[name]()
-    with warnings.catch_warnings():
-        if name in QUIET:
-            warnings.simplefilter("error")
-        result = pair.trip({"x": tensor})["x"]
-    assert_same(tensor, result)
-    assert result.layout == tensor.layout
-    del result
-    assert pair.idle()
 
 
 def test_what_cannot_be_pickled_is_named_and_the_next_batch_is_fine(pair: Pair) -> None:
@@ -339,14 +291,6 @@ def test_small_leaves_do_not_hold_blocks(pair: Pair) -> None:
     assert more.tolist() == list(range(INLINE // 4))
 
 
-def test_a_dataset_may_go_on_writing_to_what_it_shipped(pair: Pair) -> None:
-    for count in (8, LARGE):
-        buffer = torch.zeros(count)
-        result = pair.trip([buffer])
-        buffer.fill_(7)
-        assert float(result[0].sum()) == 0
-
-
 def nested(depth: int) -> Any:
     value: Any = torch.ones(1)
     for level in range(depth):
@@ -375,9 +319,3 @@ def test_a_tree_of_many_containers_comes_out_as_it_went_in(pair: Pair, boxes: in
         assert_same(small, pair.trip(small))
     del result
     assert pair.idle()
-
-
-@examples(100)
-@given(st.lists(st.integers(0, 4), max_size=4))
-def test_strides_are_torchs(shape: list[int]) -> None:
-    assert contiguous_strides(tuple(shape)) == torch.empty(shape).stride()

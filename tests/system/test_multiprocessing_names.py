@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-import multiprocessing
 import re
-from multiprocessing import spawn
 
 import pytest
 
 from fastq_loader.system import multiprocessing_names
 from tests.conftest import ROOT
-
-
-def test_there_are_few_and_process_objects_have_the_attributes() -> None:
-    names, attributes = multiprocessing_names.NAMES, multiprocessing_names.ATTRIBUTES
-    assert len({re.sub(".*[:.]", "", name) for name in names} | {*attributes}) <= 15
-    assert {*attributes} - {"_inheriting"} <= vars(multiprocessing.Process()).keys()
-    assert "_inheriting" in inspect.getsource(spawn), "it is set here, and read there"
 
 
 def test_no_other_module_uses_one_but_packing() -> None:
