@@ -47,7 +47,14 @@ from fastq_loader.errors import (
 )
 from fastq_loader.extras.bad_samples.policies import Replace, Skip
 from fastq_loader.extras.cached.cached import cached
+from fastq_loader.extras.cached.counters import CacheStatistics
 from fastq_loader.extras.frameworks.installing import assert_active, install, installed, uninstall
+from fastq_loader.extras.insight.snapshots import (
+    EpochStatistics,
+    LateBatch,
+    LoaderStatistics,
+    WorkerStatistics,
+)
 from fastq_loader.extras.insight.verdict import Diagnosis
 from fastq_loader.extras.prefetcher.prefetcher import Prefetcher
 from fastq_loader.extras.recovery.preemption import preemption
@@ -62,15 +69,7 @@ from fastq_loader.loader import DataLoader
 from fastq_loader.memory.allocator import empty
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.scheduling.schedules import Dynamic, RoundRobin
-from fastq_loader.statistics.snapshots import (
-    BadSample,
-    CacheStatistics,
-    EpochStatistics,
-    LateBatch,
-    LoaderStatistics,
-    StagingStatistics,
-    WorkerStatistics,
-)
+from fastq_loader.statistics.snapshots import BadSample, StagingStatistics
 from fastq_loader.workers.kinds import Processes
 
 if AVAILABLE:  # imported now: a program may give up the right to read files before it iterates

@@ -19,18 +19,17 @@ from fastq_loader import options
 from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.epoch.fields import Position
 from fastq_loader.epoch.multiprocess import MultiprocessIterator
-from fastq_loader.epoch.resources import Owner, device_session
+from fastq_loader.epoch.resources import Owner
 from fastq_loader.epoch.resources import of as resources_of
 from fastq_loader.epoch.serial import SerialIterator
 from fastq_loader.reading.error_policy import ErrorPolicy
 from fastq_loader.scheduling.schedules import Schedule
-from fastq_loader.statistics.snapshots import LoaderStatistics
 from fastq_loader.system.terminal import printable
 from fastq_loader.system.torch_names import untraced
-from fastq_loader.system.unpatched import time
 from fastq_loader.workers.kinds import Auto, WorkerKind, read_workers
 
 if TYPE_CHECKING:
+    from fastq_loader.extras.insight.snapshots import LoaderStatistics
     from fastq_loader.extras.insight.verdict import Diagnosis
 
 T_co = TypeVar("T_co", covariant=True)
@@ -288,23 +287,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         >>> len(list(loader)), loader.statistics().batches
         (4, 4)
         """
-        from fastq_loader.extras.cached.cached import caches_of
+        from fastq_loader.extras.insight.facts import statistics_of
 
-        resources = resources_of(self)
-        if history := resources.counters.history:
-            history[-1].used_cpu(time.process_time_ns())
-        if not resources.counters.epochs:
-            device_session(resources, options.of(self).device)  # usually made when an epoch begins
-        blocks = [(0, 0, 0), *(engine.blocks() for engine in list(resources.engines))]
-        in_use, free, nbytes = map(sum, zip(*blocks, strict=True))
-        return resources.counters.snapshot(
-            blocks_in_use=in_use,
-            blocks_free=free,
-            arena_bytes=nbytes,
-            bad_samples=getattr(resources.bad_samples, "total", 0),
-            last_bad_samples=getattr(resources.bad_samples, "last", ()),
-            caches=tuple(cache.statistics() for cache in caches_of(vars(self).get("dataset"))),
-        )
+        return statistics_of(self)
 
     def diagnose(self, epoch: int | Literal["all"] | None = None) -> Diagnosis:
         """Diagnose what limits this loader and what would help: `print(loader.diagnose())` prints a page.
@@ -324,11 +309,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         >>> print(DataLoader(range(8)).diagnose())
         Nothing can be said yet: ...
         """
+        from fastq_loader.extras.cached.cached import caches_of
         from fastq_loader.extras.insight import facts, verdict
 
         options.torchs_own(self, asked="diagnose()")
-        run = facts.profile_of(self, self.statistics(), resources_of(self).counters, epoch)
-        return verdict.diagnose(run)
+        is_cached = bool(caches_of(vars(self).get("dataset")))
+        return verdict.diagnose(facts.profile_of(self, epoch, is_cached))
 
     def trace(self, path: str | PathLike[str]) -> AbstractContextManager[None]:
         """Write a trace of this loader to a file while the context lasts.

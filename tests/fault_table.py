@@ -408,11 +408,11 @@ FAULTS = (
     ),
     Fault(
         "the time of the training step is not counted",
-        "statistics/epoch.py",
-        'by_cause["consumer"] += began - self._left',
-        'by_cause["consumer"] += 0',
+        "extras/insight/causes.py",
+        'found["consumer"] = int(records.given[-1] - records.asked[0]) - inside if len(own) else 0',
+        'found["consumer"] = 0',
         "row S2",
-        "statistics/test_epoch.py",
+        "extras/insight/test_causes.py",
     ),
     Fault(
         "two traces write into one file",

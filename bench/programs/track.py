@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.timing.processes import Owners, cpu_seconds
 from fastq_loader import DataLoader
+from fastq_loader.extras.cached.cached import caches_of
 from fastq_loader.system.pages import proportional
 
 LOOK_S = 0.5
@@ -81,15 +82,15 @@ class Track:
         idle = sum(map(cpu_seconds, others))
         total = len(batches) if hasattr(batches, "__len__") else None
         task = self._progress.add_task(description, total=total, state="")
-        queue, shown = Queue(None if self._progress.disable else batches), 0.0  # statistics take time
         began = asked = perf_counter()
+        shown = 0.0
         iterator = iter(batches)
         while (batch := next(iterator, END)) is not END:
             came = perf_counter()
             this.waited += came - asked
             this.batches += 1
             if not self._progress.disable and came - shown > SHOW_S:
-                state = f"waited {this.waited:.1f} s{queue.text(this.batches)}"
+                state = f"waited {this.waited:.1f} s"
                 self._progress.update(task, completed=this.batches, state=state)
                 shown = came
             yield batch
@@ -100,7 +101,7 @@ class Track:
         this.idle_cpu = sum(map(cpu_seconds, others)) - idle
         self._pids[name] = self._owners.of(name)
         if isinstance(batches, DataLoader):
-            for cache in batches.statistics().caches:
+            for cache in (each.statistics() for each in caches_of(batches.dataset)):
                 samples = len(batches.dataset)  # type: ignore[arg-type]  # a program's dataset has a length
                 self._caches[name] = (cache.values, samples, cache.bytes, cache.limit)
         self._look()
@@ -119,22 +120,3 @@ class Track:
     def _look_often(self) -> None:
         while not self._ended.wait(LOOK_S):
             self._look()
-
-
-class Queue:
-    """How many batches of a pass lie ready; only our own loader says so."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader if isinstance(loader, DataLoader) else None
-        self._before = self._answers()
-
-    def _answers(self) -> dict[int, int]:
-        """Batches that each worker has loaded so far, by its process."""
-        workers = self._loader.statistics().workers if self._loader is not None else ()
-        return {worker.pid: worker.batches for worker in workers}
-
-    def text(self, taken: int) -> str:
-        if self._loader is None:
-            return ""
-        answered = sum(count - self._before.get(pid, 0) for pid, count in self._answers().items())
-        return f", {max(0, answered - taken)} ready"

@@ -17,7 +17,7 @@ from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.states import Batch
-from fastq_loader.statistics.counters import Counters
+from fastq_loader.statistics.counters import Counters, EpochLog
 
 
 class Delivery:
@@ -30,6 +30,7 @@ class Delivery:
 
     Attributes:
         progress: progress of the epoch.
+        log: log of the epoch.
         bad_samples: judge of the epoch if it tolerates bad samples, else None; see `ErrorPolicy`.
         staging: copies batches to a device; None if they stay on the host.
     """
@@ -44,6 +45,7 @@ class Delivery:
         self._unpacker = unpacker
         self._pool = pool
         self._counters = counters
+        self.log = EpochLog(counters, -1)  # a placeholder, until an epoch begins
 
     def start_staging(self, session: DeviceSession) -> None:
         """Copy batches to a device from now on."""
@@ -82,6 +84,7 @@ class Delivery:
                 return self._raised(batch, too_many)
             self._counters.batches += 1
             self._counters.bytes += handle.spec.nbytes
+            self.log.nbytes += handle.spec.nbytes
             return Handed(value, progress)
         finally:
             del batch, too_many  # an error's traceback references this frame

@@ -32,8 +32,8 @@ from fastq_loader.scheduling.events import Died, Draw, Finish, IterationFailed, 
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.states import Batch
-from fastq_loader.statistics import records
 from fastq_loader.statistics.counters import Counters, EpochLog
+from fastq_loader.statistics.records import CUT, GIVEN
 from fastq_loader.system import calls
 from fastq_loader.system.unpatched import time
 from fastq_loader.workers.config import Plan
@@ -151,7 +151,7 @@ class EventLoop:
         """Begin an epoch, and drop the rest of the previous one. Return its number."""
         scheduler, bad_samples = self.scheduler, start.bad_samples
         self._drop()
-        self.receiver.log = start.log
+        self.receiver.log = self._delivery.log = start.log
         self._tidy_at = 0
         if self._delivery.staging is not None:  # before blocks of dropped batches go to others
             self.pool.drop(self._delivery.staging.drain())
@@ -184,13 +184,15 @@ class EventLoop:
             return
         self.deaths.timeout.was_over = False
         log, now = self.receiver.log, time.monotonic_ns()
-        log.enter(now)
+        if log.asked:  # an interrupt ended the call before
+            log.record(CUT, now)
+        log.asked = now
         if now >= self._tidy_at:
             self._tidy(now)
         if self.pool.arena.released:
             self.pool.collect()
         if self._delivery.staging is not None:
-            self._begin_staging(self._delivery.staging)
+            self.pool.drop(self._delivery.staging.reap())
         scheduler, batch = self.scheduler, None
         while self._outcome is None:
             batch = scheduler.ready() if scheduler.in_flight.filled else None
@@ -205,7 +207,7 @@ class EventLoop:
         if batch is None:
             self._record_end(outcome)
         else:
-            log.give(time.monotonic_ns(), batch.answer, batch.seq, outcome.error)
+            log.record(GIVEN, time.monotonic_ns(), batch.loaded, batch.index, outcome.error)
         # A single step for interrupts: only a call can be cut short, and these lines have none.
         if outcome.fatal is None:
             slot.outcome = outcome
@@ -225,9 +227,9 @@ class EventLoop:
     def _record_end(self, outcome: Outcome) -> None:
         """Record an outcome that is not that of a batch."""
         if isinstance(outcome, Ended):
-            self.receiver.log.leave(records.END, time.monotonic_ns(), time.process_time_ns())
+            self.receiver.log.end(time.monotonic_ns(), time.process_time_ns())
         else:
-            self.receiver.log.give(time.monotonic_ns(), None, None, outcome.error)
+            self.receiver.log.record(GIVEN, time.monotonic_ns(), error=outcome.error)
 
     def _tidy(self, now: int) -> None:
         """Do the work that is not needed for every batch."""
@@ -273,7 +275,8 @@ class EventLoop:
             began = time.monotonic_ns()
             self._outcome = self._delivery.hand_out(batch)
             self._stage_ahead(staging)
-            self.receiver.log.steps += ((records.DEVICE, began, time.monotonic_ns()),)
+            self.receiver.log.device_until = now = time.monotonic_ns()
+            self.receiver.log.device += now - began
         if self._outcome is None:
             slot.record_skipped(self._delivery.progress)
         elif finish is not None:
@@ -290,7 +293,6 @@ class EventLoop:
         scheduler, began = self.scheduler, time.monotonic_ns()
         if self.holds:
             times = 0 if scheduler.undelivered else 1
-        seqs: list[int] = []
         for _ in range(times):
             try:
                 index = next(self._sampler)
@@ -301,9 +303,10 @@ class EventLoop:
             else:
                 batch = scheduler.drawn(index)
                 if batch is not None and batch.task is not None:
-                    seqs += (batch.seq,)
+                    batch.sent = began
                     self._send(batch.worker, batch.task)
-        self.receiver.log.steps += ((records.DREW, began, time.monotonic_ns(), seqs),)
+        self.receiver.log.drew_until = now = time.monotonic_ns()
+        self.receiver.log.drew += now - began
 
     def _send(self, worker: int | None, task: Task) -> None:
         try:
@@ -329,18 +332,10 @@ class EventLoop:
 
     def poll(self) -> None:
         """Begin the copies of batches that have become ready, without waiting for anything."""
-        staging, log = self._delivery.staging, self.receiver.log
-        if staging is not None:
+        if (staging := self._delivery.staging) is not None:
             self.pool.drop(staging.reap())
             self._stage_ahead(staging, wait=False)
-            if log.steps:
-                log.leave(records.PART, time.monotonic_ns())
         self._gate.phase = OPEN
-
-    def _begin_staging(self, staging: Staging) -> None:
-        began = time.monotonic_ns()
-        self.pool.drop(staging.reap())
-        self.receiver.log.steps += ((records.DEVICE, began, time.monotonic_ns()),)
 
     def _stage_ahead(self, staging: Staging, wait: bool = True) -> None:
         while self.receiver.receive():
@@ -359,7 +354,8 @@ class EventLoop:
         self._gate.phase = WAITING
         ended, heard = socket.wait(seconds)
         self._gate.phase = INSIDE  # a signal handler may have called meanwhile
-        self._note_wait(wait, began, time.monotonic_ns())
+        least = self.scheduler.window.least
+        self.receiver.log.waited_for(began, time.monotonic_ns(), wait.behind, wait.blocked, least)
         if socket.woken:
             raise Closing
         if not heard and timeout.is_over(socket.wait_for_message(_GRACE)):
@@ -368,11 +364,6 @@ class EventLoop:
         for worker in self.group.ended(ended):
             if self._outcome is None:
                 self._handle_death(worker)
-
-    def _note_wait(self, wait: Wait, began: int, ended: int) -> None:
-        cause = records.cause_of_wait(wait.behind, wait.blocked, self.scheduler.window.least)
-        index = self.scheduler.index_of(wait.seq) if cause == "head_of_line" else None
-        self.receiver.log.steps += ((records.WAITED, began, ended, cause, wait.seq, index),)
 
     # ---- workers that die or hang -------------------------------------------------------------
 
@@ -398,8 +389,6 @@ class EventLoop:
         sends = self.scheduler.died(Died(number, seq, worker.cause, claimed))
         if sends is not None and self._replace(worker, report):
             for send in sends:
-                now = time.monotonic_ns()
-                self.receiver.log.steps += ((records.DREW, now, now, (send.task.seq,)),)
                 self._send(*send)
             self._flush()
             self._outcome = self.deaths.warn_of_replacement(report, stacks)
@@ -413,8 +402,8 @@ class EventLoop:
             report = f"{report}; no other one could be started in its place: {error}"
             self._outcome = self.deaths.end(report, error)
             return False
-        replaced = records.REPLACED, time.monotonic_ns(), worker.number, worker.pid, report
-        self.receiver.log.steps += (replaced,)
+        if self._counters.trace is not None:
+            self._counters.trace.add_replaced(worker.number, worker.pid, report)
         return True
 
     # ---- the end ------------------------------------------------------------------------------
@@ -438,4 +427,4 @@ class EventLoop:
     def _drop(self) -> None:
         """Record that batches of the epoch that were not handed out are dropped."""
         if self._epoch is not None:
-            self.receiver.log.leave(records.DROP, time.monotonic_ns())
+            self.receiver.log.drop(time.monotonic_ns())

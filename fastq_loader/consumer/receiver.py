@@ -16,9 +16,7 @@ from fastq_loader.ipc.messages import BATCH, EMPTY, ENDED, LEFT_OUT, PASSED, Ans
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.scheduler import REFUSED, STALE, Scheduler
 from fastq_loader.scheduling.states import Batch
-from fastq_loader.statistics import records
-from fastq_loader.statistics.counters import Counters, EpochLog
-from fastq_loader.statistics.epoch import FIRST_BATCHES, EpochCounters
+from fastq_loader.statistics.counters import FIRST_BATCHES, Counters, EpochLog
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
 from fastq_loader.workers.worker import Worker
@@ -55,7 +53,7 @@ class Receiver:
         self._unpacker = unpacker
         self._counters = counters
         self._pool = scheduler.pool
-        self.log = EpochLog(counters, EpochCounters(-1, 0), 0)  # a placeholder, until an epoch begins
+        self.log = EpochLog(counters, -1)  # a placeholder, until an epoch begins
         self.end_states: dict[int, bytes] = {}
         self._iterable = plan.rules.iterable
         # If batches are delivered in the sampler's order, this saves a second read of the socket.
@@ -79,8 +77,12 @@ class Receiver:
                 self._group.evict(worker)
                 continue
             record, fault = self._group.workers[worker], None
-            kind = records.ANSWERED if answer.epoch == scheduler.epoch else records.STALE
-            self.log.steps += ((kind, record.counters, record.counters.pid, answer),)
+            started, finished = answer.started, answer.finished
+            record.counters.busy += finished - started
+            batch.loaded = (
+                *(batch.seq, worker, record.counters.pid, batch.sent),
+                *(started, answer.fetched, answer.collated, finished, answer.new_memory),
+            )
             try:
                 answer = self._check(record, answer)
                 if self._iterable:

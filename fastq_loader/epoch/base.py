@@ -32,7 +32,6 @@ from fastq_loader.ipc.messages import decode_index
 from fastq_loader.options import Loader
 from fastq_loader.reading import datapipes
 from fastq_loader.scheduling.progress import Progress
-from fastq_loader.statistics.records import DEVICE
 from fastq_loader.system.torch_names import untraced
 from fastq_loader.system.unpatched import time
 
@@ -61,7 +60,8 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     _bad_samples: Any = None
 
     def __init__(self, loader: Loader, mine: resources.Resources) -> None:
-        self._log = mine.counters.begin_epoch(time.monotonic_ns(), time.process_time_ns())
+        times = time.monotonic_ns(), time.process_time_ns()
+        self._log = mine.counters.begin_epoch(*times, loader._auto_collation)
         # The attributes of torch's iterators that stay the same, which other packages read.
         values = *_copied_from(loader), *datapipes.world_size_and_rank(), None
         vars(self).update(zip(_NAMES, values, strict=True))
@@ -173,7 +173,8 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self.outcome = None
         if not first_iter:
             mine = resources.of(loader)
-            self._log = mine.counters.begin_epoch(time.monotonic_ns(), time.process_time_ns())
+            times = time.monotonic_ns(), time.process_time_ns()
+            self._log = mine.counters.begin_epoch(*times, loader._auto_collation)
             self._begin_record(loader, mine, same_readers=True)
         self._restart_sampler()
         self._num_yielded = self._record.order.progress.delivered
@@ -189,6 +190,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             self._bad_samples = mine.bad_samples = mine.bad_samples or errors.records(known)
             epoch, in_batches = self._record.position.epoch, loader._auto_collation
             self._record.bad_samples = errors.judge(self._bad_samples, epoch, in_batches, known)
+            self._log.bad_samples = self._record.bad_samples
 
     def _epoch_has_begun(self, loader: Loader, mine: resources.Resources) -> None:
         """Make the epoch's record the loader's newest, and drop the loaded state. Not called if the epoch
@@ -250,7 +252,8 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             batch = self._options.device.apply_transform(batch)
         if self._pin_memory:
             batch = page_locked(batch, self._pin_memory_device)
-        self._log.steps += ((DEVICE, began, time.monotonic_ns()),)
+        self._log.device_until = now = time.monotonic_ns()
+        self._log.device += now - began
         return batch
 
     def _warn_about_length(self, length: int) -> None:

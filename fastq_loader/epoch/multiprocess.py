@@ -83,7 +83,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         start = PoolEpoch(record.order, *seeds, log, record.order.progress, record.resume, record.bad_samples)
         self._epoch = self.engine.start_epoch(start)
         self._epoch_has_begun(loader, resources.of(loader))
-        log.leave(ITER, time.monotonic_ns())
+        log.record(ITER, time.monotonic_ns())
 
     def successor(self) -> MultiprocessIterator:
         """The iterator of the next epoch, not reset yet. It is another object, so that `next()` on this one
@@ -111,7 +111,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         if isinstance(self.outcome, Ended):
             self._end()
         if running and gate.end is not None:
-            self._log.leave(CLOSE, time.monotonic_ns())
+            self._log.record(CLOSE, time.monotonic_ns())
 
     def _end(self) -> None:
         """The epoch is over, or a worker's failure has ended it."""

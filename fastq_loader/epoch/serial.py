@@ -24,7 +24,7 @@ from fastq_loader.reading import datapipes, generators
 from fastq_loader.reading.fetch import EndOfStream, LeftOut
 from fastq_loader.reading.reader import HandedOutBefore, Reader
 from fastq_loader.scheduling.progress import UNKNOWN, Progress, WorkerProgress
-from fastq_loader.statistics.records import DEVICE, DREW, END, ITER, LOADED
+from fastq_loader.statistics.records import CUT, GIVEN, ITER, NOTHING
 from fastq_loader.system.torch_names import untraced
 from fastq_loader.system.unpatched import time
 from fastq_loader.workers.kinds import Auto
@@ -58,7 +58,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         with generators.restored() if self._dynamic else generators.UNTOUCHED:
             self._begin_reading()
         self._epoch_has_begun(loader, mine)
-        self._log.leave(ITER, time.monotonic_ns())
+        self._log.record(ITER, time.monotonic_ns())
 
     def _begin_reading(self) -> None:
         """Create the fetcher, and advance it to the position where the epoch begins or resumes."""
@@ -115,17 +115,20 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
                 raise IteratorInvalid("this iterator cannot go on: an interrupt cut a call of next() short")
             if self.outcome is not None:  # another thread's, which has not taken it yet
                 return
-            self._log.enter(time.monotonic_ns())
+            log, now = self._log, time.monotonic_ns()
+            if log.asked:  # an interrupt ended the call before, or its batch was left out
+                log.record(CUT, now)
+            log.asked, self._loaded = now, NOTHING
             if self._due is None:
                 self._draw()
             drawn = self._due
             if drawn is not None:  # else the sampler has ended, or failed
                 self._load_drawn()
             if self._record.order.progress.over:
-                self._log.leave(END, time.monotonic_ns(), time.process_time_ns())
+                log.end(time.monotonic_ns(), time.process_time_ns())
             elif self.outcome is not None:  # else the batch was left out
-                seq = None if drawn is None else drawn[0]
-                self._log.give(time.monotonic_ns(), None, seq, getattr(self.outcome, "error", None))
+                index, error = drawn and drawn[1], getattr(self.outcome, "error", None)
+                log.record(GIVEN, time.monotonic_ns(), self._loaded, index, error)
 
     def _load_drawn(self) -> None:
         """Store the batch, or the error that loading it raised, in `outcome`; nothing if it was left out."""
@@ -167,7 +170,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._busy = True  # a copy to the device is under way
         began = time.monotonic_ns()
         batch = staging.deliver(staging.begin(batch))
-        self._log.steps += ((DEVICE, began, time.monotonic_ns()),)
+        self._log.device_until = now = time.monotonic_ns()
+        self._log.device += now - began
         return batch
 
     def _draw(self) -> None:
@@ -184,7 +188,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         else:
             self._due = (order.position - 1, index)
         self._busy = False
-        self._log.steps += ((DREW, began, time.monotonic_ns(), ()),)
+        self._log.drew_until = now = time.monotonic_ns()
+        self._log.drew += now - began
 
     def _raised(self, error: Exception, number: int, index: Any = None) -> Raised:
         """The outcome of an error in place of a batch."""
@@ -211,5 +216,6 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         except LeftOut:
             return _LEFT_OUT
         finally:
-            ended = time.monotonic_ns()
-            self._log.steps += ((LOADED, began, ended, number, self._dataset_fetcher.fetched),)
+            log, ended = self._log, time.monotonic_ns()
+            log.wait_from, log.wait_until, log.workers = began, ended, ended - began
+            self._loaded = number, -1, 0, began, began, self._dataset_fetcher.fetched, ended, ended, 0

@@ -136,9 +136,9 @@ _OF_A_HANDLE = ((int, tuple, bytes), (int, tuple, type(None)))
 
 
 def _answer(*fields: Any) -> Answer:
-    *head, fresh, returned, handle, state, fetched, collated, memory, cpu, cpu_wait, remarks = fields
+    *head, fresh, returned, handle, state, fetched, collated, memory, remarks = fields
     _, _, _, answer_kind, _, _ = head
-    costs = fetched, collated, memory, cpu, cpu_wait
+    costs = fetched, collated, memory
     numbers = (*head, *costs)
     # The check of `_check_counts`, without a loop in Python.
     if set(map(type, numbers)) != _INT or min(numbers) < 0 or max(numbers) > _LARGEST:

@@ -165,8 +165,6 @@ class Answer(NamedTuple):
         fetched, collated: times at which the samples were loaded and collated, as `started`; 0 if nothing
             was loaded.
         new_memory: nanoseconds spent mapping new pages for this task.
-        cpu: nanoseconds of CPU time that the worker's process has used so far; 0 if not measured.
-        cpu_wait: nanoseconds so far in which the worker was runnable but had no CPU; 0 if not measured.
         remarks: bad samples and the like, as a sealed pickle (see `workers.reader.WorkerReader`), or b"".
     """
 
@@ -184,8 +182,6 @@ class Answer(NamedTuple):
     fetched: int = 0
     collated: int = 0
     new_memory: int = 0
-    cpu: int = 0
-    cpu_wait: int = 0
     remarks: bytes = b""
 
 

@@ -51,12 +51,17 @@ class Batch:
         worker: worker with its task. None: any worker may claim it, or its index could not be drawn.
         attempt: how often its task was sent again.
         ticket: number under which its task is claimed; -1 before it was sent.
+        sent: when its task was sent first, in nanoseconds of the monotonic clock; 0 before.
+        loaded: who loaded it, and when; see `statistics.records.Record` from `seq` on.
         task: the task, as sent last.
         answer: the worker's answer, once it has arrived.
         error: why the batch failed, with no answer or an unusable one.
     """
 
-    __slots__ = ("answer", "attempt", "error", "index", "seq", "state", "task", "ticket", "worker")
+    __slots__ = (
+        *("answer", "attempt", "error", "index", "loaded", "sent"),
+        *("seq", "state", "task", "ticket", "worker"),
+    )
 
     def __init__(self, seq: int, worker: int | None, index: Any) -> None:
         self.seq = seq
@@ -65,6 +70,8 @@ class Batch:
         self.state = NEW
         self.attempt = 0
         self.ticket = -1
+        self.sent = 0
+        self.loaded: tuple[int, ...] = (seq, -1, 0, 0, 0, 0, 0, 0, 0)
         self.task: Task | None = None
         self.answer: Answer | None = None
         self.error: BaseException | None = None

@@ -1,32 +1,183 @@
-"""The counters of a loader, and the records of its calls from which they are computed.
+"""The counters of a loader, which outlive its pools of workers, and a record of each call.
 
-`Counters` belongs to the loader and outlives its pools of workers. It counts in the fields of the snapshots,
-which themselves are frozen. Records are created on the threads that call `next()`, and folded there every
-10 ms, or whenever statistics are requested, on any thread. Workers on other machines are counted by a
-`StatisticsSource`.
+They are counted on the threads that call `next()`, and read on any thread. What has to be exact is counted as
+it happens. Where the time went is found out when somebody asks (`extras.insight.causes`), from the records of
+the last 16,384 calls. Workers on other machines are counted by a `StatisticsSource`.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import fields
+from operator import add, length_hint
+from typing import Any, NamedTuple, Protocol
 
-from fastq_loader.statistics.epoch import EpochCounters, summed
-from fastq_loader.statistics.records import CLOSE, COPY, CUT, DROP, END, ITER, NEXT, PART, Record, Step
-from fastq_loader.statistics.snapshots import LoaderStatistics, MutableFields, StagingStatistics, values_of
-from fastq_loader.statistics.workers import WorkerCounters
-from fastq_loader.system.unpatched import time
+from fastq_loader.ipc.messages import Indices
+from fastq_loader.statistics.records import END, GIVEN, ITER, NOTHING, PACKED, Loaded
+from fastq_loader.statistics.snapshots import StagingStatistics
+from fastq_loader.system import pages
 
-if TYPE_CHECKING:
-    from fastq_loader.ipc.messages import Answer
+#: First batches of each worker that are compared with other workers'.
+FIRST_BATCHES = 8
 
-#: Epochs that are stored one by one; older ones are added up.
-_EPOCHS = 100
-#: Nanoseconds between two calls that fold records.
-_EVERY = 10_000_000
+#: Epochs that are stored one by one, of older ones the sums; calls of which there is a record.
+_EPOCHS, _RECORDS = 100, 1 << 14
+
+_pack = PACKED.pack
+
+
+class Totals(NamedTuple):
+    """What is counted exactly, of an epoch or of several.
+
+    Attributes:
+        batches: delivered, with errors in their place.
+        seconds: from `iter()` to the end of the last call. cpu_seconds: CPU time of this process meanwhile,
+            as of the last look.
+        samples: the samples of these, as the sampler asked for them.
+        bad_samples: those that could not be read.
+        next_seconds, wait_seconds: inside of `next()`; waiting for workers, or loading here.
+        late_batches: batches that held up others which were ready.
+        bytes: of the batches in shared memory.
+    """
+
+    batches: int = 0
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    samples: int = 0
+    bad_samples: int = 0
+    next_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    late_batches: int = 0
+    bytes: int = 0
+
+
+class EpochLog:
+    """Counts an epoch, and records its calls.
+
+    Args:
+        counters: the loader's.
+        epoch: its number, from 0 on.
+        now: when `iter()` was called, which is the call under way.
+        cpu: CPU time that this process had used by then, in all its threads, in nanoseconds.
+        in_batches: whether an index stands for a batch of samples.
+
+    Attributes:
+        nbytes: bytes of its batches in shared memory.
+        bad_samples: counts bad samples (`bad`); None: none are tolerated.
+        over: there is no further batch.
+        asked: when the call under way began, or 0; the next ones are those of its `Record`.
+        drew, drew_until, device, device_until, wait_from, wait_until, workers, head, memory: see `Record`.
+        first_batches: worker → digest and bytes digested of each of its first 8 batches; only of an iterable
+            dataset.
+        private_generators: names of the generators that the dataset has for itself, if it matters which
+            worker loads a batch.
+    """
+
+    def __init__(
+        self, counters: Counters, epoch: int, now: int = 0, cpu: int = 0, in_batches: bool = True
+    ) -> None:
+        self.epoch, self._began, self._ended = epoch, now, now
+        self.nbytes = self._batches = self._samples = self._late = self._in_next = self._waited = 0
+        self.bad_samples: Any = None
+        self.over = False
+        self.first_batches: dict[int, list[tuple[bytes, int]]] = {}
+        self.private_generators: set[str] = set()
+        self._counters, self._in_batches = counters, in_batches
+        self._cpu_before, self._cpu = cpu, 0
+        self.asked = now
+        self.drew = self.drew_until = self.device = self.device_until = 0
+        self.wait_from = self.wait_until = self.workers = self.head = self.memory = 0
+
+    def record(
+        self,
+        kind: int,
+        now: int,
+        loaded: Loaded = NOTHING,
+        index: Any = None,
+        error: BaseException | type | None = None,
+    ) -> None:
+        """Record that the call under way ends now, or that it took longer than recorded already.
+
+        Args:
+            kind: which; see above.
+            now: when.
+            loaded: who loaded the batch, and when.
+            index: of the batch.
+            error: raised in place of the batch.
+        """
+        asked = self.asked or self._ended
+        if kind == GIVEN:
+            self._batches += 1
+            self._late += self.head > 0
+            if error is None and index is not None:
+                packed = type(index) is Indices
+                one = length_hint(index, 1) if self._in_batches else 1
+                self._samples += len(index.data) // 8 if packed else one
+        self._waited += self.workers + self.head + self.memory
+        if kind != ITER:
+            self._in_next += now - asked
+        record = _pack(
+            *(kind, self.epoch, asked, now, self.drew, self.drew_until, self.device, self.device_until),
+            *(self.wait_from, self.wait_until, self.workers, self.head, self.memory, *loaded),
+        )
+        self.asked = 0  # first: an interrupt must not record the call twice
+        self.drew = self.drew_until = self.device = self.device_until = 0
+        self.wait_from = self.wait_until = self.workers = self.head = self.memory = 0
+        counters = self._counters
+        counters.records.append(record)
+        self._ended = now
+        if counters.trace is not None:
+            counters.trace.add(record, error)
+
+    def waited_for(self, began: int, ended: int, behind: int, blocked: bool, least: int) -> None:
+        """Count a wait for the next batch.
+
+        Args:
+            began, ended: of the wait.
+            behind: how many batches are ready behind the awaited one.
+            blocked: some worker is idle, because the window is full.
+            least: size of the window before it widens, in batches.
+        """
+        self.wait_from, self.wait_until = self.wait_from or began, ended
+        if behind and (blocked or behind >= least):  # more workers would not help
+            self.head += ended - began
+        elif blocked:
+            self.memory += ended - began
+        else:
+            self.workers += ended - began
+
+    def used_cpu(self, cpu: int) -> None:
+        """Set the CPU time that this process has used so far; ignored once the epoch is over."""
+        if not self.over:
+            self._cpu = cpu - self._cpu_before
+
+    def end(self, now: int, cpu: int) -> None:
+        """Record that `next()` has found no further batch. Workers may be gone when somebody asks for their
+        CPU time, so it is read here."""
+        self.used_cpu(cpu)
+        self.over = True
+        for worker in self._counters.workers:
+            worker.look_at_cpu()
+        self.record(END, now)
+
+    def drop(self, now: int) -> None:
+        """Note that what is left of the epoch is dropped."""
+        if self._counters.trace is not None:
+            self._counters.trace.add_drop(self.epoch, now)
+
+    def totals(self) -> Totals:
+        """The counts so far."""
+        return Totals(
+            self._batches,
+            (self._ended - self._began) / 1e9,
+            self._cpu / 1e9,
+            self._samples,
+            0 if self.bad_samples is None else self.bad_samples.bad,
+            self._in_next / 1e9,
+            self._waited / 1e9,
+            self._late,
+            self.nbytes,
+        )
 
 
 class StatisticsSource(Protocol):
@@ -40,170 +191,107 @@ class StatisticsSource(Protocol):
         before it has started; None if `pid` is not of this pool."""
 
 
-class StagingCounters(MutableFields, StagingStatistics):
+class WorkerCounters:
+    """What is counted of one worker, besides the records of its batches.
+
+    Attributes:
+        id, pid: its number and process.
+        restarts: how often its process died and was replaced.
+        busy: nanoseconds in which this process worked on tasks.
+        cpu: nanoseconds in which it had a CPU or waited for one, as of the last look; 0 if unknown.
+        far: process id and machine of the remote worker for which this one stands, if any.
+        wire_bytes: bytes that it sent over the network.
+    """
+
+    def __init__(self, id: int, pid: int) -> None:
+        self.id, self.pid, self.restarts, self.wire_bytes = id, pid, 0, 0
+        self.busy = self.cpu = self._busy_then = 0
+        self.far: tuple[int, str | None] | None = None
+
+    def replaced(self, pid: int) -> None:
+        """Count that another process takes over."""
+        self.pid, self.busy, self.cpu = pid, 0, 0
+        self.restarts += 1
+
+    def look_at_cpu(self) -> None:
+        """Ask the kernel for its CPU time, if it runs on this machine."""
+        if self.far is None and (used := pages.cpu(self.pid)):
+            self.cpu, self._busy_then = used, self.busy
+
+    @property
+    def cpu_share(self) -> tuple[int, int]:
+        """Nanoseconds of CPU time, and those of work in which they were used."""
+        return (self.cpu, self._busy_then) if self.cpu else (0, 0)
+
+
+class StagingCounters(StagingStatistics):
     """Counts copies to a device.
 
     Attributes:
-        records: receives a record of each copy; without a loader they are discarded.
+        loader: counters of the loader that uses it; None without a loader.
     """
 
-    def __init__(self, device: str) -> None:
-        super().__init__(device)
-        self.records: deque[Record] | list[Record] = deque(maxlen=0)
+    __setattr__, __delattr__ = object.__setattr__, object.__delattr__  # a snapshot is frozen
+    loader: Counters | None = None
 
     def copied(self, nbytes: int, began: float, ended: float) -> None:
         """Record a copy that has run, with its begin and end in seconds."""
-        self.records.append((COPY, None, int(began * 1e9), int(ended * 1e9), 0, (), nbytes))
+        if self.loader is not None and self.loader.trace is not None:
+            self.loader.trace.add_copy(nbytes, int(began * 1e9), int(ended * 1e9))
 
     def snapshot(self) -> StagingStatistics:
         """The counts so far."""
-        return StagingStatistics(**values_of(self))
+        return StagingStatistics(**{field.name: getattr(self, field.name) for field in fields(self)})
 
 
-class EpochLog:
-    """Creates the records of one epoch's calls.
-
-    Args:
-        counters: the loader's.
-        epoch: the counters of the epoch, into which the records are folded.
-        now: when `iter()` was called, which is the call in progress.
+class Counters:
+    """Counters of a loader; see `LoaderStatistics` for those that are not described here.
 
     Attributes:
-        epoch: its number.
-        steps: of the call in progress; see `records`.
-        first_batches: worker → digest and bytes digested of each of its first 8 batches; only of an iterable
-            dataset.
-        private_generators: names of the generators that the dataset has for itself, if it matters which
-            worker loads a batch.
-    """
-
-    def __init__(self, counters: Counters, epoch: EpochCounters, now: int) -> None:
-        self.epoch = epoch.epoch
-        self.steps: list[Step] = []
-        self.first_batches: dict[int, list[tuple[bytes, int]]] = {}
-        self.private_generators: set[str] = set()
-        self._counters, self._found = counters, epoch
-        self._record = counters.records.append
-        self._entered, self._thread = now, counters.identify()  # the call in progress, or 0
-        self._left = now
-
-    def enter(self, now: int) -> None:
-        """Note that `next()` was called."""
-        if self._entered:
-            self.leave(CUT, now)
-        self._entered, self._thread = now, self._counters.identify()
-
-    def give(
-        self, now: int, answer: Answer | None, seq: int | None, error: BaseException | type | None
-    ) -> None:
-        """Record that `next()` is about to return a batch, or to raise an error.
-
-        Args:
-            now: when.
-            answer: of the worker that loaded the batch, if any.
-            seq: the number of the batch in whose place the error is raised, if any.
-            error: the error. The records are then folded at once: its frames keep alive all they refer to.
-        """
-        steps, self.steps = self.steps, []
-        record = NEXT, self.epoch, self._entered, now, self._thread, steps, answer, seq, error
-        self._entered, self._left = 0, now  # first: an interrupt must not record the call twice
-        self._record(record)
-        counters = self._counters
-        if now >= counters.fold_at or error is not None:
-            counters.fold_at = now + _EVERY
-            counters.fold()
-
-    def leave(self, kind: str, now: int, *more: Any) -> None:
-        """Record a call that ended in another way, or an event outside of calls, as this kind."""
-        began = self._left if kind == CLOSE else self._entered
-        record = kind, self.epoch, began, now, self._thread, self.steps, *more
-        self._entered, self.steps = 0, []
-        self._record(record)
-        if kind != PART and kind != DROP:
-            self._left = now
-        counters = self._counters
-        if kind in (CLOSE, DROP) or (kind in (ITER, END) and (now >= counters.fold_at or counters.traced)):
-            counters.fold_at = now + _EVERY
-            counters.fold()
-
-    def counted(self) -> EpochCounters:
-        """The counters of the epoch, with all records so far folded."""
-        self._counters.fold()
-        return self._found
-
-
-class Counters(MutableFields, LoaderStatistics):
-    """Counters of a loader. The fields for epochs, waits, late batches, other machines and blocks are filled
-    in when a snapshot is taken.
-
-    Attributes:
-        records: not folded yet, of all epochs, in the order in which the calls ended.
-        fold_at: when a call folds them again, on the monotonic clock.
-        identify: returns the id of the calling thread for records, or 0.
-        traced: whether a trace is being written.
+        records: of the last calls, packed, the newest last; see `records`.
+        epochs: number of epochs so far.
+        logs: number → log of each of the last hundred epochs.
+        older: sums of the earlier ones.
+        workers: of the live pool, or of the last one. first_epoch: its first epoch.
         sources: live pools of workers on other machines.
+        trace: the recorder of the trace that is being written, or None.
     """
-
-    workers: tuple[WorkerCounters, ...]  # a snapshot contains their snapshots
-    staging: StagingCounters | None
 
     def __init__(self) -> None:
-        super().__init__()
-        self.records: list[Record] = []
-        self.fold_at = 0
-        self._folding = threading.Lock()
-        self._epochs: dict[int, EpochCounters] = {}
-        self._older = EpochCounters(0, 0)  # the sum of the earlier epochs
-        self.follow()
+        self.records: deque[bytes] = deque(maxlen=_RECORDS)
+        self.epochs = self.batches = self.bytes = self.window = self.worker_restarts = 0
+        self.rejected_frames = self.blocks_grown = self.stale_answers = self.wire_bytes = 0
+        self.logs: dict[int, EpochLog] = {}
+        self.older = Totals()
+        self.workers: tuple[WorkerCounters, ...] = ()
+        self.first_epoch = 0
+        self.staging: StagingCounters | None = None
         self.sources: set[StatisticsSource] = set()
-        self._look_at_memory_from = 0  # on the monotonic clock, in nanoseconds
-
-    @property
-    def history(self) -> list[EpochCounters]:
-        """The counters of the last hundred epochs, the newest last."""
-        self.fold()
-        return list(self._epochs.values())
+        self.trace: Any = None
 
     @property
     def batch_bytes(self) -> float:
         """Average bytes of shared memory per batch."""
         return self.bytes / max(1, self.batches)
 
-    def begin_epoch(self, now: int, cpu: int) -> EpochLog:
-        """Create the log of a new epoch when `iter()` is called. See `EpochCounters` for `now` and `cpu`."""
-        epoch = self._epochs[self.epochs] = EpochCounters(self.epochs, now, cpu)
+    def begin_epoch(self, now: int, cpu: int, in_batches: bool = True) -> EpochLog:
+        """Create the log of a new epoch when `iter()` is called; see `EpochLog`."""
+        log = self.logs[self.epochs] = EpochLog(self, self.epochs, now, cpu, in_batches)
         self.epochs += 1
-        return EpochLog(self, epoch, now)
+        while len(self.logs) > _EPOCHS:
+            old = self.logs.pop(next(iter(self.logs))).totals()
+            self.older = Totals(*map(add, self.older, old))
+        return log
 
-    def fold(self) -> None:
-        """Count all records, unless another thread is counting, or a signal handler interrupted this one in
-        it."""
-        if not (self.records and self._folding.acquire(blocking=False)):
-            return
-        records, epochs, followers, done = self.records, self._epochs, self._followers, 0
-        try:
-            for record in records[:]:
-                done += 1
-                if record[1] in epochs:  # else of a copy, or of an old epoch
-                    epochs[record[1]].fold(record)
-                for follow in followers:
-                    follow(record)
-            while len(epochs) > _EPOCHS:
-                self._older.include(epochs.pop(next(iter(epochs))))
-        finally:  # an interrupt may come
-            del records[:done]
-            self._folding.release()
-
-    def follow(self, *followers: Callable[[Record], None], identify: Callable[[], int] = int) -> None:
-        """Pass future records to `followers`, too; `identify` returns their thread id."""
-        self.fold()
-        self._followers, self.traced, self.identify = followers, bool(followers), identify
+    def begin_pool(self, workers: tuple[WorkerCounters, ...]) -> None:
+        """Count for other workers from now on."""
+        self.workers, self.first_epoch = workers, self.epochs - 1
 
     def stage(self, staging: StagingCounters | None) -> None:
         """Set the counters of copies to a device; None if batches stay on the host."""
         self.staging = staging
         if staging is not None:
-            staging.records = self.records
+            staging.loader = self
 
     def ended(self, source: StatisticsSource) -> None:
         """Include the final counts of a pool that has ended."""
@@ -214,28 +302,3 @@ class Counters(MutableFields, LoaderStatistics):
     def far_worker(self, pid: int) -> tuple[int, str] | None:
         """See `StatisticsSource`."""
         return next(filter(None, (source.far_worker(pid) for source in list(self.sources))), None)
-
-    def _look_at_memory(self) -> None:
-        """Measure the workers' memory, in at most 1 % of the time of a caller that polls snapshots."""
-        began = time.monotonic_ns()
-        if began >= self._look_at_memory_from:
-            for worker in self.workers:
-                worker.look_at_memory()
-            self._look_at_memory_from = began + 100 * (time.monotonic_ns() - began)
-
-    def snapshot(self, **now: Any) -> LoaderStatistics:
-        """The counts so far, with the fields in `now`, which the caller provides."""
-        history = self.history
-        self._look_at_memory()
-        wire_bytes = sum((source.count() for source in list(self.sources)), self.wire_bytes)
-        total = summed([self._older, *history])
-        found = {
-            "total": replace(total.snapshot(), epoch=None, ready=()),
-            "per_epoch": tuple(epoch.snapshot() for epoch in history),
-            "wait_seconds": total.waited / 1e9,
-            "late_batches": tuple(total.worst()),
-            "workers": tuple(worker.snapshot() for worker in self.workers),
-            "wire_bytes": wire_bytes,
-            "staging": None if self.staging is None else self.staging.snapshot(),
-        }
-        return LoaderStatistics(**values_of(self) | now | found)

@@ -1,67 +1,65 @@
-"""The records of a loader's calls, from which statistics and traces are computed.
+"""The record of a call: 64-bit numbers only, from which statistics and traces are computed.
 
-Pure. Each call leaves one record, a plain tuple that is created when the call ends:
-
-    (kind, epoch, began, ended, thread, steps, …)
-
-`steps` lists the events of the call in order, each as a tuple that also begins with its kind; a worker's
-answer is a step of the call in which it arrived. Times are nanoseconds of the monotonic clock, which is the
-same for all processes of a machine. `thread` is the id of the calling thread, 0 if no trace needs it. Records
-are folded many at a time: between two batches the counting code is not in a CPU's cache, and would take more
-than twice as long.
-
-They are tuples, because creating an object of a class is a call, and `next()` creates several for each batch
-(`tests/end_to_end/test_calls.py` has the budget). The folds give names to the parts by `match`, with the
-layouts below.
-
-    record    more                 created when
-    ITER                           `iter()` returns
-    NEXT      answer, seq, error   `next()` is about to return a batch, or to raise in the place of batch seq
-    CUT                            a call begins after one that an interrupt ended, or that left a batch out
-    END       cpu                  `next()` has found no further batch; CPU time of the process
-    CLOSE                          the previous call has also shut down the workers
-    PART                           answers arrived outside of calls, in `poll()`
-    DROP                           the undelivered batches of an epoch are dropped
-    COPY      nbytes               a copy to the device has run; belongs to no epoch
-
-    step      more                 meaning
-    DREW      since, until, seqs   indices were drawn, and the tasks of these batches sent; or sent again, in
-                                   no time
-    DEVICE    since, until         the call worked on copies to the device
-    LOADED    since, until, seq, fetched
-                                   the call loaded a batch itself; fetched: when its samples had been read
-    WAITED    since, until, cause, seq, index
-                                   the call waited for workers; cause: the apparent one; index: of a batch
-                                   that held up others
-    ANSWERED  counters, pid, answer
-                                   an answer of this epoch arrived from this worker and process
-    STALE     counters, pid, answer
-                                   an answer of an older epoch arrived
-    REPLACED  now, worker, pid, report
-                                   a new process took over a worker; report: how the old one ended
+Pure. Times are nanoseconds of the monotonic clock, which is the same for all processes of a machine.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from struct import Struct
+from typing import NamedTuple
 
-Record = tuple[Any, ...]
-Step = tuple[Any, ...]
-
-ITER, NEXT, CUT, END = "iter", "next", "cut", "end"
-CLOSE, PART, DROP, COPY = "close", "part", "drop", "copy"
-DREW, DEVICE, LOADED, WAITED = "drew", "device", "loaded", "waited"
-ANSWERED, STALE, REPLACED = "answered", "stale", "replaced"
+#: Kinds of records. `iter()` returns; `next()` gives a batch or raises an error; a call begins after one that
+#: an interrupt ended, or that left a batch out; `next()` has found no further batch; the last call has also
+#: shut down the workers.
+ITER, GIVEN, CUT, END, CLOSE = range(5)
 
 
-def cause_of_wait(behind: int, blocked: bool, least: int) -> str:
-    """The apparent cause of a wait, before it has ended.
+class Record(NamedTuple):
+    """The numbers of a record; 0 where something did not happen.
 
-    Args:
-        behind: how many batches are ready behind the awaited one.
-        blocked: some worker is idle, because the window is full.
-        least: size of the window before it widens, in batches.
+    Attributes:
+        kind, epoch: see above; the loader's number of the epoch.
+        asked, given: begin and end of the call.
+        drew, drew_until: nanoseconds in which the sampler drew; when it had drawn last.
+        device, device_until: the same of work for a device, and of pinning.
+        wait_from, wait_until: from the begin of the first wait to the end of the last; without workers, from
+            the begin to the end of loading.
+        workers, head, memory: nanoseconds of waiting by what seemed to be the cause: workers are loading; the
+            batch holds up others; the window is full.
+        seq: number of the batch; -1: there is none.
+        worker, pid: who loaded it; -1, 0: the consumer, or nobody.
+        sent: when its task was sent first.
+        started, fetched, collated, finished: when the worker began, had read the samples, had collated them
+            and had packed the batch.
+        new_memory: nanoseconds in which the worker mapped new pages.
     """
-    if behind and (blocked or behind >= least):
-        return "head_of_line"
-    return "memory" if blocked else "workers"
+
+    kind: int
+    epoch: int
+    asked: int
+    given: int
+    drew: int
+    drew_until: int
+    device: int
+    device_until: int
+    wait_from: int
+    wait_until: int
+    workers: int
+    head: int
+    memory: int
+    seq: int
+    worker: int
+    pid: int
+    sent: int
+    started: int
+    fetched: int
+    collated: int
+    finished: int
+    new_memory: int
+
+
+PACKED = Struct(f"={len(Record._fields)}q")
+
+#: The numbers of a record from `seq` on.
+Loaded = tuple[int, ...]
+NOTHING: Loaded = (-1, -1, 0, 0, 0, 0, 0, 0, 0)

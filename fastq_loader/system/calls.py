@@ -287,15 +287,6 @@ def name_process(name: str) -> None:
         _call("prctl", _PR_SET_NAME, name.encode())
 
 
-def waited_for_cpu(file: str = "/proc/thread-self/schedstat") -> int:
-    """Nanoseconds in which this thread could have run and had no CPU; 0 if the kernel does not count them."""
-    try:
-        with open(file, "rb", buffering=0) as opened:
-            return int(opened.read(128).split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
-
-
 def pidfd_open(pid: int) -> int:
     """Open a descriptor that becomes readable when a process has ended.
 

@@ -58,3 +58,12 @@ def fields(path: str | PathLike[str]) -> dict[str, int]:
     except (OSError, ValueError):
         return {}
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+
+
+def cpu(pid: int) -> int:
+    """Nanoseconds in which the first thread of a process had a CPU, or waited for one; 0 if unknown."""
+    try:
+        with open(f"/proc/{pid}/schedstat") as file:
+            return sum(map(int, file.read().split()[:2]))
+    except (OSError, ValueError):
+        return 0

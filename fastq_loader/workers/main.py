@@ -57,8 +57,6 @@ from fastq_loader.workers.task_queue import TaskQueue
 
 #: Nanoseconds: after a shorter task, the worker does not look for a new epoch before the next task.
 _QUICK = 500_000
-#: Nanoseconds between two answers that report the CPU time used.
-_CPU_EVERY = 20_000_000
 #: Bytes by which an answer may grow when its own block, and blocks returned meanwhile, are added.
 _GROWTH = 16 * 1024
 
@@ -163,7 +161,6 @@ class WorkerLoop:
         self._socket = socket
         self._packer = Packer(blocks, setup.token)
         self._quick = False  # whether the last task took less than _QUICK
-        self._asked_for_cpu = 0
         self._reader = WorkerReader(setup)
 
     def run(self) -> None:
@@ -212,12 +209,7 @@ class WorkerLoop:
 
     def _costs(self) -> tuple[Any, ...]:
         """Costs of the last batch, and remarks: the fields of an answer from `fetched` on."""
-        fetched, collated = self._reader.timing
-        cpu = cpu_wait = 0
-        if collated - self._asked_for_cpu > _CPU_EVERY:  # these are system calls
-            self._asked_for_cpu, cpu = collated, time.process_time_ns()
-            cpu_wait = calls.waited_for_cpu()
-        return fetched, collated, self._allocator.new_memory, cpu, cpu_wait, self._reader.remarks
+        return *self._reader.timing, self._allocator.new_memory, self._reader.remarks
 
     def _skip(self, task: Task) -> None:
         self._answer(task, SKIPPED, self._begin(task))

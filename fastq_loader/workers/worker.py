@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fastq_loader.errors import Transitions
 from fastq_loader.packing.spec import BatchLayout
-from fastq_loader.statistics.workers import WorkerCounters
+from fastq_loader.statistics.counters import WorkerCounters
 
 if TYPE_CHECKING:
     from fastq_loader.workers.children import Child

@@ -19,8 +19,7 @@ from typing import Any
 from fastq_loader.ipc.endpoints import naming_the_limit
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents
-from fastq_loader.statistics.counters import Counters
-from fastq_loader.statistics.workers import WorkerCounters
+from fastq_loader.statistics.counters import Counters, WorkerCounters
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import KEPT_OUT, Child, Launch
 from fastq_loader.workers.config import Plan, Setup
@@ -119,7 +118,7 @@ class WorkerPool(ABC):
         """Make new counters for the workers, as part of the loader's counters."""
         for worker in self.workers:
             worker.counters = WorkerCounters(worker.number, worker.pid)
-        counters.workers = tuple(worker.counters for worker in self.workers)
+        counters.begin_pool(tuple(worker.counters for worker in self.workers))
 
     def _setup_for(self, **fields: Any) -> Setup:
         """Return the setup of the workers with the `fields` of one of them."""

@@ -11,7 +11,7 @@ import pytest
 from fastq_loader import DataLoader, PinFailed, PinFallback
 from fastq_loader.device.copies import Copies
 from fastq_loader.device.pinning import BOUNCE, PAGEABLE, REGISTER, Buffers, Pinner, PinPolicy
-from fastq_loader.statistics.counters import StagingCounters
+from fastq_loader.statistics.counters import Counters, StagingCounters
 from tests.conftest import of_kind
 from tests.support.datasets import Made, identity
 from tests.support.late_device import Late, image_and_label
@@ -127,8 +127,9 @@ def test_a_batch_that_is_taken_before_it_has_arrived_is_late() -> None:
 
 
 def test_a_copy_that_has_run_is_reported_with_its_times() -> None:
-    pool, reported = Pool(in_blocks=False), list[Any]()
-    pool.statistics.records = reported
+    pool, counters, reported = Pool(in_blocks=False), Counters(), list[Any]()
+    counters.stage(pool.statistics)
+    counters.trace = SimpleNamespace(add_copy=lambda *copy: reported.append(copy))
     pool.device.seconds = 3
     pool.begin(0)
     pool.copies.reap()
@@ -137,7 +138,7 @@ def test_a_copy_that_has_run_is_reported_with_its_times() -> None:
     pool.device.seconds = 5
     pool.copies.reap()
     pool.copies.settle()
-    assert reported == [("copy", None, 3e9, 5e9, 0, (), 64)]
+    assert reported == [(64, 3e9, 5e9)]
 
 
 def test_a_consumer_that_is_too_far_ahead_waits_and_the_wait_is_counted() -> None:

@@ -41,7 +41,7 @@ def misjudged(cases: list[Case], workers: int, context: str | None) -> dict[Case
         expected = case.lost(watch) / watch.total
         right = (found.limit, found.share) == (case.limit, pytest.approx(expected, abs=0.05))
         if case.limit == "head_of_line":
-            slow = {f"batch {at}, sample {at}" for at in (5, 15, 25)}
+            slow = {f"batch {at}" for at in (5, 15, 25)}
             right &= found.culprit is not None and found.culprit.split(":")[0] in slow
         if not right:
             wrong[case] = f"{case.limit}: {expected:.0%} by the stopwatch\n{found}"

@@ -81,7 +81,6 @@ def check(events: list[Event]) -> None:
         for begin, end in asynchronous(events, name).values():
             assert (begin["ph"], end["ph"]) == ("b", "e")
             assert begin["ts"] <= end["ts"]
-    assert all(event["args"]["batches"] >= 0 for event in of(events, "C"))
     _check_lives(events)
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from fastq_loader.ipc.messages import Epoch, Hello
-from fastq_loader.statistics.counters import Counters
-from fastq_loader.statistics.workers import WorkerCounters
+from fastq_loader.statistics.counters import Counters, WorkerCounters
 from fastq_loader.workers import group as module
 from fastq_loader.workers.group import WorkerGroup
 from fastq_loader.workers.worker import Worker

@@ -21,6 +21,7 @@ from typing import Any
 
 from fastq_loader.errors import LoaderHint, NotCached, UnpicklableError, warn_user
 from fastq_loader.extras.cached import handover, identity, mark, memory, values
+from fastq_loader.extras.cached.counters import CacheStatistics
 from fastq_loader.extras.cached.draws import Draws, generators_of
 from fastq_loader.extras.cached.keys import Keys
 from fastq_loader.extras.cached.limits import bytes_of
@@ -29,7 +30,6 @@ from fastq_loader.extras.cached.process import ProcessMemory
 from fastq_loader.extras.images import sample_seeds
 from fastq_loader.extras.samplers.walk import Walk
 from fastq_loader.packing import pickling
-from fastq_loader.statistics.snapshots import CacheStatistics
 from fastq_loader.system import attributes, process_id
 
 #: Caches of methods. A dataset that has been given its cache is let go of at a fork, at the latest: its

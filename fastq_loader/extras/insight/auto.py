@@ -17,7 +17,7 @@ from typing import Any
 
 from fastq_loader import options
 from fastq_loader.epoch import resources
-from fastq_loader.extras.insight import machine
+from fastq_loader.extras.insight import causes, machine
 from fastq_loader.extras.insight.chooser import NOISE, Limits, rank
 from fastq_loader.extras.insight.model import Costs, Setting, costs_of
 from fastq_loader.statistics.counters import Counters
@@ -159,19 +159,19 @@ class Chooser:
         """
         if calls.missing():
             return 0
-        history = counters.history
-        if not (history and (history[-1].over or history[-1].batches >= _ENOUGH)):
+        epoch = causes.newest(counters)
+        if epoch is None or not (epoch.over or epoch.epoch.batches >= _ENOUGH):
             return number
-        epoch = history[-1]
-        costs = costs_of(epoch, counters.workers if number else (), counters.batch_bytes)
+        load_cpu = causes.cpu_share(counters) if number else None
+        costs = costs_of(epoch, load_cpu, counters.batch_bytes)
         if costs is None:
             return number
         before, self._before = self._before, number
         # Persistent workers have just started: that epoch is not representative, and the next one counts.
         if persistent and number and before not in (None, number):
             return number
-        took = epoch.nanoseconds - (epoch.by_cause["start_up"] if persistent else 0)
-        remember(self.seen, Measurement(number, took / 1e9 / epoch.batches, costs))
+        took = epoch.seconds - (epoch.epoch.start_up_seconds if persistent else 0)
+        remember(self.seen, Measurement(number, took / epoch.epoch.recorded_batches, costs))
         limits = machine.limits(Setting(number, prefetch, dynamic=True))
         held = limits.needed(limits.own, costs) if persistent else 0.0  # memory that workers have already
         return decide(self.seen, replace(limits, memory_bytes=limits.memory_bytes + held))

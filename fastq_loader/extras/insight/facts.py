@@ -14,54 +14,80 @@ from torch.utils.data import BatchSampler, RandomSampler
 from torch.utils.data._utils.collate import default_collate, default_convert
 
 from fastq_loader import options
-from fastq_loader.extras.insight import machine
+from fastq_loader.epoch import resources
+from fastq_loader.extras.insight import causes, machine
 from fastq_loader.extras.insight.model import LoaderFacts, RunProfile, Setting, costs_of, is_enough
-from fastq_loader.statistics.counters import Counters
-from fastq_loader.statistics.epoch import EpochCounters
-from fastq_loader.statistics.snapshots import EpochStatistics, LoaderStatistics
-from fastq_loader.system import calls, pages
+from fastq_loader.extras.insight.snapshots import EpochStatistics, LoaderStatistics, WorkerStatistics
+from fastq_loader.system import pages
+from fastq_loader.system.unpatched import time
 from fastq_loader.workers.kinds import Auto
 
 #: Types whose instances have a `__qualname__` that can be read without running user code.
 _FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType)
 
 
-def profile_of(
-    loader: Any, statistics: LoaderStatistics, counters: Counters, epoch: int | str | None
-) -> RunProfile:
+def statistics_of(loader: Any) -> LoaderStatistics:
+    """A snapshot of a loader's counters."""
+    mine = resources.of(loader)
+    if logs := list(mine.counters.logs.values()):
+        logs[-1].used_cpu(time.process_time_ns())
+    else:  # usually created when an epoch begins; it counts the copies
+        resources.device_session(mine, options.of(loader).device)
+    blocks = [(0, 0, 0), *(engine.blocks() for engine in list(mine.engines))]
+    in_use, free, nbytes = map(sum, zip(*blocks, strict=True))
+    return causes.snapshot(
+        mine.counters,
+        blocks_in_use=in_use,
+        blocks_free=free,
+        arena_bytes=nbytes,
+        bad_samples=getattr(mine.bad_samples, "total", 0),
+        last_bad_samples=getattr(mine.bad_samples, "last", ()),
+    )
+
+
+def profile_of(loader: Any, epoch: int | str | None, is_cached: bool) -> RunProfile:
     """Facts of a loader's runs.
 
     Args:
         loader: the loader.
-        statistics: a snapshot of its counters.
-        counters: the counters themselves.
         epoch: its number, "all" for all together, or None for the newest one long enough for a diagnosis.
+        is_cached: whether the dataset has a cache.
 
     Raises:
         ValueError: there is no such epoch.
     """
+    statistics, counters = statistics_of(loader), resources.of(loader).counters
     asked = _asked(statistics, epoch)
     number = _newest(statistics).epoch if asked.epoch is None else asked.epoch
-    loaded = next((each for each in counters.history if each.epoch == number), EpochCounters(0, 0))
+    found = [each for each in causes.breakdowns(counters) if each.epoch.epoch == number]
+    loaded = found[0] if found else causes.Breakdown(EpochStatistics())
     # Without workers nothing is packed. The loader may have had workers in another epoch.
-    workers = counters.workers if any(cost.pack for cost in loaded.costs.last) else ()
+    workers = statistics.workers if any(pack for _, _, pack in loaded.costs) else ()
     # For workers the kernel reports the wait for a CPU by thread, if it can.
-    contention = 0.0 if workers and calls.waited_for_cpu() else machine.contention()
+    load_cpu = causes.cpu_share(counters) if workers else None
+    contention = 0.0 if load_cpu is not None else machine.contention()
     # A subclass may have no attributes before its first epoch.
     setting, arguments = of_arguments(loader) if statistics.epochs else (Setting(0), LoaderFacts())
     return RunProfile(
         epoch=asked,
-        costs=costs_of(loaded, workers, counters.batch_bytes, contention),
+        costs=costs_of(loaded, load_cpu, counters.batch_bytes, contention),
         setting=replace(setting, num_workers=len(workers)),
         cpus=machine.cpus(),
         machine_bytes=pages.installed(),
-        workers=statistics.workers if workers else (),
+        workers=workers,
         late=tuple(late for late in statistics.late_batches if asked.epoch in (None, late.epoch)),
         staging=statistics.staging,
         loader=arguments,
         free_bytes=machine.memory_bytes(),
-        is_cached=bool(statistics.caches),
+        private_bytes=tuple(map(private_bytes, workers)),
+        is_cached=is_cached,
     )
+
+
+def private_bytes(worker: WorkerStatistics) -> int:
+    """Memory that a worker does not share; 0 if it has ended, or runs on another machine."""
+    found = None if worker.node is not None else pages.shared_and_private(worker.pid)
+    return 0 if found is None else found[1]
 
 
 def _newest(statistics: LoaderStatistics) -> EpochStatistics:

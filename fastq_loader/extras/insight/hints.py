@@ -30,10 +30,11 @@ from fastq_loader.errors import (
     warn_user,
 )
 from fastq_loader.extras.insight.advice import advice
+from fastq_loader.extras.insight.causes import Breakdown, breakdown, cpu_share, table
 from fastq_loader.extras.insight.facts import of_arguments
 from fastq_loader.extras.insight.machine import cpus, memory_bytes
 from fastq_loader.extras.insight.model import RunProfile, Setting, costs_of, seconds_per_batch
-from fastq_loader.statistics.epoch import FIRST_BATCHES, EpochCounters
+from fastq_loader.statistics.counters import FIRST_BATCHES
 from fastq_loader.workers.kinds import Auto
 
 if TYPE_CHECKING:
@@ -144,17 +145,22 @@ class Hints:
     def _tiny_batches(self) -> str | None:
         if self._order.progress.delivered < _LEAST_BATCHES:  # counting takes time
             return None
-        return tiny_batches(self._log.counted(), self._workers)
+        return tiny_batches(self._broken_down(), self._workers)
 
     def _pinned_copies(self) -> str | None:
-        epoch, counters = self._log.counted(), self._resources.counters
-        if epoch.by_cause["device_copy"] < _LEAST_PINNING * 1e9:
+        if self._log.totals().next_seconds < _LEAST_PINNING:
             return None
-        workers = counters.workers if self._workers else ()
+        epoch, counters = self._broken_down(), self._resources.counters
+        if epoch.epoch.device_copy_seconds < _LEAST_PINNING:
+            return None
+        costs = costs_of(epoch, cpu_share(counters) if self._workers else None)
         setting, loader = self._arguments
-        setting, costs = replace(setting, num_workers=len(workers)), costs_of(epoch, workers)
-        run = RunProfile(epoch.snapshot(), costs, setting, cpus(), loader=loader)
+        setting = replace(setting, num_workers=len(counters.workers) if self._workers else 0)
+        run = RunProfile(epoch.epoch, costs, setting, cpus(), loader=loader)
         return next(iter(advice(run, ["device_copy"])), None)
+
+    def _broken_down(self) -> Breakdown:
+        return breakdown(self._log, table(self._resources.counters))
 
     def _memory_pressure(self) -> str | None:
         self._resources.hinted.add(MemoryPressure)  # checked once, because it reads files
@@ -198,13 +204,13 @@ def idle_workers(dataset: str, first: FirstBatches, workers: int) -> str | None:
     )
 
 
-def tiny_batches(epoch: EpochCounters, workers: int) -> str | None:
+def tiny_batches(epoch: Breakdown, workers: int) -> str | None:
     """Hint: an epoch that is over, with `workers` workers, would have been faster without them."""
-    batches, costs = epoch.batches, costs_of(epoch, ())
+    batches, costs = epoch.epoch.batches, costs_of(epoch, None)
     if batches < _LEAST_BATCHES or costs is None:
         return None
     alone = seconds_per_batch(costs, Setting(0), 1.0)
-    took = (epoch.nanoseconds - epoch.by_cause["start_up"]) / 1e9 / batches
+    took = (epoch.seconds - epoch.epoch.start_up_seconds) / epoch.epoch.recorded_batches
     if took < _LEAST_TIMES * alone or (took - alone) * batches < _LEAST_SECONDS:
         return None
     of = f"{workers} worker{'s' * (workers > 1)}"

@@ -22,23 +22,21 @@ of the step. As much of it as fits is attributed to loading, so that the gain of
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
-from fastq_loader.scheduling.schedules import Dynamic, RoundRobin, Window
-from fastq_loader.statistics.epoch import EpochCounters
-from fastq_loader.statistics.snapshots import (
+from fastq_loader.extras.insight.snapshots import (
     CAUSES,
     EpochStatistics,
     LateBatch,
-    StagingStatistics,
     WorkerStatistics,
 )
+from fastq_loader.scheduling.schedules import Dynamic, RoundRobin, Window
+from fastq_loader.statistics.snapshots import StagingStatistics
 
 if TYPE_CHECKING:
-    from fastq_loader.statistics.workers import WorkerCounters
+    from fastq_loader.extras.insight.causes import Breakdown
 
 #: Simulated batches. After some hundred the mean does not move by more than a percent.
 _BATCHES = 600
@@ -193,6 +191,7 @@ class RunProfile:
         staging: copies to the device; None without one.
         loader: the loader's arguments.
         free_bytes: memory available to a cache.
+        private_bytes: memory that each worker does not share, where it is known.
         is_cached: whether the dataset has a cache.
     """
 
@@ -206,12 +205,14 @@ class RunProfile:
     staging: StagingStatistics | None = None
     loader: LoaderFacts = field(default=LoaderFacts())
     free_bytes: int = 0
+    private_bytes: tuple[int, ...] = ()
     is_cached: bool = False
 
     @property
     def shares(self) -> dict[str, float]:
         """Share of each cause in the time of the epoch, from 0 to 1."""
-        return {cause: self.epoch.spent_on(cause) / (self.epoch.seconds or 1) for cause in CAUSES}
+        seconds = {cause: self.epoch.spent_on(cause) for cause in CAUSES}
+        return {cause: each / (sum(seconds.values()) or 1) for cause, each in seconds.items()}
 
     @property
     def busy(self) -> float:
@@ -241,32 +242,28 @@ def is_enough(epoch: EpochStatistics, batches: int = BATCHES) -> bool:
 
 
 def costs_of(
-    epoch: EpochCounters,
-    workers: Sequence[WorkerCounters],
-    batch_bytes: float = 0.0,
-    contention: float = 0.0,
+    epoch: Breakdown, load_cpu: float | None, batch_bytes: float = 0.0, contention: float = 0.0
 ) -> Costs | None:
     """Costs of a batch of an epoch; None before the first.
 
     Args:
-        epoch: its counters.
-        workers: counters of the workers that loaded it; empty if the consumer did.
+        epoch: where its time went.
+        load_cpu: the share of the workers' work in which they used a CPU; None: the consumer loaded.
         batch_bytes: shared memory of a batch.
         contention: share of the time in which processes of this machine waited for a CPU, from 0 to 1. This
             share of the loading time without a CPU is attributed to that wait, not to a disk or a network.
     """
-    ordered = sorted(epoch.costs.last)
-    if not ordered or not epoch.batches:
+    batches = epoch.epoch.recorded_batches
+    if not epoch.costs or not batches:
         return None
-    mean = sum(cost.load for cost in ordered) / len(ordered)
-    scale = epoch.costs.load / mean if mean else 1.0  # the recorded batches represent all
-    loads = tuple(cost.load / 1e9 * scale for cost in ordered)
-    seconds = {cause: nanoseconds / 1e9 / epoch.batches for cause, nanoseconds in epoch.by_cause.items()}
-    cpu = epoch.cpu / 1e9 / epoch.batches
-    if workers:
-        pack = sum(cost.pack for cost in ordered) / 1e9 / len(ordered)
-        overhead = max(0.0, seconds["transport"] - epoch.in_transit / 1e9 / epoch.batches)
-        load_cpu = _cpu_share(workers)
+    _, loads, packs = zip(*epoch.costs, strict=True)
+    mean = sum(loads) / len(loads)
+    scale = epoch.load / mean if mean else 1.0  # the last batches represent all
+    seconds = {cause: epoch.epoch.spent_on(cause) / batches for cause in CAUSES}
+    cpu = epoch.epoch.cpu_seconds / max(1, epoch.epoch.batches)
+    if load_cpu is not None:
+        pack = sum(packs) / 1e9 / len(packs)
+        overhead = max(0.0, seconds["transport"] - epoch.in_transit / batches)
         step_cpu = cpu - overhead - seconds["sampler"] - seconds["device_copy"]
     else:
         load = seconds["workers"]
@@ -274,7 +271,7 @@ def costs_of(
         pack, overhead = _LEAST_PACK, _LEAST_OVERHEAD
         step_cpu = cpu - load * load_cpu
     return Costs(
-        loads,
+        tuple(load / 1e9 * scale for load in loads),
         pack=pack,
         overhead=overhead,
         device=seconds["device_copy"],
@@ -284,11 +281,3 @@ def costs_of(
         step_cpu=max(0.0, step_cpu),
         batch_bytes=batch_bytes,
     )
-
-
-def _cpu_share(workers: Sequence[WorkerCounters]) -> float:
-    """Share of their work in which workers used a CPU; 1 if unknown."""
-    marks = [worker.cpu_marks for worker in workers if len(worker.cpu_marks) > 1]
-    work = sum(last[1] - first[1] for first, last in marks)
-    cpu = sum(last[0] - first[0] for first, last in marks)
-    return min(1.0, cpu / work) if work > 0 else 1.0

@@ -3,8 +3,7 @@
 Runs in the consumer, on the thread that requests it, and changes nothing. The causes of `EpochStatistics` add
 up to the time of the epoch, and in all but the training step it could not continue: the largest of them is
 the limit, if it is large enough. If none is, the step limits; or nothing does, because the workers are busy
-all the time, too. A verdict is printed as a page of 80 columns; names of classes and samples are the user's,
-and long ones are cut.
+all the time, too. A verdict is printed as a page of 80 columns.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from reprlib import repr as short
-from statistics import fmean
 from textwrap import wrap
 
 from fastq_loader.extras.insight.advice import advice, duration
 from fastq_loader.extras.insight.model import BATCHES, RunProfile, is_enough
-from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics, WorkerStatistics
+from fastq_loader.extras.insight.snapshots import CAUSES, EpochStatistics, WorkerStatistics
 from fastq_loader.system.terminal import printable
 
 #: Minimum shares of an epoch for a cause to be reported. Some waiting for workers is normal if they are as
@@ -31,7 +28,7 @@ _BUSY = 0.7
 _MUCH, _WORKER_BYTES = 1e9, 150e6
 
 # Sizes on the page.
-_COLUMNS, _BAR, _POINTS = 80, 40, 32
+_COLUMNS, _BAR = 80, 40
 #: Workers that get a line of their own.
 _WORKERS = 8
 #: Columns for the name of a machine.
@@ -54,8 +51,8 @@ _TEXTS = {
     "unknown": ("", "Nothing can be said yet: there is too little data."),
 }
 
-#: The last cell of a bar, from empty to full, and the points of a line, from the lowest to the highest.
-_EIGHTHS, _LEVELS = " ▏▎▍▌▋▊▉█", "▁▂▃▄▅▆▇█"
+#: The last cell of a bar, from empty to full.
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,7 @@ class Diagnosis:
 def diagnose(run: RunProfile) -> Diagnosis:
     """Diagnose a run."""
     limits, share = _limits(run)
-    culprit, found = _culprit(run, limits[0]), (*advice(run, limits), *_copies(run.workers))
+    culprit, found = _culprit(run, limits[0]), (*advice(run, limits), *_copies(run.private_bytes))
     settings = _settings(run)
     return Diagnosis(limits[0], share, culprit, found, run.epoch, run.workers, settings)
 
@@ -129,9 +126,7 @@ def _limits(run: RunProfile) -> tuple[list[str], float]:
 def _culprit(run: RunProfile, limit: str) -> str | None:
     epoch, name, seconds = run.epoch, "", 0.0
     if limit == "head_of_line" and run.late:
-        late = run.late[0]
-        sample = f", sample {short(late.sample)}" if 2 * late.sample_seconds > late.load_seconds > 0 else ""
-        name, seconds = f"batch {late.batch}{sample}", late.seconds
+        name, seconds = f"batch {run.late[0].batch}", run.late[0].seconds
     elif limit == "workers":
         if run.workers and run.fetching < 0.5:
             name = run.loader.collate or "default_collate"
@@ -143,9 +138,9 @@ def _culprit(run: RunProfile, limit: str) -> str | None:
     return f"{name}: {duration(seconds)} of {duration(epoch.spent_on(limit))}" if name else None
 
 
-def _copies(workers: Sequence[WorkerStatistics]) -> tuple[str, ...]:
+def _copies(private_bytes: Sequence[int]) -> tuple[str, ...]:
     """Advice if workers may have copied their dataset: users rarely look at their private memory."""
-    own = sum(max(0, worker.private_bytes - _WORKER_BYTES) for worker in workers)
+    own = sum(max(0, each - _WORKER_BYTES) for each in private_bytes)
     if own < _MUCH:
         return ()
     return (
@@ -176,7 +171,7 @@ def text(diagnosis: Diagnosis) -> str:
         lines += wrap(diagnosis.culprit, _COLUMNS, initial_indent="  ", subsequent_indent="  ")
     if diagnosis.epoch.batches:
         lines += ["", *wrap(_summary(diagnosis), _COLUMNS), "", *_causes(diagnosis.epoch), ""]
-        lines += [f"  {line}" for line in _waits(diagnosis.epoch)]
+        lines.append(_waits(diagnosis.epoch))
     if diagnosis.workers:
         lines += ["", *_table(diagnosis)]
     if diagnosis.advice:
@@ -199,10 +194,13 @@ def _summary(diagnosis: Diagnosis) -> str:
 
 def _causes(epoch: EpochStatistics) -> list[str]:
     """Lines of the causes whose time is visible."""
-    lines = []
-    for cause in CAUSES:
-        took, share = epoch.spent_on(cause), epoch.spent_on(cause) / (epoch.seconds or 1.0)
-        if took >= epoch.seconds / 200:
+    seconds = {cause: epoch.spent_on(cause) for cause in CAUSES}
+    lines, whole = [], sum(seconds.values()) or 1.0
+    if epoch.recorded_batches < epoch.batches:
+        lines = [f"of the last {epoch.recorded_batches:,} batches:"]
+    for cause, took in seconds.items():
+        share = took / whole
+        if share >= 1 / 200:
             label = _TEXTS[cause][0]
             lines.append(f"  {label:<17} {duration(took):>7} {share:>4.0%}  {_bar(share)}".rstrip())
     return lines
@@ -213,19 +211,9 @@ def _bar(share: float) -> str:
     return "█" * cells + _EIGHTHS[rest].strip()
 
 
-def _waits(epoch: EpochStatistics) -> list[str]:
+def _waits(epoch: EpochStatistics) -> str:
     waits = ((50, epoch.wait_p50), (95, epoch.wait_p95), (99, epoch.wait_p99))
-    lines = ["next() took  " + "   ".join(f"p{percent} {duration(wait)}" for percent, wait in waits)]
-    if max(epoch.ready, default=0) > 0:
-        lines.append(f"ready ahead  {_line(epoch.ready)}  up to {max(epoch.ready):.2g} batches")
-    return lines
-
-
-def _line(values: Sequence[float]) -> str:
-    """Draw values as points; if there are more than fit, each point is the mean of its neighbours."""
-    size = -(-len(values) // _POINTS)
-    points = [fmean(values[at : at + size]) for at in range(0, len(values), size)]
-    return "".join(_LEVELS[round(point / max(points) * 7)] for point in points)
+    return "  next() took  " + "   ".join(f"p{percent} {duration(wait)}" for percent, wait in waits)
 
 
 def _table(diagnosis: Diagnosis) -> list[str]:

@@ -260,6 +260,8 @@ class ProxyPool(WorkerPool):
     def count_in(self, counters: Counters) -> None:
         super().count_in(counters)
         self._counters, self._shown = counters, counters.workers
+        for worker in self._shown:
+            worker.far = 0, None
         counters.sources.add(self)
 
     def count(self) -> int:

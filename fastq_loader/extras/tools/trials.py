@@ -32,6 +32,8 @@ import torch
 
 from fastq_loader import options
 from fastq_loader.epoch import resources
+from fastq_loader.extras.insight import causes
+from fastq_loader.extras.insight.facts import private_bytes
 from fastq_loader.extras.insight.model import Costs, Setting, costs_of
 from fastq_loader.loader import DataLoader
 from fastq_loader.packing import pickling
@@ -312,7 +314,7 @@ class _Trial(Task):
                 until = until or now + self.seconds
                 if len(epoch.came) == 2 and not self._worker_bytes:
                     workers = self.loader.statistics().workers
-                    self._worker_bytes = max((worker.private_bytes for worker in workers), default=0)
+                    self._worker_bytes = max(map(private_bytes, workers), default=0)
                 if now >= until and len(epoch.came) > 1:
                     return
                 time.sleep(self.step_seconds)
@@ -326,15 +328,15 @@ class _Trial(Task):
         """Evaluate the times; None if there are too few."""
         self.loader.statistics()  # adds the CPU time so far
         counters = resources.of(self.loader).counters
-        begun = [
-            cost.load + cost.pack for epoch in counters.history for cost in epoch.costs.last if not cost.seq
-        ]
+        epochs = causes.breakdowns(counters)
+        begun = [load + pack for epoch in epochs for number, load, pack in epoch.costs if not number]
         first = begun[-1] / 1e9 if begun else 0.0
         found = _rate(self.loader, self._epochs, first)
         if found is None:
             return None
-        filled = [epoch for epoch in counters.history if epoch.batches]
-        costs = costs_of(filled[-1], counters.workers, counters.batch_bytes) if filled else None
+        filled = [epoch for epoch in epochs if epoch.epoch.batches]
+        load_cpu = causes.cpu_share(counters) if counters.workers else None
+        costs = costs_of(filled[-1], load_cpu, counters.batch_bytes) if filled else None
         return Measured(
             *found,
             costs=costs and replace(costs, step=self.step_seconds, step_cpu=0.0),

@@ -1,7 +1,6 @@
 """A trace of a loader: the records of its calls (see `statistics.records`), written to a file as events.
 
-Runs in the consumer, wherever records are folded: on the threads that call `next()`, and on any other thread
-that reads the statistics. A trace may end on any thread.
+Runs in the consumer, on the threads that call `next()`. A trace may end on any thread.
 
 Perfetto opens the file: an array of JSON in the Trace Event Format
 (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU). A time is written as
@@ -20,15 +19,13 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from os import PathLike
 
 from fastq_loader.errors import shorten
-from fastq_loader.ipc.messages import ENDED, LEFT_OUT, PASSED, SKIPPED, Answer
-from fastq_loader.statistics import records
 from fastq_loader.statistics.counters import Counters
-from fastq_loader.statistics.workers import WorkerCounters
+from fastq_loader.statistics.records import CLOSE, CUT, END, GIVEN, ITER, PACKED, Record
 from fastq_loader.system import locks, process_id
 
 #: Nanoseconds between two writes, as long as `next()` is called. A consumer that hangs or is killed loses the
@@ -37,20 +34,9 @@ _EVERY = 10_000_000
 #: First row number for workers on other machines, whose process ids may also exist here: Linux's
 #: PID_MAX_LIMIT, above the ids of all threads.
 _FAR = 1 << 22
-#: Span names of answers without a batch.
-_OTHERS = {ENDED: "end of the stream", SKIPPED: "skip", PASSED: "pass over", LEFT_OUT: "leave out"}
-#: Span names of calls, and names of the marks at the end of an epoch.
-_CALLS = {records.ITER: "iter", records.NEXT: "next", records.CUT: "next", records.END: "next"}
-_OVER = {records.END: "ends", records.DROP: "is broken off"}
-#: Steps that take time.
-_SPANS = records.DREW, records.DEVICE, records.LOADED, records.WAITED
 
-#: Events as they are written, each after the one before it. Others are rare, and `json` writes them.
+#: A span as it is written, after another event. Others are rare, and `json` writes them.
 _SPAN = ',\n{"ph":"X","pid":%d,"tid":%d,"name":"%s","ts":%de-3,"dur":%de-3%s}'
-_READY = ',\n{"ph":"C","pid":%d,"name":"ready","ts":%de-3,"args":{"batches":%d}}'
-
-#: Batches in flight of an epoch, with the times when their tasks were sent, and which have arrived.
-_Batches = tuple[dict[int, int], set[int]]
 
 
 @contextmanager
@@ -66,13 +52,12 @@ def traced(path: str | PathLike[str], counters: Counters) -> Iterator[None]:
         ValueError: another trace is being written to it.
         RuntimeError: the loader is being traced already.
     """
-    if counters.traced:
+    if counters.trace is not None:
         raise RuntimeError(
             f"this loader is being traced already, so nothing can be written to {os.fspath(path)!r}: end "
             "that trace first, or trace another loader"
         )
-    recorder = Recorder(path, counters)
-    counters.follow(recorder.fold, identify=threading.get_native_id)
+    recorder = counters.trace = Recorder(path, counters)
     try:
         yield
     except BaseException:
@@ -119,8 +104,8 @@ class Recorder:
         self._pid = pid = process_id.current()
         # Reentrant, because a signal handler may end the trace in the middle of a write.
         self._lock = threading.RLock()
-        self._over = False
-        self._epochs: dict[int, _Batches | None] = {}  # None: its end is in the trace
+        self._closed = False
+        self._over: set[int] = set()  # epochs whose end is in the trace
         self._steps: dict[int, tuple[int, str]] = {}  # thread → when it received a batch, and arguments
         self._far: dict[tuple[int, int, str], int] = {}  # process here, process there, machine → row
         self._named: set[int] = set()  # rows that have a name
@@ -134,11 +119,11 @@ class Recorder:
     def _write(self, now: int, after: bytes = b"") -> None:
         """Write the events so far, followed by `after`."""
         if self._pid != process_id.current():  # a forked child: the lock may be another thread's
-            self._counters.follow()
+            self._counters.trace = None
             self._events.clear()
             return
         with self._lock:
-            if self._over:  # another thread was folding when the trace ended
+            if self._closed:  # another thread was recording when the trace ended
                 return
             events, self._events, self._written = self._events, [], now
             data = "".join(events).encode("ascii") + after
@@ -147,7 +132,7 @@ class Recorder:
                     data = data[os.write(self._fd, data) :]
             except OSError as error:  # the trace ends, and `end` raises
                 self._failure = error
-                self._counters.follow()
+                self._counters.trace = None
 
     def end(self) -> None:
         """Write the remaining events, and close the file.
@@ -156,9 +141,9 @@ class Recorder:
             OSError: the file could not be written, now or before.
         """
         if self._failure is None:  # after a failure, another trace may have begun
-            self._counters.follow()
+            self._counters.trace = None
         self._write(time.monotonic_ns(), b"\n]\n")
-        self._over = True
+        self._closed = True
         if self._pid == process_id.current():
             with suppress(OSError):
                 locks.unlock_file(self._fd)  # workers that were forked may have it open for a while
@@ -177,8 +162,8 @@ class Recorder:
         self._event("M", row, "thread_name", {"name": name})
         self._event("M", row, "thread_sort_index", {"sort_index": order})
 
-    def _consumer(self, thread: int) -> int:
-        thread = thread or threading.get_native_id()  # the trace began in the middle of the call
+    def _consumer(self) -> int:
+        thread = threading.get_native_id()
         if thread not in self._named:
             other = "" if thread == self._pid else f" (thread {thread})"
             self._name_row(thread, f"consumer{other}", 0)
@@ -214,110 +199,84 @@ class Recorder:
         if now >= self.origin:
             self._event("i", row, name, about, s=scope, ts=(now - self.origin) / 1000)
 
-    # ---- records --------------------------------------------------------------------------------
+    # ---- what loaders call ------------------------------------------------------------------------
 
-    def fold(self, record: records.Record) -> None:
-        """Add the events of a record."""
-        match record:
-            case records.COPY, _, began, ended, _, _, nbytes:
-                self._add_asynchronous("copy to the device", began, ended, f',"args":{{"bytes":{nbytes}}}')
-            case records.CLOSE, _, began, ended, thread, *_:
-                self._add(self._consumer(thread), "end of the workers", began, ended)
-            case kind, _, _, ended, *_:
-                self._add_call(record)
-                if kind in _CALLS and ended - self._written >= _EVERY:
-                    self._write(ended)
-
-    def _add_call(self, record: records.Record) -> None:
-        kind, epoch, began, ended, thread, steps, *_ = record
-        row = self._consumer(thread)
-        if epoch not in self._epochs:  # it may have begun before the trace did
-            self._epochs[epoch] = None if kind == records.DROP else ({}, set())
-        if began and row in self._steps:
+    def add(self, packed: bytes, error: BaseException | type | None) -> None:
+        """Add a call, on the thread that made it."""
+        record = Record._make(PACKED.unpack(packed))
+        kind, epoch, asked, given, seq = *record[:4], record.seq
+        row = self._consumer()
+        if row in self._steps:
             since, which = self._steps.pop(row)
-            self._add(row, "step", since, began, which)
-        if kind == records.ITER:
-            self._mark(row, f"epoch {epoch} begins", began)
-        batches = self._epochs[epoch] or ({}, set())
-        for step in steps:
-            self._add_step(step, epoch, row, batches)
-        which = self._add_outcome(record, row, batches) if kind == records.NEXT else _about(epoch)
-        if kind in _OVER:
-            self._end_epoch(epoch, f"epoch {epoch} {_OVER[kind]}", row, ended)
-        if kind in _CALLS:
-            ended = _end_of_last(steps, began) if kind == records.CUT else ended
-            self._add(row, _CALLS[kind], began, ended, which)
-
-    def _end_epoch(self, epoch: int, text: str, row: int, now: int) -> None:
-        if self._epochs[epoch] is not None:
-            self._epochs[epoch] = None
-            self._mark(row, text, now)
-            self._events.append(_READY % (self._pid, now - self.origin, 0))
-
-    def _add_outcome(self, record: records.Record, row: int, batches: _Batches) -> str:
-        """Add what `next()` returned or raised. Returns the arguments of its span."""
-        _, epoch, _, now, _, _, _, seq, error = record
-        if error is not None:
-            name = type(error).__name__ + ("" if seq is None else f" at batch {seq}")
-            self._mark(row, name, now - 1, "t", about=shorten(error, 400))
-        if seq is None:
-            return _about(epoch)
-        which, (sent, ready) = _about(epoch, seq), batches
-        self._steps[row] = now, which
-        since = sent.pop(seq, now)
-        if seq in ready:  # not in it: an error of this process
-            ready.discard(seq)
-            self._add_asynchronous("batch", since, now, which)
-            self._events.append(_READY % (self._pid, now - self.origin, len(ready)))
-        return which
-
-    def _add_step(self, step: records.Step, epoch: int, row: int, batches: _Batches) -> None:
-        match step:
-            case records.ANSWERED, worker, pid, answer:
-                self._add_answer(epoch, batches, worker, pid, answer)
-            case records.DREW, began, ended, seqs:
-                if began != ended:  # equal if tasks were sent again
-                    self._add(row, "sampler", began, ended)
-                for seq in seqs:
-                    batches[0].setdefault(seq, ended)
-            case records.DEVICE, began, ended:
-                self._add(row, "device", began, ended)
-            case records.WAITED, began, ended, cause, _, _:
-                self._add(row, f"wait: {cause.replace('_', ' ')}", began, ended)
-            case records.LOADED, began, ended, seq, fetched:
-                which = _about(epoch, seq)
-                fetched = max(began, fetched)  # an earlier batch's time, if loading failed
-                self._add(row, "fetch", began, fetched, which)
-                self._add(row, "collate", fetched, ended, which)
-            case records.REPLACED, now, worker, pid, report:
-                self._mark(self._worker(worker, pid), f"worker {worker} was replaced", now, about=report)
-
-    def _add_answer(
-        self, epoch: int, batches: _Batches, worker: WorkerCounters, pid: int, answer: Answer
-    ) -> None:
-        sent, ready = batches
-        seq, row, which = answer.seq, self._worker(worker.id, pid), _about(epoch, answer.seq)
-        started, finished = answer.started, answer.finished
-        if answer.kind in _OTHERS:
-            self._add(row, _OTHERS[answer.kind], started, finished)
-            sent.pop(seq, None)
+            self._add(row, "step", since, asked, which)
+        if kind == CLOSE:
+            self._add(row, "end of the workers", asked, given)
             return
+        if kind == ITER:
+            self._mark(row, f"epoch {epoch} begins", asked)
+        which = _about(epoch, seq)
+        self._add_parts(record, row, which)
+        if kind == GIVEN and seq >= 0:
+            self._steps[row] = given, which
+            if record.pid:
+                self._add_loading(self._worker(record.worker, record.pid), record, which)
+                self._add_asynchronous("batch", record.sent, given, which)
+        if error is not None:
+            name = type(error).__name__ + ("" if seq < 0 else f" at batch {seq}")
+            self._mark(row, name, given - 1, "t", about=shorten(error, 400))
+        if kind == END:
+            self._over.add(epoch)
+            self._mark(row, f"epoch {epoch} ends", given)
+        if kind == CUT:  # it ended at some time after its last part
+            ended = max(asked, record.wait_until, record.drew_until, record.device_until)
+            self._add(row, "next", asked, ended, which)
+        else:
+            self._add(row, "iter" if kind == ITER else "next", asked, given, which)
+        if given - self._written >= _EVERY:
+            self._write(given)
+
+    def add_drop(self, epoch: int, now: int) -> None:
+        """The rest of an epoch is dropped, if it is not over."""
+        if epoch not in self._over:
+            self._over.add(epoch)
+            self._mark(self._consumer(), f"epoch {epoch} is broken off", now)
+
+    def add_replaced(self, worker: int, pid: int, report: str) -> None:
+        """A new process has taken over a worker; `report` says how the old one ended."""
+        row = self._worker(worker, pid)
+        self._mark(row, f"worker {worker} was replaced", time.monotonic_ns(), about=report)
+
+    def add_copy(self, nbytes: int, began: int, ended: int) -> None:
+        """A copy to the device has run."""
+        self._add_asynchronous("copy to the device", began, ended, f',"args":{{"bytes":{nbytes}}}')
+
+    def _add_parts(self, record: Record, row: int, which: str) -> None:
+        """Add the parts of a call."""
+        waited = record.wait_from, record.wait_until
+        if record.started and not record.pid:  # loaded here
+            self._add_loading(row, record, which)
+        elif record.wait_from:
+            waits = {"workers": record.workers, "head of line": record.head, "memory": record.memory}
+            self._add(row, f"wait: {max(waits, key=lambda cause: waits[cause])}", *waited)
+        for name, took, until in (
+            ("sampler", record.drew, record.drew_until),
+            ("device", record.device, record.device_until),
+        ):
+            if took:  # in a row, where several parts have a wait between them
+                before = [at for at in (record.asked, *waited, record.drew_until) if at < until]
+                self._add(row, name, max([until - took, *before]), until)
+
+    def _add_loading(self, row: int, record: Record, which: str) -> None:
         # Without times, everything counts as fetching. Times of an earlier batch give spans of length 0.
-        fetched = min(max(answer.fetched, started), finished) if answer.collated else finished
-        collated = min(max(answer.collated, fetched), finished)
+        started, finished = record.started, record.finished
+        fetched = min(max(record.fetched, started), finished) if record.collated else finished
+        collated = min(max(record.collated, fetched), finished)
         self._add(row, "fetch", started, fetched, which)
         self._add(row, "collate", fetched, collated, which)
-        self._add(row, "pack", collated, finished, which)
-        if seq in sent:
-            ready.add(seq)
+        if record.pid:
+            self._add(row, "pack", collated, finished, which)
 
 
-def _end_of_last(steps: Sequence[records.Step], began: int) -> int:
-    """When the last step of a call ended that began then. The call itself did not end before."""
-    ends: list[int] = [until for what, _, until, *_ in steps if what in _SPANS]
-    return max([began, *ends])
-
-
-def _about(epoch: int, batch: int | None = None) -> str:
+def _about(epoch: int, batch: int = -1) -> str:
     """The `args` of a span, as JSON."""
-    return f',"args":{{"epoch":{epoch}}}' if batch is None else f',"args":{{"epoch":{epoch},"batch":{batch}}}'
+    return f',"args":{{"epoch":{epoch}}}' if batch < 0 else f',"args":{{"epoch":{epoch},"batch":{batch}}}'

@@ -22,6 +22,7 @@ import torch
 
 from fastq_loader import DataLoader, LoaderHint, NotCached, cached
 from fastq_loader.extras.cached import limits
+from fastq_loader.extras.cached.cached import caches_of
 from fastq_loader.extras.samplers import search
 from fastq_loader.system import calls
 from tests.conftest import open_descriptors
@@ -319,14 +320,15 @@ def test_a_dataset_that_only_workers_have_read_is_freed_at_once(copied: Any) -> 
     assert kept() is None
 
 
-def test_a_loader_shows_the_caches_of_its_dataset() -> None:
+def test_the_caches_of_a_dataset_are_found_below_its_wrappers() -> None:
     photos = Photos()
     subset = torch.utils.data.Subset(torch.utils.data.ConcatDataset([photos, Photos()]), range(16))
     loader = DataLoader(subset, 4)
     for _ in range(2):
         list(loader)
-    assert [(each.hits, each.misses) for each in loader.statistics().caches] == [(8, 8), (8, 8)]
-    assert DataLoader(range(3)).statistics().caches == ()
+    caches = [each.statistics() for each in caches_of(subset)]
+    assert [(each.hits, each.misses) for each in caches] == [(8, 8), (8, 8)]
+    assert not caches_of(range(3))
 
 
 # ---- whose values these are -------------------------------------------------------------------------------

@@ -11,15 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.extras.insight.advice import advice
+from fastq_loader.extras.insight.causes import Breakdown
 from fastq_loader.extras.insight.hints import duplicate_data, idle_workers, memory_pressure, tiny_batches
 from fastq_loader.extras.insight.model import Costs, LoaderFacts, RunProfile, Setting
-from fastq_loader.statistics.epoch import EpochCounters
-from fastq_loader.statistics.records import PART
-from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics, StagingStatistics, WorkerStatistics
-from tests.support.records import answer, call, came
+from fastq_loader.extras.insight.snapshots import CAUSES, EpochStatistics, WorkerStatistics
+from fastq_loader.statistics.snapshots import StagingStatistics
 from tests.support.thorough import examples
 
-EPOCH = EpochStatistics(1, 100, 10.0, workers_seconds=7.7, head_of_line_seconds=2.3)
+EPOCH = EpochStatistics(1, 100, seconds=10.0, workers_seconds=7.7, head_of_line_seconds=2.3)
 UNEVEN = Costs((0.01,) * 9 + (0.3,))
 
 
@@ -327,24 +326,21 @@ def test_workers_that_give_nothing(given_by: list[int], idle: str | None) -> Non
 
 def epoch_of(
     batches: int, *, load: int, way: int, step: int = 0, start_up: int = 0, sampler: int = 0, copy: int = 0
-) -> EpochCounters:
-    counters = EpochCounters(1, 0)
-    counters.batches = batches
-    took = load * 1000
-    answers = (came(answer(seq, 0, took, took)) for seq in range(10))  # all are alike
-    counters.fold(call(PART, 0, 0, *answers))
-    counters.by_cause.update(
-        transport=way * 1000 * batches,
-        consumer=step * 1000 * batches,
-        start_up=start_up * 1000 * batches,
-        sampler=sampler * 1000 * batches,
-        device_copy=copy * 1000 * batches,
-    )
-    return counters
+) -> Breakdown:
+    parts = {
+        "transport": way,
+        "consumer": step,
+        "start_up": start_up,
+        "sampler": sampler,
+        "device_copy": copy,
+    }
+    seconds: Any = {f"{cause}_seconds": part / 1e6 * batches for cause, part in parts.items()}
+    epoch = EpochStatistics(1, batches, recorded_batches=batches, **seconds)
+    return Breakdown(epoch, True, [(seq, load * 1000, 0) for seq in range(10)], load * 1000.0)
 
 
 @pytest.mark.parametrize(
-    ("counters", "told"),
+    ("epoch", "told"),
     [
         (epoch_of(1000, load=500, way=10_000), True),
         (epoch_of(999, load=500, way=10_000), False),  # a short epoch
@@ -359,8 +355,8 @@ def epoch_of(
         (epoch_of(60_000, load=100, way=100, start_up=10**6), False),  # a slow start is something else
     ],
 )
-def test_where_it_does_not_matter_nothing_is_said(counters: EpochCounters, told: bool) -> None:
-    assert (tiny_batches(counters, 2) is not None) == told
+def test_where_it_does_not_matter_nothing_is_said(epoch: Breakdown, told: bool) -> None:
+    assert (tiny_batches(epoch, 2) is not None) == told
 
 
 MB = 1 << 20

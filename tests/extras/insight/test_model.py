@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fastq_loader import DataLoader, Dynamic, options
 from fastq_loader.epoch import resources
+from fastq_loader.extras.insight import causes
 from fastq_loader.extras.insight.facts import profile_of
 from fastq_loader.extras.insight.model import (
     Costs,
@@ -18,15 +19,11 @@ from fastq_loader.extras.insight.model import (
     costs_of,
     seconds_per_batch,
 )
-from fastq_loader.ipc.messages import Answer
-from fastq_loader.statistics.epoch import EpochCounters
-from fastq_loader.statistics.records import DEVICE, DREW, LOADED, PART, WAITED, Step
-from fastq_loader.statistics.snapshots import EpochStatistics
-from fastq_loader.statistics.workers import WorkerCounters
+from fastq_loader.extras.insight.snapshots import EpochStatistics
+from fastq_loader.statistics.records import ITER
 from fastq_loader.system import pages
-from tests.support import records
 from tests.support.loaders import MANY_WORKERS
-from tests.support.records import call, came, gives
+from tests.support.records import counted, folded, gives, record
 from tests.support.thorough import examples
 
 #: CPUs that never limit.
@@ -115,7 +112,7 @@ def test_the_window_is_as_wide_as_the_loaders_becomes(schedule: Any, batch_bytes
         window.widen_to(window.size + room)
     counters = resources.of(loader).counters
     counters.epochs = 1
-    setting = replace(profile_of(loader, counters.snapshot(), counters, None).setting, num_workers=8)
+    setting = replace(profile_of(loader, None, False).setting, num_workers=8)
     assert setting.window(batch_bytes, pages.installed()) == window.size
 
 
@@ -137,29 +134,19 @@ def test_sleeping_needs_no_cpu() -> None:
 EPOCH = EpochStatistics(1, batches=100, seconds=10.0, consumer_seconds=4.0, workers_seconds=6.0)
 
 
-MS = 1_000_000
-
-
-def answer(seq: int, started: int, collated: int, finished: int, cpu: int = 0) -> Answer:
-    return records.answer(seq, started * MS, collated * MS, finished * MS, cpu=cpu * MS)
-
-
-def epoch_of_two_batches(*more: Step) -> EpochCounters:
-    """In milliseconds: 10 from call to call; the batches came as 1, 0."""
-    ready = {0: answer(0, 0, 4, 6), 1: answer(1, 0, 2, 3)}
-    epoch = EpochCounters(1, 0)
-    epoch.fold(call(PART, 0, 0, came(ready[1]), came(ready[0]), *more))
-    for seq, entered in ((0, 10 * MS), (1, 20 * MS)):
-        drew, device = (DREW, entered, entered + MS, ()), (DEVICE, entered + MS, entered + 3 * MS)
-        epoch.fold(gives(ready[seq], entered, entered + 4 * MS, drew, device))
-    return epoch
+MS = 10**6
 
 
 def test_of_workers_everything_is_measured() -> None:
-    epoch = epoch_of_two_batches()
-    epoch.used_cpu(20 * MS)
-    workers = (WorkerCounters(0, 70), WorkerCounters(1, 71))
-    found: Any = costs_of(epoch, workers, 38e6)
+    """In milliseconds: 10 from call to call; the batches came as 1, 0."""
+    times = {0: (0, 0, 4 * MS, 6 * MS), 1: (0, 0, 2 * MS, 3 * MS)}
+    calls = (
+        gives(at, at + 4 * MS, times[seq], seq=seq, worker=seq, drew=MS, device=2 * MS)
+        for seq, at in ((1, 10 * MS), (0, 20 * MS))
+    )
+    counters = counted(record(ITER, 0, 0), *calls)
+    counters.logs[0].used_cpu(20 * MS)
+    found: Any = costs_of(causes.breakdowns(counters)[0], 1.0, 38e6)
     assert found.batch_bytes == 38e6
     assert found.loads == (0.004, 0.002), "in the order of batches"
     assert found.pack == pytest.approx(0.0015)
@@ -170,45 +157,30 @@ def test_of_workers_everything_is_measured() -> None:
 
 
 def test_a_wait_is_no_overhead_though_it_counts_as_transport() -> None:
-    epoch, second = EpochCounters(1, 0), answer(1, 1, 3, 9)
-    epoch.fold(call(PART, 0, 0, came(answer(0, 0, 1, 1))))
-    waited = WAITED, 2 * MS, 10 * MS, "workers", 1, None
-    epoch.fold(gives(second, 2 * MS, 11 * MS, waited, came(second)))
-    assert (epoch.by_cause["transport"], epoch.by_cause["workers"]) == (8 * MS, 1 * MS)
-    found: Any = costs_of(epoch, (WorkerCounters(0, 70),))
-    assert found.overhead == pytest.approx(0.001)
+    first = gives(0, 0, (0, 0, MS, MS))
+    waits = {"wait_from": 2 * MS, "wait_until": 10 * MS, "workers": 8 * MS}
+    epoch = folded(
+        record(ITER, 0, 0), first, gives(2 * MS, 11 * MS, (MS, MS, 3 * MS, 9 * MS), seq=1, **waits)
+    )
+    assert (epoch.epoch.transport_seconds, epoch.epoch.workers_seconds) == (0.008, 0.001)
+    found: Any = costs_of(epoch, 1.0)
+    assert found.overhead == pytest.approx(0.0005)
 
 
-def test_the_cpu_of_workers_counts_from_their_first_batch_on() -> None:
-    started, worker = WorkerCounters(0, 70), WorkerCounters(1, 71)
-    for at, cpu in ((1, 3000), (2, 3000 + 100), (3, 3000 + 250)):
-        worker.answered(answer(0, 1000 * at, 1000 * at + 500, 1000 * at + 500, cpu))
-    found: Any = costs_of(epoch_of_two_batches(), (started, worker))
-    assert found.load_cpu == pytest.approx(0.25), "of a second of work after the first batch"
-
-
-def test_a_worker_that_waits_for_a_cpu_does_not_wait_for_a_disk() -> None:
-    worker = WorkerCounters(0, 70)
-    for seq, (cpu, cpu_wait) in enumerate([(100, 50), (103, 54)]):
-        came = answer(seq, 10 * seq, 10 * seq + 10, 10 * seq + 10, cpu)
-        worker.answered(came._replace(cpu_wait=cpu_wait * MS))
-    found: Any = costs_of(epoch_of_two_batches(), (worker,))
-    assert found.load_cpu == pytest.approx(0.7), "3 ms of 10 with a CPU, and 4 waiting for one"
-    assert worker.snapshot().cpu_seconds == pytest.approx(0.103)
-
-
-def serial(cpu: int) -> EpochCounters:
-    epoch = EpochCounters(1, 0)
-    epoch.fold(gives(0, 6 * MS, 10 * MS, (LOADED, 6 * MS, 10 * MS, 0, 8 * MS)))
-    epoch.used_cpu(cpu * MS)
-    return epoch
+def serial(cpu: int) -> causes.Breakdown:
+    waits = {"wait_from": 6 * MS, "wait_until": 10 * MS, "workers": 4 * MS, "worker": -1, "pid": 0}
+    counters = counted(
+        record(ITER, 0, 0), gives(6 * MS, 10 * MS, (6 * MS, 8 * MS, 10 * MS, 10 * MS), **waits)
+    )
+    counters.logs[0].used_cpu(cpu * MS)
+    return causes.breakdowns(counters)[0]
 
 
 @pytest.mark.parametrize(
     ("cpu", "load_cpu", "step_cpu"), [(0, 1.0, 0.0), (1, 0.25, 0.0), (4, 1.0, 0.0), (9, 1.0, 0.005)]
 )
 def test_without_workers_the_cpu_is_the_loadings_first(cpu: int, load_cpu: float, step_cpu: float) -> None:
-    found: Any = costs_of(serial(cpu), ())
+    found: Any = costs_of(serial(cpu), None)
     assert (found.loads, found.step) == ((0.004,), 0.006)
     assert found.load_cpu == pytest.approx(load_cpu)
     assert found.step_cpu == pytest.approx(step_cpu)
@@ -217,5 +189,5 @@ def test_without_workers_the_cpu_is_the_loadings_first(cpu: int, load_cpu: float
 
 @pytest.mark.parametrize(("contention", "load_cpu"), [(0.0, 0.25), (0.8, 0.85), (1.0, 1.0)])
 def test_on_a_busy_machine_loading_waits_for_a_cpu(contention: float, load_cpu: float) -> None:
-    found: Any = costs_of(serial(1), (), 0.0, contention)
+    found: Any = costs_of(serial(1), None, 0.0, contention)
     assert found.load_cpu == pytest.approx(load_cpu)

@@ -15,19 +15,12 @@ from fastq_loader import DataLoader, Dynamic, RoundRobin, ToDevice
 from fastq_loader.epoch import resources
 from fastq_loader.extras.insight import verdict
 from fastq_loader.extras.insight.model import Costs, LoaderFacts, RunProfile, Setting
+from fastq_loader.extras.insight.snapshots import CAUSES, EpochStatistics, LateBatch, WorkerStatistics
 from fastq_loader.extras.insight.verdict import Diagnosis, diagnose
-from fastq_loader.statistics.records import WAITED
-from fastq_loader.statistics.snapshots import (
-    CAUSES,
-    EpochStatistics,
-    LateBatch,
-    StagingStatistics,
-    WorkerStatistics,
-)
+from fastq_loader.statistics.snapshots import StagingStatistics
 from fastq_loader.system import pages
 from tests.support.datasets import Stream, identity
 from tests.support.limited import Naps
-from tests.support.records import gives
 from tests.support.thorough import examples, thorough
 
 LIMITS = {*CAUSES, "balanced", "unknown"}
@@ -36,7 +29,10 @@ LIMITS = {*CAUSES, "balanced", "unknown"}
 def epoch_of(batches: int = 100, seconds: float = 10.0, **shares: float) -> EpochStatistics:
     by_cause = {"consumer": 1 - sum(shares.values()), **shares}
     return EpochStatistics(
-        1, batches, seconds, **{f"{cause}_seconds": share * seconds for cause, share in by_cause.items()}
+        1,
+        batches,
+        seconds=seconds,
+        **{f"{cause}_seconds": share * seconds for cause, share in by_cause.items()},
     )
 
 
@@ -83,23 +79,11 @@ def test_too_little_says_nothing(batches: int, seconds: float, shares: dict[str,
         assert (found.share, found.culprit, found.advice) == (0.0, None, ())
 
 
-LATE = LateBatch(1, 412, seconds=1.9, load_seconds=2.1, sample=26211, sample_seconds=2.0)
-
-
-@pytest.mark.parametrize(
-    ("late", "culprit"),
-    [
-        ((LATE,), "batch 412, sample 26211: 1.9 s of 7.4 s"),
-        ((LATE, replace(LATE, batch=3)), "batch 412, sample 26211: 1.9 s of 7.4 s"),
-        ((replace(LATE, sample_seconds=1.0),), "batch 412: 1.9 s of 7.4 s"),
-        ((replace(LATE, load_seconds=0.0, sample=None, sample_seconds=0.0),), "batch 412: 1.9 s of 7.4 s"),
-        ((replace(LATE, sample="x" * 1000),), f"batch 412, sample '{'x' * 12}...{'x' * 13}': 1.9 s of 7.4 s"),
-        ((), None),
-    ],
-)
-def test_the_batch_that_held_up_most_is_named(late: tuple[LateBatch, ...], culprit: str | None) -> None:
-    run = replace(profile_of(head_of_line=0.74), late=late)
-    assert diagnose(run).culprit == culprit
+def test_the_batch_that_held_up_most_is_named() -> None:
+    late = LateBatch(1, 412, seconds=1.9, load_seconds=2.1)
+    run = replace(profile_of(head_of_line=0.74), late=(late, replace(late, batch=3)))
+    assert diagnose(run).culprit == "batch 412: 1.9 s of 7.4 s"
+    assert diagnose(replace(run, late=())).culprit is None
 
 
 def test_collating_is_named_where_it_takes_longer_than_reading() -> None:
@@ -130,7 +114,7 @@ EPOCH = EpochStatistics(
     wait_p50=0.00008,
     wait_p95=0.031,
     wait_p99=0.09,
-    ready=(0.0, 1.0, 4.0, 8.0),
+    recorded_batches=1563,
 )
 WORKER = WorkerStatistics(
     *(0, 70, 0, 100, 9.0),
@@ -163,7 +147,6 @@ def test_a_page_as_it_is_printed() -> None:
         "  transport           62 ms   0%  ▎",
         "",
         "  next() took  p50 80 µs   p95 31 ms   p99 90 ms",
-        "  ready ahead  ▁▂▅█  up to 8 batches",
         "",
         "  worker     busy  blocked     idle    fetch  collate     pack",
         "  0           90%       0%      10%    80 ms     5 ms     5 ms",
@@ -173,8 +156,10 @@ def test_a_page_as_it_is_printed() -> None:
     ]
 
 
-SECONDS = st.floats(0, 1e5)
-NAMES = st.text(max_size=300)
+def test_a_long_epoch_says_of_which_batches_its_causes_are() -> None:
+    page = verdict.text(replace(PAGE, epoch=replace(EPOCH, batches=20_000, seconds=120.0)))
+    assert "Epoch 3: 20,000 batches in 120 s" in page
+    assert "of the last 1,563 batches:\n  training step      4.96 s  40%" in page
 
 
 def test_what_is_the_users_is_escaped_in_html() -> None:
@@ -256,7 +241,7 @@ def test_the_setting_is_that_of_the_run(evidence: Any, arguments: dict[str, Any]
 
 def test_what_workers_have_for_themselves_is_a_line_where_it_is_much() -> None:
     lines = [
-        "".join(diagnose(replace(profile_of(), workers=(replace(WORKER, private_bytes=each),) * 2)).advice)
+        "".join(diagnose(replace(profile_of(), private_bytes=(each, each))).advice)
         for each in (0, 600_000_000, 700_000_000)
     ]
     assert ["share(dataset)" in line for line in lines] == [False, False, True]
@@ -295,13 +280,3 @@ def test_how_large_batches_and_the_machine_are_is_known_to_the_model(evidence: A
     counters.bytes = 38_000_000 * counters.batches
     found = evidence(loader)
     assert (found.costs.batch_bytes, found.machine_bytes) == (38e6, pages.installed())
-
-
-def test_late_batches_are_those_of_the_epoch(evidence: Any) -> None:
-    loader = run()
-    list(loader)
-    for epoch in (0, 1):
-        held_up = WAITED, 0, 10**9, "head_of_line", 10 * epoch, None
-        resources.of(loader).counters.records.append(gives(None, 1, 1, held_up, epoch=epoch))
-    found = {epoch: [late.batch for late in evidence(loader, epoch).late] for epoch in ("all", 0, 1)}
-    assert found == {"all": [0, 10], 0: [0], 1: [10]}

@@ -7,6 +7,8 @@ import itertools
 import os
 import random
 import signal
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,67 +20,47 @@ from hypothesis import strategies as st
 from fastq_loader import DataLoader
 from fastq_loader.extras.tracing import trace
 from fastq_loader.extras.tracing.trace import Recorder
-from fastq_loader.statistics import counters, records
 from fastq_loader.statistics.counters import Counters
-from fastq_loader.statistics.records import (
-    CLOSE,
-    DEVICE,
-    DREW,
-    DROP,
-    END,
-    ITER,
-    PART,
-    REPLACED,
-    WAITED,
-    Record,
-    Step,
-)
+from fastq_loader.statistics.records import CLOSE, CUT, END, ITER, PACKED, Record
 from tests.support.forking import end_of, fork
-from tests.support.records import Played, answer, call, came, gives
+from tests.support.records import Played, gives, record
 from tests.support.thorough import examples
-from tests.support.traces import Event, batches, check, interval, of, opened, read, tracks
-
-
-def events_of(path: Path, *found: Record, origin: int = 0, far: Any = None) -> list[Event]:
-    """The events of these records; times count from `origin`."""
-    counters = Counters()
-    if far is not None:
-        counters.far_worker = far  # type: ignore[method-assign]
-    recorder = Recorder(path / "folded.json", counters)
-    recorder.origin = origin
-    for record in found:
-        recorder.fold(record)
-    recorder.end()
-    events = read(path / "folded.json")
-    check(events)
-    return events
+from tests.support.traces import Event, asynchronous, batches, check, interval, of, opened, read, tracks
 
 
 def spans(found: list[Event], track: str) -> list[tuple[str, int, int]]:
     return [(span["name"], *interval(span)) for span in tracks(found)[track]]
 
 
-def loaded(seq: int, *times: int, worker: int = 0, pid: int = 101, **others: Any) -> Step:
-    """A batch that was loaded at these times: started, fetched, collated, finished."""
-    started, fetched, collated, finished = times
-    return came(answer(seq, started, collated, finished, fetched=fetched)._replace(**others), worker, pid)
+@pytest.fixture
+def recorder(tmp_path: Path) -> Iterator[Recorder]:
+    """Of a trace whose times count from 0."""
+    recorder = Recorder(tmp_path / "a.json", Counters())
+    recorder.origin = 0
+    yield recorder
+    with suppress(OSError):
+        recorder.end()
 
 
-def one_batch(path: Path, **others: Any) -> list[Event]:
-    step = loaded(0, 70, 110, 150, 180, worker=1, **others)
-    steps = (WAITED, 65, 190, "head_of_line", 0, None), step, (DEVICE, 192, 195)
-    return events_of(
-        path,
-        call(ITER, 10, 40, (DREW, 20, 30, (0,))),
-        gives(step[3], 60, 200, *steps),
-        call(END, 300, 310, more=(0,)),
-        call(CLOSE, 310, 350),
-        call(DROP, 0, 360),
+def events_of(recorder: Recorder, path: Path, *records: Record) -> list[Event]:
+    for each in records:
+        recorder.add(PACKED.pack(*each), None)
+    recorder.end()
+    events = read(path / "a.json")
+    check(events)
+    return events
+
+
+def test_each_row_shows_its_part_of_a_batch(recorder: Recorder, tmp_path: Path) -> None:
+    parts = {"wait_from": 65, "wait_until": 190, "head": 125, "device": 3, "device_until": 195}
+    found = events_of(
+        recorder,
+        tmp_path,
+        record(ITER, 10, 40, drew=10, drew_until=30),
+        gives(60, 200, (70, 110, 150, 180), worker=1, pid=101, sent=30, **parts),
+        record(END, 300, 310),
+        record(CLOSE, 310, 350),
     )
-
-
-def test_each_row_shows_its_part_of_a_batch(tmp_path: Path) -> None:
-    found = one_batch(tmp_path)
     assert spans(found, "consumer") == [
         ("iter", 10, 40),
         ("sampler", 20, 30),
@@ -91,61 +73,40 @@ def test_each_row_shows_its_part_of_a_batch(tmp_path: Path) -> None:
     ]
     loading = [("fetch", 70, 110), ("collate", 110, 150), ("pack", 150, 180)]
     assert spans(found, "worker 1 (pid 101)") == loading
-    assert batches(found) == {(1, 0): (30, 200)}
-    assert [event["name"] for event in of(found, "i")] == ["epoch 1 begins", "epoch 1 ends"]
+    assert batches(found) == {(0, 0): (30, 200)}
+    assert [event["name"] for event in of(found, "i")] == ["epoch 0 begins", "epoch 0 ends"]
 
 
-def test_a_batch_lasts_from_its_first_task_and_a_new_worker_is_a_mark(tmp_path: Path) -> None:
-    replaced = REPLACED, 50, 0, 102, "killed by SIGKILL: \ud800"
-    step = loaded(0, 80, 85, 90, 95, attempt=1, pid=102)
-    found = events_of(
-        tmp_path,
-        call(PART, 0, 12, (DREW, 8, 10, (0,))),
-        gives(step[3], 45, 100, replaced, (DREW, 60, 60, (0,)), (records.STALE, *step[1:]), step),
+def test_what_happens_beside_the_calls_is_there_too(recorder: Recorder, tmp_path: Path) -> None:
+    recorder.add_replaced(0, 102, "killed by SIGKILL: \ud800")
+    recorder.add_copy(64, 5, 9)
+    for epoch in (0, 0, 1):
+        recorder.add_drop(epoch, 50)
+    found = events_of(recorder, tmp_path, record(CUT, 10, 90, drew=5, drew_until=25))
+    assert spans(found, "consumer") == [("next", 10, 25), ("sampler", 20, 25)]
+    replaced, *marks = of(found, "i")
+    assert (replaced["name"], replaced["args"]) == (
+        "worker 0 was replaced",
+        {"about": "killed by SIGKILL: \ud800"},
     )
-    assert spans(found, "consumer") == [("sampler", 8, 10), ("next", 45, 100)]
-    assert batches(found) == {(1, 0): (10, 100)}
-    assert len(spans(found, "worker 0 (pid 102)")) == 3
-    (mark,) = of(found, "i")
-    assert mark["name"] == "worker 0 was replaced"
-    assert mark["args"] == {"about": "killed by SIGKILL: \ud800"}
-
-
-def test_batches_that_are_ready_are_counted_at_each_that_is_handed_out(tmp_path: Path) -> None:
-    steps = [loaded(seq, *range(20 + 5 * seq, 24 + 5 * seq)) for seq in (0, 2)]
-    given = gives(steps[0][3], 18, 40, (DREW, 10, 12, (0, 1, 2)), *steps)
-    found = events_of(tmp_path, given, call(DROP, 0, 50), call(DROP, 0, 60), call(DROP, 0, 70, epoch=2))
-    ready = [(event["ts"], event["args"]["batches"]) for event in of(found, "C")]
-    assert ready == [(0.040, 1), (0.050, 0)]
-    assert [mark["name"] for mark in of(found, "i")] == ["epoch 1 is broken off"]
+    assert [mark["name"] for mark in marks] == ["epoch 0 is broken off", "epoch 1 is broken off"]
+    assert len(asynchronous(found, "copy to the device")) == 1
 
 
 @examples(100)
 @given(seed=st.integers(0, 1 << 32))
-def test_spans_nest_and_agree_with_statistics_whatever_happens(
-    seed: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Also where the trace begins later, and wherever its records are folded."""
-    draw, texts, path = random.Random(seed), [], tmp_path_factory.mktemp("trace") / "a.json"
+def test_spans_nest_whatever_happens(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Also where the trace begins later."""
+    draw, path = random.Random(seed), tmp_path_factory.mktemp("trace") / "a.json"
     begins = draw.choice((0, 5))
-    for _ in range(2):
-        played = Played(counters := Counters(), random.Random(seed))
-        recorder: Any = None
-        for number, _ in enumerate(itertools.chain((None,), played.epochs(30))):
-            if number == begins:
-                recorder = Recorder(path, counters)
-                recorder.origin = played.tick() if begins else 0
-                counters.follow(recorder.fold, identify=played.thread)
-            if draw.random() < 0.3:
-                counters.fold()
-        recorder.end()
-        check(events := read(path))
-        texts.append([event for event in events if event["name"] != "process_name"])
-        found = counters.snapshot().total
-        for name, seconds in (("sampler", found.sampler_seconds), ("device", found.device_copy_seconds)):
-            traced = sum(end - began for began, end in map(interval, of(events, "X", name)))
-            assert begins or abs(traced - seconds * 1e9) < 2 * len(events)
-    assert texts[0] == texts[1]
+    played = Played(counters := Counters(), random.Random(seed))
+    recorder = Recorder(path, counters)
+    for number, _ in enumerate(itertools.chain((None,), played.epochs(30))):
+        if number == begins:
+            recorder.origin = played.tick() if begins else 0
+            counters.trace = recorder
+    recorder.end()
+    check(read(path))
 
 
 def loader() -> Any:
@@ -154,8 +115,7 @@ def loader() -> Any:
 
 @pytest.fixture
 def written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (counters, trace):
-        monkeypatch.setattr(module, "_EVERY", 0)
+    monkeypatch.setattr(trace, "_EVERY", 0)
 
 
 def test_a_trace_has_what_happens_in_it_and_nothing_of_before_and_after(tmp_path: Path) -> None:
