@@ -327,8 +327,8 @@ FAULTS = (
     Fault(
         "a collate function of the user's for numbers is not called",
         "reading/collate.py",
-        "if kind in _FASTER and own is _FASTER[kind][0]:",
-        "if kind in _FASTER:",
+        "if kind in STACKERS and stack is STACKERS[kind][0]:",
+        "if kind in STACKERS:",
         "row B7",
         "reading/test_collate.py",
     ),

@@ -296,6 +296,11 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     return torch.empty(sizes, dtype=dtype, device="cpu") if tensor is None else tensor
 
 
+def in_worker() -> bool:
+    """Whether collate functions get blocks in this process."""
+    return _current is not None
+
+
 def out_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
     """`empty` for collate functions; None where they should allocate as usual."""
     if _current is None:

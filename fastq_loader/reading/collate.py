@@ -14,7 +14,6 @@ own allocate a new shared-memory segment for every tensor. Ours stack into a rec
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from fastq_loader.memory import nontemporal
-from fastq_loader.memory.allocator import TYPESTR, out_array, out_tensor, use_nontemporal
+from fastq_loader.memory.allocator import TYPESTR, in_worker, out_array, out_tensor, use_nontemporal
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.system.torch_names import collate as torch_collate
@@ -51,10 +50,10 @@ def default(batch: Any, table: Any = None) -> Any:
     first = batch[0]
     kind = type(first)
     if kind in table:
-        own = table[kind]
-        if kind in _FASTER and own is _FASTER[kind][0]:
-            own = _FASTER[kind][1]
-        return own(batch, collate_fn_map=table)
+        stack = table[kind]
+        if kind in STACKERS and stack is STACKERS[kind][0]:
+            stack = STACKERS[kind][1]
+        return stack(batch, collate_fn_map=table)
     if kind in _CONTAINERS and type(batch) in _SEQUENCES and not isinstance(first, tuple(table)):
         if kind is dict:
             return _collate_dicts(batch, table)
@@ -91,7 +90,8 @@ _CONTAINERS = _SEQUENCES | {dict}
 
 
 def stack_tensors(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    """Stack tensors of one shape along a new first dimension, in a block if the result is large enough.
+    """Stack tensors of one shape along a new first dimension; in a worker in a block, if the result is large
+    enough.
 
     Args:
         batch: at least one tensor.
@@ -102,9 +102,10 @@ def stack_tensors(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     """
     first = batch[0]
     if type(first) is not torch.Tensor or first.is_nested or first.layout is not torch.strided:
-        refused: torch.Tensor = torch_tensors(batch, collate_fn_map=collate_fn_map)
-        return refused
-    if first.device.type != "cpu" or first.is_quantized or first.requires_grad:
+        return torch_tensors(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+    if not in_worker() and get_worker_info() is not None:  # torch's own worker
+        return torch_tensors(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+    if not in_worker() or first.device.type != "cpu" or first.is_quantized or first.requires_grad:
         return torch.stack(batch, 0)
     shape = (len(batch), *first.shape)
     out = out_tensor(shape, first.dtype) if first.nbytes * len(batch) >= SMALLEST else None
@@ -140,9 +141,8 @@ _NESTED, _LOOKS = attrgetter("is_nested"), attrgetter("dtype", "shape", "layout"
 
 
 def stack_arrays(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    """Stack numpy arrays into one tensor, in a block if the result is large enough.
-
-    torch converts every array to a tensor first; numpy stacks arrays of one dtype and shape in one pass.
+    """Stack numpy arrays into one tensor. torch converts every array to a tensor first; in a worker, arrays
+    of one dtype and shape are stacked in one pass.
 
     Args:
         batch: at least one array.
@@ -152,49 +152,38 @@ def stack_arrays(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         TypeError, RuntimeError: strings and objects, or different shapes; the messages are torch's.
     """
     first = batch[0]
-    if (
-        collate_fn_map is not None
-        and collate_fn_map.get(torch.Tensor) is stack_tensors  # else the user replaced it
-        and not is_under_mode()  # such as another default device
-        and _are_alike(batch)
-    ):
-        shape = (len(batch), *first.shape)
-        out = out_array(shape, first.dtype)
-        if out is None:
-            out = np.empty(shape, first.dtype)
-        if use_nontemporal(first.nbytes) and all(map(_CONTIGUOUS, batch)):
-            nontemporal.copy(address_of(out), list(map(address_of, batch)), first.nbytes)
-        elif first.ndim:  # the same bytes as np.stack, which first creates a view of every array
-            np.concatenate(batch, out=out.reshape(-1, *first.shape[1:]))
-        else:
-            np.stack(batch, out=out)
-        return torch.from_numpy(out)
-    stacked: torch.Tensor = torch_arrays(batch, collate_fn_map=collate_fn_map)
-    return stacked
-
-
-def _are_alike(batch: Any) -> bool:
-    """Whether they are arrays of one shape and dtype, which torch has, too."""
-    first = batch[0]
-    return (
-        first.dtype.str in _TORCH_TYPES
-        and first.size > 0
-        and set(map(type, batch)) == {np.ndarray}
-        and set(map(_KIND, batch)) == {(first.dtype, first.shape)}
-    )
+    plain = first.dtype.str in _TORCH_TYPES and set(map(type, batch)) == {np.ndarray}
+    if not plain or is_under_mode():  # such as another default device
+        return torch_arrays(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+    alike = first.size > 0 and set(map(_KIND, batch)) == {(first.dtype, first.shape)}
+    of_tensors = None if collate_fn_map is None else collate_fn_map.get(torch.Tensor)
+    if not (alike and in_worker() and of_tensors is stack_tensors):
+        return default(list(map(torch.from_numpy, batch)), collate_fn_map)  # type: ignore[no-any-return]
+    shape = (len(batch), *first.shape)
+    out = out_array(shape, first.dtype)
+    if out is None:
+        out = np.empty(shape, first.dtype)
+    if use_nontemporal(first.nbytes) and all(map(_CONTIGUOUS, batch)):
+        nontemporal.copy(address_of(out), list(map(address_of, batch)), first.nbytes)
+    elif first.ndim:  # the same bytes as np.stack, which first creates a view of every array
+        np.concatenate(batch, out=out.reshape(-1, *first.shape[1:]))
+    else:
+        np.stack(batch, out=out)
+    return torch.from_numpy(out)
 
 
 _KIND, _CONTIGUOUS = attrgetter("dtype", "shape"), attrgetter("flags.c_contiguous")
 
 
-def _stack_numbers(torchs_own: Collate, as_tensor: Callable[[Any], torch.Tensor]) -> Collate:
+def _stack_numbers(torchs_own: Collate) -> Collate:
     """Stacks Python bools, ints or floats. torch's own examines each several times to find the dtype."""
 
     def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         dtype = _NUMBERS.get(frozenset(map(type, batch)))
         try:
-            if dtype is not None and not is_under_mode():  # such as another default device
-                return as_tensor(np.array(batch, dtype))
+            if dtype is not None and not is_under_mode():
+                # Unlike the memory of an array, that of a copy can grow.
+                return torch.asarray(np.array(batch, dtype), copy=True)
         except OverflowError:
             dtype = None  # an int of more than 64 bits: torch has an error for it
         return torchs_own(batch)
@@ -206,49 +195,22 @@ def _stack_numbers(torchs_own: Collate, as_tensor: Callable[[Any], torch.Tensor]
 _NUMBERS: dict[frozenset[type], Any] = {
     frozenset({kind}): dtype for kind, dtype in ((bool, np.bool_), (int, np.int64), (float, np.float64))
 }
+_TORCH_TYPES = frozenset(TYPESTR.values())
 
 torch_ints, torch_floats = torch_collate.collate_int_fn, torch_collate.collate_float_fn
 torch_arrays = torch_collate.collate_numpy_array_fn
-_TORCH_TYPES = frozenset(TYPESTR.values())
+#: torch's own functions, and ours in their place.
+STACKERS: dict[type, tuple[Any, Any]] = {
+    torch.Tensor: (torch_tensors, stack_tensors),
+    np.ndarray: (torch_arrays, stack_arrays),
+    int: (torch_ints, _stack_numbers(torch_ints)),
+    float: (torch_floats, _stack_numbers(torch_floats)),
+}
 
 
 def install() -> None:
     """Make torch's default collate in this process stack into blocks; entries set by the user stay."""
     table = torch_collate.default_collate_fn_map
-    for kind, (torchs_own, ours) in _REPLACED.items():
+    for kind, (torchs_own, ours) in STACKERS.items():
         if table.get(kind) is torchs_own:
             table[kind] = ours
-
-
-_REPLACED: dict[type, tuple[Any, Any]] = {
-    torch.Tensor: (torch_tensors, stack_tensors),
-    np.ndarray: (torch_arrays, stack_arrays),
-    int: (torch_ints, _stack_numbers(torch_ints, torch.from_numpy)),
-    float: (torch_floats, _stack_numbers(torch_floats, torch.from_numpy)),
-}
-
-
-def _stack(batch: Any, *, collate_fn_map: dict[Any, Any]) -> Any:
-    """Stack tensors as torch does outside of its workers."""
-    first = batch[0]
-    if first.layout is torch.strided and not first.is_nested and get_worker_info() is None:
-        return torch.stack(batch, 0)
-    return torch_tensors(batch, collate_fn_map=collate_fn_map)
-
-
-def _stack_converted(batch: Any, *, collate_fn_map: dict[Any, Any]) -> Any:
-    """Stack numpy arrays as torch does, which converts each array by the slower `as_tensor`."""
-    plain = batch[0].dtype.str in _TORCH_TYPES and set(map(type, batch)) == {np.ndarray}
-    if plain and not is_under_mode():
-        return default(list(map(torch.from_numpy, batch)), collate_fn_map)
-    return torch_arrays(batch, collate_fn_map=collate_fn_map)
-
-
-_copied = partial(torch.asarray, copy=True)  # unlike the memory of an array, that of a copy can grow
-#: torch's own functions, and faster ones that `default` calls in their place without workers.
-_FASTER: dict[type, tuple[Any, Any]] = {
-    torch.Tensor: (torch_tensors, _stack),
-    np.ndarray: (torch_arrays, _stack_converted),
-    int: (torch_ints, _stack_numbers(torch_ints, _copied)),
-    float: (torch_floats, _stack_numbers(torch_floats, _copied)),
-}
