@@ -30,7 +30,7 @@ from tests.support.datasets import (
     wrap,
 )
 from tests.support.late_device import Late, image_and_label
-from tests.support.thorough import seeds, thorough
+from tests.support.thorough import seeds
 
 pytestmark = [
     pytest.mark.processes,
@@ -82,20 +82,6 @@ def test_batches_are_torchs(seed: int, late: Late) -> None:
             for at, (wanted, batch) in enumerate(zip(there, loader, strict=True)):
                 assert_same(wanted, batch, f"{what}, epoch {epoch}, batch {at}")
     assert not backend.registered, what
-
-
-@thorough(but={"in_order": False})
-@WORKERS
-@pytest.mark.parametrize("in_order", [True, False])
-def test_batches_may_be_kept(workers: int, in_order: bool, late: Late) -> None:
-    late()
-    loader = DataLoader(Made(image_and_label, 44), 4, num_workers=workers, device="cuda", in_order=in_order)
-    batches = list(loader)
-    labels = sorted(label for _, labels in batches for label in labels.tolist())
-    assert labels == list(range(44))
-    for images, indices in batches:
-        for image, index in zip(images, indices.tolist(), strict=True):
-            assert image.unique().tolist() == [index]
 
 
 def everything(index: int) -> Any:

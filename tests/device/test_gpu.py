@@ -16,7 +16,6 @@ from torch.profiler import ProfilerActivity, profile
 import fastq_loader.epoch.base
 from fastq_loader import DataLoader, PinFailed, PinFallback, ToDevice, copy_into, normalize
 from fastq_loader.device.accelerator import TorchBackend
-from fastq_loader.device.pinning import Pinner
 from fastq_loader.device.staging import CapturedCall, DeviceSession
 from tests.conftest import run_script
 from tests.extras.transforms.test_transforms import MEAN, STD, by_hand
@@ -268,39 +267,6 @@ def test_forked_workers_inherit_nothing_of_the_driver(early: bool) -> None:
     """With CUDA initialised before, which is the run without the guard, they do."""
     result = run_script(DESCRIPTORS.format(early=early), timeout=50)
     assert result.stdout.split() == ["True", str(early)], result.stderr
-
-
-@pytest.mark.processes
-@guarded
-def test_a_copy_reads_from_one_registration(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run without the guard unlocks behind the ledger's back, which has to tell."""
-
-    def forget(self: Pinner, offset: int) -> None:
-        if self._registered.pop(offset, None):
-            torch.cuda.cudart().cudaHostUnregister(self._mapping.base + offset)  # type: ignore[no-untyped-call]
-
-    runtime = Runtime()
-    monkeypatch.setattr(TorchBackend, "_runtime", lambda self: runtime)
-    guard.remove(monkeypatch, Pinner, "forget", forget)
-    copy_async = TorchBackend.copy_async
-    registrations: list[int] = []
-
-    def watched(self: TorchBackend, memory: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
-        start = source.data_ptr()
-        ends = [(address, address + size) for address, size in runtime.locked.items()]
-        registrations.append(sum(first <= start and start + nbytes <= end for first, end in ends))
-        assert source.is_pinned()
-        copy_async(self, memory, source, nbytes)
-
-    monkeypatch.setattr(TorchBackend, "copy_async", watched)
-    with warm_loader() as loader:
-        assert wrong_batches(loader) == []
-        assert sum(runtime.locked.values()) == staging_of(loader).pinned_bytes
-    assert registrations == [1] * len(registrations)
-    assert len(registrations) > 2 * BATCHES, "the proof at the start is one of them"
-    with guard.outcome:
-        assert runtime.locked == {}
-    assert set(runtime.codes) == {0}
 
 
 @pytest.mark.processes

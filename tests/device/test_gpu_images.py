@@ -1,4 +1,4 @@
-"""Images on a real GPU: its pixels beside pillow's, who waits for whom, and captures of graphs meanwhile."""
+"""Images on a real GPU: its pixels beside pillow's, and who waits for whom."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from fastq_loader import DataLoader, Prefetcher, ToDevice
+from fastq_loader import DataLoader, ToDevice
 from fastq_loader.extras.images import decoders, gpu
 from fastq_loader.images import DecodeImages, EncodedBatch, encoded
 from tests.support.gpu import MARKS, Guard, guarded, lag
@@ -102,25 +102,6 @@ def test_a_batch_is_read_after_it_was_dropped(guard: Guard, monkeypatch: pytest.
     loader.close()
 
 
-@pytest.mark.processes
-def test_a_thread_and_a_call_have_the_same_pixels() -> None:
-    pixels = DecodeImages(96, mean=(0.5,) * 3, std=(0.2,) * 3)
-    to_device = ToDevice("cuda", transform=pixels)
-
-    def loaded(**options: Any) -> list[Any]:
-        torch.manual_seed(0)
-        return list(DataLoader(Photographs(), BATCH, shuffle=True, **options))
-
-    expected = loaded(device=to_device)
-    found = loaded(device=to_device, num_workers=3)
-    torch.manual_seed(0)
-    prefetched = list(Prefetcher(DataLoader(Photographs(), BATCH, shuffle=True), to_device))
-    for (images, labels), *others in zip(expected, found, prefetched, strict=True):
-        for other_images, other_labels in others:
-            assert torch.equal(images, other_images)
-            assert torch.equal(labels, other_labels)
-
-
 def test_groups_bound_the_memory_of_a_batch() -> None:
     def peak(group_bytes: int) -> int:
         pixels = DecodeImages(32, group_bytes=group_bytes, device="cuda")
@@ -163,23 +144,3 @@ def test_out_of_memory_raises_at_its_batch_and_the_loop_goes_on(monkeypatch: pyt
             seen += 1
             assert images.shape == first.shape
     assert (seen, errors) in {(BATCHES - 1, 1), (BATCHES, 0)}  # 0: all was decoded already
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("mode", ["thread_local", "relaxed"])
-def test_graphs_are_captured_while_images_are_decoded(mode: str) -> None:
-    pixels = DecodeImages(224)
-    loader = decoded_on_gpu(pixels, persistent_workers=True)
-    weight, inputs = torch.rand(64, 64, device="cuda"), torch.rand(64, 64, device="cuda")
-    expected, captured = weight @ inputs, 0
-    torch.cuda.synchronize()
-    while captured < 50:
-        for images, _ in loader:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode=mode):
-                outputs = weight @ inputs
-            graph.replay()
-            torch.testing.assert_close(outputs, expected)
-            assert images.shape == (BATCH, 3, 224, 224)
-            captured += 1
-    loader.close()

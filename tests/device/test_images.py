@@ -25,7 +25,7 @@ from fastq_loader import (
     WorkerDied,
 )
 from fastq_loader.extras.images import gpu
-from fastq_loader.images import DecodeError, DecodeImages, EncodedBatch, encoded
+from fastq_loader.images import DecodeError, DecodeImages, EncodedBatch
 from tests.conftest import wait_until
 from tests.extras.images.test_decode_images import FILES, Photos, loaded
 from tests.support.alarms import Alarm, alarm_after, ring
@@ -62,11 +62,6 @@ def test_a_transform_decodes_what_workers_would(workers: int, late: Late) -> Non
             assert same_images.device == to_device.target
             assert torch.equal(images, same_images)
             assert torch.equal(labels, same_labels)
-
-
-def test_images_go_to_the_device_of_the_transform() -> None:
-    elsewhere = PIXELS.on_device(torch.device("meta"))
-    assert (elsewhere(encoded(FILES[0])).device.type, PIXELS.device) == ("meta", None)
 
 
 @pytest.mark.processes
@@ -112,32 +107,9 @@ def runs() -> bool:
     return any(thread.name == THREAD for thread in threading.enumerate())
 
 
-class Unlabelled(Photos):
-    """Nothing of its batches goes to the device by itself."""
-
-    def __getitem__(self, index: int) -> Any:
-        return super().__getitem__(index)[0]
-
-
 def on_late(dataset: Any, pixels: Any = PIXELS, **options: Any) -> DataLoader[Any]:
     device = ToDevice("cuda", transform=pixels, prefetch=options.pop("prefetch", 2))
     return DataLoader(dataset, 4, num_workers=2, device=device, **options)
-
-
-@pytest.mark.processes
-def test_batches_without_tensors_are_decoded_ahead_too(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
-    late()
-    torch.manual_seed(0)
-    expected = list(DataLoader(Unlabelled(PIXELS), 4))
-    torch.manual_seed(0)
-    decoded = counted(monkeypatch)
-    with on_late(Unlabelled()) as loader:
-        batches = iter(loader)
-        first = next(batches)
-        batches.poll()
-        assert wait_until(lambda: (batches.poll(), len(decoded) == 3)[1], 5)  # this one, and two ahead
-        assert all(map(torch.equal, [first, *batches], expected))
-    assert set(decoded) == {THREAD}
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, before: Callable[[], object] = lambda: None) -> list[str]:

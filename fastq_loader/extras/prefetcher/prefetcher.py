@@ -86,8 +86,8 @@ class Prefetcher:
         own = options.of(loader).device if isinstance(loader, resources.Owner) else None
         if own is not None and own.target is not None:
             raise ValueError(
-                f"loader has device={own.device!r}, and prefetches itself: iterate it as it is, or set its "
-                "device to None"
+                f"loader has device={own.device!r}, and prefetches itself: iterate it as it is, or make it "
+                "without a device"
             )
         self.loader: Any = loader
         # For other kinds of loader; ours has the record of its epoch.

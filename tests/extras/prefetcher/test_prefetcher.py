@@ -25,7 +25,6 @@ from fastq_loader.extras.prefetcher import prefetcher
 from tests.support import thorough
 from tests.support.datasets import Made, Point, Record, assert_same, identity
 from tests.support.late_device import Late, image_and_label, move_late
-from tests.support.loaders import collector_off
 from tests.support.simulated_device import HOME, OTHER, Batch, Breach, Host, SimulatedDevice
 from tests.support.staging_runs import options_for
 from tests.support.thorough import examples
@@ -330,23 +329,6 @@ def test_an_error_is_raised_in_its_place_and_once(stream: str, device: str, late
         next(batches)
     assert device == "cpu" or stream == "consumer" or "fail_at_4" in str(failed.value.__cause__)
     assert [batch.item() for batch in batches] == [5]
-
-
-@pytest.mark.parametrize("raised", [True, False])
-@pytest.mark.parametrize("failing", ["loader", "transform"])
-def test_an_error_keeps_nothing_alive(failing: str, raised: bool, late: Late) -> None:
-    late()
-    loader = Failing() if failing == "loader" else [torch.tensor([at]) for at in (3, 4)]
-    batches = Prefetcher(loader, "cuda", fail_at_4)
-    epoch = iter(batches)
-    next(epoch)
-    with collector_off():
-        if raised:
-            with pytest.raises((OSError, KeyError)):
-                next(epoch)
-        gone = [weakref.ref(each) for each in (batches, epoch)]
-        del batches, epoch
-        assert [each() for each in gone] == [None, None]
 
 
 def test_what_cannot_be_meant_is_refused(late: Late) -> None:
