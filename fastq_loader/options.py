@@ -275,7 +275,7 @@ def plan(
         context=loader.multiprocessing_context,
         for_device=for_device,
         saves=saves * ("generators" if options.schedule.save_generators else "dataset"),
-        grace=max(grace, options.workers.grace),
+        grace=max(grace, getattr(options.workers, "grace_seconds", 0.0)),
         kept={} if kept is None else kept,
     )
 

@@ -58,7 +58,7 @@ class Child:
         """
         _started.add(self.process)
         multiprocessing_names.start_by(self.process, self._launched)
-        self._descriptor = self._opened()
+        _ = self.descriptor
 
     def disown(self) -> None:
         """Keep multiprocessing from joining the process when this one exits: it ends by itself."""
@@ -82,14 +82,12 @@ class Child:
     def descriptor(self) -> int:
         """Descriptor that becomes readable when the process has ended: a pidfd; multiprocessing's pipe if
         none could be opened, because the process was reaped already or descriptors are used up."""
-        if self._descriptor is None:  # an interrupt came before `start` recorded it
-            self._descriptor = self._opened()
+        if self._descriptor is None:
+            try:
+                self._descriptor = calls.pidfd_open(self.pid)
+            except OSError:
+                self._descriptor = self.process.sentinel
         return self._descriptor
-
-    def _opened(self) -> int:
-        with contextlib.suppress(OSError):
-            return calls.pidfd_open(self.pid)
-        return self.process.sentinel
 
     def kill(self) -> None:
         """Kill the process, and wait until it has ended. A released one has."""
@@ -100,8 +98,7 @@ class Child:
     @property
     def killed(self) -> bool:
         """Whether the process was ended by a signal, and not by itself."""
-        code = self._exit_code()
-        return code is not None and code < 0
+        return (self._exit_code() or 0) < 0
 
     def death(self) -> tuple[str, str]:
         """How the process died: our text, and the text of torch's SIGCHLD handler."""

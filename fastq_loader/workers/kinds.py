@@ -28,7 +28,6 @@ class WorkerKind(ABC):
         short_form: the string that stands for this kind without arguments; None if there is no such string.
         is_remote: whether the workers use CPUs of other machines.
         max_restarts: number of dead workers that may be replaced in an iteration; None: the kind's default.
-        grace: seconds for which the workers outlive SIGTERM and SIGINT that their consumer did not send.
     """
 
     short_form: ClassVar[str | None] = None
@@ -38,10 +37,6 @@ class WorkerKind(ABC):
     def __init_subclass__(cls) -> None:
         if short_form := vars(cls).get("short_form"):
             _KINDS[short_form] = cls
-
-    @property
-    def grace(self) -> float:
-        return 0.0
 
     def __post_init__(self) -> None:
         self._check(self.max_restarts)
@@ -102,10 +97,6 @@ class Processes(WorkerKind):
         check_seconds("grace_seconds", self.grace_seconds)
         if self.grace_seconds > threading.TIMEOUT_MAX:
             raise ValueError(f"grace_seconds={self.grace_seconds} must be at most threading.TIMEOUT_MAX")
-
-    @property
-    def grace(self) -> float:
-        return self.grace_seconds
 
     def make_pool(self, plan: Plan) -> WorkerPool:
         from fastq_loader.workers.local_pool import LocalPool  # some systems lack its modules

@@ -11,9 +11,9 @@ which needs no zygote, and with a multiprocessing context of the user's own clas
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable
 from functools import partial
 from multiprocessing import context as contexts
 from multiprocessing.process import BaseProcess
@@ -24,7 +24,7 @@ from fastq_loader.errors import warn_user
 from fastq_loader.packing.pickling import explain, hint, pickles
 from fastq_loader.system.multiprocessing_names import starter
 from fastq_loader.workers import interpreters, zygote
-from fastq_loader.workers.children import Child, Launch, Stacks
+from fastq_loader.workers.children import Child, Stacks
 from fastq_loader.workers.config import Plan, Setup, own_fields
 from fastq_loader.workers.main import main
 from fastq_loader.workers.payload import Descriptors
@@ -70,8 +70,7 @@ class LocalPool(WorkerPool):
             moment = interpreters.LaunchEnvironment(method)
             self._held.append(moment)
             self._fork = partial(interpreters.fork_interpreter, interpreter, moment)
-            with self._explaining():  # while the interpreter imports torch
-                plan.payload.seal()
+            self._explain(plan.payload.seal)  # while the interpreter imports torch
             interpreter.wait()
         elif self.forks and plan.restarts:
             self._held.append(zygote.copy_of_consumer(self._context, self._inherited, self._setup.folder))
@@ -88,21 +87,25 @@ class LocalPool(WorkerPool):
         """In a copy of the consumer: make the process object of a worker."""
         return self._process(self._setup_for(**own))
 
-    def _launch(self, setup: Setup) -> Launch | None:
-        return None if self._fork is None else partial(self._fork, setup)
+    def _child(self, setup: Setup) -> Child:
+        ended_by = signal.SIGKILL if self._plan.grace else signal.SIGTERM
+        launch = None if self._fork is None else partial(self._fork, setup)
+        return Child(self._process(setup), ended_by, launch)
 
     def _start(self, child: Child) -> None:
-        with self._explaining():
-            child.start()
+        self._explain(child.start)
 
-    @contextlib.contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """If an object cannot be pickled, emit torch's warning, and name the object in the error."""
+    def _explain(self, pickle: Callable[[], None]) -> None:
+        """Call a function that pickles. If an object cannot be pickled, emit torch's warning, and name the
+        object in the error."""
         try:
-            yield
+            pickle()
         except (TypeError, AttributeError, PicklingError) as error:
             warn_user(_PICKLE_WARNING, UserWarning)
-            raise _named(error, self._plan.payload.parts) from error
+            for name, part in self._plan.payload.parts.items():
+                if not pickles(part):
+                    raise type(error)(f"{explain(part, error, name)}{hint()}") from error
+            raise
 
     def stacks(self, worker: Worker) -> str:
         if self._stacks is None or not worker.pid:  # a signal to pid 0 would go to our whole group
@@ -113,11 +116,3 @@ class LocalPool(WorkerPool):
         self._fork = self._stacks = None
         while self._held:
             self._held.pop().close()
-
-
-def _named(error: Exception, parts: dict[str, Any]) -> Exception:
-    """Return the same error with the path to the object that cannot be pickled, if that is the user's."""
-    for name, part in parts.items():
-        if not pickles(part):
-            return type(error)(f"{explain(part, error, name)}{hint()}")
-    return error

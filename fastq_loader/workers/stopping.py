@@ -42,7 +42,8 @@ class _Leaving:
     def escalate(self) -> None:
         """Terminate the worker; the second time, kill it. An interrupt may cut it short."""
         if self._means:
-            self._means.pop()()
+            with contextlib.suppress(PermissionError):  # it has the ids that this process had then
+                self._means.pop()()
         self.deadline = time.monotonic() + BRIEF if self._means else math.inf
 
 

@@ -9,7 +9,6 @@ is not only a protocol. A worker counts as dead if and only if its process descr
 from __future__ import annotations
 
 import os
-import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents
 from fastq_loader.statistics.counters import Counters, WorkerCounters
 from fastq_loader.system.interrupts import without_signals
-from fastq_loader.workers.children import KEPT_OUT, Child, Launch
+from fastq_loader.workers.children import KEPT_OUT, Child
 from fastq_loader.workers.config import Plan, Setup
 from fastq_loader.workers.payload import Descriptors, Payload
 from fastq_loader.workers.stopping import Stopping
@@ -62,12 +61,8 @@ class WorkerPool(ABC):
         """Return the current Python stacks of a worker, whatever it is doing."""
 
     @abstractmethod
-    def _process(self, setup: Setup) -> BaseProcess:
-        """Make a process object, not yet started."""
-
-    def _launch(self, setup: Setup) -> Launch | None:
-        """Return a function that starts such a process; None to use the function of its class."""
-        return None
+    def _child(self, setup: Setup) -> Child:
+        """Make a child process, not yet started."""
 
     def _start(self, child: Child) -> None:
         """Start a child process; a subclass may add the cause to an error."""
@@ -151,10 +146,6 @@ class WorkerPool(ABC):
             worker.begin(folder)
             if before is not None:
                 before.release()
-
-    def _child(self, setup: Setup) -> Child:
-        ended_by = signal.SIGKILL if self._plan.grace else signal.SIGTERM
-        return Child(self._process(setup), ended_by, self._launch(setup))
 
     @property
     def processes(self) -> list[BaseProcess]:

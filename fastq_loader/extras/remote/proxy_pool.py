@@ -34,7 +34,7 @@ from fastq_loader.extras.remote.far_worker import FarSetup
 from fastq_loader.extras.remote.proxy import NoPlace, Place, Status, main
 from fastq_loader.system import calls, process_id
 from fastq_loader.system.interrupts import without_signals
-from fastq_loader.workers.children import Launch
+from fastq_loader.workers.children import Child
 from fastq_loader.workers.config import Plan, Setup, own_fields
 from fastq_loader.workers.worker import Worker
 from fastq_loader.workers.worker_pool import WorkerPool
@@ -142,11 +142,9 @@ class ProxyPool(WorkerPool):
         with without_signals():  # they are for the main thread, which may block them during a start
             self._thread.start()
 
-    def _process(self, setup: Setup) -> BaseProcess:
-        return _FORK.Process(daemon=True)  # a placeholder: `_made` creates the proxy where it is forked
-
-    def _launch(self, setup: Setup) -> Launch:
-        return partial(self._fork, setup)
+    def _child(self, setup: Setup) -> Child:
+        # The process is a placeholder: `_made` creates the proxy where it is forked.
+        return Child(_FORK.Process(daemon=True), launch=partial(self._fork, setup))
 
     def _fork(self, setup: Setup, process: BaseProcess) -> popen_fork.Popen:
         mine, its = multiprocessing.Pipe()
