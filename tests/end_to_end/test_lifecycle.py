@@ -502,26 +502,6 @@ def test_p6c_workers_of_a_loader_in_a_cycle_end_when_the_collector_runs(
     assert wait_until(lambda: running() == before, 5), running() - before
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "others"),
-    [
-        ("fork", {}, set()),
-        ("fork", {"workers": Processes(max_restarts=1)}, {"fastq_zygote"}),
-        ("spawn", {}, {"fastq_zygote"}),
-    ],
-)
-@thorough(after=2)
-def test_p10_processes_are_known_by_their_names_in_ps(method: str, options: Any, others: set[str]) -> None:
-    """As torch's are: pt_data_worker."""
-    resource_tracker.ensure_running()
-    before = running()
-    with DataLoader(range(4), num_workers=2, multiprocessing_context=method, **options) as loader:
-        next(batches := iter(loader))
-        assert next(batches) == 1  # the other one is up, too
-        names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in running() - before}
-    assert names == {"fastq_worker0", "fastq_worker1", *others}
-
-
 #: Its workers do not import it: another user may not read it.
 LOWERS_ITS_RIGHTS = """
     import os, sys, __main__

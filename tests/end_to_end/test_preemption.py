@@ -101,45 +101,6 @@ def test_a_worker_outlives_sigterm_and_ends_with_its_loader(start_method: str) -
     assert wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers), 2)
 
 
-#: Stops a spawned process that imports it.
-GATE = """
-import os, sys, time
-if "spawn_main" in str(sys.orig_argv):
-    open(os.path.join({folder!r}, str(os.getpid())), "w").close()
-    while not os.path.exists(os.path.join({folder!r}, "open")):
-        time.sleep(0.01)
-"""
-STARTING = """
-    import os, signal
-    import __main__
-    import fastq_loader
-    __main__.__file__ = {folder!r} + "/program.py"
-    os.environ["PYTHONPATH"] += ":" + {folder!r}
-    signal.signal(signal.SIGTERM, lambda *_: print("saved", flush=True))
-    options = {"workers": fastq_loader.Processes(grace_seconds=60), "multiprocessing_context": "spawn"}
-    loader = fastq_loader.DataLoader(range(8), 2, num_workers=2, **options)
-    print([batch.tolist() for batch in loader], flush=True)
-"""
-
-
-@thorough()
-def test_spawned_workers_outlive_sigterm_before_they_are_up(tmp_path: Path) -> None:
-    """While the interpreter starts that they are forked from, and while they import the program."""
-    gates = {"sitecustomize": 1, "program": 2}
-    for gate in gates:
-        (tmp_path / gate).mkdir()
-        (tmp_path / f"{gate}.py").write_text(GATE.format(folder=str(tmp_path / gate)))
-    with running_script(STARTING.format(folder=str(tmp_path)), warm=True) as script:
-        for number, (gate, waiting) in enumerate(gates.items(), 1):
-            assert wait_until(lambda: len(list((tmp_path / gate).iterdir())) == waiting, 60)  # noqa: B023
-            os.killpg(script.pid, signal.SIGTERM)
-            script.wait_for("saved\n" * number)
-            (tmp_path / gate / "open").touch()
-        result = script.finish(60)
-    assert (result.returncode, result.left) == (0, ()), result
-    assert result.stdout.endswith("[[0, 1], [2, 3], [4, 5], [6, 7]]\n"), result
-
-
 class Forks(Sized, Dataset[int]):
     """The signal that ends a child which gets SIGTERM."""
 

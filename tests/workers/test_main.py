@@ -53,15 +53,11 @@ class Wire:
     def __init__(self, messages: list[Message]) -> None:
         self.messages = messages
         self.sent: list[Message] = []
-        self.refuse = 0
 
     def receive(self, block: bool) -> Message | None:
         return self.messages.pop(0) if self.messages else Stop() if block else None
 
     def send(self, message: Message) -> None:
-        if self.refuse:
-            self.refuse -= 1
-            raise OverflowError("too much for a message")
         self.sent.append(message)
 
 
@@ -88,13 +84,12 @@ def task(seq: int, number: int = 1) -> Task:
 SHARED = [task(0)._replace(ticket=1), task(1)._replace(ticket=2)]
 
 
-def replies(arena: Arena, dataset: Any, *messages: Message, refuse: int = 0, **fields: Any) -> list[Answer]:
+def replies(arena: Arena, dataset: Any, *messages: Message, **fields: Any) -> list[Answer]:
     blocks = Allocator(arena.mapping, 0)
     install(blocks)
     claims = ClaimTable(arena.fd, arena.mapping.claims)
     wire = Wire(list(messages))
     worker = WorkerLoop(make_setup(arena, dataset, **fields), blocks, wire, claims)  # type: ignore[arg-type]
-    wire.refuse = refuse
     worker.run()
     claims.close()
     return wire.sent  # type: ignore[return-value]
@@ -149,15 +144,6 @@ def test_what_is_left_of_an_epoch_is_skipped(arena: Arena) -> None:
     answers = replies(arena, dataset, epoch(1), *map(task, range(3)), epoch(2))
     assert kinds(answers) == [(0, SKIPPED), (1, SKIPPED), (2, SKIPPED)]
     assert dataset.asked == []
-
-
-class Draws:
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[float]:
-        for _ in range(self.length):
-            yield torch.rand(()).item()
 
 
 def attempt_at(seq: int, attempt: int = 0, epoch: int = 1) -> Task:

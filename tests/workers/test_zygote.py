@@ -21,7 +21,6 @@ from fastq_loader.workers.children import Child
 from fastq_loader.workers.zygote import Zygote, copy_of_consumer, fork_copy
 from tests.conftest import process_table, wait_until
 from tests.support.forking import end_of, fork
-from tests.support.thorough import is_thorough
 
 FORK = multiprocessing.get_context("fork")
 
@@ -70,27 +69,6 @@ def test_its_children_look_like_the_consumers_own() -> None:
         assert not {leaves.process, hangs.process} & set(multiprocessing.active_children())
 
 
-def test_threads_that_look_at_the_same_moment_find_one_exit_code() -> None:
-    with zygote() as one:
-        for code in range(100 if is_thorough else 5):
-            child = forked(one, code)
-            assert readable([child.descriptor], 5)
-            together, codes = threading.Barrier(4), list[Any]()
-
-            def look(child: Child = child, together: Any = together, codes: list[Any] = codes) -> None:
-                together.wait()
-                multiprocessing.active_children()  # what each start of a process does
-                codes.append(child.process.exitcode)
-
-            threads = [threading.Thread(target=look) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert codes == [code] * 4
-            child.release()
-
-
 def test_a_child_whose_exit_code_was_lost_on_the_way_ends_no_zygote() -> None:
     with zygote() as one:
         child = forked(one, 7)
@@ -102,24 +80,6 @@ def test_a_child_whose_exit_code_was_lost_on_the_way_ends_no_zygote() -> None:
         assert another.process.exitcode == 3
         for each in (child, another):
             each.release()
-
-
-def test_what_cannot_be_forked_is_an_error_here_and_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    tries = itertools.count()
-    fork_one = zygotes._fork
-
-    def fork_or_refuse(*arguments: Any) -> int:  # in the zygote
-        if not next(tries):
-            raise OSError(11, "no processes left")
-        return fork_one(*arguments)
-
-    monkeypatch.setattr(zygotes, "_fork", fork_or_refuse)
-    with zygote() as one:
-        with pytest.raises(OSError, match="no processes left"):
-            forked(one, 1)
-        child = forked(one, 0)
-        assert readable([child.descriptor], 5)
-        child.release()
 
 
 def test_a_signal_in_the_middle_of_a_request_leaves_no_answer_to_the_next_one(
