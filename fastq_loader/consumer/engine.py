@@ -8,6 +8,7 @@ children and at the exit of the process.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -23,7 +24,7 @@ from fastq_loader.consumer.outcomes import OutcomeSlot
 from fastq_loader.device.staging import DeviceSession
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.statistics.counters import Counters
-from fastq_loader.system import exits, interrupts, process_id
+from fastq_loader.system import interrupts, process_id
 from fastq_loader.system.torch_names import untraced
 from fastq_loader.workers import stopping
 from fastq_loader.workers.config import Plan
@@ -70,7 +71,6 @@ class Engine:
             self._shut_down()
             raise
         _engines.add(self)
-        exits.register(_close_all)  # again, in case this process is a fork
 
     # ---- called by iterators ------------------------------------------------------------------
 
@@ -307,8 +307,8 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """Close all engines when the process ends. Where multiprocessing started this process, busy workers get
-    no time to finish: multiprocessing would end its daemons at once, too."""
+    """Close all engines when the program ends. A process that multiprocessing started calls this from Python
+    3.13 on, after multiprocessing has terminated its daemons."""
     for engine in list(_engines):
         engine.close_at_exit()
     if parent_process() is not None:
@@ -316,4 +316,4 @@ def _close_all() -> None:
     stopping.wait()
 
 
-exits.register(_close_all)
+atexit.register(_close_all)

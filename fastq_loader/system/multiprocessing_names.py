@@ -8,21 +8,23 @@ names away; the import of this module then says which name it was.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import logging
 import multiprocessing.process
 import os
 import platform
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import spawn
 from multiprocessing.process import BaseProcess
 from pkgutil import resolve_name
 from typing import Any
 
-#: Names of modules and classes, as `pkgutil.resolve_name` takes them. The first two are used by
-#: `exits`, the last by `packing`.
+#: Names of modules and classes, as `pkgutil.resolve_name` takes them. The last one is used by `packing`.
 NAMES = (
-    "atexit:_clear",
     "weakref:finalize._registry",
+    "atexit:_clear",
     "multiprocessing.process:BaseProcess._Popen",
     "multiprocessing.process:BaseProcess._bootstrap",
     "multiprocessing.process:_children",
@@ -99,6 +101,17 @@ def become_pickled(descriptor: int, sentinel: int) -> int:
     """In a forked child: go on as the process whose pickle is behind a descriptor. Return its exit code."""
     code: int = spawn._main(descriptor, sentinel)
     return code
+
+
+def forget_exit_handlers() -> None:
+    """Drop the exit handlers of an interpreter that only forks. They clean up what it has made (a folder, a
+    measurement), which its children share; these call the handlers that they register themselves."""
+    finalizers, clear = map(resolve_name, NAMES[:2])
+    for finalizer in finalizers:
+        finalizer.atexit = False
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # the next one registers
+    clear()
+    atexit.register(logging.shutdown)  # flushes handlers that a child adds
 
 
 def preloaded() -> list[str]:

@@ -147,18 +147,17 @@ def leave_with(consumer: int, folder: str = "", with_group: bool = False) -> Non
         folder: folder of sockets to remove then.
         with_group: whether to kill the whole process group of this process.
     """
-    arguments = consumer, folder, with_group
-    threading.Thread(target=_leave_with, args=arguments, name="fastq_loader: leaving", daemon=True).start()
 
+    def leave() -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            calls.readable([calls.pidfd_open(consumer)], None)
+        if folder:
+            remove_folder(folder)
+        if with_group:
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
 
-def _leave_with(consumer: int, folder: str, with_group: bool) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended
-        calls.readable([calls.pidfd_open(consumer)], None)
-    if folder:
-        remove_folder(folder)
-    if with_group:
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
+    threading.Thread(target=leave, name="fastq_loader: leaving", daemon=True).start()
 
 
 # ---- stacks -----------------------------------------------------------------------------------------

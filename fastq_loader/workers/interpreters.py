@@ -26,7 +26,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fastq_loader.packing import pickling
-from fastq_loader.system import exits, inherited, multiprocessing_names, process_id
+from fastq_loader.system import inherited, multiprocessing_names, process_id
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers import payload
 from fastq_loader.workers.children import KEPT_OUT, Child
@@ -208,7 +208,7 @@ def _interpreter_main(
         with contextlib.suppress(ImportError):
             __import__(module)
     gc.collect()
-    exits.forget()
+    multiprocessing_names.forget_exit_handlers()
     served = Connection(connection)
     fcntl.fcntl(served, fcntl.F_SETFL, fcntl.fcntl(served, fcntl.F_GETFL) & ~os.O_ASYNC)
     served.send((0, None))  # ends `wait`; `ask` skips it, because no request has number 0

@@ -62,7 +62,11 @@ class Payload:
 
     def seal(self) -> None:
         """Pickle the objects for all workers as they are now, if they can be sent more than once."""
-        self._carried = self._carried or _DescriptorCollector().seal(self.parts)
+        if not self._carried:
+            collector = _DescriptorCollector()
+            with contextlib.suppress(_OnlyOnce), collector.recording():
+                memory = _written(self.parts, collector.descriptors)  # this adds to them
+                self._carried = [*collector.descriptors, memory]
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.seal()
@@ -91,32 +95,21 @@ class PickledPayload(Payload):
         return PickledPayload, (self._data, self._descriptors)
 
     def open(self) -> dict[str, Any]:
-        with _not_yet_a_daemon():
-            return self._open()
-
-    def _open(self) -> dict[str, Any]:
-        _Carried.descriptors = carried = self._descriptors
-        if self._data is not None:
-            parts: dict[str, Any] = pickle.loads(self._data)
-            return parts
-        fd = carried.pop(max(carried))
+        # Modules that are imported may start processes, which daemons may not. torch's worker imports them
+        # before it becomes a daemon.
+        process = multiprocessing.current_process()
+        daemon, process.daemon = process.daemon, False
         try:
-            pickling.sends_by_value, _, parts = mapped.read(fd)
+            _Carried.descriptors = carried = self._descriptors
+            parts: dict[str, Any]
+            if self._data is not None:
+                parts = pickle.loads(self._data)
+            else:
+                with open(carried.pop(max(carried)), "rb") as memory:
+                    pickling.sends_by_value, _, parts = mapped.read(memory.fileno())
+            return parts
         finally:
-            os.close(fd)
-        return parts
-
-
-@contextlib.contextmanager
-def _not_yet_a_daemon() -> Iterator[None]:
-    """Let modules that are imported in the block start processes, which daemons may not. torch's worker
-    imports them before it becomes a daemon."""
-    process = multiprocessing.current_process()
-    daemon, process.daemon = process.daemon, False
-    try:
-        yield
-    finally:
-        process.daemon = daemon
+            process.daemon = daemon
 
 
 class _Carried:
@@ -158,31 +151,20 @@ class _DescriptorCollector:
         finally:
             set_spawning_popen(starting)
 
-    def seal(self, parts: dict[str, Any]) -> list[int]:
-        """Pickle the parts. Returns their descriptors, the last one of a memfd with the pickle; [] if the
-        parts contain something that can be sent only once."""
-        try:
-            with self.recording():
-                memory = self._written(parts)  # this adds to `descriptors`
-        except _OnlyOnce:
-            return []
-        return [*self.descriptors, memory]
 
-    def _written(self, parts: dict[str, Any]) -> int:
-        """Write the parts, pickled by reference; by value if pickle refuses, or if `__main__` is interactive,
-        whose functions a worker cannot import."""
-        with contextlib.suppress(ImportError):
-            if pickling.is_interactive():
-                return mapped.write((True, BESIDE, parts), pickling.by_value(_Sealer))
-        try:
-            return mapped.write((False, BESIDE, parts), _Sealer)
-        except (TypeError, AttributeError, pickle.PicklingError):
-            close_all(self.descriptors)
-            try:
-                return mapped.write((True, BESIDE, parts), pickling.by_value(_Sealer))
-            except Exception:  # the error of the standard pickler is raised: it names the cause
-                close_all(self.descriptors)
-            raise
+def _written(parts: dict[str, Any], carried: list[int]) -> int:
+    """Write the parts to a memfd, pickled by reference; by value if pickle refuses, or if `__main__` is
+    interactive, whose functions a worker cannot import. Adds their descriptors to `carried`."""
+    with contextlib.suppress(ImportError):
+        if pickling.is_interactive():
+            return mapped.write((True, BESIDE, parts), pickling.by_value(_Sealer))
+    try:
+        return mapped.write((False, BESIDE, parts), _Sealer)
+    except (TypeError, AttributeError, pickle.PicklingError):
+        close_all(carried)
+        with contextlib.suppress(Exception):  # the standard pickler's error is raised: it names the cause
+            return mapped.write((True, BESIDE, parts), pickling.by_value(_Sealer))
+        raise
 
 
 def close_all(descriptors: list[int]) -> None:
