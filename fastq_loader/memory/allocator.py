@@ -104,12 +104,16 @@ class Allocator:
         start, end = mapping.region(worker)
         self._space = FreeRanges(((start, end - start),) if space is None else space)
         self._pid = process_id.current()
-        owners.add(self)
         self._lock = threading.RLock()
         self._idle: list[tuple[int, int]] = []  # unused blocks (size, offset), by size
         self._open: dict[int, OpenBlock] = {}  # by offset
+        owners[id(self)] = self
         self._partial: OpenBlock | None = None  # the block for the next result, if it fits
         self._fresh: list[tuple[int, int]] = []  # created here, and unknown to the consumer
+
+    @property
+    def leased(self) -> bool:
+        return bool(self._open)
 
     def begin(self, grants: Extents) -> None:
         """Start a task with these blocks (offset, size)."""

@@ -117,6 +117,7 @@ class Arena:
         fd: the memfd, -1 once retired.
         mapping: its mapping in this process.
         released: blocks whose last view died: offset, and the moment of the lease's birth.
+        leased: number of leases that `released_blocks` has not returned yet.
         retired: the loader was closed.
 
     Raises:
@@ -131,7 +132,8 @@ class Arena:
         calls.seal_length(self.fd)
         self.released: deque[tuple[int, int]] = deque()
         self.retired = False
-        owners.add(self)
+        self.leased = 0
+        owners[id(self)] = self
 
     def _map(self, regions: int) -> Mapping:
         length = max(min(calls.arena_room()), _SMALLEST) // PAGE * PAGE
@@ -152,6 +154,7 @@ class Arena:
         The block stays in use until the array and everything derived from it are gone.
         """
         offset = block[0]
+        self.leased += 1
         data = self.mapping.base + offset + start, False
         interface = {"version": 3, "data": data, "shape": (nbytes,), "typestr": "|u1"}
         return np.asarray(Lease(self, offset, interface))
@@ -164,7 +167,9 @@ class Arena:
         released = [self.released.popleft() for _ in range(len(self.released))]
         seen = seen_before()
         self.released += [(offset, born) for offset, born in released if born < seen]
-        return [offset for offset, born in released if born >= seen]
+        free = [offset for offset, born in released if born >= seen]
+        self.leased -= len(free)
+        return free
 
     def retire(self, held: list[tuple[int, int]]) -> None:
         """Give all memory and all addresses back to the system when the loader closes, except the blocks

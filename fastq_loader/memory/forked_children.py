@@ -18,13 +18,15 @@ import os
 import sys
 import threading
 import weakref
+from typing import Any
 
 from fastq_loader.system import calls
 
 _next = itertools.count(1).__next__  # in one step, whatever thread forks
 _forks = 0
-#: The arenas and allocators of this process. Without any, its forks are not tracked, and cost nothing.
-owners: weakref.WeakSet[object] = weakref.WeakSet()
+#: By id, the arenas and allocators of this process; they say whether they have `leased` blocks. The children
+#: that are forked while none has are not tracked.
+owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class _Child:
@@ -62,9 +64,14 @@ def _remove_ended() -> None:
     """Remove the children that have ended, with their own children, or run another program."""
     for child in _living[:]:
         if child.read >= 0 and calls.readable([child.read], 0):
-            with contextlib.suppress(ValueError):  # another thread has removed it
-                _living.remove(child)
-                os.close(child.read)
+            _remove(child)
+
+
+def _remove(child: _Child) -> None:
+    with contextlib.suppress(ValueError):  # another thread has removed it
+        _living.remove(child)
+        if child.read >= 0:
+            os.close(child.read)
 
 
 def _before_fork() -> None:
@@ -80,6 +87,9 @@ def _after_fork_in_parent() -> None:
             child.number = _forks = _next()
             if child.write >= 0:
                 os.close(child.write)  # only the child itself holds it now
+            known = [reference() for reference in owners.valuerefs()]  # in one step, whatever threads add
+            if not any(owner is not None and owner.leased for owner in known):
+                _remove(child)
             return
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import threading
+from weakref import WeakValueDictionary
 
 import pytest
 from hypothesis import given
@@ -16,10 +17,18 @@ from tests.support.simulated_fork import Fork
 from tests.support.thorough import examples
 
 
+class Owner:
+    leased = True
+
+
+IN_USE = Owner()
+
+
 @pytest.fixture(autouse=True)
 def _no_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forked_children, "_living", [])
-    monkeypatch.setattr(forked_children, "owners", {"an arena"})
+    monkeypatch.setattr(forked_children, "owners", owners := WeakValueDictionary())
+    owners[1] = IN_USE
 
 
 @examples(200)
@@ -80,7 +89,7 @@ def test_without_descriptors_a_child_counts_for_ever() -> None:
 
 @pytest.mark.processes
 def test_forks_of_a_process_without_blocks_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked_children, "owners", set())
+    monkeypatch.setattr(IN_USE, "leased", False)
     pid = os.fork()
     if pid == 0:
         os._exit(0)
