@@ -281,13 +281,6 @@ class Engine:
         loop = self._loop
         return self._processes if loop is None else loop.group.processes()
 
-    def pause_prefetch(self, hold: bool) -> None:
-        """Stop drawing ahead: only the next batch is drawn; with False, draw ahead again. Workers of an
-        iterable dataset are not affected. May be called on any thread at any time."""
-        loop = self._loop
-        if loop is not None:
-            loop.holds = hold and not loop.plan.rules.iterable
-
     def blocks(self) -> tuple[int, int, int]:
         """Blocks in use, free blocks, and bytes of shared memory behind them; zeros once closed. Does not
         wait: while another call is under way, blocks that were released since it began count as in use."""

@@ -90,12 +90,10 @@ class EventLoop:
     Attributes:
         pool: the memory that the workers write to.
         group, receiver, deaths: the workers, what they send, and how they end.
-        holds: batches are not drawn ahead, but only when no other is under way.
     """
 
     def __init__(self, plan: Plan, counters: Counters, gate: Gate) -> None:
         self.plan = plan
-        self.holds = False
         self._gate = gate
         self._counters = counters
         self._sampler: Iterator[Any] = iter(())
@@ -118,7 +116,7 @@ class EventLoop:
         self.receiver = Receiver(plan, self.group, self.scheduler, unpacker, counters)
         self.deaths = Deaths(plan, self.group, self.scheduler, self._delivery)
         self._epoch: Epoch | None = None
-        self._unsent: dict[int, bytes] = {}  # ticket → encoded shared task
+        self._unsent: list[bytes] = []  # encoded shared tasks
         self._tidy_at = 0  # when to check the memory again
         # Of the call under way. Not passed from frame to frame: an error's traceback references all frames.
         self._outcome: Outcome | None = None
@@ -242,8 +240,6 @@ class EventLoop:
             for worker in self.group.workers:
                 if not worker.is_dead and (space := self.pool.space(worker.number)):
                     self.group.socket.send(worker.number, Space(space))
-        while self.group.behind and self.receiver.receive():  # a worker may be waiting for tasks it missed
-            continue
 
     # ---- the next batch -----------------------------------------------------------------------
 
@@ -291,8 +287,6 @@ class EventLoop:
         if not times:
             return
         scheduler, began = self.scheduler, time.monotonic_ns()
-        if self.holds:
-            times = 0 if scheduler.undelivered else 1
         for _ in range(times):
             try:
                 index = next(self._sampler)
@@ -315,18 +309,23 @@ class EventLoop:
             self.scheduler.undeliverable(task, error)
             return
         if worker is None:
-            self._unsent[task.ticket] = frame
+            self._unsent += (frame,)
             self.group.offer_claim(task.ticket)
         else:
             self.group.send_frame(worker, frame)
 
     def _flush(self) -> None:
-        """Send the pending shared tasks together."""
+        """Send the pending shared tasks together. A worker that was passed over, and reads again, is sent all
+        that are still on offer."""
+        group = self.group
         if self._unsent:
-            self.group.offer(self._unsent)
+            group.offer(self._unsent)
             self._unsent.clear()
-        if self.group.behind:
-            self.group.catch_up()
+        if group.behind and (workers := group.reading_again()):
+            tasks = [batch.task for batch in self.scheduler.pending_tasks.values() if batch.task is not None]
+            on_offer = [task for task in tasks if group.claims.on_offer(task.ticket)]
+            for worker in workers:
+                group.socket.send_frames(worker, [encode_task(task, group.token) for task in on_offer])
 
     # ---- copies to a device -------------------------------------------------------------------
 

@@ -63,20 +63,21 @@ class Receiver:
         """Pass the answers that have arrived to the scheduler, in the order in which the workers finished.
         Return False if nothing has arrived. If batches are delivered in the sampler's order, read only one
         answer: the next one may not be needed yet."""
-        scheduler, arrived = self._scheduler, []
-        while (received := self._group.receive()) is not None:
+        scheduler, group, arrived = self._scheduler, self._group, []
+        while (received := group.receive()) is not None:
             worker, answer = received
             if type(answer) is not Answer:
-                self._group.receive_other(worker, answer)
+                group.receive_other(worker, answer)
                 continue
+            group.answered_at[worker] = group.offered
             batch = scheduler.pending_tasks.match_answer(worker, answer)
             shared = batch is not None and batch.worker is None
-            if batch is None or (shared and self._group.holder(batch.ticket) != worker):
+            if batch is None or (shared and group.holder(batch.ticket) != worker):
                 # The worker was not assigned the task, and has not claimed it.
                 self._counters.rejected_frames += 1
-                self._group.evict(worker)
+                group.evict(worker)
                 continue
-            record, fault = self._group.workers[worker], None
+            record, fault = group.workers[worker], None
             started, finished = answer.started, answer.finished
             record.counters.busy += finished - started
             batch.loaded = (

@@ -27,7 +27,6 @@ from fastq_loader.ipc.messages import (
     InBlock,
     Indices,
     Pickled,
-    Ping,
     Space,
     Stop,
     Task,
@@ -108,7 +107,7 @@ def _epoch(epoch: Any, shared_seed: Any, base_seed: Any, resume: Any, number: An
     return Epoch(epoch, shared_seed, base_seed, resume, number, sample_seed)
 
 
-def decode_for_consumer(frame: bytes | memoryview, read: Read | None = None) -> Hello | Answer | Ping:
+def decode_for_consumer(frame: bytes | memoryview, read: Read | None = None) -> Hello | Answer:
     """The message in a frame that a worker sent.
 
     Args:
@@ -127,7 +126,7 @@ def decode_for_consumer(frame: bytes | memoryview, read: Read | None = None) -> 
         if read is None:
             raise ProtocolError("a reference to a block, where there are none")
         return decode_for_consumer(read(*message))
-    answered: Hello | Answer | Ping = message
+    answered: Hello | Answer = message
     return answered
 
 
@@ -167,13 +166,11 @@ _FOR_WORKER: dict[int, Callable[..., ToWorker | Bundle]] = {
     NUMBERS[Space]: lambda ranges: Space(_blocks(ranges)),
     NUMBERS[Bundle]: _bundle,
     NUMBERS[Stop]: Stop,
-    NUMBERS[Ping]: Ping,
 }
 _FOR_CONSUMER: dict[int, Callable[..., Any]] = {
     NUMBERS[Answer]: _answer,
     NUMBERS[InBlock]: lambda *fields: InBlock(*_check_counts(fields)),
     NUMBERS[Hello]: lambda *fields: Hello(*_check_counts(fields)),
-    NUMBERS[Ping]: Ping,
 }
 
 

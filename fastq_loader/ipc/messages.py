@@ -2,9 +2,9 @@
 
 Pure: this module encodes messages as bytes and does no I/O; it runs in the consumer and in the workers. Every
 frame begins with the version and the kind. The consumer sends `Task`, `Epoch`, `Space`, `Stop`, and several
-of these together as a `Bundle`; a worker sends `Hello` and `Answer`, a long one as an `InBlock`; a worker
-returns each `Ping`. A worker sends exactly one `Answer` to each of its `Task` messages, also to a task that
-it skips. A shared task belongs to the worker that claims it.
+of these together as a `Bundle`; a worker sends `Hello` and `Answer`, a long one as an `InBlock`. A
+worker sends exactly one `Answer` to each of its `Task` messages, also to a task that it skips. A shared task
+belongs to the worker that claims it.
 
 An index of plain values is sent as msgpack, a batch of shuffled indices as the bytes of its integers. Any
 other index is sent as one opaque pickled value, so that `dataset[i]` receives exactly the sampler's object
@@ -118,10 +118,6 @@ class Hello(NamedTuple):
     pid: int
 
 
-class Ping(NamedTuple):
-    """A request that a worker returns after it has read all earlier messages."""
-
-
 class InBlock(NamedTuple):
     """Reference to an answer whose frame lies in shared memory. The answer also returns the frame's block."""
 
@@ -185,13 +181,12 @@ class Answer(NamedTuple):
     remarks: bytes = b""
 
 
-ToWorker = Task | Epoch | Space | Stop | Ping
+ToWorker = Task | Epoch | Space | Stop
 Message = ToWorker | Bundle | Hello | Answer | InBlock
 
 #: Number of each kind of message in a frame.
 NUMBERS: dict[type, int] = {
-    kind: number
-    for number, kind in enumerate((Task, Epoch, Space, Bundle, Stop, Hello, Answer, Ping, InBlock))
+    kind: number for number, kind in enumerate((Task, Epoch, Space, Bundle, Stop, Hello, Answer, InBlock))
 }
 _TASK, _ANSWER = NUMBERS[Task], NUMBERS[Answer]
 

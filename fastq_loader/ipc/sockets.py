@@ -52,7 +52,6 @@ from fastq_loader.ipc.messages import (
     Hello,
     InBlock,
     Message,
-    Ping,
     encode,
 )
 from fastq_loader.system import calls, process_id
@@ -245,7 +244,7 @@ class ConsumerSocket:
                 self._send(line.name, _NOBLOCK_MORE)
                 self._send(frame, _NOBLOCK)
 
-    def receive(self) -> tuple[int, Hello | Answer | Ping | None] | None:
+    def receive(self) -> tuple[int, Hello | Answer | None] | None:
         """The next message, as (worker, message); None if nothing is waiting. The message is None if the
         worker has sent an invalid frame; nothing more will be read from this worker then."""
         while True:

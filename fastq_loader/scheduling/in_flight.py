@@ -19,7 +19,7 @@ from typing import Any
 
 from fastq_loader.ipc.messages import BATCH, ENDED, Answer
 from fastq_loader.scheduling.events import Died
-from fastq_loader.scheduling.states import LOST, SENT, Batch
+from fastq_loader.scheduling.states import HELD, LOST, READY, SENT, Batch
 
 
 class InFlight:
@@ -84,45 +84,36 @@ class InFlight:
 
 
 class InOrder(InFlight):
-    """Batches that are delivered in order: only the one at the head of a ring, once it has arrived.
+    """Batches that are delivered in order: only the one at the head, once it has arrived.
 
     torch takes arrivals off its queue one at a time, and only while the batch at the head is missing. That
     matters after the end of a worker's part, because another index is drawn for it: whatever arrives after
     such an end waits behind it. A death is reported at the position of each batch that was lost by it.
-
-    Args:
-        capacity: slots of the ring: the greatest number of batches in flight.
     """
 
-    def __init__(self, capacity: int, first: int = 0, done: frozenset[int] = frozenset()) -> None:
+    def __init__(self, first: int = 0, done: frozenset[int] = frozenset()) -> None:
         super().__init__(first, done)
-        self._capacity = capacity
-        self._slots: list[Batch | None] = [None] * capacity
         self._from_an_end_on: list[Batch] = []
 
     def add(self, batch: Batch) -> None:
         """A batch has arrived, or has failed."""
         answer = batch.answer
         if self._from_an_end_on or (answer is not None and answer.kind == ENDED):
+            if batch.state == READY:
+                batch.move("hold")
             self._from_an_end_on.append(batch)
-            return
-        slot = batch.seq % self._capacity
-        if not self.head <= batch.seq < self.head + self._capacity or self._slots[slot] is not None:
-            raise ValueError(f"seq={batch.seq} has left the ring, lies beyond it, or is in it already")
-        self._slots[slot] = batch
-        self.filled += 1
+        else:
+            self.filled += 1
 
     def add_death(self, died: Died) -> None:
         """A worker has died, and was not replaced."""
 
     def take(self) -> Batch | None:
         """Return the batch at the head, and advance the head; None if it is not here."""
-        slot = self.head % self._capacity
-        batch = self._slots[slot]
-        if batch is not None:
-            self._slots[slot] = None
-            self.filled -= 1
-            self.head += 1
+        if self.head not in self.batches or (batch := self.batches[self.head]).state != READY:
+            return None
+        self.filled -= 1
+        self.head += 1
         return batch
 
     def next_event(self, head: Batch) -> Batch | Died | None:
@@ -135,6 +126,8 @@ class InOrder(InFlight):
         end, *others = self._from_an_end_on
         self._from_an_end_on.clear()
         for batch in others:  # up to the next end
+            if batch.state == HELD:
+                batch.move("release")
             self.add(batch)
         return end
 
@@ -149,7 +142,7 @@ class AsTheyCome(InFlight):
 
     shares_window = True
 
-    def __init__(self, capacity: int, first: int = 0, done: frozenset[int] = frozenset()) -> None:
+    def __init__(self, first: int = 0, done: frozenset[int] = frozenset()) -> None:
         super().__init__(first, done)
         self._arrivals: deque[Batch | Died] = deque()
 

@@ -84,10 +84,7 @@ class Scheduler:
         self._reset(START)
 
     def _reset(self, done: Progress) -> None:
-        # A worker whose part of the dataset ends makes room for one more draw: up to `workers` batches beyond
-        # the window may be waiting at once.
-        capacity = self.window.widest + self.workers + len(done.beyond)
-        self.in_flight: InOrder | AsTheyCome = self._order(capacity, done.head, done.beyond)
+        self.in_flight: InOrder | AsTheyCome = self._order(done.head, done.beyond)
         self._restarts_left = self._restarts
         self._deaths: dict[int, int] = {}  # seq → workers that died of it
         self._idle_deaths: list[int] = []  # workers that died between batches and were not replaced

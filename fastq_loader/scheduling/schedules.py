@@ -4,8 +4,7 @@ Pure. The loader stores schedules as the user passed them; `read_schedule` also 
 
 A fixed window is torch's: batches that wait behind a late one fill it, and the workers stop. A window that
 may widen goes by the workers' remaining tasks: while the consumer waits for the next batch, the ready ones
-behind it do not count, up to a number of batches and of bytes. When the consumer no longer has to wait, the
-window shrinks back to its least size, slowly, because the next late batch is seldom far.
+behind it do not count, up to a number of batches and of bytes. It has its least size again in the next epoch.
 """
 
 from __future__ import annotations
@@ -117,8 +116,6 @@ def read_schedule(schedule: Any) -> Schedule:
 _WIDEST, _WIDEST_BYTES, _WIDEST_SHARE = 16, 1 << 30, 16
 #: Tasks sent in one message, at most, if few workers prefetch much.
 _TOGETHER = 16
-#: After this many windows of batches without a late one, it gives up a quarter of its growth.
-_CALM_WINDOWS = 4
 
 
 @dataclass
@@ -142,7 +139,6 @@ class Window:
     size: int = field(init=False)
     widens: bool = field(init=False)
     closed: bool = field(init=False, default=False)
-    _calm: int = field(init=False, default=0)  # batches delivered since it last changed
 
     def __post_init__(self) -> None:
         self.size = self.least
@@ -180,7 +176,7 @@ class Window:
         return max(self.least, int(self.budget / batch_bytes))
 
     def begin_epoch(self) -> None:
-        self.closed = False
+        self.size, self.closed = self.least, False
 
     def close(self) -> None:
         """The sampler is exhausted, and is not called again in this epoch: one call for every free place at
@@ -192,7 +188,7 @@ class Window:
         late.
 
         Args:
-            under_way: batches requested and not delivered; more than `size` if the window has just shrunk.
+            under_way: batches requested and not delivered.
             unanswered: tasks without an answer yet.
             batch_bytes: shared memory of a batch.
         """
@@ -206,7 +202,6 @@ class Window:
         """Widen the window if more batches are under way than its size, now that one was requested."""
         if self.size < under_way <= self.widest:
             self.size = under_way
-            self._calm = 0
 
     def delivered(self, under_way: int) -> int:
         """A batch was delivered. Returns how many to request now: 0 until there is room for a group, and
@@ -215,10 +210,5 @@ class Window:
         Args:
             under_way: batches requested and not delivered.
         """
-        if self.size != self.least:
-            self._calm += 1
-            if self._calm >= _CALM_WINDOWS * self.size:
-                self._calm = 0
-                self.size -= -(-(self.size - self.least) // 4)
         room = self.size - under_way
         return room if room >= self.group and not self.closed else 0

@@ -14,15 +14,17 @@ from fastq_loader.errors import Transitions, describe_index
 from fastq_loader.ipc.messages import ENDED, Answer, Task, decode_index
 from fastq_loader.memory.blocks import BlockOwner, Extents
 
-NEW, SENT, READY, LOST, GONE = "new", "sent", "ready", "lost", "gone"
+NEW, SENT, READY, HELD, LOST, GONE = "new", "sent", "ready", "held", "lost", "gone"
 
-#: A lost batch's worker is dead: it is sent again, given up, or reported.
+#: A lost batch's worker is dead: it is sent again, given up, or reported. A held batch has arrived after the
+#: end of a worker's part of an iterable dataset, which takes effect first.
 BATCH_TRANSITIONS = Transitions(
     "a batch",
     {
         NEW: {"send": SENT, "fail": READY, "send_to_dead": LOST},
         SENT: {"answer": READY, "end": GONE, "skip": GONE, "fail": READY, "die": LOST},
-        READY: {"deliver": GONE},
+        READY: {"deliver": GONE, "hold": HELD},
+        HELD: {"release": READY},
         LOST: {"break": GONE, "replay": SENT, "fail": READY},
     },
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import secrets
+import sys
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -22,7 +23,6 @@ from fastq_loader.ipc.messages import (
     TOKEN_BYTES,
     Epoch,
     Hello,
-    Ping,
     Stop,
     encode,
     seal,
@@ -30,7 +30,6 @@ from fastq_loader.ipc.messages import (
 from fastq_loader.ipc.sockets import ConsumerSocket
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.scheduling.backlog import BroadcastFlowControl
 from fastq_loader.scheduling.in_flight import PendingTasks
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import calls, process_id
@@ -46,7 +45,8 @@ _FAILED_STARTS = 3
 #: stopped (SIGSTOP).
 _CLAIMING = 0.5
 _BROKE = "its connection to this process broke"
-#: Smallest number of messages between two pings of a worker. An unread one takes up to 5 kB, mostly zmq's.
+#: Shared tasks since a worker's last answer after which it is passed over while it is busy, if no window has
+#: more. An unread one takes up to 5 kB, mostly zmq's.
 _UNREAD = 256
 
 
@@ -73,7 +73,9 @@ class WorkerGroup:
     Attributes:
         token: a secret shared with these workers only, see `messages`.
         workers: the workers' records, by number.
-        behind: workers that were not sent the latest tasks, because they had earlier ones to read.
+        offered: number of shared tasks that were sent.
+        answered_at: worker → value of `offered` when its last answer arrived.
+        behind: workers that were not sent all of them, because they are busy, and have many to read.
     """
 
     def __init__(self, plan: Plan, blocks: BlockPool, counters: Counters) -> None:
@@ -86,8 +88,10 @@ class WorkerGroup:
         self._folders: list[str] = []  # of sockets, until they are removed
         self._socket: ConsumerSocket | None = None
         self._claims: ClaimTable | None = None
-        self._backlog: BroadcastFlowControl[bytes] = BroadcastFlowControl(max(plan.window.widest, _UNREAD))
-        self.behind = self._backlog.behind
+        self._unread = max(plan.window.widest, _UNREAD)
+        self.offered = 0
+        self.answered_at = [0] * plan.workers
+        self.behind: set[int] = set()
 
     def start(self, base_seed: int, shared_seed: int | None) -> None:
         """Start the workers. `stop` undoes it, also after an error or an interrupt half-way.
@@ -110,7 +114,6 @@ class WorkerGroup:
         _in_use.add(self._socket)
         for worker in self.workers:
             self._socket.watch(worker.descriptor)
-            self._backlog.begin(worker.number)
         self._pool.count_in(self._counters)
 
     def _new_folder(self) -> str:
@@ -139,12 +142,6 @@ class WorkerGroup:
         if message is None:
             self._counters.rejected_frames += 1
             self.evict(number, f"{_BROKE}: it sent something that is not a message")
-        elif type(message) is Ping:
-            try:
-                self._backlog.read(number)
-            except ProtocolError:
-                self._counters.rejected_frames += 1
-                self.evict(number)
         else:
             worker.move("hello")
             self._tidy_folders()
@@ -197,7 +194,8 @@ class WorkerGroup:
         worker.die(cause, torch_text)
         self.socket.unwatch(worker.descriptor)
         self.socket.disconnect(number)
-        self._backlog.end(number)
+        self.behind.discard(number)
+        self.answered_at[number] = sys.maxsize  # it is sent nothing
         self._tidy_folders()
         return worker
 
@@ -214,7 +212,7 @@ class WorkerGroup:
         self.socket.watch(worker.descriptor)
         self.socket.connect(worker.folder, number, worker.generation)
         self.claims.begin(number, None)  # clears the dead worker's last task
-        self._backlog.begin(number)
+        self.answered_at[number] = self.offered
         worker.counters.replaced(worker.pid)
         self._counters.worker_restarts += 1
         self.socket.send(number, epoch)
@@ -227,30 +225,28 @@ class WorkerGroup:
 
     def begin_epoch(self, epoch: Epoch) -> None:
         """Send a new epoch to all workers."""
-        frame = encode(epoch)
-        if not self._shared_tasks:  # assigned tasks must be sent to busy workers, too
-            self.socket.send_all(frame)
-            return
-        due = self._backlog.announce(frame)
-        self.socket.send_all(frame, but=self._backlog.behind)
-        self._ping(due)
+        self.socket.send_all(encode(epoch))
 
-    def offer(self, tasks: dict[int, bytes]) -> None:
-        """Send shared tasks, ticket → frame, to the workers that are not too far behind."""
-        due = self._backlog.offer(tasks, self.claims.on_offer)
-        self.socket.send_all(*tasks.values(), but=self._backlog.behind)
-        self._ping(due)
+    def offer(self, tasks: list[bytes]) -> None:
+        """Send encoded shared tasks to all workers, but not to a busy one that may have many to read: its
+        unread messages take memory, and the others load them. The worker that answered last is never passed
+        over, because no window has more tasks."""
+        if self.offered - min(self.answered_at) > self._unread:
+            self.behind.update(filter(self._passed_over, range(len(self.workers))))
+        self.offered += len(tasks)
+        self.socket.send_all(*tasks, but=self.behind)
 
-    def catch_up(self) -> None:
-        """Send the missed messages to workers that were passed over, once they have read the others."""
-        sends, due = self._backlog.catch_up(self.claims.on_offer)
-        for worker, frames in sends.items():
-            self.socket.send_frames(worker, frames)
-        self._ping(due)
+    def reading_again(self) -> list[int]:
+        """The workers that are no longer passed over, and are to be sent what is still on offer."""
+        ready = [worker for worker in self.behind if not self._passed_over(worker)]
+        for worker in ready:
+            self.answered_at[worker] = self.offered
+            self.behind.discard(worker)
+        return ready
 
-    def _ping(self, workers: list[int]) -> None:
-        for worker in workers:
-            self.socket.send(worker, Ping())
+    def _passed_over(self, number: int) -> bool:
+        is_busy = not self.workers[number].is_up or self.claims.begun(number) is not None
+        return is_busy and self.offered - self.answered_at[number] > self._unread
 
     # ---- claims -------------------------------------------------------------------------------
 

@@ -33,7 +33,6 @@ from fastq_loader.ipc.messages import (
     BatchHandle,
     Epoch,
     InBlock,
-    Ping,
     Space,
     Stop,
     Task,
@@ -199,8 +198,6 @@ class WorkerLoop:
                 self._reader.begin_epoch(message)
             elif isinstance(message, Space):
                 self._allocator.free_ranges(message.ranges)
-            elif isinstance(message, Ping):
-                self._socket.send(message)
             else:
                 assert isinstance(message, Stop)
                 return False

@@ -48,6 +48,7 @@ class Group:
         self.answers = answers
         self.holder = claims.get
         self.evicted: list[int] = []
+        self.offered, self.answered_at = 0, [0, 0]
         self.workers = [Worker(number) for number in range(2)]
         for worker in self.workers:
             worker.counters = WorkerCounters(worker.number, 0)

@@ -28,7 +28,6 @@ from fastq_loader.ipc.messages import (
     Hello,
     Indices,
     Pickled,
-    Ping,
     Space,
     Stop,
     Task,
@@ -75,14 +74,13 @@ FROM_WORKERS = st.one_of(
         st.binary(max_size=8),
     ),
     st.builds(Hello, COUNTS),
-    st.just(Ping()),
 )
 FROM_CONSUMER = st.one_of(
     st.builds(Task, *[COUNTS] * 3, PLAIN | st.lists(PLAIN, max_size=5), tuples(COUNTS, COUNTS), COUNTS),
     st.builds(Epoch, COUNTS, SEEDS, SEEDS, st.binary(), COUNTS, COUNTS),
     st.builds(Space, tuples(COUNTS, COUNTS)),
     st.builds(Bundle, tuples(st.binary(max_size=9))),
-    st.sampled_from([Stop(), Ping()]),
+    st.just(Stop()),
 )
 
 
@@ -228,7 +226,7 @@ MALFORMED = [
     *(packed(VERSION, NUMBERS[Epoch], 1, None, None, *last) for last in (("", 0), (b"", -1), (b"", 0, None))),
     *(packed(VERSION, NUMBERS[Space], *ranges) for ranges in ((), ([], []), ([5],))),
     *(packed(VERSION, NUMBERS[Bundle], *frames) for frames in ((), (5,), ([5],), (["a"],))),
-    *(packed(VERSION, NUMBERS[Stop], 1), packed(VERSION, NUMBERS[Ping], 1)),
+    packed(VERSION, NUMBERS[Stop], 1),
     *(packed(VERSION, NUMBERS[Hello]), packed(VERSION, NUMBERS[Hello], "1")),
     *(answer(fields=fields) for fields in (8, 15, 10)),
     *(answer(10, -1), answer(13, None), answer(12, 0.5), answer(15, 0)),
@@ -272,8 +270,8 @@ def test_each_side_refuses_the_messages_of_its_own() -> None:
 
 def decodes_or_refuses(frame: bytes) -> None:
     for decode, kinds in (
-        (decode_for_worker, (Task, Epoch, Space, Bundle, Stop, Ping)),
-        (decode_for_consumer, (Hello, Answer, Ping)),
+        (decode_for_worker, (Task, Epoch, Space, Bundle, Stop)),
+        (decode_for_consumer, (Hello, Answer)),
     ):
         try:
             assert isinstance(decode(frame), kinds)  # type: ignore[operator]

@@ -26,7 +26,7 @@ from fastq_loader.ipc.endpoints import (
     require_threads,
     socket_name,
 )
-from fastq_loader.ipc.messages import TOKEN_BYTES, Answer, Bundle, Epoch, Hello, InBlock, Ping, Stop, encode
+from fastq_loader.ipc.messages import TOKEN_BYTES, Answer, Bundle, Epoch, Hello, InBlock, Stop, encode
 from fastq_loader.ipc.sockets import ConsumerSocket, WorkerSocket
 from tests.conftest import open_descriptors, wait_until
 from tests.support.forking import end_of, fork
@@ -133,9 +133,9 @@ def test_nothing_reaches_the_process_that_replaces_a_worker_but_what_is_its_own(
         consumer.disconnect(0)
         dead.close()
         consumer.connect(folder, 0, 1)
-        consumer.send(0, Ping())
+        consumer.send(0, Stop())
         with closing(end_of_worker(folder, 0, 1)) as successor:
-            assert successor.receive(block=True) == Ping()
+            assert successor.receive(block=True) == Stop()
             successor.say_hello()
             assert received(consumer) == (0, Hello(os.getpid())), "what the dead one sent is nobody's"
             assert broken(consumer, 0.05) == [], "the dead one's connection is nobody's"

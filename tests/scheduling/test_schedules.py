@@ -123,22 +123,6 @@ def test_it_stays_between_its_bounds_whatever_happens(
         assert in_flight.under_way <= window.widest
 
 
-@pytest.mark.parametrize(("least", "widest"), [(1, 2), (4, 64), (10, 11), (3, 1000)])
-def test_it_shrinks_back_when_no_batch_is_late_any_more(least: int, widest: int) -> None:
-    in_flight = InFlight(window := Window(least, widest, 1 << 40))
-    in_flight.ask(least)
-    while window.size < widest:
-        in_flight.unanswered = 1
-        in_flight.ask(window.room(in_flight.under_way, in_flight.unanswered, 1.0) or 1)
-    handed_out = 0
-    while window.size > least or in_flight.under_way > least:
-        in_flight.hand_out()
-        handed_out += 1
-        # a quarter of what it had grown by goes after four of its lengths: at most a few hundred lengths
-        assert handed_out < 300 * widest
-    assert handed_out >= 4 * widest, "one calm moment is not the end of late batches"
-
-
 @pytest.mark.parametrize(
     ("schedule", "iterable", "limits"),
     [

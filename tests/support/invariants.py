@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastq_loader.memory.blocks import FILLED, FREE, GRANTED, HELD
 from fastq_loader.scheduling.in_flight import AsTheyCome, InOrder, PendingTasks
+from fastq_loader.scheduling.states import HELD as HELD_BACK
 from fastq_loader.scheduling.states import LOST, READY, SENT, Batch
 
 if TYPE_CHECKING:
@@ -39,20 +40,21 @@ def _check_batches(scheduler: Scheduler) -> None:
 
     for batch in in_flight.batches.values():
         assert in_flight.head <= batch.seq < in_flight.drawn, f"batch {batch.seq} is not in flight"
-        assert batch.state in (SENT, READY, LOST), f"batch {batch.seq} is {batch.state}"
+        assert batch.state in (SENT, READY, HELD_BACK, LOST), f"batch {batch.seq} is {batch.state}"
         if batch.state == SENT and (batch.worker is None or not workers.exhausted(batch.worker)):
             assert to_come(batch) == 1 or (to_come(batch) == 0 and batch.worker in ending), (
                 f"batch {batch.seq} will be answered {to_come(batch)} times"
             )
-    ready = [batch for batch in in_flight.batches.values() if batch.state == READY]
+    ready = [batch for batch in in_flight.batches.values() if batch.state in (READY, HELD_BACK)]
     assert _waiting(in_flight) == ready, "a ready batch does not wait for its delivery"
 
 
 def _waiting(in_flight: InOrder | AsTheyCome) -> list[Batch]:
     """The batches that have arrived, in the order of the sampler."""
     if isinstance(in_flight, InOrder):
-        assert in_flight.filled == sum(batch is not None for batch in in_flight._slots)
-        arrived: list[Any] = [*in_flight._slots, *in_flight._from_an_end_on]
+        ready = [batch for batch in in_flight.batches.values() if batch.state == READY]
+        assert in_flight.filled == len(ready)
+        arrived: list[Any] = [*ready, *in_flight._from_an_end_on]
     else:
         arrived = list(in_flight._arrivals)
         assert in_flight.filled == len(arrived)

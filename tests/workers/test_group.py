@@ -23,7 +23,8 @@ class Socket:
     def send(self, worker: int, message: Any) -> None:
         self.sent.append((worker, message))
 
-    def send_all(self, *frames: bytes, but: Any = ()) -> None: ...
+    def send_all(self, *frames: bytes, but: Any = ()) -> None:
+        self.sent += [(worker, frame) for worker in range(2) if worker not in but for frame in frames]
 
     def unwatch(self, descriptor: int) -> None: ...
 
@@ -81,9 +82,30 @@ def group() -> tuple[WorkerGroup, Any, Any]:
     table: Any = Table(100)
     made._socket, made._claims = socket, table
     for worker in range(2):
-        made._backlog.begin(worker)
         made.receive_other(worker, Hello(5))
     return made, socket, plan
+
+
+def test_a_busy_worker_that_has_much_to_read_is_passed_over_until_it_answers() -> None:
+    """It would collect the tasks of all batches that the other one loads meanwhile."""
+    workers, socket, _ = group()
+    workers.claims.begin(0, 5)
+    for ticket in range(10):
+        workers.offer([b"%d" % ticket])
+        workers.answered_at[1] = workers.offered
+    assert [frame for worker, frame in socket.sent if worker == 0] == [b"0", b"1"]
+    assert len([frame for worker, frame in socket.sent if worker == 1]) == 10
+    assert (workers.behind, workers.reading_again()) == ({0}, [])
+    workers.claims.begin(0, None)
+    assert (workers.reading_again(), workers.behind) == ([0], set())
+    workers.offer([b"11"])
+    assert socket.sent[-2:] == [(0, b"11"), (1, b"11")]
+    workers.claims.begin(0, 6)
+    for number in (0, 1):  # nobody is passed over who is not sent anything
+        workers.mark_dead(number)
+    workers.offer([b"12", b"13", b"14"])
+    workers.offer([b"15"])
+    assert not workers.behind
 
 
 def killed(workers: WorkerGroup) -> list[int]:

@@ -33,7 +33,7 @@ from fastq_loader.extras.remote.connection import (
 )
 from fastq_loader.ipc.claim_table import ClaimTable
 from fastq_loader.ipc.decoding import decode_for_consumer
-from fastq_loader.ipc.messages import Answer, BatchHandle, Epoch, Ping, Space, Stop, Task, encode, reencode
+from fastq_loader.ipc.messages import Answer, BatchHandle, Epoch, Space, Stop, Task, encode, reencode
 from fastq_loader.ipc.sockets import WorkerSocket
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.system import calls
@@ -129,7 +129,6 @@ class Proxy:
         self._tasks = TaskQueue(claims, setup.plan.shared_tasks, setup.worker)
         self._far: Connection | None = None
         self._greeted = False
-        self._pings: list[Ping] = []  # not answered yet
         self._epoch: Epoch | None = None
         self._stopping = False
         self._failures = 0
@@ -183,17 +182,9 @@ class Proxy:
                 self._unsent.append(message)
             elif isinstance(message, Space):
                 self._blocks.free_ranges(message.ranges)
-            elif isinstance(message, Ping):
-                self._pings.append(message)
-                self._answer_pings()
             else:
                 assert isinstance(message, Stop)
                 self._stopping = True
-
-    def _answer_pings(self) -> None:
-        """Answer pings, but not before the greeting, which opens the way back to the consumer."""
-        while self._greeted and self._pings:
-            self._socket.send(self._pings.pop())
 
     def _add(self, task: Task) -> None:
         if not self._shared_tasks:  # all are this worker's, and the far worker observes their order
@@ -307,7 +298,6 @@ class Proxy:
         if not self._greeted:
             self._greeted = True
             self._socket.say_hello()
-            self._answer_pings()
 
     def _report(self, status: Status) -> None:
         with contextlib.suppress(OSError):  # the consumer is gone, and this process will soon be, too
