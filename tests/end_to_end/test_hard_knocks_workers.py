@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing.context
 import os
 import resource
 import socket
@@ -208,10 +209,23 @@ def go_on(after: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+class OwnProcess(multiprocessing.context.SpawnProcess):
+    def run(self) -> None:
+        os.environ["HARD_KNOCKS"] = type(self).__name__
+        super().run()
+
+
+class OwnContext(multiprocessing.context.SpawnContext):
+    Process = OwnProcess  # type: ignore[assignment]
+
+
+OWN = OwnContext()
+
+
+@pytest.mark.parametrize("context", ["fork", OWN, "forkserver"], ids=["fork", "spawn", "forkserver"])
 @thorough(after=1)
 def test_4_late_workers_and_successors_of_dead_ones_start_as_at_iter(
-    context: str, folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    context: Any, folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = surroundings()
     options: dict[str, Any] = {"multiprocessing_context": context, "workers": Processes(max_restarts=1)}
@@ -221,11 +235,17 @@ def test_4_late_workers_and_successors_of_dead_ones_start_as_at_iter(
     dataset.value = 1
     go_on(folders[1], monkeypatch)
     mine = surroundings()
+    if context is OWN:
+        expected.update(variable="OwnProcess", folder=str(folders[0].with_name("renamed")))
+        folders[0].rename(expected["folder"])
     with pytest.warns(WorkerReplaced):
         found += batches
     assert surroundings() == mine, "the consumer is as it was"
     assert [sample.pop("worker") for sample in found] == [[0, 2, 100], [1, 2, 101]] * 12
     assert {sample.pop("text") for sample in found} == {"the right one"}
+    if context is OWN:
+        assert all(isinstance(process, OwnProcess) for process in batches._workers)
+        del found[:6]  # they may have been loaded before the renaming
     for sample in found:
         for what in OF_THE_SERVER if context == "forkserver" else ():
             del sample[what]
