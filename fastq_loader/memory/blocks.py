@@ -66,11 +66,10 @@ class Block:
             its pages.
         state: by the table above.
         writer: the owner of the current grant, or of the last one.
-        kept: its writer has answered and neither used nor returned it: user code in the worker references it.
         last_task: number of tasks at the time when it was last written to or held.
     """
 
-    __slots__ = ("kept", "last_task", "offset", "room", "size", "state", "writer")
+    __slots__ = ("last_task", "offset", "room", "size", "state", "writer")
 
     def __init__(self, offset: int, size: int, room: int) -> None:
         self.offset = offset
@@ -78,7 +77,6 @@ class Block:
         self.room = room
         self.state = GRANTED
         self.writer = BlockOwner(None)
-        self.kept = False
         self.last_task = 0
 
 

@@ -68,8 +68,6 @@ class BlockPool:
         self._sizes: list[int] = []  # sizes that have a free list, ascending
         self.grown = 0
         self.nbytes = 0
-        self._held_bytes = 0
-        self._kept_bytes = 0
         self.free_blocks = 0
         self._cold: list[tuple[int, int]] = []  # ranges without pages (bytes, offset), ascending
         self.wanted: tuple[int, ...] = ()
@@ -90,16 +88,9 @@ class BlockPool:
         block.state = state
         if before == FREE:
             self.free_blocks -= 1
-        elif before == HELD:
-            self._held_bytes -= block.size
-        elif block.kept:
-            block.kept = False
-            self._kept_bytes -= block.size
         if state == FREE:
             self._free[block.size].append(offset)
             self.free_blocks += 1
-        elif state == HELD:
-            self._held_bytes += block.size
         return block
 
     def grant(self, holder: BlockOwner) -> Extents:
@@ -128,18 +119,15 @@ class BlockPool:
         room, offset = self._cold.pop(at)
         return self._add(Block(offset, wanted, room))
 
-    def accept(
-        self, worker: int, used: Extents, fresh: Extents, returned: tuple[int, ...], given: Extents
-    ) -> None:
+    def accept(self, worker: int, used: Extents, fresh: Extents, returned: tuple[int, ...]) -> None:
         """Accept the batch that a worker has written.
 
         Args:
             worker: its number.
             used: the batch's blocks (offset, bytes needed).
             fresh: blocks (offset, size) that the worker made.
-            returned: offsets of granted blocks that it did not use.
-            given: blocks that its task was granted. If the worker neither used nor returned one, user code
-                references it there, and it stays.
+            returned: offsets of granted blocks that it did not use. If it neither used nor returned one, user
+                code references it there, and it stays.
 
         Raises:
             ProtocolError: a block does not belong to the worker; nothing was changed.
@@ -152,11 +140,6 @@ class BlockPool:
             self.give_back(returned)
         for offset, _ in used:
             self._move(offset, "fill").last_task = self._tasks
-        for offset, size in given:
-            block = self._blocks[offset]
-            if block.state == GRANTED and not block.kept and block.writer == (worker, None):
-                block.kept = True
-                self._kept_bytes += size
         if used:
             needs = [need for _, need in used]
             if needs != self._needs:
@@ -246,9 +229,8 @@ class BlockPool:
     def trim(self, batches: int, forget: Callable[[int], None] | None = None) -> bool:
         """Give the pages of unneeded blocks back to the system.
 
-        Blocks still referenced by the user or the dataset keep theirs. Of the others, as many keep them as
-        `batches` batches need, so that a loop that kept batches for a while returns their memory; blocks that
-        were unused for many tasks lose them anyway.
+        As many free blocks keep theirs as `batches` batches need, so that a loop that kept batches for a
+        while returns their memory; blocks that were unused for many tasks lose them anyway.
 
         Args:
             batches: number of batches for which blocks stay.
@@ -263,7 +245,7 @@ class BlockPool:
             self._kinds = recent
             self._want()
         needed = batches * max(self.batch_bytes, sum(self.wanted))
-        spare = self.nbytes - self._held_bytes - self._kept_bytes - needed
+        spare = sum([size * len(free) for size, free in self._free.items()]) - needed
         before = self.free_blocks
         for block in sorted(map(self._blocks.__getitem__, chain(*self._free.values())), key=_last_task):
             if block.size <= spare or block.last_task < self._tasks - PATIENCE:

@@ -16,7 +16,6 @@ segments. See `spec` for the part of a batch that is sent only once.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection
 from typing import Any
 
 from fastq_loader.ipc.messages import BatchHandle
@@ -69,7 +68,10 @@ class Packer:
             # leaves, such as sparse ones, go to a device only by themselves.
             if walker.objects and not self._allocator.for_device:
                 tree = walker.whole(batch)
-            pickled = self._pickle(batch) if walker.objects else None
+            pickled = None
+            if walker.objects:
+                value = walker.objects[0] if len(walker.objects) == 1 else tuple(walker.objects)
+                pickled = pickling.dump(value, walker.leaf_in_pickle, batch, self._allocator.for_device)
             handle, used = self._place(tree, pickled)
         finally:
             walker.clear()
@@ -116,11 +118,6 @@ class Packer:
         if handle.spec is not None:
             self._specs.pop(handle.spec, None)
 
-    def _pickle(self, batch: Any) -> bytes:
-        walker, for_device = self._walker, self._allocator.for_device
-        value = walker.objects[0] if len(walker.objects) == 1 else tuple(walker.objects)
-        return pickling.dump(value, walker.leaf_in_pickle, batch, for_device)
-
     def _place(self, tree: Any, pickled: bytes | None, failed: bool = False) -> tuple[BatchHandle, Used]:
         """Put the walker's leaves and the pickled bytes into blocks or the packet. Returns as `pack`."""
         metas, spans = segments_of(self._walker.leaves)
@@ -132,30 +129,30 @@ class Packer:
             part, offsets = self._place_for_device(spans, chosen)
             placed[part[0]] = part
             key = (*key, offsets)
-        small, large = _divide(sizes, chosen)
-        for segment in large:
-            part = self._place_large(spans[segment][0], sizes[segment], placed)
-            placed[part[0]] = part
-        packet = b"".join([_aligned_bytes(*spans[segment]) for segment in small])
+        small: list[bytes] = []
+        for segment, (start, _) in enumerate(spans):
+            if segment in chosen:
+                continue
+            if (size := sizes[segment]) < SMALLEST:
+                small.append(ctypes.string_at(start, size).ljust(aligned(size), b"\0"))
+            else:
+                part = self._place_large(start, size, placed)
+                placed[part[0]] = part
+        packet = b"".join(small)
         if pickled is not None or len(packet) > INLINE:
             # Pickled bytes are never sent through a socket, however few they are.
             sealed = [] if pickled is None else [self._token, pickled]
             part = self._place_packet([packet, *sealed], failed)
             placed, packet = {part[0]: part, **placed}, b""
-        spec_id, spec = self._named(key)
+        spec_id = self._specs.get(key)
+        spec = None if spec_id is not None else key  # which is sent, unless the consumer knows it
+        if spec_id is None:
+            spec_id = len(self._specs)
+            if spec_id < REMEMBERED:
+                self._specs[key] = spec_id
         segments = tuple([part[:3] for part in placed.values()])
         used = [(offset, need) for offset, _, _, need in placed.values()]
         return BatchHandle(spec_id, spec, tuple(self._walker.values), packet or None, segments), used
-
-    def _named(self, key: tuple[Any, ...]) -> tuple[int, tuple[Any, ...] | None]:
-        """The number of a spec, and the spec itself if it has to be sent."""
-        known = self._specs.get(key)
-        if known is not None:
-            return known, None
-        spec_id = len(self._specs)
-        if spec_id < REMEMBERED:
-            self._specs[key] = spec_id
-        return spec_id, key
 
     def _place_packet(self, pieces: list[bytes], failed: bool) -> _Placed:
         nbytes = sum(map(len, pieces))
@@ -214,16 +211,3 @@ class Packer:
         self._allocator.expected = max(end - begin, 1)
         offsets = tuple([at.get(segment, begin - 1) - begin for segment in range(len(spans))])
         return (block.offset, block.size, begin, max(end, 1)), offsets
-
-
-def _aligned_bytes(start: int, end: int) -> bytes:
-    """The bytes of a segment as they lie in a packet."""
-    return ctypes.string_at(start, end - start).ljust(aligned(end - start), b"\0")
-
-
-def _divide(sizes: tuple[int, ...], chosen: Collection[int]) -> tuple[list[int], list[int]]:
-    """The segments for the packet, and those for blocks of their own: all but the `chosen` ones, which go to
-    a device."""
-    on_host = sorted(set(range(len(sizes))).difference(chosen))
-    small = [segment for segment in on_host if sizes[segment] < SMALLEST]
-    return small, [segment for segment in on_host if sizes[segment] >= SMALLEST]

@@ -167,51 +167,33 @@ class Unpacker:
         if spec.packet_bytes and (spec.objects or handle.packet is None):  # it lies in a block
             packet = self._arena.mapping.read(segments[0][0], spec.packet_bytes)
         # Each has its own memory: a loop that keeps the labels does not keep the rest.
-        for segment, start, end, view in spec.packet:
-            own = bytearray(packet[start:end])
-            if view is None:
-                spec.fill(segment, own, leaves)
-            else:  # like `fill`, without its calls
-                number, array, shape, dtype, strides = view
-                made = _ndarray(shape, dtype, own, 0, strides)
-                leaves[number] = made if array else _from_numpy(made)
+        pieces: list[Any] = [
+            (segment, bytearray(packet[start:end]), view) for segment, start, end, view in spec.packet
+        ]
         large = segments[spec.first_large :] if spec.large else ()
-        if memory is None:
-            if large:
-                self._lease(spec, large, leaves)
-        else:
-            self._copy_out(spec, large, leaves)
-            spec.on_device.fill(memory, leaves)
-        objects = self._objects(spec, pickled, leaves, memory) if spec.objects else ()
-        return spec.build(leaves, iter(handle.values), objects)
-
-    def _lease(self, spec: BatchLayout, large: tuple[tuple[int, int, int], ...], leaves: list[Any]) -> None:
-        """Make leaves as views of blocks. All leaves of a segment share one lease."""
         for (segment, nbytes, view), (offset, size, start) in zip(spec.large, large, strict=True):
-            whole = self._arena.lease((offset, size), start, nbytes)
+            if memory is None:  # all leaves of a segment share one lease
+                pieces.append((segment, self._arena.lease((offset, size), start, nbytes), view))
+            else:
+                pieces.append((segment, bytearray(self._arena.mapping.read(offset + start, nbytes)), view))
+        for segment, whole, view in pieces:
             if view is None:
                 spec.fill(segment, whole, leaves)
             else:  # like `fill`, without its calls
                 number, array, shape, dtype, strides = view
                 made = _ndarray(shape, dtype, whole, 0, strides)
                 leaves[number] = made if array else _from_numpy(made)
-
-    def _copy_out(
-        self, spec: BatchLayout, large: tuple[tuple[int, int, int], ...], leaves: list[Any]
-    ) -> None:
-        """Make leaves as copies of their blocks."""
-        for (segment, nbytes, _), (offset, _, start) in zip(spec.large, large, strict=True):
-            spec.fill(segment, bytearray(self._arena.mapping.read(offset + start, nbytes)), leaves)
-
-    def _objects(
-        self, spec: BatchLayout, pickled: bytes, leaves: list[Any], memory: torch.Tensor | None
-    ) -> Any:
-        """The unpickled objects of a batch; an object that is a tensor is moved to the device of `memory`."""
-        loaded = pickling.load(pickled, leaves)
-        objects = (loaded,) if spec.objects == 1 else loaded
-        if type(objects) is not tuple or len(objects) != spec.objects:
-            raise ProtocolError(f"a spec announces {spec.objects} objects, but the pickle has other contents")
-        return objects if memory is None else [moved(value, memory.device) for value in objects]
+        if memory is not None:
+            spec.on_device.fill(memory, leaves)
+        objects: Any = ()
+        if spec.objects:
+            loaded = pickling.load(pickled, leaves)
+            objects = (loaded,) if spec.objects == 1 else loaded
+            if type(objects) is not tuple or len(objects) != spec.objects:
+                raise ProtocolError(f"a spec announces {spec.objects} objects, but the pickle has others")
+            if memory is not None:  # an object that is a tensor goes to the device, too
+                objects = [moved(value, memory.device) for value in objects]
+        return spec.build(leaves, iter(handle.values), objects)
 
     def exception(self, handle: BatchHandle) -> BaseException:
         """The exception in a handle from `learn`.

@@ -226,13 +226,11 @@ class Scheduler:
         del self.pending_tasks[answer.epoch, answer.seq]
         if batch.worker is None:
             self._claimed(batch, worker)
-        task = batch.task
-        assert task is not None, "it was sent"
         try:
             if fault is not None:
                 raise fault
-            if answer.used or answer.fresh or answer.returned or task.grants:
-                self.pool.accept(worker, answer.used, answer.fresh, answer.returned, task.grants)
+            if answer.used or answer.fresh or answer.returned:
+                self.pool.accept(worker, answer.used, answer.fresh, answer.returned)
         except ProtocolError as error:
             self._refuse(batch, error)
             return REFUSED

@@ -71,7 +71,7 @@ def mapped(fd: int) -> int:
     """Bytes of this process's addresses that lead to a memfd."""
     inode = str(os.fstat(fd).st_ino)
     with open("/proc/self/maps") as maps:
-        spans = [line.split()[0].split("-") for line in maps if line.split()[4] == inode]
+        spans = [line.split()[0].split("-") for line in maps if line.split()[4] == inode and "memfd" in line]
     return sum(int(end, 16) - int(start, 16) for start, end in spans)
 
 

@@ -59,12 +59,12 @@ def write(pool: BlockPool, worker: int, *sizes: int, at: int = 0) -> list[int]:
     """A batch of `worker` in new blocks of these sizes, `at` bytes into its part; their offsets."""
     offsets = list(accumulate(sizes, initial=worker * REGION + at))[: len(sizes)]
     blocks = tuple(zip(offsets, sizes, strict=True))
-    pool.accept(worker, blocks, blocks, (), ())
+    pool.accept(worker, blocks, blocks, ())
     return offsets
 
 
 EVENTS: dict[str, Callable[[BlockPool, int], object]] = {
-    "fill": lambda pool, offset: pool.accept(0, ((offset, B),), (), (), ()),
+    "fill": lambda pool, offset: pool.accept(0, ((offset, B),), (), ()),
     "give_back": lambda pool, offset: pool.give_back([offset]),
     "deliver": lambda pool, offset: pool.deliver([offset]),
     "drop": lambda pool, offset: pool.drop([offset]),
@@ -93,14 +93,14 @@ def test_an_answer_that_does_not_fit_changes_nothing(
 ) -> None:
     pool = new_pool()
     pool.deliver(write(pool, 0, B))
-    pool.accept(1, (), ((REGION, B),), (), ())
-    pool.accept(0, (), ((B, B),), (), ())
+    pool.accept(1, (), ((REGION, B),), ())
+    pool.accept(0, (), ((B, B),), ())
     before = states(pool)
     with pytest.raises(ProtocolError, match="worker 0"):
-        pool.accept(0, used, fresh, returned, ())
+        pool.accept(0, used, fresh, returned)
     assert states(pool) == before
     check_pool(pool)
-    pool.accept(0, ((B, B), (20 * B, 1)), ((20 * B, B), (30 * B, B)), (30 * B,), ())
+    pool.accept(0, ((B, B), (20 * B, 1)), ((20 * B, B), (30 * B, B)), (30 * B,))
     assert states(pool) == before | {B: FILLED, 20 * B: FILLED, 30 * B: FREE}
 
 
@@ -181,7 +181,6 @@ class Known:
     writer: BlockOwner | None
     room: int
     state: str = GRANTED
-    kept: bool = False
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -202,10 +201,10 @@ class LedgerMachine(RuleBasedStateMachine):
         return any(known.state in states for known in self.model.values())
 
     def move(self, offset: int, state: str) -> None:
-        self.model[offset].state, self.model[offset].kept = state, False
+        self.model[offset].state = state
 
     def make(self, worker: int, fresh: Extents) -> None:
-        self.pool.accept(worker, (), fresh, (), ())
+        self.pool.accept(worker, (), fresh, ())
         for offset, size in fresh:
             self.model[offset] = Known(size, BlockOwner(worker), size)
         self.grown += len(fresh)
@@ -250,10 +249,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         mine = self.of(holder, GRANTED)
         used = tuple((offset, data.draw(st.integers(1, size))) for offset, size in mine[:number])
-        given = mine if data.draw(st.booleans()) else ()
-        self.pool.accept(holder.worker, used, (), (), given)
-        for offset, _ in given:
-            self.model[offset].kept = True
+        self.pool.accept(holder.worker, used, (), ())
         for offset, _ in used:
             self.move(offset, FILLED)
 

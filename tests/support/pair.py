@@ -18,7 +18,7 @@ from fastq_loader.ipc.decoding import decode_for_consumer
 from fastq_loader.ipc.messages import BATCH, TOKEN_BYTES, Answer, BatchHandle, encode
 from fastq_loader.memory.allocator import Allocator, install
 from fastq_loader.memory.arena import Arena
-from fastq_loader.memory.blocks import FREE, SMALLEST, BlockOwner, Extents, device_aligned
+from fastq_loader.memory.blocks import FREE, SMALLEST, BlockOwner, device_aligned
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing.pack import Packer
 from fastq_loader.packing.spec import BatchLayout
@@ -83,15 +83,13 @@ class Pair:
         self.unpacker = Unpacker(self.arena, TOKEN, for_device)
         self.specs: dict[int, BatchLayout] = {}
         self.frames: list[bytes] = []
-        self.given: Extents = ()  # blocks of the last task
 
     def pack(self, make: Callable[[], Any]) -> Answer:
         """The worker's side of one task; `make` is the dataset."""
         self.hear_releases()
         self.ledger.trim(SPARE_BATCHES)
         self.allocator.free_ranges(self.ledger.space(0))
-        self.given = self.ledger.grant(BlockOwner(0))
-        self.allocator.begin(self.given)
+        self.allocator.begin(self.ledger.grant(BlockOwner(0)))
         batch = make()
         handle, used = self.packer.pack(batch)
         del batch
@@ -106,7 +104,7 @@ class Pair:
         """The consumer's pool hears of a batch; the handle is as it was sent."""
         assert answer.handle is not None
         self.hear_releases()
-        self.ledger.accept(0, answer.used, answer.fresh, answer.returned, self.given)
+        self.ledger.accept(0, answer.used, answer.fresh, answer.returned)
         check_pool(self.ledger)
         return answer.handle
 

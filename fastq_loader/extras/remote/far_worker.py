@@ -254,7 +254,6 @@ class SentBlocks(Allocator):
         self.sent: deque[int] = deque()
         self.shipped: Used = ()
         self._kept = BlockPool(arena)
-        self._given: Extents = ()
 
     def begin(self, grants: Extents) -> None:
         self.shipped = ()
@@ -262,12 +261,11 @@ class SentBlocks(Allocator):
             self._kept.drop([self.sent.popleft()])
         if self._kept.trim(_BATCHES):
             self.free_ranges(self._kept.space(0))
-        self._given = self._kept.grant(BlockOwner(0))
-        super().begin(self._given)
+        super().begin(self._kept.grant(BlockOwner(0)))
 
     def finish(self, used: Used) -> tuple[list[tuple[int, int]], list[int]]:
         fresh, returned = super().finish(used)
-        self._kept.accept(0, tuple(used), tuple(fresh), tuple(returned), self._given)
+        self._kept.accept(0, tuple(used), tuple(fresh), tuple(returned))
         self.shipped = used
         return [], []
 
