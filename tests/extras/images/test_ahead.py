@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -51,17 +49,6 @@ def gated() -> Iterator[Gated]:
     made.ahead.close()
 
 
-def test_results_come_in_order_and_errors_at_their_turn(gated: Gated) -> None:
-    waiting = [gated.ahead.begin(number) for number in range(5)]
-    gated.gate.set()
-    for number in (0, 1, 2, 4):
-        assert waiting[number]() == (number, number**2)
-    with pytest.raises(DecodeError, match="photo 3 cannot be decoded") as raised:
-        waiting[3]()
-    assert "in decode" in str(raised.value.__cause__)  # its traceback, as text
-    assert gated.began == list(range(5))
-
-
 def test_a_batch_that_is_dropped_is_not_begun(gated: Gated) -> None:
     waiting = [gated.ahead.begin(number) for number in range(5)]
     assert wait_until(lambda: gated.began == [0], 5)
@@ -91,19 +78,6 @@ def test_the_end_does_not_wait_for_ever(gated: Gated, monkeypatch: pytest.Monkey
     gated.ahead.begin(0)
     gated.ahead.close()
     assert not gated.gate.is_set()
-
-
-def test_the_thread_ends_with_its_owner() -> None:
-    owner = Gated()
-    owner.gate.set()
-    assert owner.ahead.begin(2)() == (2, 4)
-    thread, gone = owner.ahead._thread, weakref.ref(owner.ahead)
-    assert thread is not None
-    del owner
-    gc.collect()
-    assert gone() is None
-    thread.join(5)
-    assert not thread.is_alive()
 
 
 @pytest.mark.processes
