@@ -6,7 +6,7 @@ import math
 import random
 import warnings
 from collections import OrderedDict, UserDict, UserList, defaultdict, namedtuple
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.reading import collate
 from tests.support.datasets import Level, assert_same
 from tests.support.pair import LARGE, Pair, paired
-from tests.support.thorough import examples, seeds, thorough
+from tests.support.thorough import examples, seeds
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
@@ -83,17 +83,6 @@ def outcome(stack: Callable[[Any], Any], batch: list[Any]) -> Any:
         return type(error), str(error)
 
 
-@thorough(but={"count": LARGE})
-@pytest.mark.parametrize("count", [4, LARGE])
-@pytest.mark.parametrize("first", DTYPES, ids=str)
-@pytest.mark.parametrize("second", DTYPES, ids=str)
-def test_mixed_dtypes_end_as_in_torchs_worker(
-    pair: Pair, first: torch.dtype, second: torch.dtype, count: int
-) -> None:
-    batch = [torch.ones(count, dtype=first), torch.zeros(count, dtype=second)]
-    assert_same(outcome(in_torchs_worker, batch), outcome(collate.stack_tensors, batch))
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -143,37 +132,26 @@ def test_torchs_functions_are_replaced_and_a_users_own_entry_stays(table: dict[A
 ARRAYS: dict[str, list[Any]] = {
     **{kind: [np.arange(6).reshape(2, 3).astype(kind)] * 3 for kind in ("u1", "i4", "f2", "f8", "c16", "?")},
     "large": [np.full(LARGE, i, np.float32) for i in range(2)],
-    "not contiguous": [np.arange(12).reshape(3, 4).T for _ in range(2)],
-    "0-dim": [np.array(1.5), np.array(2.5)],
     "empty": [np.zeros((0, 3))] * 2,
     "of other shapes": [np.zeros(2), np.zeros(3)],
     "of one byte order that torch has not": [np.zeros(2, ">f4")] * 2,
     "of text": [np.array("a"), np.array("b")],
-    "of dates": [np.array("2020-01-01", "M8[D]")] * 2,
     "of a subclass": [np.ma.masked_array([1.0, 2.0])] * 2,
 }
 
 
 NUMBERS: dict[str, list[Any]] = {
     "ints": [3, -(1 << 63), (1 << 63) - 1],
-    "one int": [0],
     "bools": [True, False, True],
     "floats": [1.5, -0.0, math.inf, math.nan, 5e-324],
     "ints and bools": [2, True],
-    "bools and ints": [True, 2],
     "ints and floats": [1, 2.5],
-    "floats and ints": [2.5, 1],
-    "floats and bools": [2.5, True],
     "ints and a complex number": [1, 2j],
     "ints and numpy's": [1, np.int8(2)],
-    "ints and a tensor": [1, torch.tensor(2)],
     "floats and a tensor": [1.5, torch.tensor(2.5)],
     "an enumeration's": [Level.HIGH, Level.HIGH],
     "an int of more than 63 bits": [1, 1 << 63],
-    "an int below 63 bits": [-(1 << 63) - 1],
-    "an int of more than 64 bits": [1 << 200],
     "ints and text": [1, "2"],
-    "floats and nothing": [1.5, None],
 }
 
 
@@ -205,21 +183,15 @@ FIELDS: dict[str, Callable[[int], Any]] = {
     "view": lambda i: torch.arange(12.0).reshape(3, 4).t()[i % 4],
     "parameter": lambda i: torch.ones(2, requires_grad=True),
     "array": lambda i: np.full(3, i),
-    "read-only array": lambda i: np.frombuffer(b"1234", np.uint8),
-    "channels last": lambda i: np.full((1, 2, 3, 4), i).transpose(0, 3, 1, 2),
     "array of texts": lambda i: np.array("a"),
-    "numpy's number": lambda i: np.float32(i),
     "int": lambda i: i,
     "long": lambda i: i << 70,
     "float": lambda i: i / 3,
     "bool": lambda i: i > 1,
     "text": str,
-    "bytes": lambda i: b"%d" % i,
     "int or float": lambda i: i / 2 if i % 2 else i,
-    "int or nothing": lambda i: i if i % 2 else None,
     "nothing": lambda i: None,
     "set": lambda i: {i},
-    "range": lambda i: range(i, i + 3),
     "sizes": lambda i: torch.zeros(i + 1),
 }
 CONTAINERS: dict[str, Callable[[int, list[Any]], Any]] = {
@@ -230,27 +202,21 @@ CONTAINERS: dict[str, Callable[[int, list[Any]], Any]] = {
     "ordered": lambda i, parts: OrderedDict(enumerate(parts)),
     "default": lambda i, parts: defaultdict(int, enumerate(parts)),
     "user's dict": lambda i, parts: UserDict(enumerate(parts)),
-    "user's list": lambda i, parts: UserList(parts),
     "subclass": lambda i, parts: Listed(parts),
     "short": lambda i, parts: Short(parts[:-1]) if i else parts,
     "tuple or list": lambda i, parts: parts if i else tuple(parts),
     "longer": lambda i, parts: (*parts, *range(i)),
     "other keys": lambda i, parts: {"x": parts, i: 0},
-    "fewer keys": lambda i, parts: {"x": 1} if i else {"x": 2, "y": 3},
 }
 #: Users' entries in torch's table: a function tells that it was called, and how.
 ENTRIES: list[tuple[Any, ...]] = [
     (),
     (),
     (tuple,),
-    (Sequence,),
     (Mapping,),
-    (dict,),
     ((list, set),),
-    (type(None),),
     (object,),
     (int,),
-    (float,),
     (np.ndarray,),
     (torch.Tensor,),
 ]
@@ -259,9 +225,9 @@ ENTRIES: list[tuple[Any, ...]] = [
 def make_samples(draws: random.Random, count: int, depth: int = 0) -> list[Any]:
     """Samples of one kind, more or less."""
     if depth == 4 or draws.random() < 0.3 * depth:
-        field = FIELDS[draws.choice(list(FIELDS)[:14] if draws.random() < 0.9 else list(FIELDS))]
+        field = FIELDS[draws.choice(list(FIELDS)[:9] if draws.random() < 0.9 else list(FIELDS))]
         return [field(i) for i in range(count)]
-    usual = list(CONTAINERS)[: 3 if draws.random() < 0.5 else 10 if draws.random() < 0.8 else None]
+    usual = list(CONTAINERS)[: 3 if draws.random() < 0.5 else 9 if draws.random() < 0.8 else None]
     container = CONTAINERS[draws.choice(usual)]
     parts = [make_samples(draws, count, depth + 1) for _ in range(draws.choice((0, 1, 2, 2, 3)))]
     return [container(i, [part[i] for part in parts]) for i in range(count)]

@@ -7,7 +7,7 @@ other objects beside it.
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,25 +59,6 @@ def in_default(held: Any) -> Any:
     return function
 
 
-def in_keyword(held: Any) -> Any:
-    def function(*_: Any, held: Any = held) -> Any:
-        return held
-
-    return function
-
-
-def in_decorated(held: Any) -> Any:
-    @functools.wraps(in_default(held))
-    def function(*_: Any) -> Any:
-        return None
-
-    return function
-
-
-def in_property(held: Any) -> Any:
-    return type("WithProperty", (Plain,), {"made": property(in_default(held))})()
-
-
 def in_method(held: Any) -> Any:
     return type("WithMethod", (Plain,), {"draw": in_default(held), "of": staticmethod(in_list)})()
 
@@ -96,31 +77,21 @@ def in_generator(held: Any) -> Iterator[Any]:
 HOLD: dict[str, Callable[[Any], Any]] = {
     "attribute": lambda held: Plain(number=1, held=held),
     "slot": Slots,
-    "class": lambda held: type("Kind", (), {"held": held}),
     "class attribute": lambda held: type("Kind", (Plain,), {"held": held})(),
-    "inherited": lambda held: type("Kind", (type("Base", (), {"held": held}),), {})(),
     "method": in_method,
-    "property": in_property,
     "bound method": lambda held: Plain(held=held).method,
     "list": lambda held: ["name", held],
     "tuple": lambda held: (1, None, held),
     "dict": lambda held: {"name": 1, "held": held},
-    "odd keys": lambda held: {1: Plain(), "1": held},
     "key": lambda held: {Plain(held=held): 1},
     "set": lambda held: {1, Plain(held=held)},
-    "frozenset": lambda held: frozenset([Plain(held=held)]),
     "deque": lambda held: deque([held], 3),
-    "ordered": lambda held: OrderedDict(held=held),
     "default factory": lambda held: defaultdict(functools.partial(Plain, held=held)),
     "list with attributes": in_list,
     "array": in_array,
     "partial": lambda held: functools.partial(print, held),
-    "partial keyword": lambda held: functools.partial(print, held=held),
     "closure": in_closure,
     "default": in_default,
-    "keyword only": in_keyword,
-    "decorated": in_decorated,
-    "iterator": lambda held: iter([held]),
     "generator": in_generator,
     "many": lambda held: [*map(str, range(900)), Plain(), held],
     "large dict": lambda held: {"first": Plain(), **dict.fromkeys(range(500), 0), "held": held},
@@ -142,21 +113,12 @@ def much_data(count: int) -> list[Any]:
     return [(str(number), number) for number in range(count)]
 
 
-def deep(count: int) -> Any:
-    found = None
-    for _ in range(count):
-        found = Plain(inner=found)
-    return found
-
-
 #: Attributes that are in the way, by name.
 BESIDE: dict[str, Callable[[], Any]] = {
     "nothing": lambda: None,
     "data": lambda: much_data(5000),
     "some objects": lambda: many_objects(300),
     "more objects than are looked at": lambda: many_objects(1500),
-    "deep": lambda: deep(1500),
-    "nested": lambda: {number: [Plain(inner=[Plain()]) for _ in range(30)] for number in range(40)},
 }
 
 

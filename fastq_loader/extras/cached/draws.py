@@ -12,7 +12,7 @@ from typing import Any
 from fastq_loader.extras.cached.identity import base_of
 from fastq_loader.extras.images import sample_seeds
 from fastq_loader.extras.samplers import search
-from fastq_loader.reading import generators
+from fastq_loader.reading.generators import GLOBAL, same, states_of
 
 
 class Draws:
@@ -27,15 +27,20 @@ class Draws:
 
     def __init__(self, own: dict[str, Any]) -> None:
         self.are_all_known: bool = getattr(own, "complete", True)
-        self._own, self._shared = generators.GeneratorSnapshot(own), generators.GeneratorSnapshot()
+        self._own, self._before = own, (states_of(own), states_of(GLOBAL))
         self._seeds_used = sample_seeds.reading.used
 
     def since(self) -> tuple[list[str], bool]:
         """The generators that were drawn from since, and whether it was this call: another thread may have
         drawn from a global one."""
-        own, shared = self._own.moved_since(), self._shared.moved_since()
+        own, shared = map(_moved, self._before, (states_of(self._own), states_of(GLOBAL)))
         own += ["the seed of a sample"] * (sample_seeds.reading.used > self._seeds_used)
         return own + shared, bool(own) or (bool(shared) and _is_only_thread())
+
+
+def _moved(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Names of the states that differ from those before."""
+    return [name for name, state in now.items() if not same(before[name], state)]
 
 
 def _is_only_thread() -> bool:
@@ -51,7 +56,7 @@ def generators_of(function: Any, of: Any, cache: Any, known: Any = None) -> Any:
         if known is not None:
             found.update(known)
             found.unseen += getattr(known, "unseen", [])
-        generators.states_of(found)
+        states_of(found)
     except Exception:
         return {}
     return found
