@@ -178,7 +178,7 @@ FAULTS = (
     Fault(
         "workers outlive a consumer that was killed",
         "workers/main.py",
-        "    children.leave_with(setup.consumer, setup.folder)\n",
+        "    children.leave_with(setup.consumer)\n",
         "",
         "guarantee: death 2",
         "end_to_end/test_lifecycle.py",

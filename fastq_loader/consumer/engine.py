@@ -45,7 +45,7 @@ class Engine:
 
     Raises:
         TypeError, AttributeError, PicklingError: the start method pickles, and something cannot be pickled.
-        OSError: descriptors, processes, memory or temporary folders are used up.
+        OSError: descriptors, processes or memory are used up.
     """
 
     def __init__(

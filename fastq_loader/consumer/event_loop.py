@@ -22,7 +22,7 @@ from fastq_loader.consumer.outcomes import ENDED, Ended, Outcome, OutcomeSlot
 from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.device.staging import DeviceSession, Staging
 from fastq_loader.ipc.claim_table import slots
-from fastq_loader.ipc.endpoints import naming_the_limit, require_threads
+from fastq_loader.ipc.limits import naming_the_limit, require_threads
 from fastq_loader.ipc.messages import PASSED, Epoch, Space, Task, encode_task
 from fastq_loader.ipc.sockets import THREADS
 from fastq_loader.memory.arena import Arena
@@ -131,7 +131,7 @@ class EventLoop:
         Raises:
             TypeError, AttributeError, PicklingError: the start method pickles, and something cannot be
                 pickled.
-            OSError: descriptors, processes, threads or temporary folders are used up.
+            OSError: descriptors, processes or threads are used up.
             RuntimeError: the device cannot be initialised.
         """
         # Check for all threads before any is started: else workers and sockets take each other's. Under

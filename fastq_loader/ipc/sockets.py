@@ -1,12 +1,16 @@
 """Sockets: tasks are sent over ZeroMQ, answers over a Unix socket.
 
-`ConsumerSocket` runs in the consumer, `WorkerSocket` in a worker, each on one thread. Each worker binds its
-own ipc endpoint. The consumer's ROUTER connects to it with the socket's name as routing id, so tasks can be
-queued before the worker is up. A worker that replaces a dead one has a new endpoint and routing id, so it
-receives nothing that was sent to the dead one. The folder is private to the user (0700), and is removed as
-soon as every worker is connected.
+`Line` and `ConsumerSocket` run in the consumer, `WorkerSocket` in a worker, each on one thread. The consumer
+makes a `Line` just before it starts a worker: a pair of sockets for the answers, and a socket that listens at
+an abstract address for tasks. The worker inherits its ends, or is sent them. The consumer's ROUTER connects
+to the address, with the address's random name as routing id; then the worker's zmq socket goes on listening.
+So tasks can be queued before the worker is up, and a worker that replaces a dead one receives nothing that
+was sent to the dead one.
 
-For the answers, the consumer listens in the same folder, once for each worker, which connects when it is up.
+An abstract address is a name without a file, which lasts as long as the socket does. The consumer holds the
+socket until zmq has connected, and zmq connects once: nobody else can listen at the address in the place of a
+worker that has died. A worker accepts connections only from the consumer's process.
+
 A ZeroMQ message passes through two more threads, one at each end, which cost a small batch as much as loading
 half of its samples. A worker's answer goes to the consumer directly (`SOCK_SEQPACKET`: in order, each message
 whole). A finished answer is sent at once, and the consumer can read it even after the worker has ended; then
@@ -14,11 +18,9 @@ the connection breaks. The frame of a long answer lies in a block, and the messa
 room for as many answers as a worker may be ahead. Only a worker that is hundreds of answers ahead of a
 consumer that does not read has to wait, which costs no more than any other limit on reading ahead.
 
-The consumer opens its descriptors when it starts to expect a worker: the listener, and a spare one, which it
-closes just before it accepts the connection. If zmq lacks a descriptor by then, it gets the listener's.
-
-A worker accepts connections only from the consumer's process. Each connection is made once. The consumer
-notices when that of the answers breaks: the worker is killed then, if it has not ended.
+Processes that are forked at any moment may inherit any of the descriptors, so nobody relies on closing one.
+The consumer shuts a line down to end it. A dead worker is one whose process descriptor is readable; a line
+that has ended is the second sign.
 
 One `wait` serves everything: answers, broken connections, the workers' process descriptors, a wake-up.
 """
@@ -26,7 +28,9 @@ One `wait` serves everything: answers, broken connections, the workers' process 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import secrets
 import select
 import socket as unix
 import threading
@@ -37,15 +41,8 @@ import zmq
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.decoding import Read, decode_for_consumer
-from fastq_loader.ipc.endpoints import (
-    endpoint,
-    expect_descriptors,
-    naming_the_limit,
-    require_threads,
-    socket_name,
-    way_back,
-)
 from fastq_loader.ipc.inbox import Inbox
+from fastq_loader.ipc.limits import expect_descriptors, require_threads
 from fastq_loader.ipc.messages import (
     Answer,
     Bundle,
@@ -57,23 +54,23 @@ from fastq_loader.ipc.messages import (
 from fastq_loader.system import calls, process_id
 from fastq_loader.system.interrupts import without_signals
 
-#: Milliseconds between attempts to connect to a worker that is not up yet: the first, and the longest.
-_RECONNECT_MS, _RECONNECT_MAX_MS = 2, 100
+#: Seconds for zmq's thread to connect to an address, which takes 0.1 ms.
+_PATIENCE = 10.0
 #: Plain ints, because `|` of the enum takes a microsecond.
 _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-#: Descriptors for zmq (epolls and mailboxes of its threads; for each worker a connection and an attempt at
-#: one) and for the answers. Without them zmq ends the process, or tries to connect for ever without an error.
-_OWN_DESCRIPTORS, _DESCRIPTORS_PER_WORKER = 14, 3
+#: Descriptors of a zmq context and its sockets (epolls and mailboxes of threads). Without them zmq ends the
+#: process.
+_OWN_DESCRIPTORS = 14
 #: Bytes of the longest frame that is sent over the socket; longer ones go into a block.
 _LONGEST = 1 << 15
 #: Bytes below which a frame is never put into a block.
 _LEAST = 512
 #: Requested size of the send buffer for answers, in bytes. Most systems allow 416 KiB, overhead included.
 _ROOM = 1 << 20
+#: Sent to a worker once it can accept its connection.
+_BEGIN = b"!"
 #: Threads of a zmq context.
 THREADS = 2
-#: Milliseconds between a worker's checks for its socket's file, until the consumer has connected.
-_LOOK_MS = 500
 
 
 def _configure(socket: zmq.Socket[bytes]) -> None:
@@ -90,33 +87,79 @@ def _together(frames: Sequence[bytes]) -> bytes:
     return frames[0] if len(frames) == 1 else encode(Bundle(tuple(frames)))
 
 
-class _Line:
-    """The consumer's connections to one worker, in both directions.
+#: Lines that a forked child of the consumer inherits.
+_lines: set[Line] = set()
+
+
+def _leave_lines() -> None:
+    """In a forked child, close what it has inherited, except the ends of the worker that it is itself."""
+    for line in _lines:
+        os.close(line.descriptor)
+        line.descriptor = -1
+        if "answers" not in line.ends:  # this child is another worker, or none
+            line.close_ends()
+    _lines.clear()
+
+
+process_id.in_forked_children(_leave_lines)
+
+
+class Line:
+    """The consumer's connections to one worker process, in both directions.
+
+    Args:
+        worker: the worker's number.
 
     Attributes:
-        worker: the worker's number.
-        endpoint, name: address at which zmq connects to the worker, and its routing id.
-        descriptor: the listener, later the accepted connection; -1 once nothing more is read.
-        spare: descriptor that is closed to make room for the accepted connection; -1 after that.
+        name: the address's random name, and zmq's routing id.
+        descriptor: the consumer's end of the answers; -1 once nothing more is read.
+        ends: the worker's ends: of the "answers", and the listening socket for "tasks". They are closed here
+            when the worker was started, and when zmq has connected.
+
+    Raises:
+        OSError: there are no free descriptors, or a sandbox forbids abstract addresses.
     """
 
-    def __init__(self, worker: int, endpoint: str, name: bytes, descriptor: int, spare: int) -> None:
-        self.worker, self.endpoint, self.name = worker, endpoint, name
-        self.descriptor, self.spare = descriptor, spare
+    def __init__(self, worker: int) -> None:
+        self.worker = worker
+        self.name = b"fastq-%s" % secrets.token_hex(16).encode()
+        # Descriptors, not socket objects: those would warn when a forked child drops its copies.
+        with without_signals(), unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as tasks:
+            tasks.bind(b"\0" + self.name)
+            tasks.listen()
+            mine, its = unix.socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET)
+            mine.setblocking(False)
+            self.descriptor = mine.detach()
+            self.ends = {"answers": its.detach(), "tasks": tasks.detach()}
+            _lines.add(self)
+
+    @property
+    def endpoint(self) -> str:
+        """The address, as zmq takes it."""
+        return f"ipc://@{self.name.decode()}"
+
+    def close_ends(self, *names: str) -> None:
+        """Close the worker's ends with these names, or all."""
+        for name in names or list(self.ends):
+            os.close(self.ends.pop(name))
 
     def close(self) -> None:
-        descriptors = {self.descriptor, self.spare} - {-1}
-        self.descriptor = self.spare = -1
-        for descriptor in descriptors:
-            os.close(descriptor)
+        """End the line, whoever has inherited it. Has no effect the second time."""
+        _lines.discard(self)  # before: a forked child would close another's descriptor
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            with (
+                unix.socket(fileno=descriptor) as end,
+                contextlib.suppress(OSError),
+            ):  # the worker's is closed
+                end.shutdown(unix.SHUT_RDWR)
+        self.close_ends()
 
 
 class ConsumerSocket:
     """The consumer's end, for all workers of one pool. The caller checks that THREADS more threads can start.
 
     Args:
-        folder: folder in which the workers bind.
-        workers: number of workers.
         token: the pool's token, see `messages`.
         read: see `decode_for_consumer`.
 
@@ -124,8 +167,8 @@ class ConsumerSocket:
         woken: whether `wake` was called.
     """
 
-    def __init__(self, folder: str, workers: int, token: bytes, read: Read | None = None) -> None:
-        expect_descriptors(_OWN_DESCRIPTORS + _DESCRIPTORS_PER_WORKER * workers)
+    def __init__(self, token: bytes, read: Read | None = None) -> None:
+        expect_descriptors(_OWN_DESCRIPTORS)
         self.woken = False
         self._token, self._read = token, read
         self._waking = threading.RLock()  # keeps `wake` from writing to a closed descriptor
@@ -134,86 +177,45 @@ class ConsumerSocket:
         self._socket = self._context.socket(zmq.ROUTER)
         # pyzmq's C class directly: its subclass only forwards each call.
         self._send = super(zmq.Socket, self._socket).send
-        self._lines: dict[int, _Line] = {}  # by worker; without dead ones
-        self._at: dict[int, _Line] = {}  # by descriptor; only lines that are read from
+        _configure(self._socket)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # never: the address may be a stranger's by then
+        self._lines: dict[int, Line] = {}  # by worker; without dead ones
+        self._at: dict[int, Line] = {}  # by descriptor; only lines that are read from
         self._epoll = select.epoll()
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._ready: list[_Line] = []  # lines with something to read
+        self._ready: list[Line] = []  # lines with something to read
         self._broken: list[int] = []  # workers whose connection has broken, until reported
         self._buffer = memoryview(bytearray(_LONGEST))
-        try:
-            _configure(self._socket)
-            self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-            for worker in range(workers):
-                self.connect(folder, worker, 0)
-        except BaseException:
-            self.close()
-            raise
 
-    def connect(self, folder: str, worker: int, generation: int) -> None:
-        """Expect a worker. Messages sent before it is up are queued.
+    def connect(self, *lines: Line) -> None:
+        """Connect to workers, which need not be up yet, and let them begin.
 
         Raises:
-            OSError: there are no free descriptors, or the folder is gone.
+            OSError: there are no free descriptors.
         """
-        if generation:
-            expect_descriptors(_DESCRIPTORS_PER_WORKER)
-        name = socket_name(worker, generation)
-        # Descriptors, not socket objects: those would warn when a forked child drops its copies.
-        with unix.socket(unix.AF_UNIX, unix.SOCK_SEQPACKET) as listener:
-            try:
-                listener.bind(way_back(folder, name))
-            except FileNotFoundError as error:
-                text = (
-                    "the folder of the workers' sockets was removed while they start (by a cleaner of /tmp?):"
-                    " set TMPDIR to a folder that is left alone"
-                )
-                raise FileNotFoundError(error.errno, text, folder) from None
-            listener.listen(1)
-            spare = os.dup(listener.fileno())
-            line = _Line(worker, endpoint(folder, name), name.encode(), listener.detach(), spare)
-        self._lines[worker] = line
-        self._listen(line)
-        self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, line.name)
-        self._socket.connect(line.endpoint)
+        expect_descriptors(len(lines))
+        for line in lines:
+            self._lines[line.worker] = self._at[line.descriptor] = line
+            self._epoll.register(line.descriptor, select.EPOLLIN)
+            self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, line.name)
+            self._socket.connect(line.endpoint)
+        for line in lines:
+            if not calls.readable([line.ends["tasks"]], _PATIENCE):
+                raise OSError(errno.ECONNREFUSED, "no connection to a worker could be made")
+            line.close_ends("tasks")
+            with contextlib.suppress(ConnectionError):  # it has ended
+                os.write(line.descriptor, _BEGIN)
 
-    def _listen(self, line: _Line) -> None:
-        self._at[line.descriptor] = line
-        self._epoll.register(line.descriptor, select.EPOLLIN)
-
-    def _accept(self, line: _Line) -> None:
-        """Accept a worker's connection.
-
-        Raises:
-            OSError: there are no free descriptors: another thread has taken the spare one.
-        """
-        with without_signals():
-            listener = unix.socket(fileno=line.descriptor)
-            spare, line.spare = line.spare, -1
-            os.close(spare)
-            try:
-                with naming_the_limit(_DESCRIPTORS_PER_WORKER):
-                    connection = listener.accept()[0].detach()
-            finally:
-                listener.detach()
-                self._drop(line)
-            os.set_blocking(connection, False)
-            line.descriptor = connection
-            self._listen(line)
-            self._ready.append(line)
-
-    def _drop(self, line: _Line) -> None:
-        """Stop reading from a worker, and close the descriptors."""
-        if line.descriptor >= 0:
-            del self._at[line.descriptor]
+    def _drop(self, line: Line) -> None:
+        """Stop reading from a worker."""
+        if self._at.pop(line.descriptor, None) is not None:
             self._epoll.unregister(line.descriptor)  # closing is not enough: a forked child may have a copy
             line.close()
 
     def disconnect(self, worker: int) -> None:
         """Disconnect a dead worker: send it nothing more, and ignore anything that it sent."""
         line = self._lines.pop(worker)
-        with contextlib.suppress(zmq.ZMQError):  # zmq has already noticed that it ended
+        with contextlib.suppress(zmq.ZMQError):  # zmq has noticed that it ended
             self._socket.disconnect(line.endpoint)
         self._drop(line)
         self._ready, self._broken = [], [other for other in self._broken if other != worker]
@@ -276,8 +278,7 @@ class ConsumerSocket:
         events = self._epoll.poll(timeout)
         for descriptor, _ in events:
             if descriptor in at:
-                line = at[descriptor]
-                ready.append(line) if line.spare < 0 else self._accept(line)
+                ready.append(at[descriptor])
             else:
                 others.append(descriptor)
         return others, bool(events)
@@ -307,7 +308,7 @@ class ConsumerSocket:
 
     def wait_for_message(self, timeout: float) -> bool:
         """Sleep until there is a message, for at most `timeout` seconds. Returns whether there is one."""
-        return bool(calls.readable([at for at, line in self._at.items() if line.spare < 0], timeout))
+        return bool(calls.readable(self._at, timeout))
 
     def wake(self) -> None:
         """Make the current `wait` and all later ones return at once. May be called on any thread."""
@@ -319,8 +320,8 @@ class ConsumerSocket:
     def close(self) -> None:
         # Not left to the context, which finds its sockets through weak references. These are dead when the
         # garbage collector frees a loader, and the context would wait for the socket for ever.
-        while self._at:
-            self._at.popitem()[1].close()
+        for line in list(self._lines.values()):
+            self._drop(line)
         self._epoll.close()
         self._socket.close(linger=0)
         with without_signals():  # an interrupted call leaves the context's thread and descriptors
@@ -340,62 +341,43 @@ class WorkerSocket(Inbox):
     is not a message is dropped.
 
     Args:
-        folder: folder in which the socket binds.
-        name: name of the socket.
+        ends: this worker's ends of its `Line`.
         consumer: process id of the consumer.
         in_block: puts an answer into a block; takes the answer and the length of its frame in bytes.
         ahead: number of answers that may wait to be read.
 
     Raises:
         OSError: there are too few free descriptors or threads.
+        SystemExit: the consumer has closed the line.
     """
 
     dropped = (ProtocolError,)
 
     def __init__(
-        self,
-        folder: str,
-        name: str,
-        consumer: int,
-        in_block: Callable[[Answer, int], InBlock],
-        ahead: int,
+        self, ends: dict[str, int], consumer: int, in_block: Callable[[Answer, int], InBlock], ahead: int
     ) -> None:
         expect_descriptors(_OWN_DESCRIPTORS)
         require_threads(THREADS)
         super().__init__()
-        self._context = zmq.Context(io_threads=1)
         self._in_block = in_block
+        self._answers = unix.socket(fileno=ends["answers"])
+        if not self._answers.recv(len(_BEGIN)):
+            self._answers.close()
+            raise SystemExit(0)
+        self._answers.setsockopt(unix.SOL_SOCKET, unix.SO_SNDBUF, _ROOM)
+        room = self._answers.getsockopt(unix.SOL_SOCKET, unix.SO_SNDBUF)
+        # Times 2: the kernel rounds each message up, and counts its own overhead.
+        self._longest = min(_LONGEST, max(room // (2 * ahead), _LEAST))
+        self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
         self._recv = super(zmq.Socket, self._socket).recv
         _configure(self._socket)
         for process in (consumer, self._pid):  # a sandbox may report our own id for each peer
             self._socket.setsockopt(zmq.IPC_FILTER_PID, process)
-        self._path, self._way_back = os.path.join(folder, name), way_back(folder, name)
-        self._socket.bind(endpoint(folder, name))
-        self._answers = unix.socket(unix.AF_UNIX, unix.SOCK_SEQPACKET)
-        self._answers.bind("")  # named, as zmq's sockets are, for programs that inspect theirs
-        self._answers.setsockopt(unix.SOL_SOCKET, unix.SO_SNDBUF, _ROOM)
-        room = self._answers.getsockopt(unix.SOL_SOCKET, unix.SO_SNDBUF)
-        # Times 2: the kernel rounds each message up, and counts its own overhead.
-        self._longest = min(_LONGEST, max(room // (2 * ahead), _LEAST))
-
-    def say_hello(self) -> None:
-        """Wait for the consumer to connect, and report that this worker is up. If the socket's file is
-        removed meanwhile, make it again.
-
-        Raises:
-            ZMQError: the folder is gone, too.
-            SystemExit: the consumer does not listen for answers any more.
-        """
-        connected = False
-        while not self._socket.poll(_LOOK_MS, zmq.POLLOUT):
-            if not os.access(self._path, os.F_OK):
-                self._socket.bind(f"ipc://{self._path}")
-            # Connect early: zmq in the consumer may need the descriptor that the listener occupies.
-            connected = connected or not self._answers.connect_ex(self._way_back)
-        if not connected and self._answers.connect_ex(self._way_back):
-            raise SystemExit(1)
-        self.send(Hello(self._pid))
+        tasks = unix.socket(fileno=ends["tasks"])
+        self._socket.setsockopt(zmq.USE_FD, tasks.fileno())
+        self._socket.bind(f"ipc://@{tasks.getsockname()[1:].decode()}")
+        tasks.detach()  # zmq closes it
 
     def send(self, message: Message) -> None:
         """Send a message; wait until there is room for it.

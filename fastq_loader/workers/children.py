@@ -18,7 +18,6 @@ from multiprocessing import popen_fork
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from fastq_loader.ipc.endpoints import remove_folder
 from fastq_loader.system import calls, multiprocessing_names, process_id
 from fastq_loader.system.calls import readable
 
@@ -139,20 +138,17 @@ _started: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 process_id.in_forked_children(lambda: multiprocessing_names.disown(_started))
 
 
-def leave_with(consumer: int, folder: str = "", with_group: bool = False) -> None:
+def leave_with(consumer: int, with_group: bool = False) -> None:
     """In a child: exit when the consumer dies, however it dies and whatever this process is doing.
 
     Args:
         consumer: process id of the consumer.
-        folder: folder of sockets to remove then.
         with_group: whether to kill the whole process group of this process.
     """
 
     def leave() -> None:
         with contextlib.suppress(ProcessLookupError):  # it has ended
             calls.readable([calls.pidfd_open(consumer)], None)
-        if folder:
-            remove_folder(folder)
         if with_group:
             os.killpg(0, signal.SIGKILL)
         os._exit(1)

@@ -100,20 +100,16 @@ class Setup:
     Attributes:
         plan: the pool's plan, without the fields that stay in the consumer.
         worker: number of the worker.
-        generation: number of earlier processes with the worker's number.
-        folder: folder in which the worker binds its socket.
         space: ranges (offset, size) of its part of the arena in which it can make blocks; None is all of it.
         consumer: process id of the consumer.
         base_seed, shared_seed: see `generators` and `datapipes`.
         token: the pool's token, see `messages`.
         mapping: the arena.
-        descriptors: the write end of `children.Stacks`, as "stacks".
+        descriptors: the worker's ends of its `Line`, and the write end of `children.Stacks`, as "stacks".
     """
 
     plan: Plan
     worker: int
-    generation: int
-    folder: str
     space: Extents | None
     consumer: int
     base_seed: int
@@ -123,6 +119,8 @@ class Setup:
     descriptors: dict[str, int]
 
 
-def own_fields(setup: Setup) -> dict[str, Any]:
-    """Return the fields that differ between the setups of a pool's workers."""
-    return {name: getattr(setup, name) for name in ("worker", "generation", "folder", "space")}
+def own_fields(setup: Setup) -> tuple[dict[str, Any], list[int]]:
+    """Return the fields that differ between the setups of a pool's workers, and the worker's ends of its
+    `Line`: "answers" and "tasks"."""
+    ends = [setup.descriptors["answers"], setup.descriptors["tasks"]]
+    return {"worker": setup.worker, "space": setup.space}, ends

@@ -1,13 +1,12 @@
 """The workers as the event loop sees them: their processes, sockets and claims.
 
 Runs in the consumer, on the thread that calls `next()`, except for `wake` and `kill_all`. Owns everything
-behind a worker's number: the current process, its socket, and the folder of the socket. The scheduler decides
+behind a worker's number: the current process, and the connections to it. The scheduler decides
 what happens to the batches of a dead worker.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
 import secrets
 import sys
@@ -18,7 +17,6 @@ from typing import Any
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.claim_table import Busy, ClaimTable
-from fastq_loader.ipc.endpoints import endpoint_folder, remove_folder
 from fastq_loader.ipc.messages import (
     TOKEN_BYTES,
     Epoch,
@@ -36,7 +34,7 @@ from fastq_loader.system import calls, process_id
 from fastq_loader.system.unpatched import time
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.stopping import BRIEF
-from fastq_loader.workers.worker import STARTING, Worker
+from fastq_loader.workers.worker import Worker
 from fastq_loader.workers.worker_pool import WorkerPool
 
 #: Number of processes in a row that may end before they are up; then the worker is not started again.
@@ -85,7 +83,6 @@ class WorkerGroup:
         self._counters = counters
         self._pool: WorkerPool = plan.options.workers.make_pool(plan)
         self.workers: list[Worker] = self._pool.workers
-        self._folders: list[str] = []  # of sockets, until they are removed
         self._socket: ConsumerSocket | None = None
         self._claims: ClaimTable | None = None
         self._unread = max(plan.window.widest, _UNREAD)
@@ -99,35 +96,22 @@ class WorkerGroup:
         Raises:
             TypeError, AttributeError, PicklingError: the start method has to pickle an object that cannot be
                 pickled.
-            OSError: descriptors, processes or temporary folders are used up.
+            OSError: descriptors or processes are used up.
         """
         arena = self._blocks.arena
         _in_use.add(arena)
-        folder = self._new_folder()
         self._claims = claims = ClaimTable(arena.fd, arena.mapping.claims)
         self.holder, self.offer_claim = claims.holder, claims.offer  # called for every batch
-        self._pool.start(arena, folder, self.token, base_seed, shared_seed)
+        self._pool.start(arena, self.token, base_seed, shared_seed)
         # The zmq context has threads, so it is made after the forks.
         frame_at = partial(_frame_at, arena.mapping)  # holds no object of the user's
-        self._socket = ConsumerSocket(folder, len(self.workers), self.token, frame_at)
+        self._socket = ConsumerSocket(self.token, frame_at)
         self.send_frame, self.receive = self._socket.send_frame, self._socket.receive
         _in_use.add(self._socket)
+        self._socket.connect(*[worker.line for worker in self.workers if worker.line is not None])
         for worker in self.workers:
             self._socket.watch(worker.descriptor)
         self._pool.count_in(self._counters)
-
-    def _new_folder(self) -> str:
-        folder = endpoint_folder()
-        self._folders.append(folder)
-        return folder
-
-    def _tidy_folders(self) -> None:
-        """Remove the folders of workers that have all connected: the sockets' names are not needed then."""
-        needed = {worker.folder for worker in self.workers if worker.state == STARTING}
-        for folder in [folder for folder in self._folders if folder not in needed]:
-            remove_folder(folder)
-            if not os.access(folder, os.F_OK):  # else no descriptor was free to remove it: try again later
-                self._folders.remove(folder)
 
     @property
     def socket(self) -> ConsumerSocket:
@@ -144,7 +128,6 @@ class WorkerGroup:
             self.evict(number, f"{_BROKE}: it sent something that is not a message")
         else:
             worker.move("hello")
-            self._tidy_folders()
 
     def processes(self) -> list[BaseProcess]:
         """The processes of the workers that were started."""
@@ -189,14 +172,11 @@ class WorkerGroup:
         cause, torch_text = self._pool.death(worker)
         if worker.why:
             cause = f"was ended, because {worker.why},"
-        if worker.state == STARTING and not os.access(worker.folder, os.F_OK):
-            cause += f", because the folder of its socket, {worker.folder}, was removed,"
         worker.die(cause, torch_text)
         self.socket.unwatch(worker.descriptor)
         self.socket.disconnect(number)
         self.behind.discard(number)
         self.answered_at[number] = sys.maxsize  # it is sent nothing
-        self._tidy_folders()
         return worker
 
     def replace(self, number: int, epoch: Epoch) -> None:
@@ -208,9 +188,10 @@ class WorkerGroup:
         worker = self.workers[number]
         if worker.failed_starts >= _FAILED_STARTS:
             raise OSError(f"{_FAILED_STARTS} processes in a row ended before they were up")
-        self._pool.launch(worker, self._new_folder(), self._blocks.clear_space(number))
+        self._pool.launch(worker, self._blocks.clear_space(number))
+        assert worker.line is not None, "it was started"
         self.socket.watch(worker.descriptor)
-        self.socket.connect(worker.folder, number, worker.generation)
+        self.socket.connect(worker.line)
         self.claims.begin(number, None)  # clears the dead worker's last task
         self.answered_at[number] = self.offered
         worker.counters.replaced(worker.pid)
@@ -322,14 +303,14 @@ class WorkerGroup:
         return patience if worker.is_up or self._pool.forks else min(patience, BRIEF)
 
     def _disconnect(self) -> None:
-        """Close the sockets and the claim table, and remove the folders. All workers have ended."""
+        """Close the sockets and the claim table. All workers have ended."""
         socket, self._socket = self._socket, None
         if socket is not None:
             socket.close()
             _in_use.discard(socket)
-        for folder in list(self._folders):  # an interrupt may come between these lines
-            remove_folder(folder)
-            self._folders.remove(folder)
+        for worker in self.workers:
+            if worker.line is not None:
+                worker.line.close()
         claims, self._claims = self._claims, None
         if claims is not None:
             claims.close()

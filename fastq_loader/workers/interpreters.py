@@ -147,7 +147,7 @@ def fork_interpreter(
     streams = _open_streams() if environment.inherited is not None else []
     request = setup.plan.grace, environment.inherited, streams
     try:
-        return Forked(zygote, request, setup.folder, [environment.cwd, written, *streams, *descriptors])
+        return Forked(zygote, request, [environment.cwd, written, *streams, *descriptors])
     finally:
         payload.close_all([written, *descriptors])
 
@@ -212,4 +212,4 @@ def _interpreter_main(
     served = Connection(connection)
     fcntl.fcntl(served, fcntl.F_SETFL, fcntl.fcntl(served, fcntl.F_GETFL) & ~os.O_ASYNC)
     served.send((0, None))  # ends `wait`; `ask` skips it, because no request has number 0
-    serve(served, consumer, partial(_run_pickled_process, method), "")
+    serve(served, consumer, partial(_run_pickled_process, method))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from multiprocessing import context as contexts
 from multiprocessing.process import BaseProcess
@@ -63,7 +64,8 @@ class LocalPool(WorkerPool):
         self.forks = self._context.get_start_method() == "fork"
         self._stacks = Stacks()
         self._held.append(self._stacks)
-        self._setup = self._setup_for(descriptors=Descriptors(stacks=self._stacks.write_end))
+        assert self._setup is not None, "the pool is starting"
+        self._setup = replace(self._setup, descriptors=Descriptors(stacks=self._stacks.write_end))
         method = _INTERPRETERS.get(starter(self._context.Process))
         if method is not None:
             interpreter = plan.kept[method] = interpreters.interpreter(method)  # the loader keeps it
@@ -73,9 +75,9 @@ class LocalPool(WorkerPool):
             self._explain(plan.payload.seal)  # while the interpreter imports torch
             interpreter.wait()
         elif self.forks and plan.restarts:
-            self._held.append(zygote.copy_of_consumer(self._context, self._inherited, self._setup.folder))
+            self._held.append(zygote.copy_of_consumer(self._context, self._inherited))
             fork = partial(zygote.fork_copy, self._held[-1])
-            self._fork = lambda setup, process: fork(process, own_fields(setup), setup.folder)
+            self._fork = lambda setup, process: fork(process, *own_fields(setup))
 
     def _process(self, setup: Setup) -> BaseProcess:
         process: BaseProcess = self._context.Process(target=main, args=(setup,), daemon=True)
@@ -83,9 +85,9 @@ class LocalPool(WorkerPool):
             process.name = f"Process-{process.name.rpartition('-')[2]}"
         return process
 
-    def _inherited(self, own: dict[str, Any]) -> BaseProcess:
+    def _inherited(self, own: dict[str, Any], *ends: int) -> BaseProcess:
         """In a copy of the consumer: make the process object of a worker."""
-        return self._process(self._setup_for(**own))
+        return self._process(self._setup_for(own, *ends))
 
     def _child(self, setup: Setup) -> Child:
         ended_by = signal.SIGKILL if self._plan.grace else signal.SIGTERM

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from fastq_loader.ipc.claim_table import ClaimTable
-from fastq_loader.ipc.endpoints import socket_name
 from fastq_loader.ipc.inbox import Inbox
 from fastq_loader.ipc.messages import (
     BATCH,
@@ -32,6 +31,7 @@ from fastq_loader.ipc.messages import (
     Answer,
     BatchHandle,
     Epoch,
+    Hello,
     InBlock,
     Space,
     Stop,
@@ -73,7 +73,7 @@ def main(setup: Setup) -> None:
 
 def _work_for(setup: Setup) -> None:
     children.write_stacks(setup.descriptors["stacks"])
-    children.leave_with(setup.consumer, setup.folder)
+    children.leave_with(setup.consumer)
     plan, mapping = setup.plan, setup.mapping
     assert mapping is not None, "it is on the consumer's machine"
     claims = ClaimTable(mapping.fd, mapping.claims)
@@ -82,11 +82,9 @@ def _work_for(setup: Setup) -> None:
     blocks = Allocator(mapping, setup.worker, setup.space, plan.for_device, nontemporal_from)
     allocator.install(blocks)
     collate.install()
-    if not os.access(setup.folder, os.F_OK):  # the loader was closed before this worker was up
-        return
     socket = open_socket(setup, blocks)
     try:
-        socket.say_hello()
+        socket.send(Hello(os.getpid()))
         WorkerLoop(setup, blocks, socket, claims).run()
     finally:
         socket.close()
@@ -94,8 +92,7 @@ def _work_for(setup: Setup) -> None:
 
 def open_socket(setup: Setup, blocks: Allocator) -> WorkerSocket:
     """Open the socket of a worker that writes to `blocks`."""
-    name = socket_name(setup.worker, setup.generation)
-    return WorkerSocket(setup.folder, name, setup.consumer, partial(_in_block, blocks), setup.plan.prefetch)
+    return WorkerSocket(setup.descriptors, setup.consumer, partial(_in_block, blocks), setup.plan.prefetch)
 
 
 def _in_block(blocks: Allocator, answer: Answer, nbytes: int) -> InBlock:

@@ -15,6 +15,7 @@ from fastq_loader.packing.spec import BatchLayout
 from fastq_loader.statistics.counters import WorkerCounters
 
 if TYPE_CHECKING:
+    from fastq_loader.ipc.sockets import Line
     from fastq_loader.workers.children import Child
 
 NEW, STARTING, READY, DEAD = "new", "starting", "ready", "dead"
@@ -36,10 +37,9 @@ class Worker:
 
     Attributes:
         number: number of the worker, from 0.
-        generation: number of processes that had this number before.
         state: see `TRANSITIONS`.
         child: current process; None before the first one.
-        folder: folder in which the process binds its socket.
+        line: connections to the process; None before the first one.
         specs: specs of the batches that the process has sent.
         counters: the loader's counters of the worker, set when it was started.
         why: why this side ended the process; "" if it did not.
@@ -50,10 +50,9 @@ class Worker:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.generation = -1
         self.state = NEW
         self.child: Child | None = None
-        self.folder = ""
+        self.line: Line | None = None
         self.specs: dict[int, BatchLayout] = {}
         self.counters: WorkerCounters
         self.why = self.cause = self.torch_text = ""
@@ -68,11 +67,10 @@ class Worker:
         """
         self.state = TRANSITIONS[self.state, event]
 
-    def begin(self, folder: str) -> None:
+    def begin(self) -> None:
         """Record that a new process was started under the number."""
         self.move("start")
-        self.generation += 1
-        self.folder, self.why = folder, ""
+        self.why = ""
         self.specs = {}  # a new process numbers them anew
 
     def die(self, cause: str, torch_text: str) -> None:

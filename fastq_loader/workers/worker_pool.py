@@ -15,7 +15,8 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from fastq_loader.ipc.endpoints import naming_the_limit
+from fastq_loader.ipc.limits import naming_the_limit
+from fastq_loader.ipc.sockets import Line
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents
 from fastq_loader.statistics.counters import Counters, WorkerCounters
@@ -74,12 +75,11 @@ class WorkerPool(ABC):
 
     # ---- starting -------------------------------------------------------------------------------
 
-    def start(self, arena: Arena, folder: str, token: bytes, base_seed: int, shared_seed: int | None) -> None:
+    def start(self, arena: Arena, token: bytes, base_seed: int, shared_seed: int | None) -> None:
         """Start the first processes. `stop` undoes it, also after an error or an interrupt half-way.
 
         Args:
             arena: the shared memory that the workers write to.
-            folder: folder in which they bind their sockets.
             token: the pool's token, see `messages`.
             base_seed, shared_seed: seeds of the workers' generators, and of datapipe graphs.
 
@@ -90,8 +90,6 @@ class WorkerPool(ABC):
         self._setup = Setup(
             plan=replace(self._plan, context=None, kept={}),  # they stay here
             worker=0,
-            generation=0,
-            folder=folder,
             space=None,
             consumer=os.getpid(),
             base_seed=base_seed,
@@ -104,7 +102,7 @@ class WorkerPool(ABC):
             with naming_the_limit(_DESCRIPTORS):
                 self._prepare()
             for worker in self.workers:
-                self.launch(worker, folder)
+                self.launch(worker)
         finally:
             if not self._plan.restarts:
                 self._plan.payload.unseal()
@@ -115,35 +113,38 @@ class WorkerPool(ABC):
             worker.counters = WorkerCounters(worker.number, worker.pid)
         counters.begin_pool(tuple(worker.counters for worker in self.workers))
 
-    def _setup_for(self, **fields: Any) -> Setup:
-        """Return the setup of the workers with the `fields` of one of them."""
+    def _setup_for(self, own: dict[str, Any], answers: int, tasks: int) -> Setup:
+        """Return the setup of a worker with its `own_fields`."""
         assert self._setup is not None, "the pool was started"
-        return replace(self._setup, **fields)
+        descriptors = Descriptors({**self._setup.descriptors, "answers": answers, "tasks": tasks})
+        return replace(self._setup, **own, descriptors=descriptors)
 
-    def launch(self, worker: Worker, folder: str, space: Extents | None = None) -> None:
+    def launch(self, worker: Worker, space: Extents | None = None) -> None:
         """Start a process for a worker: its first one, or the successor of one that has ended.
 
         Args:
             worker: the worker's record.
-            folder: folder in which the process binds its socket.
             space: ranges (offset, size) of its part of the arena in which it can make blocks; None is all.
 
         Raises:
             TypeError, AttributeError, PicklingError: see `start`.
             OSError: processes or descriptors are used up, or the zygote has ended.
         """
-        generation, before = worker.generation + 1, worker.child
+        before = worker.child
+        with without_signals():
+            worker.line = line = Line(worker.number)
         # Signals are blocked between the fork and the setting of handlers.
         with naming_the_limit(_DESCRIPTORS), without_signals(*KEPT_OUT):
-            own = {"worker": worker.number, "generation": generation, "folder": folder, "space": space}
-            worker.child = child = self._child(self._setup_for(**own))
+            own = {"worker": worker.number, "space": space}
+            worker.child = child = self._child(self._setup_for(own, **line.ends))
             try:
                 self._start(child)
             except BaseException:
                 if not child.pid:  # else an interrupt came after the start
                     worker.child = before
                 raise
-            worker.begin(folder)
+            line.close_ends("answers")
+            worker.begin()
             if before is not None:
                 before.release()
 

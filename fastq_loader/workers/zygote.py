@@ -33,7 +33,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from fastq_loader.ipc.endpoints import remove_folder
 from fastq_loader.system import calls, multiprocessing_names, process_id
 from fastq_loader.system.calls import readable
 from fastq_loader.system.interrupts import without_signals
@@ -81,7 +80,7 @@ class Zygote:
 
         Args:
             request: a child to reap, by its process id, which returns its exit code; or to fork a child,
-                which returns its process id: an argument of `Run`, and the folder of the child's socket.
+                which returns its process id: an argument of `Run`, in a tuple.
             passed: descriptors for the child.
 
         Raises:
@@ -142,19 +141,17 @@ class Forked(popen_fork.Popen):
     Args:
         zygote: the zygote, which forks the process at once.
         request: argument of the zygote's `Run`.
-        folder: folder of the process's socket, to be removed when the consumer dies.
         passed: descriptors for the process.
     """
 
-    def __init__(self, zygote: Zygote, request: Any, folder: str, passed: Sequence[int] = ()) -> None:
+    def __init__(self, zygote: Zygote, request: Any, passed: Sequence[int] = ()) -> None:
         self._zygote = zygote
-        self._folder = folder
         self._reaping = threading.RLock()  # a signal handler may come in between
         super().__init__((request, passed))  # type: ignore[arg-type]
 
     def _launch(self, launched: Any) -> None:
         request, passed = launched
-        self.pid = self._zygote.ask((request, self._folder), passed)
+        self.pid = self._zygote.ask((request,), passed)
         self.sentinel = calls.pidfd_open(self.pid)  # not reaped yet, so the pid was not reused
         self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
 
@@ -176,14 +173,13 @@ class Forked(popen_fork.Popen):
 # ---- a copy of the consumer ---------------------------------------------------------------------------
 
 
-def copy_of_consumer(context: Any, make: Callable[..., BaseProcess], folder: str) -> Zygote:
+def copy_of_consumer(context: Any, make: Callable[..., BaseProcess]) -> Zygote:
     """Start a zygote that is a copy of this process as it is now.
 
     Args:
         context: multiprocessing's context of start method fork.
         make: makes the process object in a child, from the `own` of `fork_copy` and the descriptors that came
             with it.
-        folder: folder of sockets to remove when the consumer dies: there may be no worker yet to do it.
 
     Raises:
         OSError: processes or descriptors are used up.
@@ -194,7 +190,7 @@ def copy_of_consumer(context: Any, make: Callable[..., BaseProcess], folder: str
         return multiprocessing_names.become(make(own, *passed), identity, sentinel)
 
     def start(its: Connection) -> Child:
-        arguments = its, os.getpid(), run, folder
+        arguments = its, os.getpid(), run
         child = Child(context.Process(target=serve, args=arguments, daemon=False), signal.SIGKILL)
         child.start()
         return child
@@ -202,28 +198,25 @@ def copy_of_consumer(context: Any, make: Callable[..., BaseProcess], folder: str
     return Zygote(start)
 
 
-def fork_copy(
-    zygote: Zygote, process: BaseProcess, own: Any, folder: str = "", passed: Sequence[int] = ()
-) -> Forked:
+def fork_copy(zygote: Zygote, process: BaseProcess, own: Any, passed: Sequence[int] = ()) -> Forked:
     """Have a copy of the consumer fork a child that becomes `process`.
 
     Args:
         zygote: the copy.
         process: the consumer's process object.
         own: argument of the copy's `make`.
-        folder: folder of the process's socket, to be removed when the consumer dies.
         passed: descriptors for the process.
 
     Raises:
         OSError: it could not be forked.
     """
-    return Forked(zygote, (own, multiprocessing_names.identity_of(process)), folder, passed)
+    return Forked(zygote, (own, multiprocessing_names.identity_of(process)), passed)
 
 
 # ---- in the zygote -------------------------------------------------------------------------------
 
 
-def serve(connection: Connection, consumer: int, run: Run, folder: str) -> None:
+def serve(connection: Connection, consumer: int, run: Run) -> None:
     """Fork workers until the consumer shuts the connection down, or dies."""
     # A garbage collector that scanned inherited and imported objects would copy all their pages.
     gc.freeze()
@@ -232,7 +225,7 @@ def serve(connection: Connection, consumer: int, run: Run, folder: str) -> None:
     here = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN, signal.SIGCHLD: signal.SIG_DFL}
     handlers = {number: signal.signal(number, action) for number, action in here.items()}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, KEPT_OUT)
-    children: dict[int, str] = {}  # process id → the folder of its socket
+    children = set[int]()
     with contextlib.suppress(EOFError, ConnectionError, ProcessLookupError):  # the consumer is gone
         death = calls.pidfd_open(consumer)
         while death not in readable([connection.fileno(), death], None):
@@ -243,11 +236,11 @@ def serve(connection: Connection, consumer: int, run: Run, folder: str) -> None:
                 if isinstance(request, int):
                     # ChildProcessError if it was reaped before, and an interrupt lost the answer.
                     answer = os.waitstatus_to_exitcode(os.waitpid(request, 0)[1])
-                    children.pop(request, None)
+                    children.discard(request)
                 else:
-                    wanted, socket_folder = request
+                    (wanted,) = request
                     answer = _fork(partial(run, wanted, descriptors, death), handlers)
-                    children[answer] = socket_folder
+                    children.add(answer)
             except OSError as error:
                 answer = error
             payload.close_all(descriptors)
@@ -255,8 +248,6 @@ def serve(connection: Connection, consumer: int, run: Run, folder: str) -> None:
     # A worker that is still importing would not notice the consumer's death for some time.
     for pid in children:
         os.kill(pid, signal.SIGKILL)
-    for each in {folder, *children.values()} - {""}:
-        remove_folder(each)
     os._exit(0)
 
 

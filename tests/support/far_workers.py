@@ -60,7 +60,7 @@ class Far:
 
 def far_zygote() -> Zygote:
     """Forks far workers, which have imported what this process has imported now."""
-    return copy_of_consumer(_FORK, lambda given, its: _FORK.Process(target=_become, args=(*given, its)), "")
+    return copy_of_consumer(_FORK, lambda given, its: _FORK.Process(target=_become, args=(*given, its)))
 
 
 def _become(setup: bytes, path: list[str], environment: dict[str, str], its: int) -> None:

@@ -41,8 +41,6 @@ def make_setup(arena: Arena, dataset: Any, *, worker: int = 0, base_seed: int = 
     return Setup(
         plan=make_plan(dataset, **fields),
         worker=worker,
-        generation=0,
-        folder="",
         space=None,
         consumer=os.getpid(),
         base_seed=base_seed,

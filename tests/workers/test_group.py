@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,11 +46,11 @@ class PlayedPool:
     def __init__(self) -> None:
         self.workers = [Worker(number) for number in range(2)]
         for worker in self.workers:
-            self.launch(worker, "/")
+            self.launch(worker)
 
-    def launch(self, worker: Worker, folder: str, space: Any = None) -> None:
+    def launch(self, worker: Worker, space: Any = None) -> None:
         worker.child = Played(700 + worker.number)  # type: ignore[assignment]
-        worker.begin(folder)
+        worker.begin()
 
     def death(self, worker: Worker) -> tuple[str, str]:
         return "was killed", "torch's text"
@@ -112,22 +111,12 @@ def killed(workers: WorkerGroup) -> list[int]:
     return [worker.number for worker in workers.workers if worker.child is not None and worker.child.killed]
 
 
-def restart(workers: WorkerGroup, number: int, folder: str = "") -> Worker:
+def restart(workers: WorkerGroup, number: int) -> Worker:
     """Another process, which is not up yet."""
     worker = workers.workers[number]
     worker.die("", "")
-    workers._pool.launch(worker, folder)
+    workers._pool.launch(worker)
     return worker
-
-
-def test_a_worker_whose_folder_was_removed_before_it_was_up_is_reported_with_it(tmp_path: Path) -> None:
-    workers, _, _ = group()
-    for number, folder in enumerate((str(tmp_path), "/nonexistent")):
-        restart(workers, number, folder)
-    assert workers.mark_dead(0).cause == "was killed"
-    assert workers.mark_dead(1).cause == (
-        "was killed, because the folder of its socket, /nonexistent, was removed,"
-    )
 
 
 @pytest.mark.parametrize("hangs", [True, False])
@@ -142,6 +131,6 @@ def test_a_worker_that_does_not_get_up_three_times_in_a_row_is_given_up(hangs: b
             workers.evict(1, "it did not answer")
         workers.mark_dead(1)
         if worker.failed_starts < 3:
-            workers._pool.launch(worker, "")
+            workers._pool.launch(worker)
     with pytest.raises(OSError, match="3 processes in a row ended before they were up"):
         workers.replace(1, Epoch(1, None))

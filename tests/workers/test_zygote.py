@@ -39,7 +39,7 @@ def leave(code: int, seconds: float) -> None:
 
 @contextlib.contextmanager
 def zygote(make: Any = make) -> Iterator[Zygote]:
-    one = copy_of_consumer(FORK, lambda arguments: make(*arguments), "/nowhere")
+    one = copy_of_consumer(FORK, lambda arguments: make(*arguments))
     try:
         yield one
     finally:
@@ -119,7 +119,7 @@ def test_it_leaves_with_the_consumer() -> None:
     hold, let_go = os.pipe()
 
     def consume() -> None:
-        one = copy_of_consumer(FORK, make, "/nowhere")
+        one = copy_of_consumer(FORK, make)
         fork(lambda: (os.close(let_go), os.read(hold, 1)))
         os.write(say, str(one._child.pid).encode())
 

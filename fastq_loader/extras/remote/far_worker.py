@@ -10,7 +10,7 @@ The proxy sends tasks one by one. When it is gone there is nothing left to do: t
 its batch, and the starter of the process ends it. If neither happens in time, the process ends itself.
 
 A `FarSetup` is made in the consumer. It is pickled by cloudpickle, which includes objects defined in a
-notebook or a script, and leaves out what exists only on this machine (folder, memory, descriptors).
+notebook or a script, and leaves out what exists only on this machine (memory, descriptors).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class FarSetup:
         # A far worker receives the tasks that its proxy has claimed; it claims none.
         options = replace(setup.plan.options, workers=None)
         plan = replace(setup.plan, payload=payload, options=options, shared_tasks=False)
-        sent = replace(setup, plan=plan, folder="", mapping=None, descriptors={})
+        sent = replace(setup, plan=plan, mapping=None, descriptors={})
         return cls(sent, tuple(sys.path), versions())
 
 

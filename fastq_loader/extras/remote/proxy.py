@@ -33,7 +33,7 @@ from fastq_loader.extras.remote.connection import (
 )
 from fastq_loader.ipc.claim_table import ClaimTable
 from fastq_loader.ipc.decoding import decode_for_consumer
-from fastq_loader.ipc.messages import Answer, BatchHandle, Epoch, Space, Stop, Task, encode, reencode
+from fastq_loader.ipc.messages import Answer, BatchHandle, Epoch, Hello, Space, Stop, Task, encode, reencode
 from fastq_loader.ipc.sockets import WorkerSocket
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.system import calls
@@ -87,11 +87,9 @@ def main(setup: Setup, pipe: Pipe[Any, Any], traffic: memoryview) -> None:
     calls.name_process(f"fastq_proxy{setup.worker}")
     prepare_signals()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the consumer, too
-    children.leave_with(setup.consumer, setup.folder)
+    children.leave_with(setup.consumer)
     assert setup.mapping is not None, "it is inherited"
     claims = ClaimTable(setup.mapping.fd, setup.mapping.claims)
-    if not os.path.isdir(setup.folder):  # the loader was closed before this process was up
-        return
     blocks = Allocator(setup.mapping, setup.worker, setup.space, setup.plan.for_device)
     socket = open_socket(setup, blocks)
     try:
@@ -297,7 +295,7 @@ class Proxy:
         self._report(Status(pid=place.pid))
         if not self._greeted:
             self._greeted = True
-            self._socket.say_hello()
+            self._socket.send(Hello(os.getpid()))
 
     def _report(self, status: Status) -> None:
         with contextlib.suppress(OSError):  # the consumer is gone, and this process will soon be, too

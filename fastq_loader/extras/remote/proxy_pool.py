@@ -131,9 +131,10 @@ class ProxyPool(WorkerPool):
         self._thread = threading.Thread(target=self._run, name="fastq_loader: places", daemon=True)
 
     def _prepare(self) -> None:
-        setup = self._setup_for()
+        setup = self._setup
+        assert setup is not None, "the pool is starting"
         self._token = setup.token
-        self._zygote = copy_of_consumer(_FORK, self._made, setup.folder)
+        self._zygote = copy_of_consumer(_FORK, self._made)
         sent = pickle.dumps(FarSetup.of(setup))
         # The copy has the user's objects. Here the thread would keep them alive, and the loader in a cycle.
         self._drop_objects()
@@ -150,7 +151,8 @@ class ProxyPool(WorkerPool):
         mine, its = multiprocessing.Pipe()
         assert self._zygote is not None, "the pool was started"
         with its:
-            forked = fork_copy(self._zygote, process, own_fields(setup), setup.folder, [its.fileno()])
+            own, ends = own_fields(setup)
+            forked = fork_copy(self._zygote, process, own, [its.fileno(), *ends])
         proxy = _Proxy(mine)
         with self._lock:
             self._open.append(proxy)
@@ -158,9 +160,9 @@ class ProxyPool(WorkerPool):
             calls.wake(self._wake)
         return forked
 
-    def _made(self, fields: dict[str, Any], its: int) -> BaseProcess:
+    def _made(self, fields: dict[str, Any], its: int, *ends: int) -> BaseProcess:
         """Create a proxy, to be started in this process. `its` is the descriptor of its end of the pipe."""
-        arguments = self._setup_for(**fields), Pipe(its), self._traffic
+        arguments = self._setup_for(fields, *ends), Pipe(its), self._traffic
         return _FORK.Process(target=main, args=arguments, daemon=True)
 
     # ---- places -------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import platform
 import re
-import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from torch.utils.data import Dataset
 
 from fastq_loader.extras.insight import machine
 from fastq_loader.extras.tools.leaves import digest, leaves
-from fastq_loader.ipc import endpoints
+from fastq_loader.ipc import limits, sockets
 from fastq_loader.ipc.claim_table import WORKERS, Busy, ClaimTable
 from fastq_loader.loader import DataLoader
 from fastq_loader.system import calls, pages
@@ -152,7 +151,7 @@ def _descriptors_and_threads() -> Iterator[Finding]:
     yield _judged(soft >= needed, "descriptors", seen, remedy)
     failed = ""
     try:
-        endpoints.require_threads(_THREADS[0] + _THREADS[1] * workers)
+        limits.require_threads(_THREADS[0] + _THREADS[1] * workers)
     except BlockingIOError as error:
         failed = f", but not enough for {workers} workers: {error.strerror}"
     remedy = "run `ulimit -u unlimited`, or raise the pids limit of the container"
@@ -160,19 +159,13 @@ def _descriptors_and_threads() -> Iterator[Finding]:
 
 
 def _sockets() -> Iterator[Finding]:
-    asked, folder = os.environ.get("TMPDIR") or "/tmp", ""
+    failed = ""
     try:
-        folder = endpoints.endpoint_folder()
-        with socket.socket(socket.AF_UNIX) as bound:
-            bound.bind(endpoints.way_back(folder, endpoints.socket_name(0, 0)))
-        seen = f"they lie in {os.path.dirname(folder)}"
+        sockets.Line(0).close()
     except OSError as error:
-        seen, asked = f"none can be made, whatever TMPDIR says: {error}", ""
-    finally:
-        endpoints.remove_folder(folder)
-    writable = os.path.isdir(asked) and os.access(asked, os.W_OK | os.X_OK)
-    seen += "" if writable or not asked else f", because TMPDIR={asked} cannot be written to"
-    yield _judged(writable, "sockets", seen, "set it to a folder that can, with a path of 75 bytes at most")
+        failed = f"none can be opened for a worker: {error}"
+    remedy = "allow Unix sockets with abstract addresses in this sandbox"
+    yield _judged(not failed, "sockets", failed or "can be opened", remedy)
 
 
 def _cpus() -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from fastq_loader.extras.tools.doctor import CHANGE, NOTE, OK, Finding
 from tests.conftest import ROOT, run_script
 from tests.support.sandbox import NEEDED
 
-LOCKS, ENDPOINTS = "fastq_loader.system.locks", "fastq_loader.ipc.endpoints"
+LOCKS, IPC = "fastq_loader.system.locks", "fastq_loader.ipc"
 MACHINE = "fastq_loader.extras.insight.machine"
 
 
@@ -48,8 +48,8 @@ FAULTS: list[tuple[Callable[[], Any], str, str, Any, str]] = [
     (doctor._versions, "torch", "importlib.metadata.version", lambda name: "2.5", "2.5; run pip install -U"),
     (doctor._locks, "locks of open files", f"{LOCKS}.try_lock", REFUSED, "allow them in the container"),
     (doctor._memory, "memory", f"{MACHINE}.memory_bytes", lambda: 10**8, "100 MB are left .*; give its"),
-    (doctor._descriptors_and_threads, "threads", f"{ENDPOINTS}.require_threads", FULL, "run `ulimit -u"),
-    (doctor._sockets, "sockets", f"{ENDPOINTS}.endpoint_folder", REFUSED, "none .*; set it to a folder"),
+    (doctor._descriptors_and_threads, "threads", f"{IPC}.limits.require_threads", FULL, "run `ulimit -u"),
+    (doctor._sockets, "sockets", f"{IPC}.sockets.Line", REFUSED, "none can be .*; allow Unix sockets"),
     (doctor._cpus, "CPUs", f"{MACHINE}.cpus", lambda: 0.5, "0.5 of .* are for .*; raise the quota"),
     (doctor._accelerator, "accelerator", "os.path.exists", lambda path: True, "; install a CUDA build"),
 ]
@@ -70,7 +70,6 @@ PROCESSES = {
     "limit(resource.RLIMIT_NOFILE, (64, 64))": r"descriptors: 64 .*; run `ulimit -n \d+` \(the hard",
     "limit(resource.RLIMIT_FSIZE, (1 << 28, -1))": "ulimit -f: .*; run `ulimit -f unlimited`",
     "limit(resource.RLIMIT_AS, (used + (1 << 30), -1))": "ulimit -v: .*; run `ulimit -v unlimited`",
-    "os.environ['TMPDIR'] = '/no/such'": "sockets: .* TMPDIR=/no/such cannot be .*; set it to a f",
     "refuse('memfd_create')": "workers: .* because memfd_create is missing.*; allow memfd_create here",
     "refuse('eventfd')": "workers: .* because eventfd is missing.*; allow eventfd here",
     "refuse('pidfd_open')": "workers: .* because pidfd_open is missing.*; allow pidfd_open here",

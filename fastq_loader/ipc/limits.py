@@ -1,7 +1,7 @@
-"""System resources of sockets: a private folder for their files, and descriptors and threads for zmq.
+"""Checks that there are enough descriptors and threads.
 
 Runs in the consumer and in the workers, before a zmq context is made: zmq ends the process if there are too
-few descriptors or threads.
+few.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import _thread
 import contextlib
 import errno
 import os
-import tempfile
 from collections.abc import Iterator
 
 from fastq_loader.system.interrupts import without_signals
@@ -18,60 +17,6 @@ from fastq_loader.system.unpatched import time
 
 #: Seconds to wait for the probing threads to end.
 _PATIENCE = 10.0
-#: sun_path of <sys/un.h> holds 108 bytes with the closing NUL.
-_LONGEST_PATH = 107
-
-
-def endpoint_folder() -> str:
-    """Make a folder with mode 0700 whose socket paths are short enough, whatever TMPDIR is.
-
-    Raises:
-        OSError: no folder could be made anywhere.
-    """
-    failure: OSError | None = None
-    parents = (_temp_folder(), os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/var/tmp", "/dev/shm")
-    for parent in parents:
-        # mkdtemp adds eight characters to the prefix; the socket's name is the longest there could be.
-        try:
-            # zmq takes endpoints as UTF-8.
-            if not parent or len(parent.encode()) + len("/fastq-12345678/w12345.123456") > _LONGEST_PATH:
-                continue
-            return tempfile.mkdtemp(prefix="fastq-", dir=parent)
-        except UnicodeEncodeError:
-            continue
-        except OSError as error:
-            failure = error
-    raise failure or OSError(f"no folder with a path short enough for a socket in any of {parents}")
-
-
-def _temp_folder() -> str | None:
-    try:
-        return tempfile.gettempdir()
-    except FileNotFoundError:  # no writable folder: others are tried
-        return None
-
-
-def endpoint(folder: str, name: str) -> str:
-    return f"ipc://{folder}/{name}"
-
-
-def socket_name(worker: int, generation: int) -> str:
-    """Name of a worker's socket; `generation` counts its predecessors of the same number."""
-    return f"w{worker}.{generation}"
-
-
-def way_back(folder: str, name: str) -> str:
-    """Path at which the consumer listens for the answers of the worker with this socket."""
-    return os.path.join(folder, f"a{name}")
-
-
-def remove_folder(folder: str) -> None:
-    """Remove a folder of sockets; ignore errors."""
-    # Not shutil.rmtree: if a signal handler interrupts it, it closes a descriptor twice.
-    with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
-            os.unlink(os.path.join(folder, name))
-        os.rmdir(folder)
 
 
 def expect_descriptors(count: int) -> None:
