@@ -169,6 +169,10 @@ class Forked(popen_fork.Popen):
             code = self._zygote.ask(self.pid)
             self.returncode = code if self.returncode is None else self.returncode
 
+    def close(self) -> None:
+        super().close()
+        vars(self).pop("_zygote", None)  # an interpreter ends, though somebody keeps the process object
+
 
 # ---- a copy of the consumer ---------------------------------------------------------------------------
 
