@@ -48,11 +48,6 @@ def test_more_workers_as_far_as_they_help(costs: Costs, workers: int, cpus: floa
     assert lines("workers", costs, Setting(workers), cpus) == f"num_workers {line}"
 
 
-def test_the_first_workers_of_short_epochs_stay() -> None:
-    short = lines("workers", Costs((0.1,)), Setting(0), epoch=replace(EPOCH, seconds=9.0))
-    assert short.startswith("num_workers 0 → 4 and persistent_workers=True: about 4 ×")
-
-
 @pytest.mark.parametrize(
     ("limit", "costs", "workers", "text"),
     [
@@ -67,18 +62,6 @@ def test_a_loader_that_chooses_the_number_of_workers_is_advised_none(
 ) -> None:
     assert text in lines(limit, costs, Setting(workers))
     assert text not in lines(limit, costs, Setting(workers), chooses_workers=True)
-
-
-def test_an_iterable_dataset_must_be_split_among_its_first_workers() -> None:
-    first = lines("workers", Costs((0.1,)), Setting(0), iterable=True)
-    assert first.startswith("num_workers 0 → 4, if the dataset is split among workers: about 4 ×")
-    assert "split" not in lines("workers", Costs((0.1,)), Setting(2), iterable=True)
-
-
-def test_where_the_cpus_are_used_up_only_cheaper_samples_help() -> None:
-    assert lines("workers", Costs((0.1,)), Setting(2), 2) == (
-        "a batch takes 100 ms to load: in half of that, about 2 ×"
-    )
 
 
 DECODED = {
@@ -123,90 +106,80 @@ def test_what_takes_microseconds_needs_no_workers() -> None:
     assert "num_workers=0" not in lines("transport", costs, Setting(0), epoch=measured)
 
 
-def test_dynamic_removes_what_slow_batches_cost() -> None:
-    found = lines("head_of_line", UNEVEN)
-    assert found.startswith("schedule='dynamic' removes the 23% lost at the head of the line: about ")
+SLOW = EpochStatistics(1, 10, 1.0, start_up_seconds=0.6, workers_seconds=0.4)
+MAPPED = (WorkerStatistics(0, 70, work_seconds=1.0, new_memory_seconds=0.5),)
+IDLE, PACKED = Costs((0.1,), load_cpu=0.0), Costs((0.01,), pack=0.03)
+PUT_TOGETHER, QUICK = Costs((1e-5,), overhead=0.01), Costs((1e-5,), overhead=3e-4, step=5e-5)
+DRAWN, COPIED = Costs((0.001,), draw=0.02, step=0.01), Costs((0.001,), device=0.02, step=0.01)
+PAGEABLE = StagingStatistics("cuda", "pageable", "no room")
+NARROW = Setting(4, fixed_window=1)
+STEP = "a step takes 31 ms, a batch"
+
+#: What limits, the costs, facts about the run, and the advice: all of it, or a part of it after "…".
+RULES: list[tuple[str, Costs, dict[str, Any], str]] = [
+    ("workers", IDLE, {"setting": Setting(0), "epoch": replace(EPOCH, seconds=9.0)}, "…persistent_workers=T"),
+    (
+        "workers",
+        IDLE,
+        {"setting": Setting(0), "iterable": True},
+        "…, if the dataset is split among workers: ",
+    ),
+    ("workers", Costs((0.1,)), {"cpus": 2}, "a batch takes 100 ms to load: in half of that, about 2 ×"),
+    ("head_of_line", UNEVEN, {}, "…schedule='dynamic' removes the 23% lost at the head of the line: about "),
+    (
+        *("head_of_line", Costs((0.01,) * 99 + (9.0,)), {"setting": Setting(4, dynamic=True), "cpus": 64}),
+        "…no batch that takes longer than 20 ms to load",
+    ),
+    (
+        *("consumer", Costs((0.012,), step=0.031), {"setting": Setting(4)}),
+        f"{STEP} 12 ms: one worker would do, at the same speed",
+    ),
+    ("consumer", Costs((0.06,), step=0.031), {"setting": Setting(4)}, f"…{STEP} 60 ms: 2 workers would do"),
+    ("consumer", Costs((1e-5,), step=0.031), {"setting": Setting(4)}, f"…{STEP} 10 µs: num_workers=0 would"),
+    ("consumer", Costs((0.012,), step=0.031), {"setting": Setting(1)}, ""),
+    ("start_up", Costs((0.04,)), {"epoch": SLOW}, "…persistent_workers=True: about 2.5 × from the second"),
+    ("start_up", Costs((0.04,)), {"epoch": SLOW}, "…num_workers=0 is about 2.5 × as fast"),
+    ("start_up", Costs((0.04,)), {"epoch": SLOW, "persistent": True}, ""),
+    ("memory", IDLE, {"setting": NARROW}, "schedule=RoundRobin() without window=1: about 4 ×"),
+    (
+        *("memory", IDLE, {"setting": replace(NARROW, dynamic=True)}),
+        "schedule=Dynamic() without window=1: about 4 ×",
+    ),
+    ("memory", IDLE, {"setting": Setting(4, fixed_window=64)}, ""),
+    (
+        "memory",
+        Costs((0.1,), pack=0.02),
+        {"workers": MAPPED},
+        "…new memory takes 50% of the workers' time, b",
+    ),
+    ("transport", PACKED, {"collate": "pad"}, "…pad makes tensors in memory of fastq_loader.empty("),
+    ("transport", PUT_TOGETHER, {}, "…and no objects that are pickled"),
+    ("transport", QUICK, {}, "…batches twice as large: up to about 1.7 × as many samples a second"),
+    (
+        *("sampler", DRAWN, {"sampler": "Mine"}),
+        "Mine takes 20 ms a batch; shuffle=True, or fastq_loader.PermutationSampler, in its place: up to "
+        "about 3 ×",
+    ),
+    ("sampler", DRAWN, {"sampler": "RandomSampler", "shuffles": True}, "…a batch; fastq_loader.Permutation"),
+    ("sampler", DRAWN, {"sampler": "Mine", "iterable": True}, ""),
+    ("device_copy", COPIED, {"staging": PAGEABLE}, "…(no room)"),
+    ("device_copy", COPIED, {"staging": replace(PAGEABLE, pin="register")}, ""),
+    ("device_copy", COPIED, {"transform": "crop"}, "crop in the workers, as part of collate_fn: about 2.9 ×"),
+    ("device_copy", COPIED, {"transform": "crop", "setting": Setting(0)}, ""),
+]
 
 
-def test_where_dynamic_waits_already_the_slow_batches_are_named() -> None:
-    slowest = Costs((0.01,) * 99 + (9.0,))
-    assert "no batch that takes longer than 20 ms to load" in lines(
-        "head_of_line", slowest, Setting(4, dynamic=True), 64
-    )
+@pytest.mark.parametrize(("limit", "costs", "facts", "expected"), RULES)
+def test_what_each_limit_is_advised(limit: str, costs: Costs, facts: dict[str, Any], expected: str) -> None:
+    found = lines(limit, costs, **facts)
+    assert expected[1:] in found if expected.startswith("…") else found == expected
 
 
-@pytest.mark.parametrize(
-    ("load", "enough"),
-    [
-        (0.012, "a batch 12 ms: one worker"),
-        (0.060, "a batch 60 ms: 2 workers"),
-        (1e-5, "a batch 10 µs: num_workers=0"),
-    ],
-)
-def test_fewer_workers_where_the_step_limits(load: float, enough: str) -> None:
-    costs = Costs((load,), step=0.031)
-    expected = f"a step takes 31 ms, {enough} would do, at the same speed"
-    assert lines("consumer", costs, Setting(4)) == expected
-    assert lines("consumer", Costs((0.012,), step=0.031), Setting(1)) == "", "all are needed"
-
-
-def test_workers_that_stay_are_advised_where_they_do_not() -> None:
-    slow = EpochStatistics(1, 10, 1.0, start_up_seconds=0.6, workers_seconds=0.4)
-    line = "persistent_workers=True: about 2.5 × from the second epoch on"
-    assert line in lines("start_up", Costs((0.04,)), epoch=slow)
-    assert "num_workers=0 is about 2.5 × as fast" in lines("start_up", Costs((0.04,)), epoch=slow)
-    assert lines("start_up", Costs((0.04,)), epoch=slow, persistent=True) == "", "they start once"
-
-
-def test_a_window_that_is_too_narrow_is_widened() -> None:
-    costs = Costs((0.1,), load_cpu=0.0)
-    wider = lines("memory", costs, Setting(4, fixed_window=1))
-    assert wider == "schedule=RoundRobin() without window=1: about 4 ×"
-    wider = lines("memory", costs, Setting(4, dynamic=True, fixed_window=1))
-    assert wider == "schedule=Dynamic() without window=1: about 4 ×"
-    assert lines("memory", costs, Setting(4, fixed_window=64)) == ""
-
-
-def test_new_memory_is_for_batches_that_are_kept() -> None:
-    worker = WorkerStatistics(0, 70, work_seconds=1.0, new_memory_seconds=0.5)
-    found = lines("memory", Costs((0.1,), pack=0.02), workers=(worker,))
-    assert found.startswith("new memory takes 50% of the workers' time, because batches are kept or grow")
-    assert found.endswith("about 2 ×")
-
-
-def test_a_collate_of_the_users_may_write_to_shared_memory() -> None:
-    costs = Costs((0.01,), pack=0.03)
-    assert "pad makes tensors in memory of fastq_loader.empty(" in lines("transport", costs, collate="pad")
-    assert "empty" not in lines("transport", costs)
-    assert "empty" not in lines("transport", Costs((1e-5,), pack=9e-5), collate="pad"), "it is quick"
-
-
-def test_what_takes_long_to_put_together_is_made_simpler_and_what_does_not_is_made_larger() -> None:
-    slow, quick = Costs((1e-5,), overhead=0.01), Costs((1e-5,), overhead=3e-4, step=5e-5)
-    assert "pickled" in lines("transport", slow)
-    assert "as many samples" not in lines("transport", slow)
-    assert "batches twice as large: up to about 1.7 × as many samples a second" in lines("transport", quick)
-    assert "pickled" not in lines("transport", quick)
-
-
-def test_another_sampler_is_named() -> None:
-    costs = Costs((0.001,), draw=0.02, step=0.01)
-    assert lines("sampler", costs, sampler="Mine") == (
-        "Mine takes 20 ms a batch; shuffle=True, or fastq_loader.PermutationSampler, in its place: "
-        "up to about 3 ×"
-    )
-    assert "shuffle=True" not in lines("sampler", costs, sampler="RandomSampler", shuffles=True)
-    assert lines("sampler", costs, sampler="Mine", iterable=True) == ""
-
-
-def test_the_way_to_the_device() -> None:
-    costs = Costs((0.001,), device=0.02, step=0.01)
-    pageable = StagingStatistics("cuda", "pageable", "no room")
-    assert "(no room)" in lines("device_copy", costs, staging=pageable)
-    assert lines("device_copy", costs, staging=replace(pageable, pin="register")) == ""
-    in_workers = lines("device_copy", costs, transform="crop")
-    assert in_workers == "crop in the workers, as part of collate_fn: about 2.9 ×"
-    assert lines("device_copy", costs, Setting(0), transform="crop") == ""
+def test_what_is_quick_is_not_advised_to_be_quicker() -> None:
+    assert "empty" not in lines("transport", PACKED), "it is torch's own collate function"
+    assert "empty" not in lines("transport", Costs((1e-5,), pack=9e-5), collate="pad")
+    assert "as many samples" not in lines("transport", PUT_TOGETHER)
+    assert "pickled" not in lines("transport", QUICK)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def missing(index: int) -> Any:
 
 @pytest.mark.processes
 @thorough(after=1)
-@pytest.mark.parametrize(("kind", "workers"), [(TORCHS, 0), (DataLoader, 2), (DataLoader, 0), (TORCHS, 2)])
+@pytest.mark.parametrize(("kind", "workers"), [(TORCHS, 0), (DataLoader, 2)])
 def test_equal_loaders_are_equal_and_stay_as_they_are(kind: Any, workers: int) -> None:
     dataset, generator = Drawn(), torch.Generator().manual_seed(3)
     loader = kind(dataset, 4, shuffle=True, num_workers=workers, generator=generator)
@@ -129,16 +129,6 @@ def test_equal_loaders_are_equal_and_stay_as_they_are(kind: Any, workers: int) -
             DataLoader(Drawn(lambda index: time.time_ns()), 4),
             r"batch 0 of epoch 0: batch\[0\] is \d+ with torch, and \d+ with .*\nBut torch's DataLoader "
             r"differs from itself .*the dataset \(a sample\[0\] is int \d+ at first, and int \d+ then\)",
-        ),
-        pytest.param(
-            DataLoader(Drawn(lambda index: np.random.default_rng().random()), 4),
-            r"But torch's .*the dataset .* draws from a generator that nothing seeds",
-            marks=thorough(),
-        ),
-        pytest.param(
-            DataLoader(Drawn(), 4, collate_fn=lambda samples: time.time_ns()),
-            r"But torch's .*Likely cause: collate_fn \(a batch is .* at first, and .* then\) reads the time",
-            marks=thorough(),
         ),
         (
             Odd(Drawn(), 4, collate_fn=MutableFields()),
@@ -187,7 +177,6 @@ ONES, ROWS = torch.ones(2, 3), torch.arange(6).view(2, 3)
     ("one", "other", "text"),
     [
         ({"a": [1, 2]}, {"a": [1, 3]}, "batch['a'][1] is int 2 here, and int 3 there"),
-        ([1], (1,), "batch is list of 1 here, and tuple of 1 there"),
         (1, True, "batch is int 1 here, and bool True there"),
         (Point(1, Opaque("x")), Point(1, Opaque("y")), "batch[1].value is str 'x' here, and str 'y' there"),
         (ONES, ONES.double(), "Tensor float32[2, 3], strides (3, 1) here, and torch.Tensor float64"),
@@ -197,9 +186,7 @@ ONES, ROWS = torch.ones(2, 3), torch.arange(6).view(2, 3)
             "strides (3, 1) here, and torch.Tensor float32[2, 3], strides (1, 2) there",
         ),
         (torch.tensor(0.0), torch.tensor(-0.0), "batch is 0.0 here, and -0.0 there"),
-        (ROWS, ROWS + ROWS.eq(4), "batch[1, 1] is 4 here, and 5 there"),
         (ONES.bfloat16(), -ONES.bfloat16(), "batch[0, 0] is 1.0 here, and -1.0 there"),
-        (ONES.to_sparse(), -ONES.to_sparse(), "torch.sparse_coo"),
         (np.array(["a", "b"]), np.array(["a", "c"]), "batch[1] is b here, and c there"),
         (np.array([None]), np.array([2], dtype=object), "batch[0] is NoneType None here, and int 2 there"),
         ({"a", "b"}, {"b", "a"}, ""),
@@ -211,15 +198,6 @@ def test_a_difference_of_batches_has_its_path(one: Any, other: Any, text: str) -
     assert (digest(parts[0]) == digest(parts[1])) == (not found)
     assert text in found
     assert bool(text) == bool(found)
-
-
-class Slotted:
-    __slots__ = ("note",)
-
-
-def noted(value: Any, note: int) -> Any:
-    value.note = note
-    return value
 
 
 class Raises:
@@ -277,12 +255,10 @@ class Hangs(Raises):
 
 
 @pytest.mark.processes
-@thorough(after=1)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_comparison_that_is_killed_takes_torchs_workers_along(number: signal.Signals) -> None:
+def test_a_comparison_that_is_killed_takes_torchs_workers_along() -> None:
     with running_script(HANGS, warm=True) as running:
         running.wait_for("it hangs")
-        os.kill(running.pid, number)
+        os.kill(running.pid, signal.SIGKILL)
         assert running.finish(60).left == ()
 
 
@@ -290,27 +266,15 @@ LOADER, ODD = DataLoader(Drawn(), 4), Odd(Drawn(), 4)
 
 
 def test_wrong_use_has_a_text_and_an_exit_code(capsys: Any) -> None:
-    options = {
-        "--epochs 0": "epochs=0 must be",
-        "--batches 0": "batches=0 must",
-        "--step-seconds -1": "0 seconds",
-    }
-    for given, text in options.items():
-        with pytest.raises(SystemExit, match="2"):
-            main(["compare", f"{__name__}:LOADER", *given.split()])
-        assert text in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["compare", f"{__name__}:LOADER", "--epochs", "0"])
+    assert "epochs=0 must be" in capsys.readouterr().err
     for wrong, end in ((DataLoader, ", not a class or a function"), ((LOADER,), ""), (iter(LOADER), "")):
         with pytest.raises(TypeError, match=f"compare needs a DataLoader{end}$"):
             compare(wrong)
 
 
-@thorough(but={"name": "ODD"})
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("name", "status", "head"), [("LOADER", 0, "Equal: 6 b"), ("ODD", 1, "Not equal: b")]
-)
-def test_the_shell_has_the_page_and_an_exit_code(
-    name: str, status: int, head: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["compare", f"{__name__}:{name}", "--step-seconds", "0.001"]) == status
-    assert capsys.readouterr().out.startswith(head)
+def test_the_shell_has_the_page_and_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", f"{__name__}:ODD", "--step-seconds", "0.001"]) == 1
+    assert capsys.readouterr().out.startswith("Not equal: b")

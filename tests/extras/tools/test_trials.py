@@ -109,14 +109,6 @@ def test_a_loader_like_another_one_differs_in_its_setting_only(special: Special)
     assert trials.like(special, Setting(2, 5)).multiprocessing_context is special.multiprocessing_context
 
 
-def test_one_without_workers_could_be_made_by_the_constructor(special: Special) -> None:
-    new = trials.like(special, Setting(0, 5))
-    names = ["num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"]
-    assert [getattr(new, name) for name in names] == [0, None, False, 0, None]
-    Special(new.dataset, "red", **{name: getattr(new, name) for name in names})
-    assert len(list(new)) == 8
-
-
 @thorough(after=1)
 @pytest.mark.parametrize(("workers", "persistent"), [(2, True), (0, False), (2, False), (0, True)])
 def test_it_measures_the_rate_and_the_costs_of_a_batch(workers: int, persistent: bool) -> None:
@@ -190,11 +182,9 @@ def test_the_loader_and_its_parts_stay_as_they_were(workers: int) -> None:
     assert loader.statistics().epochs == 1
 
 
-@thorough(but={"workers": 2})
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_of_the_users_code_is_raised(workers: int) -> None:
+def test_an_error_of_the_users_code_is_raised() -> None:
     with pytest.raises(KeyError, match="no such file"):
-        measure(DataLoader(Failing(refuse), num_workers=2), Setting(workers, 2))
+        measure(DataLoader(Failing(refuse), num_workers=2))
 
 
 def test_a_process_that_dies_says_how() -> None:
@@ -202,20 +192,14 @@ def test_a_process_that_dies_says_how() -> None:
         measure(DataLoader(Failing(vanish)), Setting(0, 2))
 
 
-@thorough(after=1)
-@pytest.mark.parametrize("workers", [2, 0])
-def test_one_that_takes_too_long_is_ended_with_its_workers(workers: int) -> None:
+def test_one_that_takes_too_long_is_ended_with_its_workers() -> None:
     with pytest.raises(TimeoutError, match="too few batches in 0 s"):
-        trials.measure(DataLoader(Sleeping(), num_workers=2), Setting(workers, 2), 0.0, 0.1, 0.3)
+        trials.measure(DataLoader(Sleeping(), num_workers=2), TWO, 0.0, 0.1, 0.3)
     assert not descendants()
 
 
-@thorough(after=2)
-@pytest.mark.parametrize(
-    ("end", "number"),
-    [(os.killpg, signal.SIGINT), (os.kill, signal.SIGKILL), (os.kill, signal.SIGINT)],
-    ids=["Ctrl-C", "SIGKILL", "SIGINT"],
-)
+@thorough(after=1)
+@pytest.mark.parametrize(("end", "number"), [(os.killpg, signal.SIGINT), (os.kill, signal.SIGKILL)])
 def test_it_ends_with_its_workers_when_the_consumer_is_interrupted_or_dies(end: Any, number: int) -> None:
     with running_script(
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -125,23 +124,11 @@ def test_what_wins(costs: Costs, cpus: float, own: Setting, best: Setting) -> No
     assert Machine(costs, cpus).best(own) == best
 
 
-@pytest.mark.parametrize("overhead", [0.1, 1.0])
-def test_a_short_search_does_not_recommend_what_is_slower_than_its_table(overhead: float) -> None:
-    search = Machine(decoding(), 4.0, {2: 4.0, 4: 4.0}, overhead).found(seconds=3.0)
+def test_a_short_search_does_not_recommend_what_is_slower_than_its_table() -> None:
+    search = Machine(decoding(), 4.0, {2: 4.0, 4: 4.0}, overhead=1.0).found(seconds=3.0)
     assert len({row.setting.num_workers for row in search.rows.values() if row.rate}) == 3
     assert search.best is search.rows[Setting(1, 2)]
     assert search.best.rate == pytest.approx(max(row.rate for row in search.rows.values()))
-
-
-def test_rounds_go_there_and_back() -> None:
-    played, odd = Machine(decoding(), overhead=0.0), Setting(2, 7)
-    assert played.found(odd).rows[odd].slices, "the own one is compared at the same time"
-    order = [call[0] for call in played.calls[2:]]
-    first_round = order[: 2 * len(set(order))]
-    assert first_round == first_round[::-1], "the average time of all is the same"
-    assert 2 < len(set(order)) <= 8
-    counts = Counter(order)
-    assert max(counts.values()) > min(counts.values()), "the better half goes on"
 
 
 def tried(search: Search) -> set[Setting]:
@@ -217,18 +204,6 @@ def test_it_recommends_a_setting_with_a_table_and_a_loader_with_it(played: Machi
     assert found._repr_html_() == f"<pre>{str(found).replace(chr(39), '&#x27;')}</pre>"
 
 
-def test_what_failed_is_told(played: Machine) -> None:
-    for prefetch in (2, 4, 8):
-        for dynamic in (False, True):
-            played.fails[Setting(4, prefetch, dynamic)] = OSError("no room")
-    found = tune(loader_of(num_workers=1), progress=False)
-    failed = [row for row in found.rows if row.error is not None]
-    assert {row.settings["num_workers"] for row in failed} == {4}
-    assert found.settings["num_workers"] != 4
-    assert "num_workers=4 failed: OSError('no room')" in str(found)
-    assert "failed" in str(found).splitlines()[-len(found.notes) - 2]
-
-
 def test_what_may_be_tried(played: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "memory_bytes", lambda: 1000)
     monkeypatch.setattr(machine, "local_ranks", lambda: 2)
@@ -260,8 +235,6 @@ def test_an_interrupt_gives_what_was_measured(played: Machine) -> None:
     ("arguments", "text"),
     [
         ({"seconds": "30"}, r"seconds='30' must be a number of seconds"),
-        ({"seconds": 0}, r"seconds=0 must be 1 seconds or more"),
-        ({"seconds": True}, r"seconds=True must be a number of seconds"),
         ({"step_seconds": -0.1}, r"step_seconds=-0.1 must be 0 seconds or more"),
         ({"max_workers": -1}, r"max_workers=-1 must be a number of workers, 0 or more, or None"),
         ({"start_methods": "fork"}, r"start_methods='fork' must be a collection.*\('fork',\)"),
@@ -272,7 +245,6 @@ def test_an_interrupt_gives_what_was_measured(played: Machine) -> None:
             r"schedules=\['dynamic'\] is not possible here: use some of round_robin",
         ),
         ({"loader": torch.utils.data.DataLoader(EIGHT)}, "loader is a .*: tune needs a fastq_loader.Data"),
-        ({"loader": DataLoader}, r"loader is a .*: tune needs a fastq_loader.DataLoader"),
     ],
 )
 def test_bad_arguments_are_named(played: Machine, arguments: dict[str, Any], text: str) -> None:
