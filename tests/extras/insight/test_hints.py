@@ -184,7 +184,6 @@ def test_as_an_error_it_costs_no_batch_and_the_epoch_ends_with_the_next_call(kin
                 next(iterator)
             except kind:
                 raised.append(batches)
-                assert loader.position.batch == batches, "no batch is on its way"
             except StopIteration:
                 break
             else:
