@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,59 +16,17 @@ from torch.utils.data import DataLoader
 
 import fastq_loader
 from bench.__main__ import main
-from bench.output.rows import CaseRows, Results
 from bench.peers import LoaderSettings
 from bench.peers.torch_loader import loader_arguments
-from bench.programs import CACHED, PROGRAMS, case, photographs, report, run
+from bench.programs import PROGRAMS, case, report, run
 from bench.programs.track import Track
-from bench.timing.ceiling import as_worker
-from bench.workloads import Load, all_workloads, files, find_workload, jpeg, ready_made, tables
-from tests.support import bench_example as example
-from tests.support.datasets import assert_same
+from bench.workloads import Load
 from tests.support.thorough import thorough
-
-NAMES = [*all_workloads(), "bytes_1024"]
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jpeg, "FILES", 4)
-    monkeypatch.setattr(ready_made, "IMAGES", 2)
-    monkeypatch.setattr(ready_made, "LARGEST_SET", 1 << 20)
-    monkeypatch.setattr(files, "FILES", 6)
-    monkeypatch.setattr(tables, "ALL_ROWS", 3 * tables.BATCH + 1)
-
-
-def built(name: str, folder: Path) -> Load:
-    return find_workload(name).load(folder)
 
 
 def batches(load: Load) -> Iterator[Any]:
     torch.manual_seed(0)
     return iter(DataLoader(**loader_arguments(load, LoaderSettings(0, "fork"))))
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("name", NAMES)
-def test_batches_are_the_same_again_and_from_a_spawned_worker(name: str, tmp_path: Path) -> None:
-    load = built(name, tmp_path)
-    first = list(islice(batches(load), 2))
-    assert len(first) == 2
-    assert_same(list(islice(batches(load), 2)), first)
-    assert_same(list(islice(batches(pickle.loads(pickle.dumps(load))), 2)), first)
-
-
-@pytest.mark.usefixtures("small")
-@thorough(but={"workers": 3})
-@pytest.mark.parametrize("workers", [1, 2, 3, 16])
-def test_a_worker_streams_its_records(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "PASSES", 1)
-    dataset: Any = built("stream", tmp_path).dataset
-    everything = list(dataset)
-    assert len(everything) == files.RECORDS
-    for worker in range(workers):
-        with as_worker(worker, workers, dataset):
-            assert_same(list(dataset), everything[worker::workers])
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,62 +59,6 @@ def test_every_loader_trains_the_same_to_the_bit(name: str, folder: Path) -> Non
             0 < this.waited <= this.seconds and this.batches * this.memory > 0 for this in track.passes
         )
     assert len(ends) == 1
-
-
-def test_a_pass_that_is_not_shown_asks_the_loader_for_nothing_but_batches() -> None:
-    """Statistics while it is timed would count against the one loader that has any."""
-
-    class Counts(fastq_loader.DataLoader[Any]):
-        calls = 0
-
-        def statistics(self) -> Any:
-            Counts.calls += 1
-            return super().statistics()
-
-    for shown, calls in ((False, 0), (True, 2)):  # once before the pass, and once for its first batch
-        Counts.calls = 0
-        for _ in islice(Track(shown)(Counts(range(8), 4), "a pass"), 2):
-            assert Counts.calls == calls
-
-
-def photographs_end(own: Path, workers: int, **options: Any) -> Any:
-    torch.manual_seed(0)
-    loss, predictions = photographs.train(own, num_workers=workers, epochs=2, **options)
-    return loss, predictions.tolist()
-
-
-@pytest.mark.processes
-def test_photographs_end_the_same_with_other_workers_and_after_a_resume(folder: Path, tmp_path: Path) -> None:
-    own, saved = program_files(folder, "photographs"), tmp_path / "checkpoint"
-    expected = photographs_end(own, 0)
-    assert expected == photographs_end(own, 0) == photographs_end(own, 2)
-    photographs_end(own, 2, checkpoint=saved, stop=8)
-    torch.rand(3)
-    assert photographs_end(own, 1, checkpoint=saved) == expected
-
-
-@pytest.mark.processes
-def test_a_cache_takes_what_the_limit_leaves_and_says_how_much_of_the_table_that_is(folder: Path) -> None:
-    own = program_files(folder, "image_table")
-    room = 3 * 128 * 128 * 4
-    found = run.run("image_table", CACHED, 1, 1, own, Track(), room)
-    values, samples, nbytes, most = found["cached"]
-    assert most == room >= nbytes > 0
-    assert 0 < values < samples
-    blocks = {loader: [dict(found)] for loader in ("torch", CACHED)}
-    del blocks["torch"][0]["cached"]
-    rows = example.case("program", "image_table", {}, {each: {} for each in blocks}, blocks)
-    notes = report.table(Results(rows).cases()[0]).notes
-    of = f"{CACHED}: holds {values} of {samples} samples ({values / samples:.0%}) in"
-    assert f"{of} {nbytes / 1e6:.1f} of the {most / 1e6:.1f} MB that it may take" in notes
-    assert any(
-        note.startswith(
-            f"{CACHED}: 1.0 times as fast as torch's from the second epoch on, 1.0 times in the "
-            "whole run; the first epoch 1.0 times as fast, and +0 MB of memory"
-        )
-        for note in notes
-    )
-    assert not any(note.startswith("torch: holds") for note in notes)
 
 
 ALONE = """
@@ -195,18 +95,3 @@ def test_the_command_runs_a_program_under_its_limit(folder: Path, capfd: pytest.
     printed = capfd.readouterr().out
     assert report.SAME in printed
     assert "each process may have 2,000 MB of data (RLIMIT_DATA)" in printed
-
-
-def told(end: str) -> CaseRows:
-    return Results(example.program(end=end)).cases("program")[0]
-
-
-def test_one_bit_of_difference_is_told() -> None:
-    assert report.agree(told("loss 0.5, predictions abc"))
-    other = told("loss 0.5000000000000001, predictions abc")
-    assert not report.agree(other)
-    note = report.table(other).notes[0]
-    assert report.DIFFERENT in note
-    assert "0.5000000000000001" in note
-    failed = Results(example.program(fastq_loader={"failure": "was killed"})).cases()[0]
-    assert not report.agree(failed)
