@@ -68,11 +68,6 @@ class Files(Dataset[Any]):
         return index
 
 
-class Paths(Files):
-    def __getitem__(self, index: int) -> Any:
-        return index if index not in self.bad else open(f"missing/{index}.png")
-
-
 class Stateful(Files):
     """It says how many it has read; every worker has its own."""
 
@@ -105,12 +100,11 @@ def drawn(seed: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         "sequential": options,
         "permuted": {**options, "sampler": PermutationSampler(size, seed=seed)},
         "ranks": {**options, "sampler": DistributedSampler(dataset, 2, seed % 2, seed=seed)},
-        "list": {**options, "sampler": rng.sample(range(size), size)},
         "batches": {"batch_sampler": UnevenBatches(size)},
         "single": {"batch_size": None},
     }
     kind = rng.choice(list(kinds))
-    replaces = rng.random() < 0.5 and kind not in ("list", "batches")  # a batch of bad samples alone raises
+    replaces = rng.random() < 0.5 and kind != "batches"  # a batch of bad samples alone raises
     own: dict[str, Any] = {
         "num_workers": rng.choice([1, 2, 2, 3, 5]),
         "schedule": rng.choice(["round_robin", "dynamic", RoundRobin(save_generators=True)]),
@@ -206,34 +200,32 @@ def test_beyond_the_limit_the_last_error_is_raised_with_a_list_at_the_same_batch
 @WORKERS
 def test_the_first_one_is_warned_of_once_and_as_an_error_costs_no_batch(workers: int, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
-    loader = DataLoader(Paths(12, frozenset({1, 6})), 2, errors=Skip(path=path), num_workers=workers)
+    loader = DataLoader(Files(12, frozenset({1, 6})), 2, errors=Skip(path=path), num_workers=workers)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         next(iter(loader))  # an epoch that is broken off loses it not
         assert of_kind(caught, BadSampleFound) == []
         assert [values(batch) for batch in loader] == [[0], [2, 3], [4, 5], [7], [8, 9], [10, 11]]
     (warning,) = of_kind(caught, BadSampleFound)
-    text = "sample 1 of batch 0, epoch 0, could not be read and was left out: FileNotFoundError: "
+    text = "sample 1 of batch 0, epoch 0, could not be read and was left out: OSError: file 1 is broken"
     assert text in str(warning.message)
-    assert "'missing/1.png'" in str(warning.message)
     assert warning.filename == __file__
     written = [json.loads(line) for line in path.read_text().splitlines()]
     assert written == [vars(each) for each in noted(loader)]
     assert [(each["epoch"], each["index"]) for each in written] == [(0, 1), (1, 1), (1, 6)]
-    for bad, where in (({0}, 0), ({11}, 11)):
-        loader = DataLoader(Files(12, frozenset(bad)), 1, errors=Skip(path=tmp_path), num_workers=workers)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", BadSampleFound)
-            iterator, found, told = iter(loader), [], []
-            while (step := len(found) + len(told)) < 13:
-                try:
-                    found.append(values(next(iterator)))
-                except BadSampleFound as raised:
-                    told.append(str(raised))
-            assert next(iterator, None) is None
-        assert found == [[each] for each in range(12) if each != where], step
-        assert len(told) == 2
-        assert "not written" in told[1]
+    loader = DataLoader(Files(12, frozenset({11})), 1, errors=Skip(path=tmp_path), num_workers=workers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BadSampleFound)
+        iterator, found, told = iter(loader), [], []
+        while len(found) + len(told) < 13:
+            try:
+                found.append(values(next(iterator)))
+            except BadSampleFound as raised:
+                told.append(str(raised))
+        assert next(iterator, None) is None
+    assert found == [[each] for each in range(11)]
+    assert len(told) == 2
+    assert "not written" in told[1]
 
 
 @thorough(after=1)

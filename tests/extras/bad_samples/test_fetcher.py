@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset
 
 from fastq_loader.extras.bad_samples.fetcher import TolerantFetcher
 from fastq_loader.extras.bad_samples.policies import Replace, Skip, Tolerance
@@ -177,12 +177,6 @@ def test_a_stop_iteration_is_an_error_of_the_sample_and_never_the_end(kind: Any)
             fetcher(stopping(), errors).fetch([1, 4, 1] if errors == Replace() else [0, 1])
 
 
-def test_an_index_out_of_range_of_a_table_counts() -> None:
-    fetching = fetcher(TensorDataset(torch.arange(5)), Skip())
-    assert fetching.fetch([1, 7, 2]) == [(torch.tensor(1),), (torch.tensor(2),)]
-    assert indices_of(fetching) == [(7, None)]
-
-
 def drain(fetching: Any, size: int = 3) -> list[list[Any]]:
     found = []
     try:
@@ -202,11 +196,9 @@ BAD = OSError("broken")
     ("turns", "drop_last", "expected"),
     [
         ([1, BAD, 2, 3, BAD, BAD, BAD, 4], False, [[1, 2], [3], [4]]),
-        ([1, 2, BAD], False, [[1, 2]]),
         ([1, 2, 3, BAD], False, [[1, 2, 3], []]),
         ([1, BAD, 3, BAD, BAD], True, [[1, 3]]),
         ([BAD, BAD, BAD], False, [[]]),
-        ([], False, []),
     ],
 )
 def test_a_stream_that_goes_on_is_read_to_its_end(turns: Any, drop_last: bool, expected: Any) -> None:
@@ -253,11 +245,9 @@ def test_the_limit_is_a_number_or_a_share_of_at_least_a_thousand() -> None:
     [
         (lambda: Skip(limit=-1), ValueError, "limit=-1.*at least 0"),
         (lambda: Replace(limit=1.5), ValueError, "limit=1.5.*at most 1.0"),
-        (lambda: Skip(limit=float("nan")), ValueError, "limit=nan"),
         (lambda: Skip(limit=True), TypeError, "limit=True.*number of samples"),
         (lambda: Skip(only=[OSError]), TypeError, "only=.*OSError.*or a tuple"),  # type: ignore[arg-type]
         (lambda: Replace(only=KeyboardInterrupt), TypeError, "only=.*KeyboardInterrupt"),  # type: ignore[arg-type]
-        (lambda: Replace(path=3), TypeError, "path=3.*path must be"),  # type: ignore[arg-type]
         (lambda: read_errors("skip"), ValueError, "errors='skip'.*Skip"),
         (lambda: read_errors(Skip), TypeError, "errors=.*Skip"),
         (lambda: read_errors(Replace(), iterable=True), ValueError, "errors=Replace.*use Skip"),
