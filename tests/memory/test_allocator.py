@@ -110,20 +110,6 @@ def test_a_granted_block_is_taken_before_a_new_one(pair: Pair) -> None:
     assert pair.allocator.untouched
 
 
-def test_an_array_that_is_dropped_late_frees_no_block_of_a_later_task(pair: Pair) -> None:
-    """A thread of the dataset may have the last piece of a block that the worker has answered with."""
-    blocks = pair.allocator
-    late = empty((LARGE,))
-    first = blocks.block_at(late.data_ptr())
-    assert first is not None
-    blocks.finish([(first.offset, LARGE * 4)])
-    blocks.begin([(first.offset, first.size)])
-    kept = empty((LARGE,))
-    assert kept.data_ptr() == late.data_ptr()
-    del late
-    assert empty((LARGE,)).data_ptr() != kept.data_ptr()
-
-
 def test_a_shipped_block_is_not_given_out_before_the_answer(pair: Pair) -> None:
     """A thread of the dataset may allocate while the worker answers."""
     batch = [empty((LARGE,))]

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.memory.arena import AVAILABLE, Arena
-from fastq_loader.memory.blocks import PAGE, SMALLEST, size_class
+from fastq_loader.memory.blocks import PAGE, SMALLEST
 from tests.conftest import wait_until
 from tests.support.forking import end_of, fork
 from tests.support.simulated_fork import Fork
@@ -156,24 +156,6 @@ def test_a_lease_that_dies_on_another_thread_while_the_loader_closes_leaves_noth
 
 
 # ---- the file and its mapping -----------------------------------------------------------------------
-
-
-@examples(50)
-@given(st.sampled_from([1, 2, 3, 64]), st.lists(st.integers(1, 1 << 22), min_size=1, max_size=20))
-def test_every_worker_has_its_part_and_the_claims_lie_behind_all_of_them(
-    workers: int, needs: list[int]
-) -> None:
-    with opened(workers) as arena:
-        mapping, last = arena.mapping, 0
-        for worker in range(workers):
-            offset, end = mapping.region(worker)
-            assert offset == last
-            assert offset % PAGE == 0
-            assert end - offset >= 0.99 * mapping.length // workers
-            assert sum(map(size_class, needs)) <= end - offset
-            last = end
-        mapping.claims[0] = 1
-        assert not any(mapping.memory[last - PAGE : last])
 
 
 @contextmanager

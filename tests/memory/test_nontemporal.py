@@ -100,7 +100,11 @@ def one(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[int], torch
 TORCHS_WAY: dict[str, Callable[[int], torch.Tensor]] = {
     "lazily conjugated": conjugated,
     "one longer": lambda index: torch.rand(3, 9000 + index),
+    "one transposed": one(lambda sample: sample.t().contiguous().t()),
     "one negated": one(torch._neg_view),
+    "one of another dtype": one(torch.Tensor.double),
+    "one that requires grad": one(torch.Tensor.requires_grad_),
+    "one without memory": one(lambda sample: sample.to("meta")),
     "one of a subclass": one(lambda sample: sample.as_subclass(Marked)),
     "one of another shape": one(lambda sample: sample.view(9000, 3)),
 }

@@ -19,12 +19,10 @@ import torch
 
 from fastq_loader import DataLoader
 from fastq_loader.errors import UnpicklableError, WorkerTraceback
-from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.packing import pickling
 from fastq_loader.packing.pickling import dump, dump_exception, load, load_exception
 from tests.support.datasets import Opaque, Point, Record, Slotted, assert_same
 from tests.support.late_device import late_device
-from tests.support.pair import LARGE, paired
 from tests.support.thorough import thorough
 
 
@@ -100,46 +98,6 @@ def test_loads_within_each_other_or_on_two_threads_have_their_own_leaves() -> No
 
 
 # ---- storages ---------------------------------------------------------------------------------------
-
-
-def storages(length: int) -> dict[str, Any]:
-    floats, shorts, ints = torch.arange(float(length)), torch.arange(length).short(), torch.arange(3)
-    return {
-        "tensor": floats,
-        "its storage": floats.untyped_storage(),
-        "a part of it": floats[1:3],
-        "again": [floats.untyped_storage()],
-        "alone": shorts.untyped_storage(),
-        "typed": ints.storage(),
-        "legacy": torch.FloatStorage([1.5, 2.5]),
-        "empty": torch.UntypedStorage(0),
-    }
-
-
-def content(storage: torch.UntypedStorage) -> bytes:
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()
-
-
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-@pytest.mark.parametrize("length", [5, LARGE])
-@pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
-def test_storages_arrive_and_share_what_they_shared(length: int) -> None:
-    with paired() as pair:
-        sent = storages(length)
-        arrived = pair.trip(storages(length))
-        assert list(map(type, arrived.values())) == list(map(type, sent.values()))
-        for name in ("its storage", "alone", "empty"):
-            assert content(arrived[name]) == content(sent[name])
-        assert (arrived["typed"].tolist(), arrived["typed"].dtype) == ([0, 1, 2], torch.int64)
-        assert arrived["legacy"].tolist() == [1.5, 2.5]
-        arrived["tensor"][1] = 7
-        assert arrived["a part of it"][0] == 7
-        assert arrived["again"][0].data_ptr() == arrived["its storage"].data_ptr()
-        whole = arrived["its storage"]
-        del arrived
-        assert content(whole)[4:8] == content(torch.tensor([7.0]).untyped_storage())
-        del whole
-        assert pair.idle()
 
 
 class Meta(torch.Tensor):

@@ -38,45 +38,6 @@ def test_a_memfd_is_sealed_and_gives_pages_back(memfd: int) -> None:
             os.ftruncate(memfd, length)
 
 
-def mapped(address: int) -> bool:
-    with open("/proc/self/maps") as maps:
-        spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
-    return any(start <= address < end for start, end in spans)
-
-
-def test_a_file_is_mapped_as_long_as_its_region_lives(memfd: int) -> None:
-    region = calls.MmapRegion(memfd, 4 * mmap.PAGESIZE)
-    os.pwrite(memfd, b"seen", mmap.PAGESIZE + 8)
-    view = calls.view(region.address + mmap.PAGESIZE + 8, 5)
-    assert bytes(view) == b"seen\0"
-    view[4] = 33
-    assert os.pread(memfd, 5, mmap.PAGESIZE + 8) == b"seen!"
-    address = region.address
-    assert mapped(address)
-    del region
-    assert not mapped(address)
-    with pytest.raises(MemoryError, match="no address space for"):
-        calls.MmapRegion(memfd, 1 << 60)
-
-
-def test_parts_of_a_region_are_unmapped_with_or_without_their_pages(memfd: int) -> None:
-    page = mmap.PAGESIZE
-    os.pwrite(memfd, b"x" * 4 * page, 0)
-    region = calls.MmapRegion(memfd, 4 * page)
-    for _ in range(2):
-        region.cut([(2 * page, page), (page, page)])
-        assert region.parts.keys() == {0, page, 2 * page, 3 * page}
-    for _ in range(2):
-        region.unmap(page)
-        region.unmap(2 * page, pages=False)
-    assert [mapped(region.address + at * page) for at in range(4)] == [True, False, False, True]
-    assert [os.pread(memfd, 1, at * page) for at in range(4)] == [b"x", b"\0", b"x", b"x"]
-    last, address = mmap.mmap(-1, page), region.address  # may lie where a part did
-    del region
-    assert not mapped(address)
-    last[0] = 1
-
-
 @pytest.mark.processes
 @sandbox.NEEDED
 def test_a_call_that_a_sandbox_refuses_is_named_or_done_without(memfd: int) -> None:
