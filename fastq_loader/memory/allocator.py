@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastq_loader.memory import nontemporal
+from fastq_loader.memory import forked_children, nontemporal
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import SMALLEST, Extents, FreeRanges, device_aligned, size_class
-from fastq_loader.memory.forked_children import moment, owners, seen_before
 from fastq_loader.system import process_id
 from fastq_loader.system.unpatched import time
 
@@ -53,7 +52,7 @@ class OpenBlock:
     def __init__(self, offset: int, size: int, address: int) -> None:
         self.offset, self.size, self.address = offset, size, address
         self.cut, self.held, self.packed = 0, list[None](), False
-        self.opened = moment()
+        self.opened = forked_children.now
 
 
 class _Hold:
@@ -107,7 +106,7 @@ class Allocator:
         self._lock = threading.RLock()
         self._idle: list[tuple[int, int]] = []  # unused blocks (size, offset), by size
         self._open: dict[int, OpenBlock] = {}  # by offset
-        owners[id(self)] = self
+        forked_children.owners[id(self)] = self
         self._partial: OpenBlock | None = None  # the block for the next result, if it fits
         self._fresh: list[tuple[int, int]] = []  # created here, and unknown to the consumer
 
@@ -222,7 +221,7 @@ class Allocator:
         time. Return the copies by offset of the original. Called after the worker has dropped its own
         references to the batch."""
         with self._lock:
-            copies, seen = {}, seen_before()
+            copies, seen = {}, forked_children.seen_before()
             for offset, need in used:
                 block = self._open[offset]
                 if block.held or block.opened < seen:
@@ -252,7 +251,7 @@ class Allocator:
     def _reclaim(self, packed: bool = True) -> None:
         """Free the blocks that are not referenced, here or in a child that user code has forked; those that
         are `packed`, too, or not."""
-        seen = seen_before() if self._open else 0
+        seen = forked_children.seen_before() if self._open else 0
         for block in list(self._open.values()):
             if not block.held and block.opened >= seen and (packed or not block.packed):
                 del self._open[block.offset]

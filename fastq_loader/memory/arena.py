@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from fastq_loader.memory import forked_children
 from fastq_loader.memory.blocks import PAGE, SMALLEST
-from fastq_loader.memory.forked_children import moment, owners, seen_before
 from fastq_loader.system import calls, process_id
 from fastq_loader.system.torch_names import untraced
 
@@ -133,7 +133,7 @@ class Arena:
         self.released: deque[tuple[int, int]] = deque()
         self.retired = False
         self.leased = 0
-        owners[id(self)] = self
+        forked_children.owners[id(self)] = self
 
     def _map(self, regions: int) -> Mapping:
         length = max(min(calls.arena_room()), _SMALLEST) // PAGE * PAGE
@@ -165,7 +165,7 @@ class Arena:
         if not self.released:
             return []
         released = [self.released.popleft() for _ in range(len(self.released))]
-        seen = seen_before()
+        seen = forked_children.seen_before()
         self.released += [(offset, born) for offset, born in released if born < seen]
         free = [offset for offset, born in released if born >= seen]
         self.leased -= len(free)
@@ -187,14 +187,14 @@ class Arena:
             mapping.unmap_but({offset for offset, _ in held})
             fd, self.fd = self.fd, -1
             os.close(fd)
-            seen_before()  # closes the pipes of workers, which have ended
+            forked_children.seen_before()  # closes the pipes of workers, which have ended
         while self.released:  # children see these, or the user's threads have dropped them meanwhile
             self.unmap(*self.released.popleft())
 
     def unmap(self, offset: int, born: int) -> None:
         """Give a block that was held when the loader closed back to the system, when its lease has died. May
         be called on any thread."""
-        self.mapping.mmap.unmap(offset, pages=born >= seen_before())
+        self.mapping.mmap.unmap(offset, pages=born >= forked_children.seen_before())
 
     def __del__(self) -> None:
         # Retired arenas have closed it; this one's engine was interrupted while it was made.
@@ -215,7 +215,7 @@ class Lease:
         self.__array_interface__ = interface
         self._arena = arena  # keeps the address valid
         self._offset = offset
-        self._born = moment()
+        self._born = forked_children.now
 
     def __del__(self, process: Any = process_id) -> None:
         arena, offset = self._arena, self._offset

@@ -23,7 +23,8 @@ from typing import Any
 from fastq_loader.system import calls
 
 _next = itertools.count(1).__next__  # in one step, whatever thread forks
-_forks = 0
+#: The present moment.
+now = 0
 #: By id, the arenas and allocators of this process; they say whether they have `leased` blocks. The children
 #: that are forked while none has are not tracked.
 owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -48,14 +49,11 @@ class _Child:
 _living: list[_Child] = []
 
 
-def moment() -> int:
-    """Return the present moment, from which on a block is referenced."""
-    return _forks
-
-
 def seen_before() -> int:
     """Return a moment: a living child may see each block that was referenced before it, even if only for a
     time. May be called on any thread."""
+    if not _living:
+        return 0
     _remove_ended()
     return max([child.number for child in _living[:]], default=0)
 
@@ -81,10 +79,10 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_parent() -> None:
-    global _forks
+    global now
     for child in reversed(_living):  # a hook of the user's may fork, too
         if child.thread == threading.get_ident() and child.number == sys.maxsize:
-            child.number = _forks = _next()
+            child.number = now = _next()
             if child.write >= 0:
                 os.close(child.write)  # only the child itself holds it now
             known = [reference() for reference in owners.valuerefs()]  # in one step, whatever threads add

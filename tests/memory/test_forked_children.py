@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.memory import forked_children
-from fastq_loader.memory.forked_children import moment, seen_before
+from fastq_loader.memory.forked_children import seen_before
 from tests.support.simulated_fork import Fork
 from tests.support.thorough import examples
 
@@ -40,7 +40,7 @@ def test_a_block_may_be_seen_by_the_living_children_that_were_forked_later(
     births: list[tuple[int, list[Fork]]] = []  # moment, and the children that were forked later
     for step, which in steps:
         if step == "birth":
-            births.append((moment(), []))
+            births.append((forked_children.now, []))
         elif step == "fork":
             children.append(Fork())
             for _, later in births:
@@ -60,9 +60,9 @@ def test_during_a_fork_everything_may_be_seen() -> None:
     other = threading.Thread(target=lambda: Fork().die())
     other.start()
     other.join()
-    assert moment() < seen_before()
+    assert forked_children.now < seen_before()
     fork.finish()
-    assert moment() >= seen_before()
+    assert forked_children.now >= seen_before()
     fork.die()
 
 
@@ -76,7 +76,7 @@ def test_children_that_are_gone_are_forgotten_at_the_next_fork() -> None:
 
 
 def test_without_descriptors_a_child_counts_for_ever() -> None:
-    born = moment()
+    born = forked_children.now
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
@@ -84,7 +84,7 @@ def test_without_descriptors_a_child_counts_for_ever() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert born < seen_before()
-    assert moment() >= seen_before()
+    assert forked_children.now >= seen_before()
 
 
 @pytest.mark.processes
