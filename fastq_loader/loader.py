@@ -17,9 +17,8 @@ from torch.utils.data import Dataset, Sampler
 
 from fastq_loader import options
 from fastq_loader.device.accelerator import ToDevice
-from fastq_loader.epoch.fields import Position
+from fastq_loader.epoch.fields import Owner, Position
 from fastq_loader.epoch.multiprocess import MultiprocessIterator
-from fastq_loader.epoch.resources import Owner
 from fastq_loader.epoch.resources import of as resources_of
 from fastq_loader.epoch.serial import SerialIterator
 from fastq_loader.reading.error_policy import ErrorPolicy
@@ -273,7 +272,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
             return own
         record, loaded = resources_of(self).place
         if loaded is not None:
-            return loaded.position
+            resumed: Position = loaded.position
+            return resumed
         return Position() if record is None else record.shown_position
 
     @position.setter

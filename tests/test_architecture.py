@@ -79,6 +79,7 @@ ASKED_FOR = {
     "loader": "cached.cached insight insight.auto insight.facts insight.snapshots insight.verdict "
     "recovery.replay tracing.trace",
     "epoch.base": "insight.hints transforms.transforms",
+    "epoch.epoch": "resume.epoch",
 }
 IMPURE = {"zmq", "torch", "numpy", "multiprocessing", "threading", "time", "os", "socket", "select", "mmap"}
 #: Lines of a file, with its docstrings and comments.

@@ -26,7 +26,7 @@ from fastq_loader import options
 from fastq_loader.consumer.outcomes import Ended, Handed, Outcome, Raised
 from fastq_loader.device.page_lock import page_locked
 from fastq_loader.epoch import resources
-from fastq_loader.epoch.record import begin
+from fastq_loader.epoch.epoch import begin
 from fastq_loader.errors import warn_user
 from fastq_loader.ipc.messages import decode_index
 from fastq_loader.options import Loader
@@ -74,7 +74,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._finishes = on_host and (self._pin_memory or self._options.device is not None)  # device="cpu"
         self._restart_sampler()
         self._base_seed = self._record.draw_base_seed(loader.generator)
-        self._num_yielded = self._record.order.progress.delivered
+        self._num_yielded = self._record.progress.delivered
         self.outcome: Outcome | None = None
 
     def __iter__(self) -> LoaderIterator:
@@ -104,7 +104,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             outcome, self.outcome = self.outcome, None
         match outcome:
             case Handed():
-                self._record.order.progress = outcome.progress
+                self._record.progress = outcome.progress
                 self._num_yielded += 1
                 length = self._IterableDataset_len_called
                 iterable = self._dataset_kind == _DatasetKind.Iterable
@@ -114,8 +114,8 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
                     self.outcome = None
                 return outcome.batch
             case Raised():
-                self._record.order.progress = outcome.progress
-            case Ended() if self._record.order.progress.over:
+                self._record.progress = outcome.progress
+            case Ended() if self._record.progress.over:
                 self.outcome = outcome  # an interrupt or a hint may end the calls below
                 self._tell_the_rest()
                 self.outcome = None
@@ -132,13 +132,13 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
     def skip_to(self, batch: int) -> None:
         """Go on at a later batch: draw the indices before it, and load nothing for them. @private"""
-        for _ in islice(self._sampler_iter, batch - self._record.order.progress.delivered):
+        for _ in islice(self._sampler_iter, batch - self._record.progress.delivered):
             continue
-        self._record.order.progress = Progress(batch)
+        self._record.progress = Progress(batch)
 
     def record_skipped(self, progress: Progress) -> None:
         """Record the progress after a batch that was left out. @private"""
-        self._record.order.progress = progress
+        self._record.progress = progress
 
     def poll(self) -> None:
         """Begin the copies of batches that have become ready since the last `next()`, without waiting. Use it
@@ -177,7 +177,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             self._log = mine.counters.begin_epoch(*times, loader._auto_collation)
             self._begin_record(loader, mine, same_readers=True)
         self._restart_sampler()
-        self._num_yielded = self._record.order.progress.delivered
+        self._num_yielded = self._record.progress.delivered
         self._IterableDataset_len_called = loader._IterableDataset_len_called
         self._share_seed(loader)
 
@@ -195,22 +195,13 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     def _epoch_has_begun(self, loader: Loader, mine: resources.Resources) -> None:
         """Make the epoch's record the loader's newest, and drop the loaded state. Not called if the epoch
         could not begin, so the loaded state is then still there."""
-        order = self._record.order
-        order.note_drawn()
-        if loader.num_workers or loader.pin_memory or order.traits.wants_epochs:  # else no hint can come
+        self._record.has_begun()
+        if loader.num_workers or loader.pin_memory or self._record.info.wants_epochs:  # else no hint can come
             from fastq_loader.extras.insight.hints import Hints
 
             self._hints = Hints(loader, mine.begun, self._record, self._log)
         mine.place = self._record, None
         mine.begun.append(self._record)
-        resume = self._record.resume if self._dataset_kind == _DatasetKind.Iterable else ()
-        if replayed := sum(count for count, state in resume if "position" not in (state or {})):
-            warn_user(
-                f"Neither the dataset nor its iterator has state_dict and load_state_dict, so "
-                f"{replayed} batches that were handed out before are read again, which takes as "
-                "long as it took before. Give the dataset both methods to go on at once.",
-                UserWarning,
-            )
 
     def _share_seed(self, loader: Loader) -> None:
         if self._record.saved is not None:
@@ -226,11 +217,11 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
     @property
     def _sampler_iter(self) -> Iterator[Any]:
-        return map(decode_index, self._record.order)
+        return map(decode_index, self._record)
 
     @_sampler_iter.setter
     def _sampler_iter(self, indices: Iterator[Any]) -> None:
-        self._record.order.source = indices
+        self._record.source = indices
 
     def _next_index(self) -> Any:
         return next(self._sampler_iter)

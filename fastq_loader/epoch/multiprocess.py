@@ -47,8 +47,8 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             raise AssertionError("num_workers must be greater than 0 for MultiProcessingDataLoaderIter")
         if self._prefetch_factor <= 0:
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
-        saves = isinstance(loader, resources.Resumable)
-        plan = options.plan(loader, mine.session is not None, saves, mine.grace, mine.kept)
+        for_device, saves = mine.session is not None, self._record.saves
+        plan = options.plan(loader, for_device, saves, mine.grace, mine.kept)
         self.engine = Engine(plan, self._record.pool_seed, self._shared_seed, mine.counters, mine.session)
         mine.engines.add(self.engine)
         shared_seed = self._shared_seed
@@ -80,7 +80,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         record.start.lives_on = self._persistent_workers and not self._options.is_dynamic
         base_seed = record.start.base_seed if self._options.is_dynamic else None
         seeds = shared_seed, base_seed, record.start.base_seed
-        start = PoolEpoch(record.order, *seeds, log, record.order.progress, record.resume, record.bad_samples)
+        start = PoolEpoch(record, *seeds, log, record.progress, record.resume, record.bad_samples)
         self._epoch = self.engine.start_epoch(start)
         self._epoch_has_begun(loader, resources.of(loader))
         log.record(ITER, time.monotonic_ns())
@@ -93,7 +93,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         return successor
 
     def _restart_sampler(self) -> None:
-        self._record.order.begin(self._record.saved, packed=True)
+        self._record.begin(packed=True)
 
     def _advance(self) -> None:
         if self._session is not None:
@@ -116,7 +116,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
     def _end(self) -> None:
         """The epoch is over, or a worker's failure has ended it."""
         self._exhausted = True
-        if not (self.engine.gate.end == FAILED or self._record.order.progress.over):
+        if not (self.engine.gate.end == FAILED or self._record.progress.over):
             self._record.end(self.engine.end_states())
         if not self._persistent_workers:
             self.engine.close("it was exhausted")

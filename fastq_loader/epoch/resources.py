@@ -11,18 +11,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from fastq_loader.consumer.engine import Engine
 from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.device.staging import DeviceSession, SerialStaging
-from fastq_loader.epoch.fields import Saved
+from fastq_loader.epoch.epoch import Epoch
 from fastq_loader.errors import IteratorInvalid, LoaderHint
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.workers import stopping
-
-if TYPE_CHECKING:
-    from fastq_loader.epoch.record import EpochRecord
 
 #: Epochs whose batches `replay` can load again.
 _REMEMBERED = 16
@@ -52,29 +49,29 @@ class Resources:
         kept: objects that its next pools reuse, see `Plan`.
     """
 
-    def __init__(self, owner: object | None = None, saved: Saved | None = None) -> None:
+    def __init__(self, owner: object | None = None, saved: Any = None) -> None:
         self.owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
         self.counters = Counters()
         self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self.torchs: weakref.WeakSet[Any] = weakref.WeakSet()
         self.session: DeviceSession | None = None
         self.idle: list[SerialStaging] = []
-        self.place: tuple[EpochRecord | None, Saved | None] = None, saved
+        self.place: tuple[Epoch | None, Any] = None, saved
         self.lock, self.beginning = threading.RLock(), False
         self.hinted: set[type[LoaderHint]] = set()
         self.chooser: Any = None
         self.bad_samples: Any = None
         self.grace = 0.0
         self.kept: dict[str, Any] = {}
-        self.begun: deque[EpochRecord] = deque(maxlen=_REMEMBERED)
+        self.begun: deque[Epoch] = deque(maxlen=_REMEMBERED)
 
     @property
-    def record(self) -> EpochRecord | None:
+    def record(self) -> Epoch | None:
         """The newest epoch."""
         return self.place[0]
 
     @property
-    def saved(self) -> Saved | None:
+    def saved(self) -> Any:
         """The state that the next epoch resumes from."""
         return self.place[1]
 
@@ -109,18 +106,6 @@ class Resources:
         self.close_engines(reason)
         while self.idle:
             self.idle.pop().close()
-
-
-class Owner:
-    """Base class of our `DataLoader`: loaders that have resources."""
-
-    __slots__ = ()
-
-
-class Resumable(Owner):
-    """Base class of `StatefulDataLoader`: loaders whose epochs can be saved."""
-
-    __slots__ = ()
 
 
 def of(loader: Any) -> Resources:

@@ -6,8 +6,6 @@ follow the same rules as with workers.
 
 from __future__ import annotations
 
-import contextlib
-import pickle
 import threading
 from typing import Any
 
@@ -22,8 +20,8 @@ from fastq_loader.errors import IteratorInvalid
 from fastq_loader.options import Loader
 from fastq_loader.reading import datapipes, generators
 from fastq_loader.reading.fetch import EndOfStream, LeftOut
-from fastq_loader.reading.reader import HandedOutBefore, Reader
-from fastq_loader.scheduling.progress import UNKNOWN, Progress, WorkerProgress
+from fastq_loader.reading.reader import Reader
+from fastq_loader.scheduling.progress import Progress
 from fastq_loader.statistics.records import CUT, GIVEN, ITER, NOTHING
 from fastq_loader.system.torch_names import untraced
 from fastq_loader.system.unpatched import time
@@ -53,7 +51,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._lock = threading.RLock()  # threads may share the iterator
         self._busy = False  # in the middle of a step that cannot be repeated
         rules = vars(options.rules(loader))
-        saves = "dataset" if isinstance(loader, resources.Resumable) else ""
+        saves = "dataset" if self._record.saves else ""
         self._reader = Reader(self._dataset, self._collate_fn, options.fetchers(loader), rules, saves=saves)
         with generators.restored() if self._dynamic else generators.UNTOUCHED:
             self._begin_reading()
@@ -66,34 +64,12 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         delivered, state = record.resume[0] if record.resume else (0, None)
         if state is not None:
             state.pop("seed", None)  # the generators of this process are the user's
-        if self._dataset_kind == _DatasetKind.Iterable and not self._dynamic and record.saved is None:
-            self._record.order.note_shared()  # reading draws from them, and again when it is repeated
+        if record.info.iterable and not self._dynamic and record.saved is None:
+            record.note_shared()  # reading draws from them, and again when it is repeated
         reader.sample_seed = record.start.base_seed
         reader.begin(record.start.epoch, self._base_seed if self._dynamic else None, delivered, state)
         self._dataset_fetcher = reader.fetcher
-        if reader.to_pass:
-            index = next(iter(self._index_sampler))  # any index will do
-            with self._record.order.as_at_start():
-                for number in range(reader.to_pass):
-                    with contextlib.suppress(HandedOutBefore, EndOfStream):
-                        reader.load(number, index)
-        progress = record.order.progress
-        if progress.workers and not progress.delivered:
-            self._note_place(progress)
-
-    def _note_place(self, progress: Progress) -> None:
-        """Record the dataset's position before the first batch. A stream that was read in an earlier epoch
-        may report its old end until it is read again; then the previous record is left as it is."""
-        said = self._reader.state_bytes()
-        known, now = (
-            pickle.loads(state).get("position", {}) if state else {}
-            for state in (progress.workers[0].state, said)
-        )
-        if self._dataset_kind == _DatasetKind.Iterable and "iterator" not in now:
-            broken_off = progress.workers[0].state == UNKNOWN
-            if broken_off or pickle.dumps(known.get("dataset")) == pickle.dumps(now.get("dataset")):
-                return
-        self._record.order.progress = progress._replace(workers=(WorkerProgress(0, said),))
+        record.pass_delivered(reader)
 
     def __del__(self) -> None:
         staging = getattr(self, "_staging", None)
@@ -101,7 +77,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             self._idle.append(staging)
 
     def _restart_sampler(self) -> None:
-        self._record.order.begin(self._record.saved)
+        self._record.begin()
 
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)
@@ -124,7 +100,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             drawn = self._due
             if drawn is not None:  # else the sampler has ended, or failed
                 self._load_drawn()
-            if self._record.order.progress.over:
+            if self._record.progress.over:
                 log.end(time.monotonic_ns(), time.process_time_ns())
             elif self.outcome is not None:  # else the batch was left out
                 index, error = drawn and drawn[1], getattr(self.outcome, "error", None)
@@ -147,7 +123,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             if too_many is not None:
                 outcome = self._raised(too_many, *drawn)
             elif batch is _LEFT_OUT:
-                self._record.order.progress = self._progress_after(drawn[0])  # the last call
+                self._record.progress = self._progress_after(drawn[0])  # the last call
             else:
                 if self._staging is not None:
                     batch = self._stage(self._staging, batch)
@@ -177,16 +153,16 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     def _draw(self) -> None:
         """Store the number and index of the next batch in `_due`, or the sampler's error in `outcome`."""
         self._busy = True
-        order, began = self._record.order, time.monotonic_ns()
+        order, began = self._record, time.monotonic_ns()
         try:
             index = next(order)
         except StopIteration as stop:
             self.outcome = Ended(stop)
             self._record.end({})
         except Exception as error:
-            self.outcome = self._raised(error, order.position - 1)  # an error takes a position, too
+            self.outcome = self._raised(error, order.drawn - 1)  # an error takes a position, too
         else:
-            self._due = (order.position - 1, index)
+            self._due = (order.drawn - 1, index)
         self._busy = False
         self._log.drew_until = now = time.monotonic_ns()
         self._log.drew += now - began
@@ -197,7 +173,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
 
     def _progress_after(self, number: int) -> Progress:
         """The progress of the epoch after a batch, or after the error in its place."""
-        progress = self._record.order.progress
+        progress = self._record.progress
         if not progress.workers:
             return progress.after(number)
         iterable = self._dataset_kind == _DatasetKind.Iterable

@@ -226,7 +226,7 @@ def test_a_job_that_is_told_to_end_saves_and_leaves(tmp_path: Path) -> None:
 
     def start(train: Callable[[Any], None]) -> None:
         names = {"torch": torch, "fastq_loader": fastq_loader, "os": os, "sys": sys, "train": train}
-        with DataLoader(Images(24), 4, num_workers=1) as loader:
+        with StatefulDataLoader(Images(24), 4, num_workers=1) as loader:
             run(PREEMPTION, loader=loader, model=model, path=tmp_path / "saved", epochs=1, **names)
 
     with pytest.raises(SystemExit):

@@ -18,6 +18,7 @@ from accelerate import data_loader
 
 from fastq_loader import options
 from fastq_loader.epoch import resources
+from fastq_loader.epoch.fields import Resumable
 from fastq_loader.extras.frameworks.installing import assert_active, places_of, put
 from fastq_loader.extras.prefetcher.prefetcher import Prefetcher
 from fastq_loader.loader import DataLoader
@@ -85,7 +86,7 @@ def _keeping(function: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(inner, DataLoader):
             return function(dataloader, *args, **options)
         stateful = options.pop("use_stateful_dataloader", False)
-        if stateful and not isinstance(inner, resources.Resumable):
+        if stateful and not isinstance(inner, Resumable):
             raise TypeError(
                 f"use_stateful_dataloader=True needs a fastq_loader.StatefulDataLoader, and this is a "
                 f"{type(inner).__name__}"

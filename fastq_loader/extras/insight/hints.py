@@ -38,7 +38,7 @@ from fastq_loader.statistics.counters import FIRST_BATCHES
 from fastq_loader.workers.kinds import Auto
 
 if TYPE_CHECKING:
-    from fastq_loader.epoch.record import EpochRecord
+    from fastq_loader.epoch.epoch import Epoch
     from fastq_loader.options import Loader
     from fastq_loader.statistics.counters import EpochLog
 
@@ -78,20 +78,18 @@ class Hints:
         due: number of batches after which `look` must be called.
     """
 
-    def __init__(
-        self, loader: Loader, begun: Iterable[EpochRecord], record: EpochRecord, log: EpochLog
-    ) -> None:
+    def __init__(self, loader: Loader, begun: Iterable[Epoch], record: Epoch, log: EpochLog) -> None:
         self._resources = resources.of(loader)
         self._dataset, self._workers = type(loader.dataset).__name__, loader.num_workers
         self._log = log
-        self._order = record.order
+        self._order = record
         kinds: set[type[LoaderHint]] = set()
         self._same = [
             other.start.epoch
             for other in begun
-            if record.order.traits.wants_epochs
+            if record.info.wants_epochs
             and other.start.epochs == record.start.epochs
-            and other.order.progress.delivered >= _LEAST_SHUFFLED
+            and other.progress.delivered >= _LEAST_SHUFFLED
             and record.saved is other.saved is None
         ]
         if self._same:
@@ -129,7 +127,7 @@ class Hints:
     def _same_order(self) -> str | None:
         order = self._order
         return (
-            f"{order.traits.wants_epochs} gives the same order in epochs {self._same[-1]} and "
+            f"{order.info.wants_epochs} gives the same order in epochs {self._same[-1]} and "
             f"{order.start.epoch}: call its set_epoch(epoch) before each epoch"
         )
 

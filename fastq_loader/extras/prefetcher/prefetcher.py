@@ -22,6 +22,7 @@ from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.device.copies import Copy
 from fastq_loader.device.staging import CapturedCall, DeviceSession
 from fastq_loader.epoch import resources
+from fastq_loader.epoch.fields import Owner
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.extras.prefetcher.staging import AheadStaging
 from fastq_loader.extras.resume.state import state_of
@@ -83,7 +84,7 @@ class Prefetcher:
             if device.transform is not None:
                 raise ValueError(f"transform={transform!r} and {device!r} are two transforms: give one")
             device = replace(device, transform=transform)
-        own = options.of(loader).device if isinstance(loader, resources.Owner) else None
+        own = options.of(loader).device if isinstance(loader, Owner) else None
         if own is not None and own.target is not None:
             raise ValueError(
                 f"loader has device={own.device!r}, and prefetches itself: iterate it as it is, or make it "
@@ -106,7 +107,7 @@ class Prefetcher:
         batches = iter(self.loader)  # starts workers, which inherit nothing of a device not yet initialised
         if self._session is not None and self._staging is None:
             self._staging = AheadStaging(self._session)
-        own = resources.of(self.loader).record if isinstance(self.loader, resources.Owner) else None
+        own = resources.of(self.loader).record if isinstance(self.loader, Owner) else None
         self._epoch = _PrefetchIterator(
             batches, self._options, self._staging, self.loader, own or self._record
         )
@@ -254,7 +255,7 @@ class _PrefetchIterator(Iterator[Any]):
             if not hasattr(loader, "state_dict"):
                 return dict, record.position
             return partial(_again, CapturedCall(partial(state_of, loader), record)), record.position
-        if isinstance(loader, resources.Owner) or not hasattr(loader, "state_dict"):  # ours, without a record
+        if isinstance(loader, Owner) or not hasattr(loader, "state_dict"):  # ours, without a record
             return None
         return partial(_again, CapturedCall(loader.state_dict)), getattr(loader, "position", None)
 

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from fastq_loader.epoch import resources
+from fastq_loader.epoch.fields import Resumable
 
 #: The signals that clusters send; not every system has both.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -60,7 +61,7 @@ class preemption:
         self.signal: int | None = None
         self._loaders = [getattr(loader, "loader", loader) for loader in loaders]
         for loader in self._loaders:
-            if not isinstance(loader, resources.Resumable):
+            if not isinstance(loader, Resumable):
                 raise TypeError(
                     f"preemption({loader!r:.80}): it has no state_dict() to be saved with; make the loader a "
                     "fastq_loader.StatefulDataLoader"

@@ -12,12 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from fastq_loader import options
-from fastq_loader.epoch import resources, samplers
-from fastq_loader.epoch.fields import EpochSnapshot, Saved
-from fastq_loader.epoch.record import EpochRecord
+from fastq_loader.epoch import resources
+from fastq_loader.epoch.epoch import Epoch
+from fastq_loader.epoch.fields import Resumable
 from fastq_loader.errors import is_int, warn_user
 from fastq_loader.extras.bad_samples.policies import Tolerance
-from fastq_loader.extras.resume import saved
+from fastq_loader.extras.resume import samplers, saved
+from fastq_loader.extras.resume.fields import EpochSnapshot, Saved
 from fastq_loader.reading import generators
 from fastq_loader.scheduling.progress import Progress
 
@@ -31,7 +32,7 @@ def replay(loader: Any, batch: int, epoch: int | None, state: Mapping[str, Any] 
         raise TypeError("replay() needs a map-style dataset: an iterable one is read from its beginning")
     if not is_int(batch) or batch < 0:
         raise ValueError(f"batch={batch!r} must be the number of a batch, 0 or more")
-    if not (state is None or isinstance(loader, resources.Resumable)):
+    if not (state is None or isinstance(loader, Resumable)):
         raise TypeError(f"replay(state=) needs a StatefulDataLoader, and this is a {type(loader).__name__}")
     again = _alone(loader)
     begun = _remembered(loader, epoch) if state is None else _of_state(state, again, epoch)
@@ -76,21 +77,20 @@ def _alone(loader: Any) -> Any:
 
 def _remembered(loader: Any, epoch: int | None) -> Saved:
     """The start of one of the last epochs, as a state saved before its first batch."""
-    records: dict[int, EpochRecord] = {record.start.epoch: record for record in resources.of(loader).begun}
+    records: dict[int, Epoch] = {record.start.epoch: record for record in resources.of(loader).begun}
     record = records.get(max(records, default=0) if epoch is None else epoch)
     if record is None:
         raise ValueError(
             f"epoch={epoch!r} is not one of the epochs that this loader remembers "
             f"({', '.join(map(str, records))}): pass a state= that was saved in it"
         )
-    if record.order.traits.asked is not None:
+    if samplers.asked_sampler(record.info.sampler) is not None:
         raise ValueError(
             "the sampler has state_dict(): use a StatefulDataLoader, and pass a state= that it saved before "
             "the batch"
         )
-    drawn, exhausted, _, digest = record.order.drawn
     start = replace(record.start, shared_seed=None)
-    return Saved({}, start, EpochSnapshot(drawn=drawn, exhausted=exhausted, digest=digest))
+    return Saved({}, start, EpochSnapshot(drawn=record.drawn, exhausted=record.ended, digest=record.digest))
 
 
 def _of_state(state: Mapping[str, Any], again: Any, epoch: int | None) -> Saved:

@@ -12,9 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from fastq_loader import options
-from fastq_loader.epoch import samplers
-from fastq_loader.epoch.fields import EpochSnapshot, EpochStart, Saved
+from fastq_loader.epoch.fields import EpochStart
+from fastq_loader.epoch.samplers import epochs as epochs_of
+from fastq_loader.epoch.samplers import own_generators
 from fastq_loader.errors import checked_names, is_int
+from fastq_loader.extras.resume import samplers
+from fastq_loader.extras.resume.fields import EpochSnapshot, Saved
 from fastq_loader.extras.resume.state import LIBRARY, VERSION, describe, unpack
 from fastq_loader.extras.resume.text import fits
 from fastq_loader.options import Loader
@@ -57,7 +60,7 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
     _compare(fields, described, ignored)
     delivered = _delivered(fields, now)
     finished = start.resumes and fields["_iterator_finished"]  # Accelerate sets it with the last batch
-    own = samplers.own_generators(loader._index_sampler, loader.generator, loader.dataset)
+    own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
     _fit(now.generators, own)
     progress = Progress(workers=() if finished else _workers(fields, start, now, loader, ignored))
     place = _place(fields, loader)
@@ -72,7 +75,7 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
         _fit(start.states, own)
         _fit(start.first, own)
         progress = Progress(delivered, frozenset(now.beyond), progress.workers)
-    return Saved(state, start, now, progress, place, tuple(fields.get("_sampler_ahead", ())))
+    return Saved(state, start, now, progress, place)
 
 
 def _delivered(fields: Fields, now: EpochSnapshot) -> int:
@@ -201,7 +204,7 @@ def take(loaded: Saved, loader: Loader) -> None:
     """
     sampler = loader._index_sampler
     dataset: Any = loader.dataset
-    own = samplers.own_generators(sampler, loader.generator, dataset)
+    own = own_generators(sampler, loader.generator, dataset)
     resumes, states, epochs = loaded.start.resumes, loaded.now.generators, loaded.start.epochs
     if not resumes and "dataset" in loaded.place:
         with generators.restored({**generators.GLOBAL, **own}, states):
@@ -210,7 +213,7 @@ def take(loaded: Saved, loader: Loader) -> None:
         dataset.load_state_dict(copy.deepcopy(loaded.state[_DATASET]))
     generators.set_states(own, states)
     if not resumes:  # an epoch begins, whose number the user may have set already
-        now = samplers.epochs(sampler)
+        now = epochs_of(sampler)
         epochs = {depth: max(epoch, now.get(depth, 0)) for depth, epoch in epochs.items()}
     samplers.set_epochs(sampler, epochs)
 

@@ -18,20 +18,20 @@ from typing import Any, TypeVar
 from zlib import crc32
 
 from fastq_loader import options
-from fastq_loader.epoch import resources, samplers
-from fastq_loader.epoch.fields import EpochSnapshot, EpochStart, Position
-from fastq_loader.epoch.record import EpochRecord
-from fastq_loader.extras.resume import text
+from fastq_loader.epoch import resources
+from fastq_loader.epoch.fields import EpochStart, Position
+from fastq_loader.epoch.samplers import epochs, own_generators
+from fastq_loader.extras.resume import samplers, text
+from fastq_loader.extras.resume.fields import EpochSnapshot
 from fastq_loader.options import Loader
 from fastq_loader.reading import generators, position
 from fastq_loader.scheduling.progress import START, Progress
 
 T = TypeVar("T")
 
-#: The rules that a state was made by. Since 4 these are `extras.samplers.samplers.mixed` and the paths of
-#: `reading.generators.find`: an earlier state would continue with another order of a large seed, or without
-#: the states of some generators.
-VERSION = 4
+#: The rules that a state was made by. Since 5 the state of a sampler is that before its first index that was
+#: not delivered.
+VERSION = 5
 LIBRARY = "fastq_loader"
 
 
@@ -123,45 +123,48 @@ def begun(loader: Loader, begin: Callable[[], T]) -> T:
             mine.beginning = False
 
 
-def state_of(loader: Loader, record: EpochRecord | None) -> dict[str, Any]:
+def state_of(loader: Loader, record: Any) -> dict[str, Any]:
     """Return the state of a loader, as a new dict. `record`: of its newest epoch; None before the first."""
-    if record is None or record.order.progress.over:
+    if record is None or record.progress.over:
         return _between_epochs(loader, record)
-    order = record.order
-    progress, drawn, first, place, ahead = order.snapshot()
+    # The states from which the first index will be drawn, unless it was.
+    first = record.first_states or record.shared_now()
+    progress, draws = record.snapshot()
+    assert not isinstance(draws.place, Exception)
     # This may be called after every step, and must cost next to nothing: the constant part is cached.
     constant = record.constant
     if constant is None:
-        start = record.start if drawn[0] else replace(record.start, first=first)
-        constant = {**_described(loader), **order.traits.compared}, text.dump(vars(start))
-        record.constant = constant if drawn[0] else None
+        start = record.start if draws.drawn else replace(record.start, first=record.start.first or first)
+        constant = {**_described(loader), **record.compared}, text.dump(vars(start))
+        record.constant = constant if draws.drawn else None
+    drawn = min(draws.drawn, 1) if options.is_iterable(loader) else draws.drawn
     now = EpochSnapshot(
-        generators=drawn[2],
+        generators=draws.states,
         beyond=tuple(sorted(progress.beyond)),
         # Whether an iterable dataset's epoch has begun to draw, and not how far its workers were ahead.
-        drawn=max(min(drawn[0], 1) if options.is_iterable(loader) else drawn[0], progress.head),
-        exhausted=drawn[1],
-        digest=drawn[3],
+        drawn=max(drawn, progress.head),
+        exhausted=draws.exhausted,
+        digest=draws.digest,
         part=samplers.part_of_data(loader._index_sampler),
     )
     workers = [_worker(*worker) for worker in progress.workers]
-    return {**_whole(constant, progress, now, workers, record), **_said(place), "_sampler_ahead": ahead}
+    return {**_whole(constant, progress, now, workers, record), **_said(draws.place)}
 
 
-def _between_epochs(loader: Loader, record: EpochRecord | None) -> dict[str, Any]:
+def _between_epochs(loader: Loader, record: Any) -> dict[str, Any]:
     """The state of a loader whose newest epoch is over, or that had none."""
     sampler = loader._index_sampler
     if record is None:
-        own = samplers.own_generators(sampler, loader.generator, loader.dataset)
+        own = own_generators(sampler, loader.generator, loader.dataset)
         states, workers, progress = generators.states_of(own), list[Any](), START
         before, at = EpochStart(), Position()
     else:
-        states, progress = record.order.drawn_now()[2], record.order.progress
+        states, progress = generators.states_of(record.info.own), record.progress
         workers = [_worker(*worker) for worker in progress.workers if record.persistent]
         before, at = record.start, record.position
     start = EpochStart(
         *(at.epoch, at.batches, False, before.base_seed, before.shared_seed, before.lives_on),
-        epochs=samplers.epochs(sampler),
+        epochs=epochs(sampler),
     )
     constant = _described(loader), text.dump(vars(start))
     asked = samplers.stateful_sampler(sampler)
@@ -174,7 +177,7 @@ def _whole(
     progress: Progress,
     now: EpochSnapshot,
     workers: list[Any],
-    record: EpochRecord | None,
+    record: Any,
 ) -> dict[str, Any]:
     fields, start = constant
     bad = {} if record is None or record.bad_samples is None else record.bad_samples.state()

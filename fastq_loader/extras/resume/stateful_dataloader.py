@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from fastq_loader import options
-from fastq_loader.epoch.resources import Resumable
+from fastq_loader.epoch.fields import Resumable
 from fastq_loader.epoch.resources import of as resources_of
 from fastq_loader.extras.resume import saved, state
 from fastq_loader.loader import DataLoader, T_co

@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import DistributedSampler
 
 from fastq_loader import PermutationSampler, StatefulDataLoader
-from fastq_loader.epoch.samplers import compared
+from fastq_loader.extras.resume.samplers import compared
 from tests.support.samplers import Users
 
 N = 11

@@ -43,10 +43,10 @@ def cut(of: dict[str, Any]) -> dict[str, Any]:
 DAMAGED: dict[str, tuple[Callable[[], Any], str]] = {
     "no dict": (lambda: [state()], "the state is a list"),
     "foreign": (lambda: {"model": 1}, "'library'.*its keys are 'model'"),
-    "of a later version": (changed("version", to=5), "field 'version' is 5, and this release reads 4"),
+    "of a later version": (changed("version", to=6), "field 'version' is 6, and this release reads 5"),
     "by the earlier rule": (
-        changed("version", to=3),
-        "field 'version' is 3, .*reads 4: .*by another rule. Finish",
+        changed("version", to=4),
+        "field 'version' is 4, .*reads 5: .*by another rule. Finish",
     ),
     "a version that is none": (changed("version", to=True), "field 'version' is True"),
     "without a field": (changed("seed", drop=True), "field 'seed' is missing"),

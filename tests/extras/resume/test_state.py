@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,9 +13,6 @@ import torch
 from torch.utils.data import Sampler
 
 from fastq_loader import PermutationSampler, StatefulDataLoader
-from fastq_loader.epoch.fields import EpochStart, Saved
-from fastq_loader.epoch.record import EpochRecord, begin
-from fastq_loader.scheduling.progress import WorkerProgress
 from tests.support.datasets import MapDataset, Stream
 from tests.support.samplers import Says
 
@@ -62,8 +58,7 @@ def test_each_state_is_a_dict_of_its_own() -> None:
     loader = StatefulDataLoader(MapDataset("tensors", 20), 4, **given)
     state = stopped(loader, 2)
     kept = json.dumps(state)
-    assert len(state["_sampler_ahead"]) == 3
-    for part in [state["_index_sampler_state"], *state["_sampler_ahead"], state["workers"], state]:
+    for part in [state["_index_sampler_state"], state["workers"], state]:
         part.clear()
     assert json.dumps(loader.state_dict()) == kept
     loader.close()
@@ -124,12 +119,3 @@ def test_a_state_from_the_middle_of_the_first_draw_begins_with_that_draw() -> No
     other.load_state_dict(state)
     torch.set_rng_state(of_torch)
     assert list(other) == batches
-
-
-def resumed(of: StatefulDataLoader[Any], **fields: Any) -> EpochRecord:
-    """An epoch that goes on from a state with these fields."""
-    return begin(of, of._index_sampler, None, Saved({}, EpochStart(2, 20, True, 7), **fields))
-
-
-def worker(delivered: int, **state: Any) -> WorkerProgress:
-    return WorkerProgress(delivered, pickle.dumps(state) if state else b"")

@@ -1,0 +1,251 @@
+"""One epoch of a loader: the order of its indices, its start and its progress.
+
+Runs in the consumer, on the thread that calls `iter()` and `next()`. References neither an iterator nor
+workers. What `replay` needs is recorded: the states of generators right before the sampler drew from them,
+and the number and a digest of the draws. `extras.resume.epoch` records what a state needs besides, for
+loaders that have a state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import marshal
+import struct
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeVar
+from zlib import crc32
+
+import torch
+
+from fastq_loader.epoch.fields import EpochStart, Position, Resumable
+from fastq_loader.epoch.samplers import SamplerInfo
+from fastq_loader.options import Loader
+from fastq_loader.reading import generators, sampling
+from fastq_loader.reading.reader import Reader
+from fastq_loader.scheduling.progress import START, Progress
+
+T = TypeVar("T")
+#: Indices that are digested at each end of a batch.
+_ENDS = 8
+
+
+class Epoch(Iterator[Any]):
+    """One epoch of a loader, and the iterator over its indices.
+
+    Created when the epoch begins, before anything is drawn for it.
+
+    Args:
+        info: facts about the samplers.
+        start: the beginning of the epoch; states of generators are recorded in it.
+        progress: progress of the epoch, from which it continues.
+
+    Attributes:
+        info, start: the arguments.
+        progress: progress of the epoch; the iterator sets it after each delivery.
+        source: yields indices, or `Indices` in place of a list of int. May be replaced in the middle of an
+            epoch, through an iterator's `_sampler_iter`.
+        drawn: number of indices drawn, including errors in their places.
+        ended: whether the sampler has ended.
+        digest: number and `digested` of the indices drawn, or of the permutations of a shuffle; None where
+            the samplers' attributes determine the order.
+        first_states: states that the shared generators have for the draw of the first index, if a saved state
+            fixes them.
+        bad_samples: judges them; None where they are not tolerated.
+        shown: of an epoch that a `Prefetcher` reads ahead: a function that returns the state after the
+            batches which that delivered, and the position there.
+        saves: whether a state of it can be saved.
+        saved: the state from which it was resumed, or None.
+        resume: for each reader (worker): the number of its delivered batches, and its state.
+        continues_workers: it follows a saved epoch whose workers would have served this one, too.
+    """
+
+    saves = continues_workers = False
+    saved: Any = None
+
+    def __init__(self, info: SamplerInfo, start: EpochStart, progress: Progress = START) -> None:
+        self.info, self.start, self.progress = info, start, progress
+        self.source: Iterator[Any] = iter(())
+        self.drawn, self.ended = progress.head, False
+        self.digest: tuple[int, int] | None = None
+        self.first_states: dict[str, Any] = {}
+        self.bad_samples: Any = None
+        self.shown: tuple[Callable[[], dict[str, Any]], Position] | None = None
+        self._is_first = True  # nothing was drawn
+        self._note: Callable[[Any], None] | None = None
+
+    @property
+    def position(self) -> Position:
+        """The loader's position in this epoch."""
+        progress, epoch = self.progress, self.start.epoch
+        batches = self.start.batches + progress.delivered
+        return (
+            Position(epoch + 1, 0, batches) if progress.over else Position(epoch, progress.delivered, batches)
+        )
+
+    @property
+    def shown_position(self) -> Position:
+        """Position visible to the user, which lags behind if a `Prefetcher` reads ahead."""
+        return self.position if self.shown is None else self.shown[1]
+
+    # ---- used by an iterator ------------------------------------------------------------------
+
+    def draw_base_seed(self, generator: torch.Generator | None) -> int:
+        """Draw the seed of the iteration."""
+        self.start.base_seed = generators.draw_base_seed(generator)
+        return self.start.base_seed
+
+    def follow_base_seed(self, seed: int) -> int:
+        """Derive the seed of an epoch for which torch draws none, because its workers live on, from the seed
+        of the previous epoch."""
+        self.start.base_seed = mixed(seed, self.start.epoch)
+        return self.start.base_seed
+
+    @property
+    def pool_seed(self) -> int:
+        """The base seed of new workers."""
+        return self.start.base_seed
+
+    @property
+    def resume(self) -> list[tuple[int, dict[str, Any] | None]]:
+        return []
+
+    def end(self, said: Mapping[int, bytes]) -> None:
+        """Record that the epoch is over; see `Progress.at_end`."""
+        self.progress = self.progress.at_end(said)
+
+    def has_begun(self) -> None:
+        """Called when the epoch has begun, and its first indices were drawn."""
+
+    def note_shared(self) -> None:
+        """Called before an iterable dataset is read on this thread, which draws from shared generators."""
+
+    def pass_delivered(self, reader: Reader) -> None:
+        """Called without workers, before the first batch is loaded."""
+
+    # ---- the order ----------------------------------------------------------------------------
+
+    def begin(self, packed: bool = False) -> None:
+        """Begin the order. With workers, this is called twice, because torch iterates the sampler twice.
+
+        Args:
+            packed: see `sampling.iterate_from`.
+        """
+        if self.info.still:  # torch's samplers draw nothing before their first index
+            self.iterate(0, packed)
+        else:
+            self.start.states = states = generators.states_of(self.info.own)
+            self._recorded(states, self.shared_now(), partial(self.iterate, 0, packed))
+
+    def iterate(self, skip: int, packed: bool) -> int:
+        """Iterate the sampler. Returns how many indices are still to be skipped."""
+        info = self.info
+        self.digest = (0, 0) if info.shared else None
+        self.source, skip = sampling.iterate_from(info.sampler, skip, packed=packed, note=self.note)
+        self._note = self.note if info.shared and not info.by_permutation else None
+        return skip
+
+    def note(self, drawn: Any) -> None:
+        """Add an index, or a permutation of a shuffle, to the digest."""
+        if self.digest is not None:
+            self.digest = self.digest[0] + 1, digested(self.digest[1], drawn)
+
+    def __next__(self) -> Any:
+        try:
+            index = self._draw_first() if self._is_first else next(self.source)
+        except StopIteration:
+            self.ended = True
+            raise
+        except Exception:  # an error takes a position, like an index
+            self.drawn += 1
+            raise
+        if self._note is not None:
+            self._note(index)
+        self.drawn += 1
+        return index
+
+    def _draw_first(self) -> Any:
+        """Draw the first index. Many samplers draw their whole order then: record the states before."""
+        self._is_first, start, fixed = False, self.start, self.first_states
+        self.first_states = fixed or self.shared_now()  # a state requested meanwhile has these
+        with generators.as_at(fixed):
+            own = generators.states_of(self.info.own)
+            start.first |= {name: own[name] for name in generators.moved(start.states, own)}
+            prior = self.shared_now() if fixed else self.first_states
+            return self._recorded(start.first, prior, partial(next, self.source))
+
+    def _recorded(self, states: dict[str, Any], prior: dict[str, Any], call: Callable[[], T]) -> T:
+        """Return the result of `call`, and record in `states` the `prior` states of the shared generators
+        that it used."""
+        try:
+            return call()
+        finally:
+            used = prior if self.info.seeded else generators.moved(prior, self.shared_now())
+            states.update({name: prior[name] for name in used})
+
+    def shared_now(self) -> dict[str, Any]:
+        """The states of the shared generators that the sampler may draw from."""
+        return {name: generators.state_of(generators.GLOBAL[name]) for name in self.info.shared}
+
+
+def begin(loader: Loader, index_sampler: Any, newest: Epoch | None, saved: Any, same_readers: bool) -> Epoch:
+    """Create an epoch that begins.
+
+    Args:
+        loader: the loader.
+        index_sampler: its iterator's: a sampler set later takes effect with the next iterator, as in torch.
+        newest: the previous epoch; None for the first.
+        saved: the state loaded for it, or None.
+        same_readers: whether the readers of the previous epoch serve it, too.
+    """
+    parts = index_sampler, loader.generator, loader.dataset
+    info = None if newest is None else newest.info
+    if info is None or not info.hold(*parts):
+        info = SamplerInfo(*parts)
+    start = EpochStart(resumes=True)
+    if newest is not None:  # even if that is broken off, this is the next one
+        start = EpochStart(newest.start.epoch + 1, newest.shown_position.batches, resumes=True)
+    start.epochs = info.epochs
+    if saved is None and not isinstance(loader, Resumable):
+        return Epoch(info, start)
+    from fastq_loader.extras.resume import epoch
+
+    return epoch.begin(loader, info, start, newest, saved, same_readers)
+
+
+def mixed(seed: int, *numbers: int) -> int:
+    """Derive an unrelated seed from a seed and further numbers."""
+    packed = struct.pack(f"<{1 + len(numbers)}q", seed, *numbers)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+def digested(digest: int, index: Any) -> int:
+    """Update a digest with an index, or a batch of indices. Indices that are neither integers nor values that
+    `marshal` writes (strings, tuples, …) do not change it."""
+    if type(index) is not list and _kind(index) in _ARRAYS:
+        part = index.reshape(-1)  # converted by slices: ten times as fast as by items
+        ends = [*part[:_ENDS].tolist(), *part[-_ENDS:].tolist()]
+    else:
+        part = index if type(index) is list else [index]
+        ends = [*part[:_ENDS], *part[-_ENDS:]]
+    kinds = set(map(type, ends))
+    if kinds != {int} and not {kind.__module__ for kind in kinds} <= _NOT_THE_USERS:
+        return digest
+    try:
+        return crc32(array("q", ends), digest)
+    except (TypeError, OverflowError):  # not integers, or too large ones
+        try:  # version 2 writes the same bytes for the same values
+            return crc32(marshal.dumps(ends, 2), digest)
+        except ValueError:
+            return digest
+
+
+def _kind(index: Any) -> tuple[str, str]:
+    kind = type(index)
+    return kind.__module__, kind.__qualname__
+
+
+#: Arrays and tensors; and modules whose classes run no user code when they are converted to an integer.
+_ARRAYS = {("numpy", "ndarray"), ("torch", "Tensor")}
+_NOT_THE_USERS = {"builtins", "numpy", "torch"}
