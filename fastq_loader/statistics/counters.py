@@ -198,30 +198,26 @@ class WorkerCounters:
         id, pid: its number and process.
         restarts: how often its process died and was replaced.
         busy: nanoseconds in which this process worked on tasks.
-        cpu: nanoseconds in which it had a CPU or waited for one, as of the last look; 0 if unknown.
+        cpu, cpu_busy: nanoseconds in which it had a CPU or waited for one, and in which it worked, as of the
+            last look; 0 if unknown.
         far: process id and machine of the remote worker for which this one stands, if any.
         wire_bytes: bytes that it sent over the network.
     """
 
     def __init__(self, id: int, pid: int) -> None:
         self.id, self.pid, self.restarts, self.wire_bytes = id, pid, 0, 0
-        self.busy = self.cpu = self._busy_then = 0
+        self.busy = self.cpu = self.cpu_busy = 0
         self.far: tuple[int, str | None] | None = None
 
     def replaced(self, pid: int) -> None:
         """Count that another process takes over."""
-        self.pid, self.busy, self.cpu = pid, 0, 0
+        self.pid, self.busy, self.cpu, self.cpu_busy = pid, 0, 0, 0
         self.restarts += 1
 
     def look_at_cpu(self) -> None:
         """Ask the kernel for its CPU time, if it runs on this machine."""
         if self.far is None and (used := pages.cpu(self.pid)):
-            self.cpu, self._busy_then = used, self.busy
-
-    @property
-    def cpu_share(self) -> tuple[int, int]:
-        """Nanoseconds of CPU time, and those of work in which they were used."""
-        return (self.cpu, self._busy_then) if self.cpu else (0, 0)
+            self.cpu, self.cpu_busy = used, self.busy
 
 
 class StagingCounters(StagingStatistics):
@@ -282,10 +278,6 @@ class Counters:
             old = self.logs.pop(next(iter(self.logs))).totals()
             self.older = Totals(*map(add, self.older, old))
         return log
-
-    def begin_pool(self, workers: tuple[WorkerCounters, ...]) -> None:
-        """Count for other workers from now on."""
-        self.workers, self.first_epoch = workers, self.epochs - 1
 
     def stage(self, staging: StagingCounters | None) -> None:
         """Set the counters of copies to a device; None if batches stay on the host."""

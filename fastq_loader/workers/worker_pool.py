@@ -111,7 +111,8 @@ class WorkerPool(ABC):
         """Make new counters for the workers, as part of the loader's counters."""
         for worker in self.workers:
             worker.counters = WorkerCounters(worker.number, worker.pid)
-        counters.begin_pool(tuple(worker.counters for worker in self.workers))
+        counters.workers = tuple(worker.counters for worker in self.workers)
+        counters.first_epoch = counters.epochs - 1
 
     def _setup_for(self, own: dict[str, Any], answers: int, tasks: int) -> Setup:
         """Return the setup of a worker with its `own_fields`."""

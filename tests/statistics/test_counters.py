@@ -89,9 +89,9 @@ def test_a_new_process_of_a_worker_begins_with_no_cpu_time() -> None:
     worker = WorkerCounters(0, 1)
     worker.busy = 10 * SECOND
     worker.look_at_cpu()
-    assert worker.cpu_share[1] in (0, 10 * SECOND)
+    assert worker.cpu_busy in (0, 10 * SECOND)
     worker.replaced(99)
-    assert (worker.pid, worker.restarts, worker.cpu_share) == (99, 1, (0, 0))
+    assert (worker.pid, worker.restarts, worker.cpu, worker.cpu_busy) == (99, 1, 0, 0)
     worker.far = 812, "10.0.0.2"
     worker.pid = 1
     worker.look_at_cpu()  # of another machine

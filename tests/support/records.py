@@ -30,7 +30,7 @@ def counted(*records: Record, workers: int = 0) -> Counters:
     """Counters of a loader with these records, which are of its first epoch."""
     counters = Counters()
     log = counters.begin_epoch(records[0].asked if records else 0, 0)
-    counters.begin_pool(tuple(WorkerCounters(number, 70 + number) for number in range(workers)))
+    counters.workers = tuple(WorkerCounters(number, 70 + number) for number in range(workers))
     for each in records:
         log.asked = each.asked
         for name in Record._fields[4:13]:

@@ -253,7 +253,8 @@ def cpu_share(counters: Counters) -> float:
     """Share of their work in which workers used a CPU, or waited for one; 1 if unknown."""
     for worker in counters.workers:
         worker.look_at_cpu()
-    cpu, work = map(sum, zip((0, 0), *(worker.cpu_share for worker in counters.workers), strict=True))
+    cpu = sum(worker.cpu for worker in counters.workers)
+    work = sum(worker.cpu_busy for worker in counters.workers)
     return min(1.0, cpu / work) if work else 1.0
 
 
