@@ -126,14 +126,9 @@ def test_copies_to_a_device_have_a_track(
         loader.close()
 
 
-@pytest.fixture(scope="module")
-def long_trace(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("trace") / "a.json"
-    traced(DataLoader(Rows(60), 2, num_workers=2), path)
-    return path.read_text()
-
-
-def test_a_trace_that_is_cut_off_anywhere_can_be_opened(long_trace: str) -> None:
+def test_a_trace_that_is_cut_off_anywhere_can_be_opened(tmp_path: Path) -> None:
+    traced(DataLoader(Rows(60), 2, num_workers=2), tmp_path / "a.json")
+    long_trace = (tmp_path / "a.json").read_text()
     whole, draw = opened(long_trace), random.Random(0)
     for at in (0, 1, 2, 3, len(long_trace) - 1, *(draw.randrange(len(long_trace)) for _ in range(60))):
         events = opened(long_trace[:at])

@@ -249,18 +249,14 @@ ALIKE = {
     "fewer, if there are no more": [batches("abc")] * 2,
     "two, with enough in them": [batches("ab", 12)] * 2,
     "with repetitions": [batches("aabbcc")] * 2,
-    "any two workers": [batches("abcd"), batches("efgh"), batches("abcd")],
 }
 DIFFERENT = {
-    "one worker": [batches("abcdefgh")],
     "parts": [batches("abcd"), batches("efgh")],
     "the last one differs": [batches("abcd"), batches("abce")],
     "one has more": [batches("abcd"), batches("abcde")],
     "another order": [batches("abcd"), batches("bacd")],
     "constant data": [batches("aaaaaaaa", 10**6)] * 2,
-    "nearly constant": [batches("abababab", 10**6)] * 2,
     "two alike": [batches("aa", 10**6)] * 2,
-    "one batch each": [batches("a", 10**6)] * 2,
     "numbers that may agree by chance": [batches("ab")] * 2,
     "nothing": [],
 }
@@ -283,7 +279,6 @@ def test_workers_that_give_the_same_data(case: str) -> None:
         ([8, 0, 8], "1 of 3 workers gave no batch in a whole epoch (worker 1)"),
         ([0, 8, 0, 8], "2 of 4 workers gave no batch in a whole epoch (worker 0, 2)"),
         ([8, 8], None),
-        ([8, 1], None),
         ([8, 7, 0], None),
         ([0, 0], None),
     ],
@@ -297,16 +292,8 @@ def test_workers_that_give_nothing(given_by: list[int], idle: str | None) -> Non
         assert f"num_workers={len(first)}" in text
 
 
-def epoch_of(
-    batches: int, *, load: int, way: int, step: int = 0, start_up: int = 0, sampler: int = 0, copy: int = 0
-) -> Breakdown:
-    parts = {
-        "transport": way,
-        "consumer": step,
-        "start_up": start_up,
-        "sampler": sampler,
-        "device_copy": copy,
-    }
+def epoch_of(batches: int, *, load: int, way: int, step: int = 0, start_up: int = 0) -> Breakdown:
+    parts = {"transport": way, "consumer": step, "start_up": start_up}
     seconds: Any = {f"{cause}_seconds": part / 1e6 * batches for cause, part in parts.items()}
     epoch = EpochStatistics(1, batches, recorded_batches=batches, **seconds)
     return Breakdown(epoch, True, [(seq, load * 1000, 0) for seq in range(10)], load * 1000.0)
@@ -323,8 +310,6 @@ def epoch_of(
         (epoch_of(60_000, load=100, way=201), True),
         (epoch_of(60_000, load=100, way=199), False),  # less than twice as fast
         (epoch_of(60_000, load=20, way=180, step=190), False),  # the step takes as long
-        (epoch_of(60_000, load=20, way=180, sampler=190), False),
-        (epoch_of(60_000, load=20, way=180, copy=190), False),
         (epoch_of(60_000, load=100, way=100, start_up=10**6), False),  # a slow start is something else
     ],
 )

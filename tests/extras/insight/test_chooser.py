@@ -59,13 +59,6 @@ def test_a_price_is_workers_then_prefetch_then_change() -> None:
     assert list(rank(None, dict.fromkeys(reversed(order), 1.0), LIMITS)) == order
 
 
-def test_without_measurements_the_model_says_what_is_expected() -> None:
-    ranked = rank(decoding(), {}, LIMITS)
-    assert next(iter(ranked)) == Setting(4)
-    assert all(seconds == LIMITS.seconds(decoding(), each) for each, seconds in ranked.items())
-    assert {each.num_workers for each in ranked} == {0, 1, 2, 3, 4}
-
-
 def test_what_was_measured_counts_and_corrects_what_is_expected_of_others() -> None:
     costs, cpus = decoding(load_cpu=0.0), replace(LIMITS, cpus=16.0)
     slow = 3 * cpus.seconds(costs, OWN)
@@ -86,12 +79,6 @@ def test_fewer_workers_than_were_measured_are_not_expected_to_wait_for_cpus() ->
     ranked = rank(costs, {Setting(8): eight}, limits)
     assert ranked[OWN] == pytest.approx(4 * eight, rel=0.05)
     assert limits.seconds(costs, OWN) == pytest.approx(eight, rel=0.01), "the model alone would believe it"
-
-
-def test_on_a_small_machine_large_batches_have_a_narrower_window() -> None:
-    costs, own = Costs((0.01,) * 99 + (2.0,), batch_bytes=8e6), Setting(8, dynamic=True)
-    small, large = (Limits(own, 1e9, machine_bytes=each << 30).seconds(costs, own) for each in (2, 64))
-    assert small > large
 
 
 def test_all_that_may_be_chosen() -> None:

@@ -17,19 +17,15 @@ from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
     get_worker_info,
 )
 
 from fastq_loader import (
     DataLoader,
-    Distributed,
     DuplicateData,
     IdleWorker,
     LoaderHint,
     MemoryPressure,
-    PermutationSampler,
     PinnedCopies,
     PrivateGenerators,
     SameOrder,
@@ -226,12 +222,6 @@ def given(workers: int, sampler: Any, size: int | None = 4) -> DataLoader[Any]:
 
 SHUFFLES: dict[str, Callable[[int], Any]] = {
     "DistributedSampler": lambda workers: distributed(workers),
-    "our own shuffle": lambda workers: given(workers, PermutationSampler(64, 1), 2),
-    "dealt out": lambda workers: given(
-        workers,
-        Distributed(RandomSampler(NUMBERS), num_replicas=1, rank=0),
-        2,
-    ),
     "in a batch sampler": lambda workers: DataLoader(
         NUMBERS,  # type: ignore[arg-type]
         batch_sampler=BatchSampler(DistributedSampler(NUMBERS, 2, 0), 1, False),  # type: ignore[arg-type]
@@ -251,10 +241,6 @@ def test_samplers_that_nobody_told_the_epoch(name: str, workers: int) -> None:
 ORDERS: dict[str, tuple[Callable[[int], DataLoader[Any]], Callable[[DataLoader[Any]], object]]] = {
     "told": (distributed, tell_epochs),
     "no shuffle": (lambda workers: distributed(workers, shuffle=False), twice),
-    "no shuffle, dealt out": (
-        lambda workers: given(workers, Distributed(SequentialSampler(NUMBERS), num_replicas=1, rank=0), 1),
-        twice,
-    ),
     "broken off": (distributed, break_off),
     "two at once": (distributed, side_by_side),
     "resumed": (
@@ -301,8 +287,6 @@ def test_the_end_of_an_endless_stream_is_not_waited_for(monkeypatch: pytest.Monk
 #: `extras/insight/test_advice.py` has more of them.
 STREAMS: dict[str, tuple[Callable[[], DataLoader[Any]], Callable[[DataLoader[Any]], object]]] = {
     "no worker": (lambda: DataLoader(Whole(16)), twice),
-    "one worker": (lambda: DataLoader(Whole(16), num_workers=1), twice),
-    "indices": (lambda: DataLoader([torch.arange(9)] * 16, num_workers=2), twice),  # type: ignore[arg-type]
     "broken off": (lambda: DataLoader(Whole(16), 2, num_workers=2), next_only),
     "parts": (lambda: DataLoader(Stream("tensors", [9, 9]), num_workers=2), twice),
     "ten batches": (lambda: DataLoader(range(10), num_workers=2), twice),  # type: ignore[arg-type]

@@ -19,7 +19,6 @@ from fastq_loader.extras.insight.model import (
     costs_of,
     seconds_per_batch,
 )
-from fastq_loader.extras.insight.snapshots import EpochStatistics
 from fastq_loader.statistics.records import ITER
 from fastq_loader.system import pages
 from tests.support.loaders import MANY_WORKERS
@@ -87,15 +86,6 @@ def test_more_workers_are_never_slower_where_there_are_cpus(costs: Costs, some: 
     assert many <= few * ENDS
 
 
-@examples(100)
-@given(COSTS, WORKERS, PREFETCH)
-def test_dynamic_is_never_slower_than_taking_turns(costs: Costs, workers: int, prefetch: int) -> None:
-    turns, dynamic = (
-        seconds_per_batch(costs, Setting(workers, prefetch, how), MANY) for how in (False, True)
-    )
-    assert dynamic <= turns * ENDS
-
-
 def test_turns_wait_for_a_slow_batch_and_dynamic_goes_on() -> None:
     costs = Costs((0.01,) * 9 + (0.2,))
     assert seconds_per_batch(costs, Setting(2), MANY) == pytest.approx(0.023, rel=0.1)
@@ -116,22 +106,10 @@ def test_the_window_is_as_wide_as_the_loaders_becomes(schedule: Any, batch_bytes
     assert setting.window(batch_bytes, pages.installed()) == window.size
 
 
-def test_large_batches_have_a_narrower_window() -> None:
-    setting = Setting(8, dynamic=True)
-    assert [setting.window(each, 1 << 40) for each in (0.0, 4e6, 38.5e6, 1e9)] == [256, 256, 27, 24]
-    assert setting.window(38.5e6, 4 << 30) == 24, "a sixteenth of the memory"
-    costs = Costs((0.01,) * 99 + (2.0,))
-    narrow, wide = (seconds_per_batch(replace(costs, batch_bytes=each), setting, MANY) for each in (38e6, 0))
-    assert narrow > 1.5 * wide
-
-
 def test_sleeping_needs_no_cpu() -> None:
     costs = Costs((0.1,), load_cpu=0.0)
     assert seconds_per_batch(costs, Setting(10), 1) == pytest.approx(0.01, rel=0.05)
     assert seconds_per_batch(replace(costs, load_cpu=1.0), Setting(10), 1) == pytest.approx(0.1)
-
-
-EPOCH = EpochStatistics(1, batches=100, seconds=10.0, consumer_seconds=4.0, workers_seconds=6.0)
 
 
 MS = 10**6

@@ -68,11 +68,8 @@ def test_a_planted_fault_is_found_with_its_remedy(
 #: Code that makes a fault of a process, and the line of the page about it.
 PROCESSES = {
     "limit(resource.RLIMIT_NOFILE, (64, 64))": r"descriptors: 64 .*; run `ulimit -n \d+` \(the hard",
-    "limit(resource.RLIMIT_FSIZE, (1 << 28, -1))": "ulimit -f: .*; run `ulimit -f unlimited`",
     "limit(resource.RLIMIT_AS, (used + (1 << 30), -1))": "ulimit -v: .*; run `ulimit -v unlimited`",
     "refuse('memfd_create')": "workers: .* because memfd_create is missing.*; allow memfd_create here",
-    "refuse('eventfd')": "workers: .* because eventfd is missing.*; allow eventfd here",
-    "refuse('pidfd_open')": "workers: .* because pidfd_open is missing.*; allow pidfd_open here",
 }
 TORCHS = "calls.AVAILABLE = False"
 

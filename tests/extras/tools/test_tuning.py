@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fastq_loader import DataLoader, Dynamic, Tuning, tune
 from fastq_loader.extras.insight import machine
-from fastq_loader.extras.insight.chooser import NOISE, Limits, most_workers, numbers
+from fastq_loader.extras.insight.chooser import Limits, most_workers, numbers
 from fastq_loader.extras.insight.model import Costs, Setting, seconds_per_batch
 from fastq_loader.extras.tools import trials, tuning
 from fastq_loader.extras.tools.trials import Measured
@@ -102,14 +102,6 @@ def test_the_time_is_kept_and_what_wins_is_near_the_best(
     assert played.rate(best) >= max(map(played.rate, possible)) * 0.9
 
 
-@examples(20)
-@given(st.dictionaries(st.sampled_from([0, 1, 2, 3, 4, 6, 8]), st.floats(1.0, 4.0)))
-def test_what_was_measured_counts_and_not_what_was_expected(slower: dict[int, float]) -> None:
-    search = Machine(decoding(), slower=slower).found()
-    assert search.best is not None
-    assert search.best.rate >= max(row.rate for row in search.rows.values()) * (1 - NOISE)
-
-
 @pytest.mark.parametrize(
     ("costs", "cpus", "own", "best"),
     [
@@ -133,15 +125,6 @@ def test_a_short_search_does_not_recommend_what_is_slower_than_its_table() -> No
 
 def tried(search: Search) -> set[Setting]:
     return {row.setting for row in search.rows.values()}
-
-
-def test_nothing_is_tried_that_memory_does_not_hold() -> None:
-    played = Machine(decoding(load_cpu=0.01, batch_bytes=10.0), worker_bytes=100.0)
-    found = tried(played.found(memory_bytes=1000))
-    assert all(each.num_workers * (100 + 10 * (each.prefetch_factor + 1)) <= 1000 for each in found)
-    assert max(each.num_workers for each in found) >= 6
-    none = tried(played.found(memory_bytes=0))
-    assert {each.num_workers for each in none} <= {0, 1, 2}, "its own, and one that told what a batch costs"
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])
