@@ -163,9 +163,7 @@ class Forked(popen_fork.Popen):
         return self.returncode
 
     def _reap(self) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # the zygote has ended, so the exit code is lost, as if it was reaped
+        with contextlib.suppress(OSError):  # the zygote has ended: the exit code is lost
             code = self._zygote.ask(self.pid)
             self.returncode = code if self.returncode is None else self.returncode
 
