@@ -33,7 +33,7 @@ from bench.output.layout import say
 from bench.workloads.files import write_tensors
 from bench.workloads.jpeg import CROP, write_photographs
 from fastq_loader import cached
-from fastq_loader.system.pages import proportional
+from fastq_loader.extras.insight.processes import proportional
 
 EPOCHS = 3
 COPIES = 8  # samples of each file, so that an epoch takes seconds; each is decoded and kept for itself

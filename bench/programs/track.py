@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench.timing.processes import Owners, cpu_seconds
 from fastq_loader import DataLoader
 from fastq_loader.extras.cached.cached import caches_of
-from fastq_loader.system.pages import proportional
+from fastq_loader.extras.insight.processes import proportional
 
 LOOK_S = 0.5
 SHOW_S = 0.1

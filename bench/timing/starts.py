@@ -30,7 +30,7 @@ from bench.peers import PEERS, LoaderSettings, Peer, Unsupported, make_peer
 from bench.timing.processes import descendants
 from bench.timing.rounds import Case, Lane, Plan, Row
 from bench.workloads import Load, find_workload
-from fastq_loader.system.pages import proportional, shared_and_private
+from fastq_loader.extras.insight.processes import proportional, shared_and_private
 
 KIND = "starts"
 #: Workloads with their numbers of workers: where starting is all the work, and where memory counts.

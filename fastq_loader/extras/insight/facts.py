@@ -15,7 +15,7 @@ from torch.utils.data._utils.collate import default_collate, default_convert
 
 from fastq_loader import options
 from fastq_loader.epoch import resources
-from fastq_loader.extras.insight import causes, machine
+from fastq_loader.extras.insight import causes, machine, processes
 from fastq_loader.extras.insight.model import LoaderFacts, RunProfile, Setting, costs_of, is_enough
 from fastq_loader.extras.insight.snapshots import EpochStatistics, LoaderStatistics, WorkerStatistics
 from fastq_loader.system import pages
@@ -86,7 +86,7 @@ def profile_of(loader: Any, epoch: int | str | None, is_cached: bool) -> RunProf
 
 def private_bytes(worker: WorkerStatistics) -> int:
     """Memory that a worker does not share; 0 if it has ended, or runs on another machine."""
-    found = None if worker.node is not None else pages.shared_and_private(worker.pid)
+    found = None if worker.node is not None else processes.shared_and_private(worker.pid)
     return 0 if found is None else found[1]
 
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from fastq_loader.extras.insight import processes
 from fastq_loader.extras.insight.chooser import Limits
 from fastq_loader.extras.insight.model import Setting
 from fastq_loader.system import pages
@@ -56,7 +57,7 @@ def memory_bytes(root: Path = _ROOT) -> int:
     Args:
         root: of the file system.
     """
-    available = pages.fields(root / "proc/meminfo").get("MemAvailable:", sys.maxsize // 1024) * 1024
+    available = processes.fields(root / "proc/meminfo").get("MemAvailable:", sys.maxsize // 1024) * 1024
     return max(0, min([available, *(_left(folder) for folder in _cgroups(root, "memory"))]))
 
 
@@ -98,7 +99,7 @@ def _left(folder: Path) -> int:
     ):
         most, now = _read(folder / limit).strip(), _read(folder / used).strip()
         if most.isdecimal() and now.isdecimal():
-            return int(most) - int(now) + pages.fields(folder / "memory.stat").get(reclaimable, 0)
+            return int(most) - int(now) + processes.fields(folder / "memory.stat").get(reclaimable, 0)
     return sys.maxsize
 
 

@@ -27,13 +27,13 @@ from torch.utils.data import _DatasetKind
 from fastq_loader import options
 from fastq_loader.epoch import resources
 from fastq_loader.errors import check_seconds, is_int
+from fastq_loader.extras.insight import processes
 from fastq_loader.extras.resume.text import dump
 from fastq_loader.extras.tools import trials
 from fastq_loader.extras.tools.leaves import Leaf, difference, digest, leaves
 from fastq_loader.loader import DataLoader
 from fastq_loader.packing.tensors import tensors_of
 from fastq_loader.reading import fetch, generators
-from fastq_loader.system import pages
 from fastq_loader.system.terminal import printable
 
 #: torch's class, also after `install` has put ours in its place.
@@ -187,7 +187,7 @@ def _runner(method: str, epochs: int, batches: int | None) -> Callable[..., Pass
 
         def look(pid: int) -> float:
             nonlocal most, wait
-            most, wait = max(most, pages.proportional(pid)), min(wait * _LONGER, _MOST_LOOK)
+            most, wait = max(most, processes.proportional(pid)), min(wait * _LONGER, _MOST_LOOK)
             return wait
 
         task = _LoaderRun(loader, name, seeds, epochs, batches, step, keep)

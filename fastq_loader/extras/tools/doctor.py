@@ -21,12 +21,12 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import Dataset
 
-from fastq_loader.extras.insight import machine
+from fastq_loader.extras.insight import machine, processes
 from fastq_loader.extras.tools.leaves import digest, leaves
 from fastq_loader.ipc import limits, sockets
 from fastq_loader.ipc.claim_table import WORKERS, Busy, ClaimTable
 from fastq_loader.loader import DataLoader
-from fastq_loader.system import calls, pages
+from fastq_loader.system import calls
 from fastq_loader.system.terminal import printable
 
 #: The oldest versions of the dependencies that will do; `pyproject.toml` has the same.
@@ -113,7 +113,7 @@ def _locks() -> Iterator[Finding]:
 
 
 def _memory() -> Iterator[Finding]:
-    sizes = pages.fields("/proc/self/status")
+    sizes = processes.fields("/proc/self/status")
     for name, flag, used, least in (
         ("DATA", "d", sizes["VmData:"] << 10, _LEAST_DATA),
         ("FSIZE", "f", 0, _LEAST_FILE),

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from fastq_loader.system.pages import shared_and_private
+from fastq_loader.extras.insight.processes import shared_and_private
 
 
 @pytest.mark.processes
