@@ -339,7 +339,7 @@ class EventLoop:
     def _stage_ahead(self, staging: Staging, wait: bool = True) -> None:
         while self.receiver.receive():
             continue
-        staging.begin(self.scheduler.upcoming(staging.ahead), wait)
+        staging.begin(self.scheduler.in_flight.upcoming(staging.ahead), wait)
 
     # ---- waiting ------------------------------------------------------------------------------
 
@@ -370,7 +370,7 @@ class EventLoop:
         """The timeout is over: replace the worker that hangs, or report it."""
         self.deaths.timeout.forget()
         worker, late = self.deaths.who_is_late(wait)
-        if late is None or not self.scheduler.can_replace:
+        if late is None or not self.scheduler.restarts_left:
             self._outcome = self.deaths.timed_out(worker, wait.seq)
             return
         stacks = self.group.stacks(late)

@@ -72,16 +72,6 @@ class InFlight:
             self.head += 1
         return None
 
-    def lost_by(self, worker: int) -> Batch | None:
-        """The lowest batch that was lost with a dead worker, or None."""
-        return next(
-            (batch for batch in self.batches.values() if batch.worker == worker and batch.state == LOST), None
-        )
-
-    def answers(self) -> list[Answer]:
-        """The undelivered answers, in no particular order."""
-        return [batch.answer for batch in self.batches.values() if batch.answer is not None]
-
 
 class InOrder(InFlight):
     """Batches that are delivered in order: only the one at the head, once it has arrived.

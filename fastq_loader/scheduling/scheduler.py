@@ -56,6 +56,7 @@ class Scheduler:
     Attributes:
         pending_tasks: the unanswered tasks.
         in_flight: the batches that were requested and not delivered, in their order of delivery.
+        restarts_left: number of workers that may still be replaced in this epoch.
         to_draw: number of indices to draw before the batch that was returned last is delivered.
     """
 
@@ -85,29 +86,20 @@ class Scheduler:
 
     def _reset(self, done: Progress) -> None:
         self.in_flight: InOrder | AsTheyCome = self._order(done.head, done.beyond)
-        self._restarts_left = self._restarts
+        self.restarts_left = self._restarts
         self._deaths: dict[int, int] = {}  # seq → workers that died of it
         self._idle_deaths: list[int] = []  # workers that died between batches and were not replaced
-        self.window.begin_epoch()
+        self.window.size, self.window.closed = self.window.least, False
 
     @property
     def undelivered(self) -> int:
         """Number of batches of this epoch that were requested and not delivered."""
         return len(self.in_flight.batches)
 
-    @property
-    def can_replace(self) -> bool:
-        """Whether a worker that dies now is replaced."""
-        return self._restarts_left > 0
-
     def index_of(self, seq: int) -> Any:
         """The index of a batch that is not delivered yet, for error texts; None if it is unknown."""
         batch = self.in_flight.batches.get(seq)
         return None if batch is None else batch.index
-
-    def upcoming(self, count: int) -> list[Answer]:
-        """The answers with a batch among the next `count` to be delivered, up to the first missing one."""
-        return self.in_flight.upcoming(count)
 
     # ---- a new epoch --------------------------------------------------------------------------
 
@@ -142,10 +134,11 @@ class Scheduler:
 
     def abandon(self, done: Progress = START) -> None:
         """Drop undelivered answers; answers that arrive later will be stale. `done`: see `begin_epoch`."""
-        waiting = self.in_flight.answers()
+        waiting = [batch.answer for batch in self.in_flight.batches.values()]
         self._reset(done)
         for answer in waiting:
-            self._drop(answer)
+            if answer is not None:
+                self._drop(answer)
 
     def _drop(self, answer: Answer) -> None:
         self.pool.drop(offset for offset, _ in answer.used)
@@ -174,7 +167,7 @@ class Scheduler:
     def _make_task(self, batch: Batch) -> Task:
         self.pending_tasks.add(self.epoch, batch)
         worker, ticket = batch.worker, batch.ticket
-        # Same as `Batch.holder` and `Task()`, but faster.
+        # Same as `BlockOwner()` and `Task()`, but faster.
         holder = tuple.__new__(BlockOwner, (None, ticket)) if worker is None else self._holders[worker]
         head = self.epoch, batch.seq, batch.attempt, batch.index
         task = batch.task = tuple.__new__(Task, (*head, self.pool.grant(holder), ticket))
@@ -184,15 +177,17 @@ class Scheduler:
         self.pending_tasks.release_slot(batch)
         task = batch.task
         if task is not None and task.grants:
-            self.pool.hand_over(batch.holder, worker, task.grants)
+            self.pool.hand_over(BlockOwner(None, batch.ticket), worker, task.grants)
         batch.worker = worker
 
     def _give_back(self, batch: Batch) -> None:
-        self.pool.give_back(offset for offset, _ in batch.blocks)
+        if batch.task is not None:
+            self.pool.give_back(offset for offset, _ in batch.task.grants)
 
     def exhausted(self) -> None:
-        """The sampler is exhausted."""
-        self.window.close()
+        """The sampler is exhausted, and is not called again in this epoch: with a wide window, that would be
+        a call for each free place at each batch."""
+        self.window.closed = True
 
     def draw_failed(self, error: BaseException) -> None:
         """The sampler raised instead of yielding an index: the error takes the place of a batch."""
@@ -232,7 +227,9 @@ class Scheduler:
             if answer.used or answer.fresh or answer.returned:
                 self.pool.accept(worker, answer.used, answer.fresh, answer.returned)
         except ProtocolError as error:
-            self._refuse(batch, error)
+            # Its blocks stay the worker's until that process has ended: it may still write to them.
+            if self.in_flight.batches.get(batch.seq) is batch:
+                self._fail(batch, error)
             return REFUSED
         if answer.epoch != self.epoch:
             self._drop(answer)
@@ -244,12 +241,6 @@ class Scheduler:
             self.in_flight.add(batch)
         return ACCEPTED
 
-    def _refuse(self, batch: Batch, fault: ProtocolError) -> None:
-        """Fail a batch with an unusable answer. Its blocks stay the worker's until that process has ended: it
-        may still write to them."""
-        if self.in_flight.batches.get(batch.seq) is batch:
-            self._fail(batch, fault)
-
     # ---- deaths -------------------------------------------------------------------------------
 
     def died(self, event: Died) -> list[Send] | None:
@@ -259,7 +250,7 @@ class Scheduler:
         self._worker_table.move(worker, "die")
         lost = self._lose(event)
         self.pool.mark_dead(worker)
-        if self._restarts_left:
+        if self.restarts_left:
             return self._replace(event, lost)
         self.in_flight.add_death(event)
         if self.shared_tasks and not lost:
@@ -268,7 +259,7 @@ class Scheduler:
 
     def _lose(self, event: Died) -> list[Batch]:
         """Settle the tasks lost with a worker. Returns this epoch's batches among them, ascending."""
-        last = self._worker_table.is_dead(None) and not self._restarts_left
+        last = self._worker_table.is_dead(None) and not self.restarts_left
         lost = []
         for epoch, at in self.pending_tasks.lost_with(event, self.epoch, last):
             batch = self.pending_tasks.settle(epoch, at)
@@ -282,7 +273,7 @@ class Scheduler:
 
     def _replace(self, event: Died, lost: list[Batch]) -> list[Send]:
         worker = event.worker
-        self._restarts_left -= 1
+        self.restarts_left -= 1
         self._worker_table.move(worker, "replace")
         if event.seq is not None:
             self._deaths[event.seq] = self._deaths.get(event.seq, 0) + 1
@@ -349,8 +340,10 @@ class Scheduler:
         if isinstance(event, Died):
             if self._worker_table.exhausted(event.worker):
                 return None
-            lost = self.in_flight.lost_by(event.worker)
-            return IterationFailed(event.worker, None, None) if lost is None else self._break(lost)
+            for batch in self.in_flight.batches.values():
+                if batch.worker == event.worker and batch.state == LOST:
+                    return self._break(batch)
+            return IterationFailed(event.worker, None, None)
         if event.state == LOST:
             return self._break(event)
         assert event.worker is not None, "a part of an iterable dataset belongs to a worker"

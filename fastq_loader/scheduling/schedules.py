@@ -175,14 +175,6 @@ class Window:
             return self.widest
         return max(self.least, int(self.budget / batch_bytes))
 
-    def begin_epoch(self) -> None:
-        self.size, self.closed = self.least, False
-
-    def close(self) -> None:
-        """The sampler is exhausted, and is not called again in this epoch: one call for every free place at
-        every batch would be 100 million calls while a window of 14,335 batches empties."""
-        self.closed = True
-
     def room(self, under_way: int, unanswered: int, batch_bytes: float) -> int:
         """Number of further batches to request when the consumer is about to sleep because the next one is
         late.

@@ -12,7 +12,6 @@ from typing import Any
 
 from fastq_loader.errors import Transitions, describe_index
 from fastq_loader.ipc.messages import ENDED, Answer, Task, decode_index
-from fastq_loader.memory.blocks import BlockOwner, Extents
 
 NEW, SENT, READY, HELD, LOST, GONE = "new", "sent", "ready", "held", "lost", "gone"
 
@@ -82,16 +81,6 @@ class Batch:
     def is_end(self) -> bool:
         """Whether its answer is the end of its worker's part of an iterable dataset."""
         return self.answer is not None and self.answer.kind == ENDED
-
-    @property
-    def holder(self) -> BlockOwner:
-        """Holder of its task's blocks, in the pool's records."""
-        return BlockOwner(None, self.ticket) if self.worker is None else BlockOwner(self.worker)
-
-    @property
-    def blocks(self) -> Extents:
-        """Blocks that its task may write to."""
-        return () if self.task is None else self.task.grants
 
     def move(self, event: str) -> None:
         self.state = BATCH_TRANSITIONS[self.state, event]

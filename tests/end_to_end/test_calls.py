@@ -334,7 +334,7 @@ def test_an_epoch_in_one_wide_window_costs_what_its_batches_cost(in_order: bool)
                 if isinstance(one.ready() or one.wanted(), Batch):
                     handed_out += 1
                     sent += drawn(one, one.to_draw, indices)
-                one.upcoming(2)
+                one.in_flight.upcoming(2)
 
         return calls(play)
 

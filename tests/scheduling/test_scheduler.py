@@ -174,12 +174,12 @@ def test_the_next_batches_that_have_come_are_known_beforehand(in_order: bool) ->
     for each in came[:3]:
         arrive(scheduler, *each)
     expected = [] if in_order else [came[0][1], came[2][1]]
-    assert scheduler.upcoming(9) == expected, "what is behind a late batch is not handed out next"
+    assert scheduler.in_flight.upcoming(9) == expected, "what is behind a late batch is not handed out next"
     arrive(scheduler, *came[3])
     scheduler.wanted()
     expected = [came[at][1] for at in ((0, 2) if in_order else (2, 3))]
-    assert scheduler.upcoming(9) == expected
-    assert scheduler.upcoming(1) == expected[:1]
+    assert scheduler.in_flight.upcoming(9) == expected
+    assert scheduler.in_flight.upcoming(1) == expected[:1]
 
 
 BREAKAGES: dict[str, Callable[[Scheduler], Any]] = {

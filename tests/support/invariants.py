@@ -71,7 +71,11 @@ def check_tasks(tasks: PendingTasks) -> None:
 
 
 def _check_blocks(scheduler: Scheduler) -> None:
-    filled = sorted(offset for answer in scheduler.in_flight.answers() for offset, _ in answer.used)
+    filled = sorted(
+        offset
+        for batch in scheduler.in_flight.batches.values()
+        for offset, _ in getattr(batch.answer, "used", ())
+    )
     blocks = states(scheduler.pool)
     assert filled == sorted(offset for offset, state in blocks.items() if state == FILLED), (
         "a filled block belongs to no batch that waits"

@@ -322,7 +322,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for key in lost + [key for key, whose in self.refused.items() if whose == worker.number]:
             self.forget(key)
             self.refused.pop(key, None)
-        assert self.scheduler.can_replace == (self.restarts_left > 0)
+        assert self.scheduler.restarts_left == self.restarts_left
         sends = self.scheduler.died(event)
         if self.restarts_left:
             if blamed is not None:
