@@ -146,8 +146,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
     errors: str | ErrorPolicy = "raise"
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in options.ARGUMENTS and "_options" in vars(self):
-            options.refuse_later(self, name)
+        made = "_options" in vars(self)
+        if made and name in options.ARGUMENTS and name not in options.own_names(type(self)):
+            kind = type(self).__name__
+            raise ValueError(f"{name}= cannot be set after a {kind} was made: pass it to the constructor")
         super().__setattr__(name, value)
 
     # ---- iterating ----------------------------------------------------------------------------

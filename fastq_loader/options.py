@@ -55,16 +55,6 @@ def of(loader: Any) -> Options:
     return options
 
 
-def _with_arguments(loader: Loader, arguments: Mapping[str, Any]) -> Options:
-    """The options of a loader with other values of some arguments, each of which is checked by itself.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid.
-    """
-    given = {name: read(loader, arguments[name]) for name, read in ARGUMENTS.items() if name in arguments}
-    return replace(of(loader), **given)
-
-
 #: A class of loaders → the names of our arguments that it uses for something of its own.
 _own_names: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
 
@@ -88,25 +78,18 @@ def own_names(kind: type) -> frozenset[str]:
     return names
 
 
-def refuse_later(loader: Loader, name: str) -> None:
-    """Refuse that one of our arguments is set after the constructor, unless the name is the class's own.
+def put(loader: Any, arguments: Mapping[str, Any]) -> None:
+    """Set arguments of a new loader, also those that torch lets only its constructor set. Each is checked by
+    itself, and they are not checked against each other.
 
     Raises:
-        ValueError: it is not.
+        TypeError, ValueError: an argument is invalid.
     """
-    if name not in own_names(type(loader)):
-        raise ValueError(
-            f"{name}= cannot be set after a {type(loader).__name__} was made: pass it to the constructor"
-        )
-
-
-def put(loader: Any, arguments: Mapping[str, Any]) -> None:
-    """Set arguments of a new loader, also those that torch lets only its constructor set. They are not
-    checked against each other."""
+    given = {name: read(loader, arguments[name]) for name, read in ARGUMENTS.items() if name in arguments}
     for name, value in arguments.items():
         if name not in own_names(type(loader)):
             object.__setattr__(loader, name, value)
-    vars(loader)["_options"] = _with_arguments(loader, arguments)
+    vars(loader)["_options"] = replace(of(loader), **given)
 
 
 def is_iterable(loader: Loader) -> bool:

@@ -77,8 +77,12 @@ class Delivery:
                 value = self._unpack(answer, handle)
             else:
                 value = self._unpacker.unpack(handle, b"")
-        except Exception as raised:
-            return self._raised(batch, too_many or self._unpack_error(raised))
+        except Exception as error:  # raised while it was unpacked or copied
+            if isinstance(error, ProtocolError):
+                self._counters.rejected_frames += 1
+            elif isinstance(error, StopIteration):  # from a user's __setstate__
+                too_many = too_many or _wrap_stop_iteration(error, "rebuilding a batch")
+            return self._raised(batch, too_many or error)
         else:
             if too_many is not None:
                 return self._raised(batch, too_many)
@@ -101,26 +105,28 @@ class Delivery:
         """Return the outcome if there is no batch: an error, or None if the batch was left out."""
         answer, error, fatal = batch.answer, batch.error, None
         if answer is not None and answer.kind != LEFT_OUT:
-            error, fatal = self._worker_error(batch, answer)
+            assert answer.handle is not None
+            try:
+                error = self._unpacker.exception(answer.handle)
+            except ProtocolError as fault:
+                self._counters.rejected_frames += 1
+                error = fault
+            self._pool.drop(offset for offset, _ in answer.used)
+            if answer.kind == BROKEN:  # torch's worker instead continues, and fails at every batch
+                fatal = f"worker {batch.worker} could not start: {error!r}"
+            if isinstance(error, StopIteration):
+                error = _wrap_stop_iteration(error, "a worker")
         error = too_many or error
         return None if error is None else self._raised(batch, error, fatal)
 
     def _raised(self, batch: Batch, error: BaseException, fatal: str | None = None) -> Raised:
         return Raised(error, self.progress, fatal).at(batch.seq, batch.index, batch.worker)
 
-    def _unpack_error(self, raised: Exception) -> BaseException:
-        """Return the error to deliver for one that was raised while a batch was unpacked or copied."""
-        if isinstance(raised, ProtocolError):
-            self._counters.rejected_frames += 1
-        elif isinstance(raised, StopIteration):  # from a user's __setstate__
-            return _wrap_stop_iteration(raised, "rebuilding a batch")
-        return raised
-
     def _unpack(self, answer: Answer, handle: BatchHandle) -> object:
         try:
             leased, copied, pickled = self._unpacker.open(handle)
         except ProtocolError:
-            self._drop(answer)
+            self._pool.drop(offset for offset, _ in answer.used)
             raise
         self._pool.deliver(leased)
         try:
@@ -128,22 +134,6 @@ class Delivery:
         finally:
             if copied:
                 self._pool.drop(copied)
-
-    def _worker_error(self, batch: Batch, answer: Answer) -> tuple[BaseException, str | None]:
-        """Return the error that a worker sent, and the reason if it ends the iteration, else None."""
-        assert answer.handle is not None
-        try:
-            error: BaseException = self._unpacker.exception(answer.handle)
-        except ProtocolError as fault:
-            self._counters.rejected_frames += 1
-            error = fault
-        self._drop(answer)
-        # torch's worker instead continues after a failed worker_init_fn, and fails at every batch.
-        fatal = f"worker {batch.worker} could not start: {error!r}" if answer.kind == BROKEN else None
-        return _wrap_stop_iteration(error, "a worker") if isinstance(error, StopIteration) else error, fatal
-
-    def _drop(self, answer: Answer) -> None:
-        self._pool.drop(offset for offset, _ in answer.used)
 
 
 def finished(outcome: Outcome, finish: Callable[[Any], Any], batch: Batch) -> Outcome:

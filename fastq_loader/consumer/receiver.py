@@ -21,9 +21,6 @@ from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
 from fastq_loader.workers.worker import Worker
 
-#: A batch, the worker that answered, the answer, and the error if the answer cannot be used.
-Arrived = tuple[Batch, int, Answer, ProtocolError | None]
-
 
 class Receiver:
     """Receives the answers of one pool's workers.
@@ -94,7 +91,7 @@ class Receiver:
                 self._pass_on(batch, worker, answer, fault)
                 return True
             arrived.append((batch, worker, answer, fault))
-        arrived.sort(key=_finished)
+        arrived.sort(key=lambda each: each[2].finished)
         for each in arrived:
             self._pass_on(*each)
         return bool(arrived)
@@ -163,7 +160,3 @@ class Receiver:
         if answer.state and answer.epoch == self._scheduler.epoch:
             self.end_states[worker.number] = unseal(answer.state, self._group.token)
         return answer
-
-
-def _finished(arrived: Arrived) -> int:
-    return arrived[2].finished
