@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import threading
 from collections.abc import Callable
 
@@ -133,6 +134,8 @@ class Stopping:
             if self._thread is not None and self._thread.is_alive():
                 return
             try:
+                if sys.is_finalizing():  # before Python 3.12, `start` would wait for ever
+                    raise RuntimeError("no thread starts at the end of the interpreter")
                 name = "fastq_loader: stopping workers"
                 self._thread = threading.Thread(target=self._attend, name=name, daemon=True)
                 self._thread.start()
