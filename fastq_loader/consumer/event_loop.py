@@ -22,7 +22,7 @@ from fastq_loader.consumer.outcomes import ENDED, Ended, Outcome, OutcomeSlot
 from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.device.staging import DeviceSession, Staging
 from fastq_loader.ipc.claim_table import slots
-from fastq_loader.ipc.limits import naming_the_limit, require_threads
+from fastq_loader.ipc.limits import expect_descriptors, require_threads
 from fastq_loader.ipc.messages import PASSED, Epoch, Space, Task, encode_task
 from fastq_loader.ipc.sockets import THREADS
 from fastq_loader.memory.arena import Arena
@@ -45,8 +45,8 @@ from fastq_loader.workers.worker import Worker
 _GRACE = 0.05
 #: Threads of a worker that count against a process limit: its own, one that watches this process, zmq's.
 _PER_WORKER = 2 + THREADS
-#: Descriptors of a pool, not counting its workers': memory, claims, stacks, sockets.
-_DESCRIPTORS = 12
+#: Descriptors of a pool (memory, claims, stacks, zmq, and what it takes to start a process) and of a worker.
+_DESCRIPTORS = 20, 5
 #: Batches beyond the window for which the pool keeps blocks: the user's, and the next one.
 _SPARE_BATCHES = 2
 #: Nanoseconds between two checks for memory that is not needed any more.
@@ -98,8 +98,8 @@ class EventLoop:
         self._counters = counters
         self._sampler: Iterator[Any] = iter(())
         calls.occupy_standard_streams()
-        with naming_the_limit(_DESCRIPTORS):
-            arena = Arena(plan.workers)
+        expect_descriptors(_DESCRIPTORS[0] + _DESCRIPTORS[1] * plan.workers)
+        arena = Arena(plan.workers)
         self.pool = BlockPool(arena)
         self.scheduler = Scheduler(
             plan.workers,

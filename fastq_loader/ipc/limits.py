@@ -7,11 +7,11 @@ few.
 from __future__ import annotations
 
 import _thread
-import contextlib
 import errno
 import os
-from collections.abc import Iterator
+import sys
 
+from fastq_loader.system import calls
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.system.unpatched import time
 
@@ -23,34 +23,19 @@ def expect_descriptors(count: int) -> None:
     """Check that `count` more descriptors can be opened.
 
     Raises:
-        OSError: (EMFILE, ENFILE) there are not so many.
+        OSError: (EMFILE) the limit allows fewer.
     """
-    opened: list[int] = []
+    limit = calls.limit_of("NOFILE") or sys.maxsize
     try:
-        with naming_the_limit(count):
-            opened.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(count))
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
-
-
-@contextlib.contextmanager
-def naming_the_limit(count: int) -> Iterator[None]:
-    """Name the limit, and the `count` descriptors that the loader needs, in an error about too few of them.
-
-    Raises:
-        OSError: (EMFILE, ENFILE) the block has run out of descriptors.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):  # a signal handler may have raised it
-            raise
+        used = len(os.listdir("/proc/self/fd")) - 1
+    except OSError:  # this takes one, too
+        used = limit
+    if used + count > limit:
         raise OSError(
-            error.errno,
-            f"{error.strerror}: the loader needs {count} descriptors for its workers; raise the limit with "
-            "`ulimit -n`, or use fewer workers",
-        ) from error
+            errno.EMFILE,
+            f"{os.strerror(errno.EMFILE)}: the loader needs {count} descriptors for its workers; raise the "
+            "limit with `ulimit -n`, or use fewer workers",
+        )
 
 
 def require_threads(count: int) -> None:

@@ -58,8 +58,7 @@ from fastq_loader.system.interrupts import without_signals
 _PATIENCE = 10.0
 #: Plain ints, because `|` of the enum takes a microsecond.
 _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-#: Descriptors of a zmq context and its sockets (epolls and mailboxes of threads). Without them zmq ends the
-#: process.
+#: Descriptors of a zmq context and its socket: epolls and mailboxes of threads.
 _OWN_DESCRIPTORS = 14
 #: Bytes of the longest frame that is sent over the socket; longer ones go into a block.
 _LONGEST = 1 << 15
@@ -157,7 +156,8 @@ class Line:
 
 
 class ConsumerSocket:
-    """The consumer's end, for all workers of one pool. The caller checks that THREADS more threads can start.
+    """The consumer's end, for all workers of one pool. The caller checks that there are enough
+    descriptors and threads.
 
     Args:
         token: the pool's token, see `messages`.
@@ -168,7 +168,6 @@ class ConsumerSocket:
     """
 
     def __init__(self, token: bytes, read: Read | None = None) -> None:
-        expect_descriptors(_OWN_DESCRIPTORS)
         self.woken = False
         self._token, self._read = token, read
         self._waking = threading.RLock()  # keeps `wake` from writing to a closed descriptor
@@ -193,7 +192,6 @@ class ConsumerSocket:
         Raises:
             OSError: there are no free descriptors.
         """
-        expect_descriptors(len(lines))
         for line in lines:
             self._lines[line.worker] = self._at[line.descriptor] = line
             self._epoll.register(line.descriptor, select.EPOLLIN)

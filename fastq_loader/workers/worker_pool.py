@@ -15,7 +15,7 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from fastq_loader.ipc.limits import naming_the_limit
+from fastq_loader.ipc.limits import expect_descriptors
 from fastq_loader.ipc.sockets import Line
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents
@@ -99,8 +99,7 @@ class WorkerPool(ABC):
             descriptors=Descriptors(),
         )
         try:
-            with naming_the_limit(_DESCRIPTORS):
-                self._prepare()
+            self._prepare()
             for worker in self.workers:
                 self.launch(worker)
         finally:
@@ -135,7 +134,8 @@ class WorkerPool(ABC):
         with without_signals():
             worker.line = line = Line(worker.number)
         # Signals are blocked between the fork and the setting of handlers.
-        with naming_the_limit(_DESCRIPTORS), without_signals(*KEPT_OUT):
+        expect_descriptors(_DESCRIPTORS)
+        with without_signals(*KEPT_OUT):
             own = {"worker": worker.number, "space": space}
             worker.child = child = self._child(self._setup_for(own, **line.ends))
             try:

@@ -35,7 +35,7 @@ OLDEST = {"torch": "2.8", "numpy": "1.26", "pyzmq": "26", "msgpack": "1.0.7"}
 OK, CHANGE, NOTE = "ok", "change", "note"
 
 #: Descriptors and threads needed by a pool, with some for the user, and by each of its workers.
-_DESCRIPTORS, _THREADS = (64, 3), (2, 4)
+_DESCRIPTORS, _THREADS = (64, 5), (2, 4)
 #: Bytes of data, of a file and of memory below which batches soon run out of room.
 _LEAST_DATA, _LEAST_FILE, _LEAST_MEMORY = 2 << 30, 1 << 30, 512 << 20
 #: Seconds that the workers of `_batches` have for a batch, also where they import torch first.
