@@ -54,9 +54,6 @@ NOT_BY_RUNS: dict[str, str | Callable[[], None]] = {
     f"Copies.take: no self._statistics.late_copies += not ({_LATE})": LATE_COPIES,
     f"Copies.take: {_LATE}, without copy.over": "the device is asked about a copy that is known to be over",
     f"Copies.take: {_LATE}, without backend.query(copy.done)": LATE_COPIES,
-    "Copies.wait_for: no self._backend.synchronize(copy.done)": (
-        test_pinning.test_waiting_for_a_buffer_is_counted
-    ),
     "Copies._arrived: no self._statistics.copied(copy.nbytes, copy.began, self._backend.clock())": (
         test_pinning.test_a_copy_that_has_run_is_reported_with_its_times
     ),
