@@ -179,7 +179,7 @@ class FarWorker:
             # The claim table is its own, and has no effect.
             WorkerLoop(setup, blocks, proxy, ClaimTable(arena.fd, arena.mapping.claims)).run()
             proxy.finish()
-        except Lost:
+        except (Lost, KeyboardInterrupt):  # the consumer's own is the one to show
             pass
         finally:
             self._over = True

@@ -85,7 +85,7 @@ class Status(NamedTuple):
 def main(setup: Setup, pipe: Pipe[Any, Any], traffic: memoryview) -> None:
     """Entry point of a proxy; for the arguments see `Proxy`."""
     calls.name_process(f"fastq_proxy{setup.worker}")
-    prepare_signals()
+    prepare_signals(setup.plan.grace)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the consumer, too
     children.leave_with(setup.consumer)
     assert setup.mapping is not None, "it is inherited"
