@@ -83,6 +83,13 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     def __len__(self) -> int:
         return len(self._index_sampler)
 
+    def __del__(self) -> None:
+        """Overrides torch's, which ends the workers: they may be serving another iterator's epoch. The loader
+        remembers its last epochs, and not the iterators of samplers, which may hold a permutation."""
+        record = vars(self).get("_record")
+        if record is not None:
+            record.source = iter(())
+
     def __getstate__(self) -> NoReturn:
         # torch's error and type: an iterator is tied to its processes and cannot move to another.
         raise NotImplementedError("{} cannot be pickled", type(self).__name__)

@@ -151,7 +151,3 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
 
     _get_data = _try_get_data = _try_put_index = _process_data = _refuse
     _mark_worker_as_unavailable = _register_persistent_workers_atexit = _refuse
-
-    def __del__(self) -> None:
-        """Override torch's `__del__`, which ends the workers: they may be serving another iterator's epoch.
-        They end with the engine, when the last reference to it is gone."""

@@ -288,3 +288,23 @@ def test_i4_workers_that_load_what_nobody_will_get_can_be_closed_and_with_dynami
         next(iterator)
     loader.close()
     assert time.monotonic() - start < 3, "64 samples of 0.1 s were waited for"
+
+
+class Remembers(Sampler[int]):
+    """Its iterators may hold a permutation."""
+
+    def __iter__(self) -> Iterator[int]:
+        indices = (index for index in range(8))
+        self.last = weakref.ref(indices)
+        return indices
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_that_was_broken_off_keeps_no_iterator_of_its_sampler(workers: int) -> None:
+    sampler = Remembers()
+    with make(
+        DataLoader, sampler=sampler, num_workers=workers, schedule="dynamic", dataset=range(8)
+    ) as loader:
+        next(iter(loader))
+        assert wait_until(lambda: sampler.last() is None, 5)
+        assert loader.replay(0).tolist() == [0]

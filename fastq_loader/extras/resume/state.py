@@ -134,7 +134,7 @@ def state_of(loader: Loader, record: Any) -> dict[str, Any]:
     # This may be called after every step, and must cost next to nothing: the constant part is cached.
     constant = record.constant
     if constant is None:
-        start = record.start if draws.drawn else replace(record.start, first=record.start.first or first)
+        start = record.start if draws.drawn else replace(record.start, first={**record.start.first} or first)
         constant = {**_described(loader), **record.compared}, text.dump(vars(start))
         record.constant = constant if draws.drawn else None
     drawn = min(draws.drawn, 1) if options.is_iterable(loader) else draws.drawn
@@ -148,7 +148,7 @@ def state_of(loader: Loader, record: Any) -> dict[str, Any]:
         part=samplers.part_of_data(loader._index_sampler),
     )
     workers = [_worker(*worker) for worker in progress.workers]
-    return {**_whole(constant, progress, now, workers, record), **_said(draws.place)}
+    return {**_whole(constant, progress, now, workers, record), **_said(copy.deepcopy(draws.place))}
 
 
 def _between_epochs(loader: Loader, record: Any) -> dict[str, Any]:

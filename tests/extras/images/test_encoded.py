@@ -137,7 +137,8 @@ SHUFFLED = {"shuffle": True, "batch_size": 5}
 def seeded(dataset: Any, **options: Any) -> StatefulDataLoader[Any]:
     torch.manual_seed(5)
     return StatefulDataLoader(
-        dataset, **{**SHUFFLED, "generator": torch.Generator().manual_seed(3), **options}
+        dataset,
+        **{**SHUFFLED, "schedule": "round_robin", "generator": torch.Generator().manual_seed(3), **options},
     )
 
 
