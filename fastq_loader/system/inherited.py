@@ -18,22 +18,26 @@ _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith(
 
 def rights() -> Hashable:
     """The ids, groups and namespaces, which a process cannot take from another one."""
-    folder = Path("/proc/thread-self/ns")
-    spaces = frozenset((name, os.readlink(folder / name)) for name in os.listdir(folder))
-    return os.getresuid(), os.getresgid(), frozenset(os.getgroups()), spaces
+    folder, spaces = Path("/proc/thread-self/ns"), list[str]()
+    with contextlib.suppress(OSError):  # a sandbox does not show them
+        for name in sorted(os.listdir(folder)):
+            spaces.append(os.readlink(folder / name))
+    return os.getresuid(), os.getresgid(), frozenset(os.getgroups()), tuple(spaces)
 
 
 def now() -> dict[str, Any]:
     """The environment, umask, CPUs, nice value and limits at this moment."""
-    [umask] = [
-        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask")
-    ]
+    limits = {}
+    for limit in _LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # a sandbox does not have all
+            limits[limit] = resource.getrlimit(limit)
+    status = Path("/proc/self/status").read_text().splitlines()
     return {
         "environment": dict(os.environ),
-        "umask": int(umask.split()[1], 8),
+        "umask": [int(line.split()[1], 8) for line in status if line.startswith("Umask")],
         "cpus": os.sched_getaffinity(0),
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
-        "limits": {limit: resource.getrlimit(limit) for limit in _LIMITS},
+        "limits": limits,
     }
 
 
@@ -41,7 +45,8 @@ def apply(state: dict[str, Any]) -> None:
     """Put the result of another process's `now` into effect here, as far as that is allowed."""
     os.environ.clear()
     os.environ.update(state["environment"])
-    os.umask(state["umask"])
+    for umask in state["umask"]:  # a sandbox does not show it
+        os.umask(umask)
     for limit, values in state["limits"].items():
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(limit, values)
