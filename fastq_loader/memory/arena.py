@@ -127,25 +127,22 @@ class Arena:
     def __init__(self, regions: int) -> None:
         self.pid = process_id.current()
         self.fd = calls.memfd_create("fastq_loader")
-        self.mapping = self._map(regions)
-        # Prevent every process from truncating the memory while another one uses it (that would be SIGBUS).
-        calls.seal_length(self.fd)
-        self.released: deque[tuple[int, int]] = deque()
-        self.retired = False
-        self.leased = 0
-        forked_children.owners[id(self)] = self
-
-    def _map(self, regions: int) -> Mapping:
         length = max(min(calls.arena_room()), _SMALLEST) // PAGE * PAGE
         try:
             os.ftruncate(self.fd, length)
-            return Mapping(self.fd, length, regions)
+            self.mapping = Mapping(self.fd, length, regions)
         except (OSError, MemoryError) as error:
             raise OSError(
                 errno.ENOMEM,
                 f"workers need {length:,} bytes of shared memory: {error}; raise the limit of files "
                 "(ulimit -f) or of address space (ulimit -v), or use num_workers=0",
             ) from error
+        # Prevent every process from truncating the memory while another one uses it (that would be SIGBUS).
+        calls.seal_length(self.fd)
+        self.released: deque[tuple[int, int]] = deque()
+        self.retired = False
+        self.leased = 0
+        forked_children.owners[id(self)] = self
 
     def lease(self, block: tuple[int, int], start: int, nbytes: int) -> np.ndarray[Any, Any]:
         """Return a writable array of bytes in a block (offset, size), beginning `start` bytes after the

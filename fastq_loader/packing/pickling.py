@@ -100,22 +100,18 @@ def _packed(data: torch.Tensor, sizes: np.ndarray, *order: torch.Tensor | None) 
     return PackedSequence(data, torch.from_numpy(sizes), *order)
 
 
-def _dispatch_table() -> dict[type, Callable[[Any], Any]]:
-    # All reducers registered with multiprocessing (by itself, by libraries for their tensors, by torch for
-    # typed storages) except torch's own for tensors and storages: these would send each storage to the
-    # consumer as a descriptor.
-    extra: dict[type, Callable[[Any], Any]] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
-    others = {kind: reduce for kind, reduce in extra.items() if reduce not in _SHARING}
-    return {**copyreg.dispatch_table, **others}
-
-
 _SHARING = (reductions.reduce_tensor, reductions.reduce_storage)
 
 
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, leaf_number: LeafNumber, for_device: bool = False) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.dispatch_table = _dispatch_table()
+        # All reducers registered with multiprocessing (by itself, by libraries for their tensors, by torch
+        # for typed storages) except torch's own for tensors and storages: these would send each storage to
+        # the consumer as a descriptor.
+        extra: dict[type, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+        others = {kind: reduce for kind, reduce in extra.items() if reduce not in _SHARING}
+        self.dispatch_table = {**copyreg.dispatch_table, **others}
         self._leaf_number = leaf_number
         self._for_device = for_device
 

@@ -123,7 +123,10 @@ class TreeFlattener:
                 return "v"
             return "l", self._walk_all(value)
         keys = tuple(value)
-        if _STRINGS.issuperset(map(type, keys)) or _are_plain(keys):
+        # Specs are compared, so keys of other types cannot be allowed: True, 1 and 1.0 are equal.
+        if _STRINGS.issuperset(map(type, keys)) or all(
+            type(key) is str or (type(key) is int and fits_64_bits(key)) for key in keys
+        ):
             return "d", keys, self._walk_all(value.values())
         return None
 
@@ -166,12 +169,6 @@ class TreeFlattener:
         if type(leaf) is _ARRAY and leaf.nbytes < SMALLEST and id(leaf) not in self._leaf_of:
             return None
         return self.add_leaf(leaf)
-
-
-def _are_plain(keys: tuple[Any, ...]) -> bool:
-    """Whether a spec can contain these keys of a dict: strings and ints. Specs are compared, so other types
-    cannot be allowed: True, 1 and 1.0 are equal."""
-    return all(type(key) is str or (type(key) is int and fits_64_bits(key)) for key in keys)
 
 
 # ---- the memory of leaves ---------------------------------------------------------------------------
