@@ -107,7 +107,11 @@ class IteratorInvalid(RuntimeError):
 
 
 class PinFailed(RuntimeError):
-    """A device's driver refused to page-lock host memory. Loaders go on without; see `PinFallback`."""
+    """A device's driver refused to page-lock host memory. Loaders go on without; see `PinFallback`.
+
+    >>> issubclass(PinFailed, RuntimeError)
+    True
+    """
 
 
 class PinFallback(RuntimeWarning):
