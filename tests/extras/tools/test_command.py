@@ -118,10 +118,6 @@ def test_options_are_handed_on(calls: list[Any], capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == "a table\n" * 3
 
 
-def broken() -> Any:
-    raise TypeError("of the user's")
-
-
 def test_bad_options_are_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, text in (
         ([f"{__name__}:LOADER"], "tune needs a fastq_loader.DataLoader"),
@@ -175,16 +171,6 @@ def test_a_reader_that_leaves_is_no_traceback(argument: str, ending: str, code: 
     assert result.returncode == code
     assert "Traceback" not in result.stderr
     assert "BrokenPipe" not in result.stderr
-
-
-@pytest.mark.parametrize("command_line", [[], ["tune"], ["compare"], ["replay"], ["doctor"]])
-def test_a_narrow_terminal_gets_help(
-    command_line: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
-    with pytest.raises(SystemExit, match="0"):
-        main([*command_line, "--help"])
-    assert "--help" in capsys.readouterr().out
 
 
 class Größe(Made):
