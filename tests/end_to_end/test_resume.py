@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +22,6 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from fastq_loader import RoundRobin, StatefulDataLoader, ToDevice
 from fastq_loader.reading import generators
-from tests.conftest import run_script
 from tests.support.datasets import Sized
 from tests.support.loaders import MANY_WORKERS, seed_all
 from tests.support.samplers import ZOO, SayingIterator, arguments
@@ -343,38 +341,6 @@ def test_what_came_out_of_order_does_not_come_again_with_order() -> None:
         assert not in_order or left == sorted(left)
 
 
-def two_epochs(workers: int, state: Any = None, kill_after: int | None = None) -> Iterator[Any]:
-    """The batches, each with the state after it; the process may be killed."""
-    seed_all(5 if state is None else 6)
-    loader = seeded(Augmented(70), 4, seed=1 if state is None else 9, shuffle=True, num_workers=workers)
-    loader.load_state_dict(state or {})
-    for _ in range(loader.position.epoch, 2):
-        for batch in loader:
-            yield plain(batch), loader.state_dict()
-            if loader.position.batches == kill_after:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-
-SCRIPT = """
-import json
-from tests.end_to_end.test_resume import two_epochs
-
-for each in two_epochs({workers}, None, {stop}):
-    print(json.dumps(each), flush=True)
-"""
-
-
-@thorough(after=1)
-@pytest.mark.parametrize(("stop", "workers"), [(19, (2, 3)), (1, (1, 0)), (18, (0, 2))])
-def test_a_killed_process_goes_on_in_another_with_other_workers(stop: int, workers: tuple[int, int]) -> None:
-    done = run_script(SCRIPT.format(stop=stop, workers=workers[0]), warm=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    first = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(first) == stop
-    second = two_epochs(workers[1], first[-1][1])
-    assert [batch for batch, _ in [*first, *second]] == [batch for batch, _ in two_epochs(0)]
-
-
 @thorough(but={"workers": 1})
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_a_stream_that_cannot_say_where_it_stands_is_read_again_with_a_warning(workers: int) -> None:
@@ -387,25 +353,6 @@ def test_a_stream_that_cannot_say_where_it_stands_is_read_again_with_a_warning(w
     with pytest.warns(UserWarning, match="4 batches that were handed out before are read again"):
         iterator = iter(go_on(second, stopped))
     assert list(map(plain, iterator)) == left
-
-
-@thorough(but={"workers": 2})
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_state_of_a_dataset_with_indices_is_that_of_the_training_process(workers: int) -> None:
-    def loader(num_workers: int) -> StatefulDataLoader[Any]:
-        return StatefulDataLoader(Counts(20), 2, num_workers=num_workers, schedule="round_robin")
-
-    first = loader(workers)
-    first.dataset.count = 7
-    iterator = iter(first)
-    state = [next(iterator) for _ in range(4)] and first.state_dict()
-    assert state["dataset_state"] == {"count": 7 if workers else 15}
-    left = [(index.tolist(), count.tolist()) for index, *_, count in iterator]
-    second = resumed(loader(workers), state)
-    assert [(index.tolist(), count.tolist()) for index, *_, count in second] == left
-    other = loader(1)
-    other.load_state_dict(state)
-    assert indices(other) == [index for index, _ in left]
 
 
 @thorough(after=1)

@@ -13,7 +13,6 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     Sampler,
-    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
@@ -113,13 +112,6 @@ class SaysInAShuffle(Says):
 
     def order(self) -> list[Any]:
         return torch.randperm(self.length, generator=self.generator).tolist()
-
-
-class SaysNumpys(Says):
-    """Yields numpy's integers."""
-
-    def order(self) -> list[Any]:
-        return list(np.array(super().order()))
 
 
 class BatchesOfAnySize(Says):
@@ -243,24 +235,17 @@ Zoo = dict[str, Callable[[int, Any], Any]]
 TORCHS: Zoo = {
     "sequential": lambda n, g: {},
     "shuffle": lambda n, g: {"shuffle": True},
-    "shuffle with a generator": lambda n, g: {"sampler": RandomSampler(items(n), generator=g)},
     "the loader's shuffle": lambda n, g: {"shuffle": True, "generator": g},
     "shuffled batches": lambda n, g: {
         "batch_sampler": BatchSampler(RandomSampler(items(n), generator=g), 4, True)
     },
     "replacement": lambda n, g: {"sampler": RandomSampler(items(n), True, n + 37, g)},
-    "several permutations": lambda n, g: {"sampler": RandomSampler(items(n), False, 2 * n + 3, g)},
     "weighted": lambda n, g: {"sampler": WeightedRandomSampler([1.0] * n, n, generator=g)},
-    "subset": lambda n, g: {"sampler": SubsetRandomSampler(items(n)[::2], generator=g)},
     "distributed": lambda n, g: {"sampler": DistributedSampler(items(n), 2, 1)},
     "computed": lambda n, g: {"sampler": PermutationSampler(n, 3)},
     "computed by weights": lambda n, g: {"sampler": WeightedSampler(range(1, n + 1), n + 5, seed=3)},
-    "computed, each once": lambda n, g: {"sampler": WeightedSampler(range(1, n + 1), n, False, seed=3)},
     "dealt out": lambda n, g: {
         "sampler": Distributed(RandomSampler(items(n), generator=g), 3, num_replicas=2, rank=1)
-    },
-    "the user's, dealt out": lambda n, g: {
-        "sampler": Distributed(Shuffles(n, of_numpy, at_once=False), 3, num_replicas=2, rank=1)
     },
     "batches, dealt out": lambda n, g: {
         "batch_sampler": Distributed(BatchSampler(Own(n, random.Random(3)), 4, False), num_replicas=2, rank=0)
@@ -268,24 +253,17 @@ TORCHS: Zoo = {
 }
 #: Users', that draw from generators alone.
 BEGUN_AGAIN: Zoo = {
-    "random, later": lambda n, g: {"sampler": Shuffles(n, random.randrange, at_once=False)},
     "random, at once": lambda n, g: {"sampler": Shuffles(n, random.randrange, at_once=True)},
-    "numpy, later": lambda n, g: {"sampler": Shuffles(n, of_numpy, at_once=False)},
-    "torch, at once": lambda n, g: {"sampler": Shuffles(n, of_torch, at_once=True)},
     "in batches": lambda n, g: {"batch_sampler": BatchSampler(Shuffles(n, of_numpy, False), 3, False)},
     "own generator": lambda n, g: {"sampler": Own(n, np.random.default_rng(g.initial_seed()))},
     "reads ahead": lambda n, g: {"batch_sampler": ReadsAhead(IsItsIterator(n))},
-    "reads ahead in a shuffle": lambda n, g: {"batch_sampler": ReadsAhead(SaysInAShuffle(n, g))},
 }
 #: Users', that say where they stand.
 ASKED: Zoo = {
     "says": lambda n, g: {"sampler": Says(n)},
-    "says, in batches": lambda n, g: {"batch_sampler": BatchSampler(Says(n), 3, False)},
     "says, no short batch": lambda n, g: {"batch_sampler": BatchSampler(Says(n), 3, True)},
-    "says, in a shuffle": lambda n, g: {"sampler": SaysInAShuffle(n, g)},
     "says, in the user's shuffle": lambda n, g: {"sampler": SaysInAShuffle(n)},
     "says, in the loader's shuffle": lambda n, g: {"sampler": SaysInAShuffle(n, g), "generator": g},
-    "says numpy's": lambda n, g: {"sampler": SaysNumpys(n)},
     "batches of any size": lambda n, g: {"batch_sampler": BatchesOfAnySize(n)},
     "sets its generator": lambda n, g: {"sampler": SetsItsGenerator(n, g)},
     "is its iterator": lambda n, g: {"sampler": IsItsIterator(n), "batch_size": None},

@@ -238,7 +238,9 @@ class ResumableEpoch(Epoch):
     # ---- what a state needs -------------------------------------------------------------------
 
     def has_begun(self) -> None:
-        if self.drawn == self.progress.head:  # else draws were recorded
+        if self._is_stateful:
+            self._places.setdefault(self.drawn, self._now())
+        elif self.drawn == self.progress.head:  # else draws were recorded
             self._record(0)
         replayed = sum(count for count, state in self.resume if "position" not in (state or {}))
         if replayed and self.info.iterable:

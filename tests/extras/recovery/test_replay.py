@@ -165,9 +165,8 @@ def test_on_the_shell(
 
     torch.save({"model": {}, "loader": states[1]}, checkpoint := tmp_path / "checkpoint")
     damaged = checkpoint.read_bytes()
-    for data in (b"", b" \n\t", text[:100].encode(), damaged[:200], b"\x80\x04" + damaged):
-        path.write_bytes(data)
-        assert "cannot be read as JSON or with torch.load" in refused(*command)
+    path.write_bytes(damaged[:200])
+    assert "cannot be read as JSON or with torch.load" in refused(*command)
     for data, expected in (
         (damaged, "a checkpoint that contains one, pass that entry: its keys are 'model', 'loader'"),
         (b"{}", "is empty"),
