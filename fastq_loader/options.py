@@ -24,7 +24,7 @@ from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.reading import datapipes, generators
 from fastq_loader.reading.error_policy import read_errors
 from fastq_loader.reading.fetch import Fetcher
-from fastq_loader.scheduling.schedules import RoundRobin, Window, read_schedule
+from fastq_loader.scheduling.schedules import LIKE_TORCHDATA, RoundRobin, Window, read_schedule
 from fastq_loader.system import calls, pages, torch_patches
 from fastq_loader.workers.config import Options, Plan, Rules
 from fastq_loader.workers.kinds import Processes, read_workers
@@ -224,7 +224,7 @@ def plan(
         kept: objects that one pool after the other uses.
     """
     options, prefetch, iterable = of(loader), loader.prefetch_factor or 2, is_iterable(loader)
-    if options.schedule.save_generators:
+    if saves and options.schedule.save_generators and options.schedule is not LIKE_TORCHDATA:
         roots = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
         if not generators.find(roots)[1]:
             _tell(

@@ -556,7 +556,7 @@ FAULTS = (
     Fault(
         "a resumed StatefulDataLoader draws other random numbers",
         "extras/resume/stateful_dataloader.py",
-        "RoundRobin(save_generators=True) if",
+        "LIKE_TORCHDATA if",
         "RoundRobin() if",
         "row S1",
         "extras/resume/test_stateful_dataloader.py",

@@ -18,6 +18,7 @@ from fastq_loader import (
     Processes,
     RayWorkers,
     Replace,
+    RoundRobin,
     Skip,
     StatefulDataLoader,
     ToDevice,
@@ -202,3 +203,14 @@ def test_a_stream_goes_with_the_default_of_ray_and_not_with_another_number(
     assert options.plan(made).restarts == 0
     with pytest.raises(ValueError, match="cannot be used with an IterableDataset"):
         loader(dataset=STREAM, num_workers=2, workers=RayWorkers(max_restarts=1))
+
+
+def test_a_search_for_generators_that_did_not_see_all_is_said_once() -> None:
+    def planned(dataset: Any) -> None:
+        saved = RoundRobin(save_generators=True)
+        options.plan(StatefulDataLoader(dataset, num_workers=1, schedule=saved), saves=True)
+
+    planned([("a path", 3)] * 1000)
+    with pytest.warns(UserWarning, match="list or the collate function holds more than is searched"):
+        planned([[[[[3]]]]])
+    planned([[[[[4]]]]])

@@ -112,7 +112,7 @@ def _is_plain(part: Any) -> bool:
 
 def _members(part: Any) -> tuple[list[tuple[Any, Any]], bool]:
     """The attributes and members of an object with their names, and whether these are all that it holds. Of a
-    long container the first members are looked at: if they are plain, all are."""
+    long container the first members are looked at: if they are data, all are."""
     kind, own = type(part), own_dict(part)
     if kind is FunctionType:
         return [], not (part.__closure__ or part.__defaults__ or part.__kwdefaults__ or own)
@@ -123,7 +123,12 @@ def _members(part: Any) -> tuple[list[tuple[Any, Any]], bool]:
         return members, not issubclass(kind, np.ndarray)
     values = dict.items(part) if base is dict else enumerate(base.__iter__(part))
     first = list(islice(values, _MEMBERS))
-    return members + first, base.__len__(part) <= _MEMBERS or all(_is_plain(each) for _, each in first)
+    return members + first, base.__len__(part) <= _MEMBERS or all(_is_data(each) for _, each in first)
+
+
+def _is_data(part: Any) -> bool:
+    """Whether an object is plain, or a tuple or list of such: a row of a table."""
+    return _is_plain(part) or (type(part) in (tuple, list) and all(map(_is_plain, part)))
 
 
 def held_by(dataset: Any) -> list[str]:
@@ -134,10 +139,6 @@ def held_by(dataset: Any) -> list[str]:
         for name, part in held(dataset).items()
         if issubclass(type(part), _GENERATORS) and not any(part is each for each in shared)
     ]
-
-
-def _package(generator: Any) -> str:
-    return type(generator).__module__.partition(".")[0]
 
 
 # ---- states ---------------------------------------------------------------------------------------
@@ -201,23 +202,6 @@ def same(state: Any, other: Any) -> bool:
     if isinstance(state, np.ndarray) and isinstance(other, np.ndarray):  # `array_equal` is ten times slower
         return state.dtype == other.dtype and state.tobytes() == other.tobytes()
     return bool(state == other)
-
-
-class GeneratorSnapshot:
-    """States of generators at one moment, to find which of them have moved since.
-
-    Args:
-        generators: by name; the three shared ones unless others are given.
-    """
-
-    def __init__(self, generators: Mapping[str, Any] = GLOBAL) -> None:
-        self._generators = generators
-        self.states = states_of(generators)
-
-    def moved_since(self, now: Mapping[str, Any] | None = None) -> list[str]:
-        """Names of the generators that were drawn from, seeded or set since; of those in `now`, if given,
-        also the ones that were made since."""
-        return moved(self.states, states_of(self._generators if now is None else now))
 
 
 class restored:

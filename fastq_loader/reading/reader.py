@@ -81,6 +81,7 @@ class Reader:
         self.ended, self._requested = False, 0
         self.base_seed, self._epoch, self._resumed = base_seed, epoch, state or {}
         self.to_pass = delivered if self._rules["iterable"] else 0
+        self._replays = "position" not in self._resumed  # skipped batches have to be read again
         make = partial(self._make_fetcher, self.dataset, **self._rules, collate=self._collate)
         place = self._resumed.get("position")
         if base_seed is not None:
@@ -94,11 +95,6 @@ class Reader:
             self._set_generators()  # `iter(dataset)` may draw
         self.fetcher = position.fetcher_at(place, self.dataset, make)
         self._set_generators()
-
-    @property
-    def _replays(self) -> bool:
-        """Whether skipped batches have to be read again."""
-        return "position" not in self._resumed
 
     def _set_generators(self) -> None:
         """Restore the generators, unless batches are still to be read again, which draws from them."""

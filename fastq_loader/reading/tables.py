@@ -45,7 +45,7 @@ class Gatherer:
 
     def gather(self, dataset: Any, index: Any) -> Any:
         """Gather rows as torch's default collate would return them; None: the usual path has to be taken."""
-        if not (_is_torchs() and self._is_default() and _ints(index)):
+        if not (_FOUND_TORCHS and _methods() == _METHODS and self._is_default() and _ints(index)):
             return None
         try:
             return self._rows(dataset, np.array(index), whole=True)
@@ -120,12 +120,8 @@ class Gatherer:
         return self._allows and functions.get(torch.Tensor) in _STACKS
 
 
-def _is_torchs() -> bool:
-    """Whether the rows are read by torch's own, unmodified methods."""
-    return _FOUND_TORCHS and _methods() == _METHODS
-
-
 def _methods() -> list[Any]:
+    """The methods that read rows; batches are gathered while these are torch's own, unmodified ones."""
     return [
         *(TensorDataset.__getitem__, getattr(TensorDataset, "__getitems__", None)),
         *(Subset.__getitem__, Subset.__getitems__, StackDataset.__getitem__, StackDataset.__getitems__),

@@ -62,6 +62,10 @@ class RoundRobin(Schedule):
     save_generators: bool = False
 
 
+#: The schedule of a StatefulDataLoader that was given none.
+LIKE_TORCHDATA = RoundRobin(save_generators=True)
+
+
 @dataclass(frozen=True)
 class Dynamic(Schedule):
     """Any worker takes the next batch as soon as it is free, and every batch has its own random numbers.

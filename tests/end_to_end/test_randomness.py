@@ -24,7 +24,6 @@ from fastq_loader import DataLoader
 from tests.support.datasets import (
     BatchEcho,
     Colour,
-    DoublingSubset,
     Echo,
     FailingSampler,
     Made,
@@ -213,11 +212,3 @@ def test_r11_odd_keys_reach_the_dataset_with_value_type_and_container(workers: i
     for keys, (container, echoed) in zip(ODD_BATCHES, together, strict=True):
         assert container is type(keys)
         assert_same(keys, echoed, f"keys {keys!r}")
-
-
-@WORKERS
-def test_r12_an_overridden_getitem_of_a_subset_is_respected(workers: int) -> None:
-    """torch asks Subset's own `__getitems__` and passes the override by (pytorch#163184)."""
-    subset = DoublingSubset(list(range(10)), [9, 7, 5])
-    batches = [batch.tolist() for batch in DataLoader(subset, batch_size=2, num_workers=workers)]
-    assert batches == [[18, 14], [10]]

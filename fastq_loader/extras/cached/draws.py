@@ -12,7 +12,7 @@ from typing import Any
 from fastq_loader.extras.cached.identity import base_of
 from fastq_loader.extras.images import sample_seeds
 from fastq_loader.extras.samplers import search
-from fastq_loader.reading.generators import GLOBAL, same, states_of
+from fastq_loader.reading.generators import GLOBAL, moved, states_of
 
 
 class Draws:
@@ -33,14 +33,9 @@ class Draws:
     def since(self) -> tuple[list[str], bool]:
         """The generators that were drawn from since, and whether it was this call: another thread may have
         drawn from a global one."""
-        own, shared = map(_moved, self._before, (states_of(self._own), states_of(GLOBAL)))
+        own, shared = map(moved, self._before, (states_of(self._own), states_of(GLOBAL)))
         own += ["the seed of a sample"] * (sample_seeds.reading.used > self._seeds_used)
         return own + shared, bool(own) or (bool(shared) and _is_only_thread())
-
-
-def _moved(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Names of the states that differ from those before."""
-    return [name for name, state in now.items() if not same(before[name], state)]
 
 
 def _is_only_thread() -> bool:

@@ -149,14 +149,14 @@ class ResumableEpoch(Epoch):
         info, set_by_sampler = self.info, dict[str, Any]()
 
         def iterated() -> Iterator[Any]:
-            if at_start.moved_since():
+            if generators.moved(at_start, generators.states_of(info.own)):
                 set_by_sampler.update(generators.states_of(info.own))
             return iter(info.sampler)
 
         self._is_stateful = True
         ended = saved.now.exhausted or not saved.now.drawn  # then its state is the start of an iteration
         with self.as_at_start():
-            at_start = generators.GeneratorSnapshot(info.own)
+            at_start = generators.states_of(info.own)
             place = {**saved.place, "ended": ended}
             self.source = position.begun_at(place, self._asked, iterated, lambda begun: begun)
             if not (ended or set_by_sampler):

@@ -15,7 +15,7 @@ from fastq_loader.epoch.fields import Resumable
 from fastq_loader.epoch.resources import of as resources_of
 from fastq_loader.extras.resume import saved, state
 from fastq_loader.loader import DataLoader, T_co
-from fastq_loader.scheduling.schedules import RoundRobin
+from fastq_loader.scheduling.schedules import LIKE_TORCHDATA
 from fastq_loader.system.torch_names import untraced
 
 
@@ -53,7 +53,7 @@ class StatefulDataLoader(DataLoader[T_co], Resumable):
         schedule: Any = None,
         **arguments: Any,
     ) -> None:
-        with_state = RoundRobin(save_generators=True) if schedule is None else schedule
+        with_state = LIKE_TORCHDATA if schedule is None else schedule
         super().__init__(dataset, *args, schedule=with_state, **arguments)
         self.snapshot_every_n_steps = snapshot_every_n_steps
 
