@@ -197,7 +197,7 @@ def _causes(epoch: EpochStatistics) -> list[str]:
     seconds = {cause: epoch.spent_on(cause) for cause in CAUSES}
     lines, whole = [], sum(seconds.values()) or 1.0
     if epoch.recorded_batches < epoch.batches:
-        lines = [f"of the last {epoch.recorded_batches:,} batches:"]
+        lines = [f"Of the last {epoch.recorded_batches:,} batches:"]
     for cause, took in seconds.items():
         share = took / whole
         if share >= 1 / 200:

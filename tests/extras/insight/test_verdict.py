@@ -156,7 +156,7 @@ def test_a_page_as_it_is_printed() -> None:
 def test_a_long_epoch_says_of_which_batches_its_causes_are() -> None:
     page = verdict.text(replace(PAGE, epoch=replace(EPOCH, batches=20_000, seconds=120.0)))
     assert "Epoch 3: 20,000 batches in 120 s" in page
-    assert "of the last 1,563 batches:\n  training step      4.96 s  40%" in page
+    assert "Of the last 1,563 batches:\n  training step      4.96 s  40%" in page
 
 
 def test_what_is_the_users_is_escaped_in_html() -> None:
