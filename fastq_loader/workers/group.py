@@ -131,7 +131,7 @@ class WorkerGroup:
 
     def processes(self) -> list[BaseProcess]:
         """The processes of the workers that were started."""
-        return self._pool.processes
+        return [worker.process for worker in self.workers if worker.process is not None]
 
     def stacks(self, number: int) -> str:
         """Return the current Python stacks of a worker."""

@@ -156,8 +156,9 @@ _active: set[Stopping] = set()  # pools whose workers a thread watches
 def wait(owner: object = None) -> None:
     """Wait until the workers of an owner (None: all owners) have ended; an interrupt ends their time, too."""
     try:
-        for stopping in _of(owner):
-            stopping.wait()
+        for stopping in list(_active):
+            if owner is None or stopping.owner is owner:
+                stopping.wait()
     except BaseException:
         hurry(owner)
         raise
@@ -165,12 +166,9 @@ def wait(owner: object = None) -> None:
 
 def hurry(owner: object = None) -> None:
     """End the workers of an owner (None: all owners) now."""
-    for stopping in _of(owner):
-        stopping.hurry()
-
-
-def _of(owner: object) -> list[Stopping]:
-    return [stopping for stopping in list(_active) if owner is None or stopping.owner is owner]
+    for stopping in list(_active):
+        if owner is None or stopping.owner is owner:
+            stopping.hurry()
 
 
 process_id.in_forked_children(_active.clear)  # they have no such workers and threads

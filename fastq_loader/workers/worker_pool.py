@@ -12,7 +12,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fastq_loader.ipc.limits import expect_descriptors
@@ -148,11 +147,6 @@ class WorkerPool(ABC):
             worker.begin()
             if before is not None:
                 before.release()
-
-    @property
-    def processes(self) -> list[BaseProcess]:
-        """The processes of the workers that were started."""
-        return [worker.process for worker in self.workers if worker.process is not None]
 
     def death(self, worker: Worker) -> tuple[str, str]:
         """How an ended worker died: our text, and torch's."""
