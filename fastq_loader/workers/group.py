@@ -55,7 +55,7 @@ process_id.in_forked_children(_in_use.clear)
 
 
 def _frame_at(mapping: Mapping, offset: int, nbytes: int) -> bytes | memoryview:
-    if offset + nbytes > mapping.end:
+    if not 0 <= offset <= offset + nbytes <= mapping.end:
         raise ProtocolError(f"a frame of {nbytes} bytes at {offset}, where no block can be")
     return mapping.read(offset, nbytes)
 

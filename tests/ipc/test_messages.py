@@ -70,7 +70,7 @@ FROM_WORKERS = st.one_of(
         st.none() | HANDLES,
         st.just(()),
         st.binary(max_size=8),
-        *[COUNTS] * 5,
+        *[COUNTS] * 3,
         st.binary(max_size=8),
     ),
     st.builds(Hello, COUNTS),
@@ -186,15 +186,8 @@ def packed(*fields: Any) -> bytes:
     return frame
 
 
-def task(*fields: Any) -> bytes:
-    return packed(VERSION, NUMBERS[Task], *fields)
-
-
-def answer(at: int | None = None, value: Any = None, *, fields: int = 16) -> bytes:
-    """The frame of an answer, with one field changed, or not all of them."""
-    values = [1, 2, 0, messages.SKIPPED, 5, 6, [], [], None, b"", 7, 8, 9, 10, 11, b"bad"]
-    if at is not None:
-        values[at] = value
+def answer(kind: int = messages.SKIPPED, handle: Any = None, fields: int = 14) -> bytes:
+    values = [1, 2, 0, kind, 5, 6, [], [], handle, b"", 7, 8, 9, b"bad"]
     return packed(VERSION, NUMBERS[Answer], *values[:fields])
 
 
@@ -202,54 +195,24 @@ MALFORMED = [
     *(b"", b"\xc1", b"\x93\x02\x03\xd4\xff\x00", b"\x91" * 5000, b"\x81\x01" * 5000),
     *(b"\x92\x03\x81\x91\x01\x02", b"\x92\x03\x81\x81\x01\x02\x03"),  # a list or a map as a key
     *(b"\xdd\xff\xff\xff\xff", b"\x92\x03\xc6\xff\xff\xff\xff"),  # lengths of 4 billion
-    *(
-        msgpack.packb(7),
-        packed(),
-        packed(VERSION),
-        packed(VERSION, 17),
-        packed(VERSION, [2]),
-        packed(VERSION, {}),
-    ),
+    *(msgpack.packb(7), packed(), packed(VERSION), packed(VERSION, 17), packed(VERSION, [2])),
     *(packed(VERSION + 1, NUMBERS[Stop]), packed(None, NUMBERS[Stop]), encode(Stop()) + b"\x00"),
     encode(Task(0, 0, 0, list(range(20)), ()))[:-3],
     *(
         packed(VERSION, NUMBERS[Stop], msgpack.ExtType(9, b"")),
         encode(Task(1, 2, 3, Indices(bytes(12)), ())),
     ),
-    *(task(1, 2, 3, 4, []), task(1, 2, 3, 4, [], 0, 0), task(1, 2, 3, 4, [], [], 0)),
-    *(task(1, 2, 3, 4, grants, 0) for grants in (5, [5], [[1, 2, 3]], [{1: 2, 3: 4}], {}, [b"ab"], "")),
-    *(task(1, 2, 3, 4, [[number, 2]], 0) for number in (-1, 1 << 63)),
-    *(task(1, number, 3, 4, [], 0) for number in (True, 0.5, "2", -1, None, 1 << 63)),
-    task(1, 2, 3, 4, [], None),
-    *(packed(VERSION, NUMBERS[Epoch], *seeds) for seeds in ((1, None), (1, None, None, None))),
-    *(packed(VERSION, NUMBERS[Epoch], 1, *seeds, b"", 0) for seeds in (("1", None), (None, -1))),
-    *(packed(VERSION, NUMBERS[Epoch], 1, None, None, *last) for last in (("", 0), (b"", -1), (b"", 0, None))),
-    *(packed(VERSION, NUMBERS[Space], *ranges) for ranges in ((), ([], []), ([5],))),
-    *(packed(VERSION, NUMBERS[Bundle], *frames) for frames in ((), (5,), ([5],), (["a"],))),
-    packed(VERSION, NUMBERS[Stop], 1),
-    *(packed(VERSION, NUMBERS[Hello]), packed(VERSION, NUMBERS[Hello], "1")),
-    *(answer(fields=fields) for fields in (8, 15, 10)),
-    *(answer(10, -1), answer(13, None), answer(12, 0.5), answer(15, 0)),
-    *(
-        packed(VERSION, NUMBERS[Answer], 0, 0, 0, 2, 0, 0, [], [], None, [], *range(each))
-        for each in (0, 6, 7)
-    ),
-    *(answer(3, outcome) for outcome in (99, [0], True, -1, None)),
-    *(answer(4, None), answer(2, -1)),
-    *(answer(6, fresh) for fresh in ([[1]], None, [[True, 1]], "", b"ab")),
-    *(answer(7, returned) for returned in (["a"], "", b"ab", None, {1: 2}, [-1])),
-    *(answer(8, handle) for handle in ("abcde", 3, [1, None, []], [-1, None, [], None, []])),
-    *(answer(8, [1, None, values, packet, []]) for values, packet in (("", None), ([], ""))),
-    *(answer(8, [1, None, [], None, segments]) for segments in ([[1, 2]], None)),
+    *(packed(VERSION, NUMBERS[Task], 1, 2, 3, 4, *rest) for rest in ([[]], [[], 0, 0], [5, 0], [[5], 0])),
+    *(packed(VERSION, NUMBERS[Epoch], 1, None), packed(VERSION, NUMBERS[Space])),
+    *(packed(VERSION, NUMBERS[Bundle], 5), packed(VERSION, NUMBERS[Stop], 1)),
+    *(packed(VERSION, NUMBERS[Hello]), answer(fields=13), answer(99), answer(0, 3), answer(0, [1, None, []])),
 ]
 
 
 def test_the_frames_that_the_malformed_ones_are_made_of_are_well_formed() -> None:
-    assert decode_for_worker(task(1, 2, 3, 4, [[0, 8]], 0)) == Task(1, 2, 3, 4, ((0, 8),))
-    costs = 7, 8, 9, 10, 11
-    expected = Answer(1, 2, 0, messages.SKIPPED, 5, 6, (), (), None, (), b"", *costs, b"bad")
+    expected = Answer(1, 2, 0, messages.SKIPPED, 5, 6, (), (), None, (), b"", 7, 8, 9, b"bad")
     assert decode_for_consumer(answer()) == expected
-    assert decode_for_consumer(answer(8, [1, None, [], None, []]))
+    assert decode_for_consumer(answer(0, [1, None, [], None, []]))
 
 
 @pytest.mark.parametrize("frame", MALFORMED, ids=lambda frame: repr(frame)[:60])
