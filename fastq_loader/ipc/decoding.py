@@ -93,7 +93,7 @@ def decode_for_consumer(frame: bytes | memoryview, read: Read | None = None) -> 
             raise ProtocolError(f"an answer of unknown kind {fields[3]!r:.40}")
         handle = fields[8]
         if handle is not None:
-            if type(handle) is not tuple or len(handle) != len(BatchHandle._fields):
+            if type(handle) is not tuple or len(handle) != 5:
                 raise ProtocolError(f"{handle!r:.40} where a handle should be")
             fields[8] = tuple.__new__(BatchHandle, handle)
         fields.insert(9, ())

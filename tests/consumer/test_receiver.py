@@ -47,6 +47,7 @@ class Group:
     def __init__(self, answers: list[tuple[int, Answer]], claims: dict[int, int]) -> None:
         self.answers = answers
         self.holder = claims.get
+        self.token = b""
         self.evicted: list[int] = []
         self.offered, self.answered_at = 0, [0, 0]
         self.workers = [Worker(number) for number in range(2)]
