@@ -72,7 +72,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         on_host = self._session is None  # else batches are page-locked and transformed on their way
         self._pin_memory, self._pin_memory_device = options.pinning(loader) if on_host else (False, None)
         self._finishes = on_host and (self._pin_memory or self._options.device is not None)  # device="cpu"
-        self._restart_sampler()
+        self._record.begin(packed=self._num_workers > 0)
         self._base_seed = self._record.draw_base_seed(loader.generator)
         self._num_yielded = self._record.progress.delivered
         self.outcome: Outcome | None = None
@@ -124,18 +124,15 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
                 self._record.progress = outcome.progress
             case Ended() if self._record.progress.over:
                 self.outcome = outcome  # an interrupt or a hint may end the calls below
-                self._tell_the_rest()
+                if self._bad_samples is not None:
+                    self._bad_samples.tell()
+                if self._hints is not None:
+                    self._hints.look_back()
                 self.outcome = None
         try:
             raise outcome.error
         finally:
             del outcome  # the error's traceback references this frame
-
-    def _tell_the_rest(self) -> None:
-        if self._bad_samples is not None:
-            self._bad_samples.tell()
-        if self._hints is not None:
-            self._hints.look_back()
 
     def skip_to(self, batch: int) -> None:
         """Go on at a later batch: draw the indices before it, and load nothing for them. @private"""
@@ -183,7 +180,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             times = time.monotonic_ns(), time.process_time_ns()
             self._log = mine.counters.begin_epoch(*times, loader._auto_collation)
             self._begin_record(loader, mine, same_readers=True)
-        self._restart_sampler()
+        self._record.begin(packed=self._num_workers > 0)
         self._num_yielded = self._record.progress.delivered
         self._IterableDataset_len_called = loader._IterableDataset_len_called
         self._share_seed(loader)
@@ -217,10 +214,6 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             self._shared_seed = datapipes.draw_shared_seed(self._dataset, loader.generator)
             self._record.start.shared_seed = self._shared_seed
         self._dataset = datapipes.apply_seed(self._dataset, self._shared_seed)
-
-    @abstractmethod
-    def _restart_sampler(self) -> None:
-        """Begin the epoch's order of indices."""
 
     @property
     def _sampler_iter(self) -> Iterator[Any]:

@@ -92,9 +92,6 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         vars(successor).update(vars(self))
         return successor
 
-    def _restart_sampler(self) -> None:
-        self._record.begin(packed=True)
-
     def _advance(self) -> None:
         if self._session is not None:
             self._session.refuse_capture()

@@ -77,9 +77,6 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         if staging is not None:
             self._idle.append(staging)
 
-    def _restart_sampler(self) -> None:
-        self._record.begin()
-
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)
         self._due, self._busy = None, False

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from fastq_loader import Dynamic, RoundRobin, StatefulDataLoader
+from fastq_loader import DataLoader, Dynamic, RoundRobin, StatefulDataLoader
 from tests.support.datasets import Sized
 
 EVERY: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "snapshot_every_n_steps": 3}
@@ -78,3 +78,27 @@ def test_a_resumed_run_has_the_same_states() -> None:
     """However far its workers have read."""
     (_, expected), (_, state) = resumed(Endless(), 5, 2)
     assert state == expected
+
+
+class NotAsked(IterableDataset[int]):
+    """Its state is nobody's business."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+    def state_dict(self) -> Any:
+        raise AssertionError("asked for a state")
+
+    load_state_dict = state_dict
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore::fastq_loader.DuplicateData")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_plain_loader_has_no_state_and_asks_nobody_for_one(workers: int) -> None:
+    loader = DataLoader(NotAsked(), 2, num_workers=workers, persistent_workers=workers > 0)
+    for name in ("state_dict", "load_state_dict"):
+        assert not hasattr(loader, name)
+    for _ in range(2):
+        assert len(list(loader)) == 3 * max(1, workers)
+    loader.close()
