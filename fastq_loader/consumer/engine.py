@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fastq_loader.consumer.event_loop import Closing, EventLoop, PoolEpoch
-from fastq_loader.consumer.gate import CUT_SHORT, EXITING, INSIDE, OPEN, WAITING, Gate
+from fastq_loader.consumer.gate import CUT_SHORT, EXITING, INSIDE, MOVES, OPEN, WAITING, Gate
 from fastq_loader.consumer.outcomes import OutcomeSlot
 from fastq_loader.device.staging import DeviceSession
 from fastq_loader.errors import IteratorInvalid
@@ -193,20 +193,15 @@ class Engine:
             raise self._ended()
         if self.gate.phase == INSIDE and nested:
             raise IteratorInvalid("next() was called in the middle of another call of it")
-        self.gate.enter()
+        self.gate.phase = MOVES[self.gate.phase, "enter"]
         if self.gate.phase == CUT_SHORT:
             raise IteratorInvalid("this iterator cannot go on: an interrupt cut a call of next() short")
         return self._loop
 
     def _ended(self) -> IteratorInvalid:
-        return IteratorInvalid(f"this iterator cannot go on: {self.closed}")
+        return IteratorInvalid(f"this iterator cannot go on: {self.gate.reason}")
 
     # ---- the end ------------------------------------------------------------------------------
-
-    @property
-    def closed(self) -> str | None:
-        """The reason, once the engine is closed; else None."""
-        return self.gate.reason
 
     @property
     def usable(self) -> bool:

@@ -48,10 +48,6 @@ class Gate:
         self.end: str | None = None
         self.reason: str | None = None
 
-    def enter(self) -> None:
-        """A call enters while no other is under way, or while it waits."""
-        self.phase = MOVES[self.phase, "enter"]
-
     def shut(self, event: str, reason: str) -> None:
         """End the pool, unless it has ended."""
         end = MOVES[self.end or self.phase, event]

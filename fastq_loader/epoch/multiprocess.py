@@ -132,7 +132,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
 
     @property
     def _shutdown(self) -> bool:  # type: ignore[override]
-        return self.engine.closed is not None
+        return self.engine.gate.reason is not None
 
     def _shutdown_workers(self) -> None:
         self.engine.close("_shutdown_workers() was called", wait=True)

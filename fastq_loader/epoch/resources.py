@@ -87,7 +87,7 @@ class Resources:
 
     def pools(self) -> int:
         """Number of iterators with running workers."""
-        ours = sum(engine.closed is None for engine in list(self.engines))
+        ours = sum(engine.gate.reason is None for engine in list(self.engines))
         return ours + sum(not iterator._shutdown for iterator in list(self.torchs))
 
     def close_engines(self, reason: str) -> None:
