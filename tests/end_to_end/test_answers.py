@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 from fastq_loader import DataLoader, Processes, StatefulDataLoader
 from fastq_loader.errors import WorkerDied, WorkerReplaced
 from fastq_loader.workers import main
-from tests.conftest import wait_until
+from tests.conftest import running_script, wait_until
 from tests.support.crimes import kill_itself
 from tests.support.datasets import Sized, identity
 from tests.support.thorough import is_thorough, thorough
@@ -182,3 +183,64 @@ def test_workers_that_lack_descriptors_to_start_are_an_error_that_names_the_limi
             assert len(list(loader)) == 9
             with few_descriptors(0), pytest.raises(OSError, match=r"needs \d+ descriptors .* `ulimit -n`"):
                 iter(loader)
+
+
+#: Four forked workers. A child of the user's is forked between the starts of two, and one of a worker: both
+#: hold copies of connections for as long as the test likes.
+FORKS = """
+    import os, signal, sys, time, warnings
+    from fastq_loader import DataLoader
+    from fastq_loader.workers.local_pool import LocalPool
+    from tests.support.datasets import Made
+
+    def fork():
+        if os.fork() == 0:
+            time.sleep(1000)
+
+    def start_and_fork(pool, child):
+        starts(pool, child)
+        begun.append(child)
+        if len(begun) == 2:
+            fork()
+
+    def sample(index):
+        if index == 1:
+            fork()
+        return index, os.getpid()
+
+    warnings.simplefilter("ignore")
+    begun, starts, LocalPool._start = [], LocalPool._start, start_and_fork
+    loader = DataLoader(
+        Made(sample, 4000), None, num_workers=4, multiprocessing_context="fork", persistent_workers=True
+    )
+    batches = iter(loader)
+    pids = [next(batches)[1] for _ in range(4)]
+    if "kill" in {how!r}:
+        os.kill(pids[1], signal.SIGKILL)
+        killed = time.monotonic()
+        try:
+            list(batches)
+        except RuntimeError as error:
+            assert "SIGKILL" in str(error) and time.monotonic() - killed < 5, error
+        else:
+            sys.exit("no death")
+    if "close" in {how!r}:
+        began = time.monotonic()
+        loader.close()
+        assert time.monotonic() - began < 5
+        assert not any(os.path.exists(f"/proc/{{pid}}") for pid in pids)
+    print("ready", *pids, flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("how", ["kill", "close", ""])
+@thorough(after=2)
+def test_p3_nobody_relies_on_the_end_of_a_connection_that_others_hold(how: str) -> None:
+    with running_script(FORKS.format(how=how), warm=True) as script:
+        script.wait_for("ready")
+        os.kill(script.pid, signal.SIGKILL)
+        # The two children of user code are the user's.
+        assert wait_until(lambda: len(script.processes()) <= 2, 2), script.processes()
+        for process in script.processes():
+            os.kill(process.pid, signal.SIGKILL)
