@@ -147,17 +147,15 @@ class Line:
         _lines.discard(self)  # before: a forked child would close another's descriptor
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
-            with (
-                unix.socket(fileno=descriptor) as end,
-                contextlib.suppress(OSError),
-            ):  # the worker's is closed
+            # The worker's end may be closed already.
+            with unix.socket(fileno=descriptor) as end, contextlib.suppress(OSError):
                 end.shutdown(unix.SHUT_RDWR)
         self.close_ends()
 
 
 class ConsumerSocket:
-    """The consumer's end, for all workers of one pool. The caller checks that there are enough
-    descriptors and threads.
+    """The consumer's end, for all workers of one pool. The caller checks that there are enough descriptors and
+    threads.
 
     Args:
         token: the pool's token, see `messages`.
