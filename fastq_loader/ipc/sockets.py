@@ -154,7 +154,7 @@ class Line:
 
 
 class ConsumerSocket:
-    """The consumer's end, for all workers of one pool. The caller checks that there are enough descriptors and
+    """The consumer's end, for all workers of a pool. The caller checks that there are enough descriptors and
     threads.
 
     Args:
