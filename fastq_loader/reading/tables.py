@@ -213,8 +213,8 @@ def _merge(parts: Any, order: Any, whole: bool) -> Any:
 
 
 def _join(parts: Any, order: Any, whole: bool) -> Any:
-    if len(set(map(_DTYPE, parts))) > 1:
-        raise TypeError("rows of different dtypes")
+    if len(set(map(_DTYPE, parts))) > 1 or not parts[0].size:
+        raise TypeError("rows of different dtypes, or empty ones, whose strides are torch's own")
     joined = np.concatenate(parts)
     out = out_array(joined.shape, joined.dtype) if whole and joined.nbytes >= SMALLEST else None
     merged = joined.take(order, 0, out, "clip")
