@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, DistributedSampler
 
-from fastq_loader import PermutationSampler, Replace, Skip, StatefulDataLoader
+from fastq_loader import DataLoader, PermutationSampler, Replace, Skip, StatefulDataLoader
 from fastq_loader.extras.tools.command import main
 from tests.support.datasets import Stream
 from tests.support.loaders import generator_states
@@ -125,6 +125,8 @@ def test_what_cannot_be_replayed_says_why() -> None:
     ):
         with pytest.raises(error, match=text):
             loader.replay(*arguments)
+    with pytest.raises(TypeError, match=r"replay\(state=\) needs a StatefulDataLoader, and this is a DataL"):
+        DataLoader(Drawn(), SIZE).replay(0, state=at_end)
     with pytest.raises(TypeError, match="needs a map-style dataset"):
         StatefulDataLoader(Stream("drawn", [3])).replay(0)
     said: StatefulDataLoader[Any] = StatefulDataLoader(Drawn(), SIZE, sampler=Says(ITEMS), schedule="dynamic")
