@@ -101,8 +101,9 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             if self._record.progress.over:
                 log.end(time.monotonic_ns(), time.process_time_ns())
             elif self.outcome is not None:  # else the batch was left out
-                index, error = drawn and drawn[1], getattr(self.outcome, "error", None)
-                log.record(GIVEN, time.monotonic_ns(), self._loaded, index, error)
+                now, index = time.monotonic_ns(), drawn and drawn[1]
+                # The error gets no name here: its traceback references this frame.
+                log.record(GIVEN, now, self._loaded, index, getattr(self.outcome, "error", None))
 
     def _load_drawn(self) -> None:
         """Store the batch, or the error that loading it raised, in `outcome`; nothing if it was left out."""
