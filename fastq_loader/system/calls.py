@@ -162,12 +162,13 @@ def _whole_pages(address: int, length: int, page: int = mmap.PAGESIZE) -> tuple[
 
 
 class MmapRegion:
-    """A memfd that is mapped into this process as a whole, shared and writable, for as long as this object
-    lives.
+    """A memfd, or a part of it, that is mapped into this process and writable, as long as this object lives.
 
     Args:
         fd: the memfd.
-        nbytes: its length in bytes.
+        nbytes: its length in bytes, or that of the part.
+        offset: where the part begins, at a page.
+        private: whether what is written stays in this mapping.
 
     Attributes:
         address: address of its first byte.
@@ -179,12 +180,12 @@ class MmapRegion:
 
     __slots__ = ("_library", "_nbytes", "address", "parts")
 
-    def __init__(self, fd: int, nbytes: int) -> None:
+    def __init__(self, fd: int, nbytes: int, offset: int = 0, private: bool = False) -> None:
         self._library = _library()
         self._nbytes = nbytes
         self.parts: dict[int, int] = {}
-        access, shared = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
-        start = self._library.mmap(None, nbytes, access, shared, fd, 0)
+        access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+        start = self._library.mmap(None, nbytes, access, kind, fd, offset)
         if start == _FAILED:
             reason = os.strerror(ctypes.get_errno())
             raise MemoryError(f"no address space for {nbytes} bytes of shared memory: {reason}")

@@ -18,7 +18,7 @@ import io
 import multiprocessing
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import reduction
 from multiprocessing.context import get_spawning_popen, set_spawning_popen
 from multiprocessing.process import BaseProcess
@@ -35,6 +35,8 @@ from fastq_loader.system import calls
 
 #: Objects of extras that are pickled beside every payload. A worker unpickles them before the user's objects.
 BESIDE: list[Any] = []
+#: Functions of extras that are called with the dataset before workers are started.
+PREPARE: list[Callable[[Any], None]] = []
 
 
 class Descriptors(dict[Any, int]):
@@ -56,6 +58,8 @@ class Payload:
     """
 
     def __init__(self, dataset: Any, collate_fn: Any, init_fn: Any, make_fetcher: Any = Fetcher) -> None:
+        for prepare in PREPARE:
+            prepare(dataset)
         self.parts = {"dataset": dataset, "collate_fn": collate_fn, "worker_init_fn": init_fn}
         self.parts["make_fetcher"] = make_fetcher  # may refer to exceptions by their classes
         self._carried: list[int] = []  # descriptors; the last one is the memfd with the parts

@@ -1,7 +1,11 @@
-"""The counters of a cache, of all processes that call it: the first bytes of its memory.
+"""The counters of a cache, and what its processes know of its hits: the first bytes of its memory.
 
 Runs in every process that calls a cached function. Each process adds to its own row. Two processes whose ids
 are equal in their last bits share one, and may lose a count when both add at once.
+
+    rows      counts, one row for a process
+    words     see `_MARKED` and `_FIRST`
+    checks    a table of hashes: which worker numbers have checked a hit on the values of which writer
 """
 
 from __future__ import annotations
@@ -11,11 +15,20 @@ from typing import Any
 
 from fastq_loader.system import process_id
 
-NAMES = "hits", "misses", "stored", "full", "busy", "random", "refused", "damaged"
+NAMES = (
+    *("hits", "misses", "stored", "full", "busy", "random", "refused", "damaged"),
+    *("checked", "unchecked", "distrusted", "unshared"),
+)
 _INDEX = {name: at for at, name in enumerate((*NAMES, "hinted"))}
 _ROW_WORDS, _ROWS = 16, 2048
-#: Bytes of the counters.
-NBYTES = _ROWS * _ROW_WORDS * 8
+_WORDS = _ROWS * _ROW_WORDS
+#: Whether a hit was found to be wrong, and how many of the first hits were checked.
+_MARKED, _FIRST = _WORDS, _WORDS + 1
+_CHECKS, _CHECK_WORDS = _WORDS + 8, 4096
+#: Bytes of all of it.
+NBYTES = (_CHECKS + _CHECK_WORDS) * 8 + (-(_CHECKS + _CHECK_WORDS) * 8) % 4096
+#: Words of the table that are looked at for one hash.
+_PROBES = 16
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,11 @@ class CacheStatistics:
         random: values that were not stored, because the function drew from a generator.
         refused: values that were not stored, because they cannot be pickled.
         damaged: values that could not be read, and were computed again.
+        checked: hits whose value was computed again and compared.
+        unchecked: hits whose value was computed again, and could not be compared.
+        distrusted: calls that computed their value because an earlier hit was found to be wrong.
+        unshared: objects with a method that was cached in its class, which a worker alone has: the loader did
+            not find them in its dataset.
         function: module and name of the function.
         values: number of values in the cache.
         limit: largest value of `bytes`.
@@ -54,6 +72,10 @@ class CacheStatistics:
     random: int = 0
     refused: int = 0
     damaged: int = 0
+    checked: int = 0
+    unchecked: int = 0
+    distrusted: int = 0
+    unshared: int = 0
     function: str = ""
     values: int = 0
     limit: int = 0
@@ -61,6 +83,9 @@ class CacheStatistics:
 
 class Counters:
     """Counts of all processes that have the same memory.
+
+    Every word is written at once, by itself. Of two processes that add to one word at the same time, one may
+    get lost: then one hit more is checked.
 
     Args:
         memory: `NBYTES` writable bytes, or more.
@@ -80,12 +105,45 @@ class Counters:
 
     def add_first(self, name: str) -> bool:
         """Whether no process has added to this counter before."""
-        is_first = not self._sum(name)
+        is_first = not self.sum(name)
         self.add(name)
         return is_first
 
-    def _sum(self, name: str) -> int:
-        return sum(self._words[_INDEX[name] :: _ROW_WORDS])
+    def sum(self, name: str) -> int:
+        return sum(self._words[_INDEX[name] : _WORDS : _ROW_WORDS])
 
     def sums(self) -> dict[str, int]:
-        return {name: self._sum(name) for name in NAMES}
+        return {name: self.sum(name) for name in NAMES}
+
+    # ---- what all processes know ----------------------------------------------------------------------
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether a hit was found to be wrong."""
+        return self._words[_MARKED] != 0
+
+    def mark(self) -> bool:
+        """Mark the cache. Returns whether it was not marked before."""
+        was, self._words[_MARKED] = self._words[_MARKED], 1
+        return not was
+
+    @property
+    def first(self) -> int:
+        """How many of the first hits were checked."""
+        return self._words[_FIRST]
+
+    @first.setter
+    def first(self, number: int) -> None:
+        self._words[_FIRST] = number
+
+    def has_checked(self, pair: int) -> bool:
+        """Whether a worker number and a writer, as a hash that is not 0, were noted."""
+        return any(self._words[at] == pair for at in self._places(pair))
+
+    def note_checked(self, pair: int) -> None:
+        """Note a worker number and a writer. A full part of the table begins anew."""
+        places = self._places(pair)
+        self._words[next((at for at in places if not self._words[at]), places[0])] = pair
+
+    def _places(self, pair: int) -> list[int]:
+        return [_CHECKS + (pair + number) % _CHECK_WORDS for number in range(_PROBES)]

@@ -78,7 +78,7 @@ class Folder:
 
     # ---- opening and closing --------------------------------------------------------------------------
 
-    def use(self, about: dict[str, Any], limit: int, is_literal: bool) -> bool:
+    def use(self, about: dict[str, Any], limit: int) -> bool:
         """Open the folder for a first or a further cache of this process, and mark it. No other process opens
         it meanwhile. Returns False if it was removed. See `open_at`."""
         if not self._lock_opening(_OPENING_PATIENCE):
@@ -89,17 +89,19 @@ class Folder:
                 return False
             mark, is_open = marks.read(self._lock), self._env is not None
             is_used = is_open or locks.locked_length(self._lock, _OPEN) > 0
-            marks.compare(self._path, mark, about, is_used)
+            if not is_used and marks.is_empty(self._path):
+                mark = None  # it belongs to nobody
+            marks.compare(self._path, mark, about)
             try:
                 if not is_open and (why := marks.lost(self._path, mark)):
                     raise ValueError(why)
-                self._begin(mark, about, limit, is_literal)
+                self._begin(mark, about, limit)
             except ValueError as error:
                 if not self._can_write:
                     raise OSError(errno.EROFS, f"it cannot be written to, and {error}") from None
                 warn_user(f"cached: the folder {self._path!r} is begun anew: {error}", UserWarning)
                 os.unlink(os.path.join(self._path, marks.VALUES))  # who has it open goes on with it
-                self._begin(mark, about, limit, is_literal)
+                self._begin(mark, about, limit)
             return True
         finally:
             fcntl.lockf(self._lock, fcntl.LOCK_UN, 1, _OPENING)
@@ -107,19 +109,17 @@ class Folder:
     def _lock_opening(self, seconds: float) -> bool:
         return _wait_for(self._lock, _OPENING, fcntl.LOCK_EX if self._can_write else fcntl.LOCK_SH, seconds)
 
-    def _begin(self, mark: Any, about: dict[str, Any], limit: int, is_literal: bool) -> None:
+    def _begin(self, mark: Any, about: dict[str, Any], limit: int) -> None:
         """Mark the folder, before the first commit, and open it."""
         is_open = self._env is not None
         if not is_open:
             _close(self._data)
             self._data = os.open(os.path.join(self._path, marks.VALUES), self._flags, 0o600)
-        new = marks.in_use(mark, about, limit, is_literal, self._data)
+        new = marks.in_use(mark, about, limit, self._data)
         if self._can_write and new != mark:
             marks.write(self._lock, new)
-        if new["limit"] > self.limit:
-            self.limit = new["limit"]
-            self._pid = -process_id.pid  # it is opened with this size
         if not is_open:
+            self.limit = new["limit"]
             self._open()
 
     def _open(self) -> None:
@@ -129,7 +129,6 @@ class Folder:
         options |= {"map_size": self.limit, "readonly": not self._can_write}
         try:
             env = lmdb.open(f"/proc/self/fd/{self._data}", **options)
-            self.limit = self.limit or env.info()["map_size"]
             self._page = env.stat()["psize"]
             if os.fstat(self._data).st_size < self._size(env):
                 env.close()
@@ -209,9 +208,6 @@ class Folder:
                 return FULL
             except lmdb.Error as error:
                 self._pid = -process_id.pid
-                if isinstance(error, lmdb.MapResizedError):  # by a process with a larger limit
-                    self.limit = 0  # it is opened anew, with the size of that one
-                    return None
                 raise _plain(error) from None
             finally:
                 self._is_busy = False
@@ -226,13 +222,10 @@ class Folder:
         Raises:
             ValueError: the value is damaged.
         """
-        found: values.Found | None = self._run(fcntl.LOCK_SH, self._read, key)
-        if found is not None and not copy:
-            for part in found[1]:
-                part.flags.writeable = False
+        found: values.Found | None = self._run(fcntl.LOCK_SH, self._read, key, copy)
         return found
 
-    def _read(self, txn: Any, key: bytes) -> values.Found | None:
+    def _read(self, txn: Any, key: bytes, copy: bool) -> values.Found | None:
         data = txn.get(_name(key))
         if data is None:
             return None
@@ -246,7 +239,7 @@ class Folder:
             if number <= txn.id():
                 seen.extend(bytes(max(0, number + 1 - len(seen))))
                 seen[number] = True
-        return values.read(data, _PREFIX.size, key, copy=True)
+        return values.read(data, _PREFIX.size, key, copy)
 
     def add(self, key: bytes, encoded: values.Encoded, replace: bool = False) -> str:
         """Store a value; `replace` one that cannot be read. Returns as `Memory.add` does.
@@ -313,14 +306,13 @@ def _try_lock(lock: int, byte: int, kind: int) -> bool:
     return True
 
 
-def open_at(path: str, about: dict[str, Any], limit: int, is_literal: bool) -> Folder:
+def open_at(path: str, about: dict[str, Any], limit: int) -> Folder:
     """Open or make a folder.
 
     Args:
         path: the folder.
-        about: "function", "version", and "file" and "code" of its source.
-        limit: largest size of the file of the values, in bytes.
-        is_literal: whether it is no part of the free space: a folder with a smaller one adopts it.
+        about: "function" and "version".
+        limit: largest size of the file of the values, in bytes; a folder that is there keeps its own.
 
     Raises:
         mark.Differs: it belongs to another function or version, or is not a cache.
@@ -334,7 +326,7 @@ def open_at(path: str, about: dict[str, Any], limit: int, is_literal: bool) -> F
             os.mkdir(path, 0o700)
         marks.refuse_others(path)
         with memory.entering:
-            while (folder := _opened_at(path, about, limit, is_literal)) is None:
+            while (folder := _opened_at(path, about, limit)) is None:
                 pass
             return folder
     except OSError as error:

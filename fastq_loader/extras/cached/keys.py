@@ -78,10 +78,13 @@ class Keys:
             return tuple([self._plain(part) for part in value])
         if isinstance(value, PurePath):
             return (_MARK, kind.__module__.partition(".")[0], kind.__qualname__, str(value))
-        if kind.__module__.partition(".")[0] in ("numpy", "torch") and getattr(value, "ndim", 1) == 0:
-            scalar = value.item()
-            if type(scalar) in PLAIN:
-                return scalar
+        library = kind.__module__.partition(".")[0]
+        if library in ("numpy", "torch") and getattr(value, "ndim", 1) == 0:
+            about = library, kind.__qualname__, str(value.dtype)
+            if library == "numpy" and not value.dtype.hasobject:
+                return (_MARK, *about, value.tobytes())
+            if type(value.item()) in PLAIN:
+                return (_MARK, *about, value.item())
         raise TypeError(
             f"cached: {self._name}() was called with {value!r:.99} of class {kind.__name__}; a key is made "
             "of int, str, bytes, float, Path, None and tuples of these: "

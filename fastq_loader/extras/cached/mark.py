@@ -16,12 +16,9 @@ import os
 import stat
 from typing import Any
 
-from fastq_loader.errors import warn_user
-
-FORMAT = 3
+FORMAT = 4
 VALUES, MARK = "fastq_loader.values", "fastq_loader.mark"
-_EARLIER = "fastq_loader.lock", "fastq_loader.new"  # files of earlier formats
-_FIELDS = {"format", "function", "version", "file", "code", "limit", "boot", "data", "clean"}
+_FIELDS = {"format", "function", "version", "limit", "boot", "data", "clean"}
 #: File systems of networks, beside those in user space.
 _REMOTE = " nfs nfs4 cifs smb3 smbfs 9p ceph lustre beegfs gpfs afs glusterfs "
 
@@ -54,16 +51,15 @@ def write(file: int, mark: dict[str, Any]) -> None:
     os.fsync(file)
 
 
-def in_use(mark: Any, about: dict[str, Any], limit: int, is_literal: bool, data: int) -> dict[str, Any]:
-    """The mark of a folder while it is used. The first limit stays, unless a larger number of bytes comes.
+def in_use(mark: Any, about: dict[str, Any], limit: int, data: int) -> dict[str, Any]:
+    """The mark of a folder while it is used. The first limit stays.
 
     Args:
         mark: the mark so far, if there is one.
-        about, limit, is_literal: see `folder.open_at`.
+        about, limit: see `folder.open_at`.
         data: descriptor of the file of the values.
     """
-    first = 0 if mark is None else mark["limit"]
-    limit = limit if not first or (is_literal and limit > first) else first
+    limit = limit if mark is None else mark["limit"]
     uses = {"limit": limit, "boot": _boot(), "data": list(identity(data)), "clean": False}
     return {"format": FORMAT, **about, **uses}
 
@@ -89,29 +85,18 @@ def is_empty(path: str) -> bool:
     return not os.path.exists(values) or os.stat(values).st_size <= 2 * mmap.PAGESIZE
 
 
-def compare(path: str, mark: Any, about: dict[str, Any], is_used: bool) -> None:
-    """Compare the mark with this function, and warn if only its code differs, and no version says that its
-    values are the same. A folder without values belongs to nobody, if no cache uses it.
+def compare(path: str, mark: Any, about: dict[str, Any]) -> None:
+    """Compare the mark with this function.
 
     Raises:
         Differs: it belongs to another function or version.
     """
-    if mark is None or (is_empty(path) and not is_used):
-        return
-    here = {"format": FORMAT, **about}
-    differ = [name for name in here if mark[name] != here[name]]
-    if set(differ) <= {"file", "code"} and (about["version"] is not None or len(differ) < 2):
-        if about["version"] is None and "code" in differ:
-            text = (
-                "is not that of the stored values, which are used as they are: cached.clear(path) begins anew"
+    for name, here in {"format": FORMAT, **about}.items():
+        if mark is not None and mark[name] != here:
+            raise Differs(
+                f"cached: path={path!r} holds something else: its {name} is {mark[name]!r}, and here it is "
+                f"{here!r}. Use another path, or remove the folder with cached.clear(path)"
             )
-            warn_user(f"cached: path={path!r}: the code of {about['function']} {text}", UserWarning)
-        return  # the file was moved, or its code changed
-    name = differ[0]
-    raise Differs(
-        f"cached: path={path!r} holds something else: its {name} is {mark[name]!r}, and here it is "
-        f"{here[name]!r}. Use another path, or remove the folder with cached.clear(path)"
-    )
 
 
 def identity(file: Any) -> tuple[int, ...]:
@@ -142,7 +127,7 @@ def refuse_others(path: str) -> None:
         raise PermissionError(f"cached: path={path!r} is another user's; values are not shared between users")
     if found.st_mode & 0o022:
         raise PermissionError(f"cached: others may write to path={path!r}: chmod go-w, or use another folder")
-    if others := set(os.listdir(path)) - {VALUES, MARK, *_EARLIER}:
+    if others := set(os.listdir(path)) - {VALUES, MARK}:
         raise _foreign(path, min(others))
     device = f"{os.major(found.st_dev)}:{os.minor(found.st_dev)}"
     with contextlib.suppress(OSError), open("/proc/self/mountinfo") as file:
@@ -168,7 +153,7 @@ def remove(path: str) -> None:
     there = os.listdir(path)
     if there and MARK not in there:
         raise _foreign(path, min(there))
-    for name in (*_EARLIER, VALUES, MARK):  # in this order: after a kill, the rest is recognised
+    for name in (VALUES, MARK):  # in this order: after a kill, the rest is recognised
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(path, name))
     with contextlib.suppress(OSError):  # something else is in it, or it is a mount

@@ -28,6 +28,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from fastq_loader.extras.cached import counters, values
 from fastq_loader.system import calls, locks, process_id
 
@@ -37,8 +39,8 @@ STORED, FULL, BUSY = "stored", "full", "busy"
 _PAGE, _WORD, _ALIGNMENT = 4096, 8, 16
 _HEADER, _INDEX = counters.NBYTES, counters.NBYTES + _PAGE
 #: Words of the header: where the data begin, their bytes, the levels of the index beyond the first, the
-#: limit, the number of values, and the size of the file.
-_DATA, _END, _LEVELS, _LIMIT, _COUNT, _SIZE = range(6)
+#: limit, and the number of values.
+_DATA, _END, _LEVELS, _LIMIT, _COUNT = range(5)
 _BUCKET, _BUCKETS = struct.Struct("<8Q"), 64  # a bucket, and how many are in level 0
 _PLACE_BITS = 40
 _PLACE_MASK = (1 << _PLACE_BITS) - 1
@@ -62,6 +64,15 @@ def _forget() -> None:
 process_id.in_forked_children(_forget)
 
 
+class _Pages:
+    """What keeps private pages mapped: the owner of an array. The last view of that unmaps them."""
+
+    def __init__(self, region: calls.MmapRegion, offset: int, nbytes: int) -> None:
+        self._region = region
+        where = region.address + offset, False
+        self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": where}
+
+
 class Memory:
     """One process's access to the memory of a cache.
 
@@ -74,27 +85,33 @@ class Memory:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._map_all()
-
-    def _map_all(self) -> None:
         self._map = memoryview(mmap.mmap(self._fd, 0, mmap.MAP_SHARED, mmap.PROT_READ))
         self._words = self._map[_HEADER:_INDEX].cast("Q")
 
     # ---- reading ----------------------------------------------------------------------------------
 
     def get(self, key: bytes, copy: bool) -> values.Found | None:
-        """Look up the value of a key, in new memory or in a read-only view of the memory."""
-        if self._words[_SIZE] > len(self._map):  # another process has a larger limit
-            self._map_all()
+        """Look up the value of a key: in memory of its own, or without a copy in pages of its own, which are
+        those of the cache until somebody writes to them."""
         hashed = zlib.crc32(key)
         tag = _tag(hashed)
         for level in range(self._words[_LEVELS], -1, -1):
             for word in _BUCKET.unpack_from(self._map, _bucket(level, hashed)):
                 if word >> _PLACE_BITS == tag:
-                    found = values.read(self._map, (word & _PLACE_MASK) * _ALIGNMENT, key, copy)
+                    at = (word & _PLACE_MASK) * _ALIGNMENT
+                    found = values.read(self._map, at, key, copy, self._private)
                     if found is not None:
                         return found
         return None
+
+    def _private(self, begin: int, end: int) -> Any:
+        """An array of these bytes in pages of its own; None if there are no addresses for them."""
+        start = begin // mmap.PAGESIZE * mmap.PAGESIZE
+        try:
+            region = calls.MmapRegion(self._fd, end - start, start, private=True)
+        except MemoryError:
+            return None
+        return np.asarray(_Pages(region, begin - start, end - begin))
 
     @property
     def limit(self) -> int:
@@ -106,13 +123,6 @@ class Memory:
         return self._words[_END], self._words[_COUNT], self.limit
 
     # ---- writing ----------------------------------------------------------------------------------
-
-    def enlarge(self, limit: int) -> None:
-        """Use a larger limit."""
-        size = self._words[_DATA] + limit
-        os.pwrite(self._fd, b"\0", size - 1)  # also beside another process that does it, never smaller
-        self._set(_SIZE, size)
-        self._set(_LIMIT, limit)
 
     def add(self, key: bytes, encoded: values.Encoded, replace: bool = False) -> str:
         """Store a value, unless another process or thread stores this key.
@@ -188,7 +198,7 @@ def create(limit: int) -> int:
     fd = calls.memfd_create("fastq_loader.cache")
     data = _INDEX + (_PAGE << max(2, (limit // _SHARE // _PAGE).bit_length()))
     os.ftruncate(fd, data + limit)  # so that it can be mapped; only written pages take memory
-    os.pwrite(fd, struct.pack("<6Q", data, 0, 0, limit, 0, data + limit), _HEADER)  # as `_DATA`, ... say
+    os.pwrite(fd, struct.pack("<5Q", data, 0, 0, limit, 0), _HEADER)  # as `_DATA`, ... say
     return fd
 
 

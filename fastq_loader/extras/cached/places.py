@@ -11,15 +11,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fastq_loader.errors import warn_user
-from fastq_loader.extras.cached import counters, identity, memory
+from fastq_loader.extras.cached import counters, memory
 from fastq_loader.extras.cached.limits import is_part
 from fastq_loader.extras.cached.process import ProcessMemory
 from fastq_loader.system import calls
 
 
 class Options(NamedTuple):
-    """The arguments of `cached`. `nbytes` is the limit in bytes. The name of the function and its code are
-    those of the program: a worker may get the function by value, without its file."""
+    """The arguments of `cached`. `nbytes` is the limit in bytes. The name of the function, and whether its
+    code is in a file, are those of the program: a worker may get the function by value."""
 
     limit: int | str
     nbytes: int
@@ -27,8 +27,9 @@ class Options(NamedTuple):
     path: str | None
     version: str | float | None
     copy: bool
+    check: bool
     function: str
-    source: identity.Source
+    is_in_file: bool
 
     @property
     def is_shared(self) -> bool:
@@ -80,27 +81,27 @@ def open_place(options: Options, fd: int = -1) -> Place:
         return Place(-1, ProcessMemory(options.nbytes))
     if not options.is_shared:
         return Place(memory.create(options.nbytes))
-    name, source = options.function, options.source
-    if source.code and not source.file and options.version is None:
+    name = options.function
+    if not options.is_in_file and options.version is None:
         raise ValueError(f"cached: {name} is in no file: a path= or name= needs version= with it")
-    about, is_literal = {"function": name, "version": options.version}, not is_part(options.limit)
+    about = {"function": name, "version": options.version}
     if options.path is None:
-        place = _named(str(options.name), about, options.nbytes, is_literal)
+        place = _named(str(options.name), about, options.nbytes)
     else:
         try:
             from fastq_loader.extras.cached import folder
         except ImportError as error:
             text = "cached: path= needs lmdb: pip install 'lmdb>=3', or the extra [cached]"
             raise ImportError(text) from error
-        store = folder.open_at(options.path, {**about, **source._asdict()}, options.nbytes, is_literal)
+        store = folder.open_at(options.path, about, options.nbytes)
         place = Place(memory.create(0) if fd < 0 else fd, store)
-    if is_literal and (holds := place.store.limit) > options.nbytes:
+    if not is_part(options.limit) and (holds := place.store.limit) != options.nbytes:
         text = f"limit={options.limit!r} is not used: the cache has had {holds} bytes since it was made"
         warn_user(f"cached: {name}: {text}", UserWarning)
     return place
 
 
-def _named(name: str, about: dict[str, Any], nbytes: int, is_literal: bool) -> Place:
+def _named(name: str, about: dict[str, Any], nbytes: int) -> Place:
     from fastq_loader.extras.share import named  # its imports fail on other systems
 
     try:
@@ -108,7 +109,4 @@ def _named(name: str, about: dict[str, Any], nbytes: int, is_literal: bool) -> P
     except named.Differs as error:
         text = f"cached: name={name!r} holds something else: it is of {error.about}. Use another name"
         raise ValueError(text) from None
-    place = Place(os.dup(held), source=source)
-    if is_literal and nbytes > place.store.limit:
-        place.store.enlarge(nbytes)
-    return place
+    return Place(os.dup(held), source=source)

@@ -4,7 +4,7 @@ Runs in every process that calls a cached function. A value is a form and parts:
 and images, and a pickle of the rest. A tensor or an array alone is one part, and a number or a text has none.
 A record is a value with its key.
 
-    record      length of the head; the head for marshal: key, form, sizes of the parts; the parts, aligned
+    record      length of the head; the head for marshal: key, form, sizes of the parts, writer; the parts
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import marshal
 import pickle
 import sys
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,31 +30,62 @@ _BYTE = np.dtype(np.uint8)
 #: Bytes of a value from which on it is no part of the head: marshal has 31 bits for a length.
 _LARGEST = 1 << 30
 _WORD, _ALIGNMENT = 8, 16
+#: Bytes of a part from which on mapping its pages takes less time than copying them.
+MAPPED = 1 << 20
 #: Words of a block of `checksum`, and bytes from which on data have blocks.
 _BLOCK, _LARGE = 512, 1 << 15
-#: The form and the parts of a value: the arguments of `decode`.
-Found = tuple[tuple[Any, ...], list[Any]]
+
+
+class Writer(NamedTuple):
+    """Who computed a value.
+
+    Attributes:
+        number: see `checks`.
+        seconds: how long it took.
+    """
+
+    number: int
+    seconds: float
+
+
+NOBODY = Writer(0, 0.0)
+
+
+class Found(NamedTuple):
+    """A value that was read, still as bytes.
+
+    Attributes:
+        form, parts: see `Encoded`.
+        writer: who computed it.
+    """
+
+    form: tuple[Any, ...]
+    parts: list[Any]
+    writer: Writer
 
 
 class Encoded:
     """A value as bytes.
 
+    Args:
+        value: the value.
+        writer: who computed it.
+
     Attributes:
         form: name of the function that decodes it, and its arguments behind the parts; for marshal.
         parts: bytes-like objects.
-        has_tensors: whether there are tensors in it.
 
     Raises:
         UnpicklableError: a part cannot be pickled, or would come back as something else; names the part.
         RuntimeError: there is a non-leaf tensor that requires grad.
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, writer: Writer = NOBODY) -> None:
+        self.writer = writer
         self.parts: list[Any] = []
-        self.has_tensors = False
         if type(value) in PLAIN and sys.getsizeof(value) < _LARGEST:
             self.form: tuple[Any, ...] = _itself.__name__, value
-        elif (part := self.part(value)) is not None:
+        elif (part := _part(value)) is not None:
             function, (data, *about) = part
             self.form, self.parts = (function.__name__, *about), [data]
         else:
@@ -66,104 +97,123 @@ class Encoded:
         """Bytes of all parts."""
         return sum(memoryview(part).nbytes for part in self.parts)
 
-    def part(self, value: Any) -> Any:
-        """A function that makes a tensor or an array, and its arguments: bytes, and what is for marshal. None
-        for a value that must be pickled."""
-        take_apart = _PARTS.get(type(value))
-        self.has_tensors |= take_apart is _tensor_part
-        return None if take_apart is None else take_apart(value)
-
     def _pickled(self, value: Any) -> memoryview:
-        file = io.BytesIO()
         try:
             try:
-                _Pickler(file, self).dump(value)
+                return self._dump(_Pickler, value)
             except Exception:
                 if not pickling.sends_by_value:
                     raise
-                file = io.BytesIO()
-                self.parts.clear()
-                pickling.by_value(_Pickler)(file, self).dump(value)
+                return self._dump(pickling.by_value(_Pickler), value)
         except (RuntimeError, MemoryError):
             raise
         except Exception as error:
             raise pickling.explain(value, error, "value") from error
+
+    def _dump(self, kind: Any, value: Any) -> memoryview:
+        """Pickle a value; once more if parts of it are views of the same memory, which stay views of it."""
+        seen: dict[int, set[int]] = {}
+        for shared in (), seen:
+            file = io.BytesIO()
+            self.parts.clear()
+            kind(file, self.parts, seen, {key for key in shared if len(seen[key]) > 1}).dump(value)
+            if all(len(views) == 1 for views in seen.values()):
+                break
         return file.getbuffer()
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, encoded: Encoded) -> None:
-        super().__init__(file, 5, buffer_callback=lambda buffer: encoded.parts.append(buffer.raw()))
-        self._encoded = encoded
+    """Pickles a value without the bytes of its tensors and arrays.
+
+    Args:
+        file: the pickle.
+        parts: gets these bytes.
+        seen: gets, for the memory that tensors or arrays lie in, the ids of these.
+        shared: keys of `seen` for memory that several lie in, which is one part.
+    """
+
+    def __init__(
+        self, file: io.BytesIO, parts: list[Any], seen: dict[int, set[int]], shared: set[int]
+    ) -> None:
+        super().__init__(file, 5, buffer_callback=lambda buffer: parts.append(buffer.raw()))
+        self._seen, self._shared = seen, shared
+        self._wholes: dict[int, np.ndarray] = {}
 
     def reducer_override(self, value: Any) -> Any:
-        if (part := self._encoded.part(value)) is not None:
+        if (part := _part(value)) is not None:
+            whole = _whole(value)
+            key = whole.__array_interface__["data"][0]
+            if len(whole) and value is not self._wholes.get(key):
+                self._seen.setdefault(key, set()).add(id(value))
             function, (data, *about) = part
-            return function, (pickle.PickleBuffer(data), *about)
-        if (
-            isinstance(value, torch.Tensor)
-            and value.layout is torch.strided
-            and not value.is_nested
-            and value.untyped_storage().nbytes() > value.nbytes  # a view: its part alone
-        ):
+            if key not in self._shared or value is self._wholes.get(key):
+                return function, (pickle.PickleBuffer(data), *about)
+            begin = value.data_ptr() if isinstance(value, torch.Tensor) else value.ctypes.data
+            strides = value.stride() if isinstance(value, torch.Tensor) else value.strides
+            # The same object each time, so that it is pickled once.
+            whole = self._wholes.setdefault(key, whole)
+            return _view, (whole, begin - key, function.__name__, *about[:-1], strides)
+        if isinstance(value, torch.UntypedStorage):
+            return _storage, (torch.empty(0, dtype=torch.uint8).set_(value),)
+        is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
+        if is_strided and value.untyped_storage().nbytes() > value.nbytes:  # a view: its part alone
             part = value.clone()
             vars(part).update(vars(value))
-            return part.__reduce_ex__(5)  # type: ignore[no-untyped-call]
-        return _reduced_image(value)
+            return part.__reduce_ex__(5)
+        kind = type(value)
+        if kind.__module__.startswith("PIL.") and hasattr(value, "palette"):
+            has_frames = hasattr(kind, "n_frames") or "n_frames" in vars(value)
+            if has_frames or (value.palette is not None and value.palette.mode != "RGB"):
+                raise pickle.PicklingError(
+                    f"{kind.__name__}: PIL's pickle loses the frames and texts of a file, and a palette's "
+                    "transparency; return image.copy(), or image.convert('RGB')"
+                )
+        return NotImplemented
 
 
-def _tensor_part(value: torch.Tensor) -> Any:
-    if not is_leaf(value) or vars(value):  # attributes that a user has set
-        return None
-    dense = value.detach()
-    if not dense.is_contiguous():
-        dense = dense.clone(memory_format=torch.preserve_format)
-    flat = dense.as_strided((dense.numel(),), (1,)) if dense.numel() else dense.reshape(-1)
-    return _tensor, (
-        flat.view(torch.uint8).numpy(),
-        PLAIN_DTYPES[value.dtype],
-        tuple(value.shape),
-        dense.stride(),
-    )
-
-
-def _array_part(value: np.ndarray) -> Any:
+def _part(value: Any) -> Any:
+    """A function that makes a tensor or an array, and its arguments: bytes, and what is for marshal. None for
+    a value that must be pickled."""
+    dense: Any
+    if type(value) is torch.Tensor:
+        if not is_leaf(value) or vars(value):  # attributes that a user has set
+            return None
+        dense = value.detach()
+        if not dense.is_contiguous():
+            dense = dense.clone(memory_format=torch.preserve_format)
+        flat = dense.as_strided((dense.numel(),), (1,)) if dense.numel() else dense.reshape(-1)
+        about = PLAIN_DTYPES[value.dtype], tuple(value.shape), dense.stride()
+        return _tensor, (flat.view(torch.uint8).numpy(), *about)
     # numpy's pickle loses the byte order of times.
-    is_time = value.dtype.kind in "mM" and value.dtype.metadata is None
-    if not is_leaf(value) and not is_time:
-        return None
-    dense = value if value.flags.c_contiguous else value.copy("K")
-    order = tuple(sorted(range(dense.ndim), key=lambda axis: -dense.strides[axis]))
-    flat = dense.transpose(order).reshape(-1)
-    return _array, (flat.view(np.uint8), value.dtype.str, dense.shape, dense.strides)
+    if type(value) is np.ndarray and (
+        is_leaf(value) or (value.dtype.kind in "mM" and value.dtype.metadata is None)
+    ):
+        dense = value if value.flags.c_contiguous else value.copy("K")
+        order = tuple(sorted(range(dense.ndim), key=lambda axis: -dense.strides[axis]))
+        flat = dense.transpose(order).reshape(-1)
+        return _array, (flat.view(np.uint8), value.dtype.str, dense.shape, dense.strides)
+    return None
 
 
-_PARTS: dict[type, Any] = {torch.Tensor: _tensor_part, np.ndarray: _array_part}
-
-
-def _reduced_image(value: Any) -> Any:
-    """How to pickle a PIL image that consists of its pixels, a palette, and what `info` and EXIF say."""
-    kind = type(value)
-    if not kind.__module__.startswith("PIL.") or not hasattr(value, "palette"):
-        return NotImplemented
-    palette = None if value.palette is None else value.palette.getdata()
-    if (kind.__module__, kind.__name__) != ("PIL.Image", "Image"):  # a file's: PIL pickles it
-        if hasattr(value, "tag_v2") or (palette is not None and value.palette.mode != "RGB"):
-            text = "PIL loses a palette's transparency, and the tags of a TIFF file; return image.copy()"
-            raise pickle.PicklingError(text)
-        return NotImplemented
-    exif, pixels = getattr(value, "_exif", None), pickle.PickleBuffer(value.tobytes())
-    return _image, (pixels, value.mode, value.size, value.info, palette, exif and exif.tobytes())
+def _whole(value: Any) -> np.ndarray:
+    """All bytes of the memory that a tensor or an array lies in."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage()).numpy()
+    while isinstance(value.base, np.ndarray) and (
+        value.base.flags.c_contiguous or value.base.flags.f_contiguous
+    ):
+        value = value.base
+    return np.asarray(value.reshape(-1, order="A").view(np.uint8))
 
 
 # ---- back ------------------------------------------------------------------------------------------------
 
 
-def decode(form: tuple[Any, ...], parts: list[Any], renews: bool = False) -> Any:
+def decode(found: Found, renews: bool = False) -> Any:
     """Decode a value.
 
     Args:
-        form, parts: from `read`.
+        found: from `read`.
         renews: whether encoded images in it are new samples, whose seeds are not the stored ones.
 
     Raises:
@@ -172,7 +222,7 @@ def decode(form: tuple[Any, ...], parts: list[Any], renews: bool = False) -> Any
     reading = sample_seeds.reading
     reading.renews = renews
     try:
-        return _FUNCTIONS[form[0]](*parts, *form[1:])
+        return _FUNCTIONS[found.form[0]](*found.parts, *found.form[1:])
     finally:
         reading.renews = False
 
@@ -200,18 +250,17 @@ _dtype = functools.cache(np.dtype)
 _FUNCTIONS: dict[str, Any] = {each.__name__: each for each in (_itself, _tensor, _array, _unpickled)}
 
 
-def _image(data: Any, mode: str, size: Any, info: Any, palette: Any, exif: bytes | None) -> Any:
-    from PIL import Image
+def _view(whole: np.ndarray, begin: int, form: str, name: str, shape: Any, strides: Any) -> Any:
+    """A tensor or an array in the memory of another one, from a byte on."""
+    if form == _array.__name__:
+        return np.ndarray(shape, _dtype(name), whole, begin, strides)
+    dtype = _DTYPES[name]
+    data = torch.from_numpy(whole).untyped_storage()
+    return torch.empty(0, dtype=dtype).set_(data, begin // dtype.itemsize, shape, strides)
 
-    image = Image.frombytes(mode, size, data)
-    if palette is not None:
-        image.putpalette(palette[1], palette[0])
-    image.info = info
-    if exif is not None:  # not by `getexif`, which reads `info`
-        image._exif = Image.Exif()
-        image._exif.load(exif)
-        image._exif._loaded = True
-    return image
+
+def _storage(whole: torch.Tensor) -> Any:
+    return whole.untyped_storage()
 
 
 # ---- records ---------------------------------------------------------------------------------------------
@@ -220,7 +269,7 @@ def _image(data: Any, mode: str, size: Any, info: Any, palette: Any, exif: bytes
 def record(key: bytes, encoded: Encoded) -> tuple[list[Any], int]:
     """A value with its key. Returns the pieces that follow each other, and their size in bytes."""
     parts = [memoryview(part).cast("B") for part in encoded.parts]
-    head = marshal.dumps((key, encoded.form, [part.nbytes for part in parts]), 2)
+    head = marshal.dumps((key, encoded.form, [part.nbytes for part in parts], tuple(encoded.writer)), 2)
     pieces: list[Any] = [len(head).to_bytes(_WORD, "little") + head]
     nbytes = _WORD + len(head)
     for part in parts:
@@ -229,26 +278,31 @@ def record(key: bytes, encoded: Encoded) -> tuple[list[Any], int]:
     return pieces, nbytes
 
 
-def read(data: memoryview, at: int, key: bytes, copy: bool) -> Found | None:
-    """The arguments of `decode`; None if the record is of another key. Runs no code of the user's.
+def read(data: memoryview, at: int, key: bytes, copy: bool, private: Any = None) -> Found | None:
+    """Read a value; None if the record is of another key. Runs no code of the user's.
 
     Args:
         data: the memory in which the record lies.
         at: where it begins.
         key: the key.
-        copy: whether the parts are in new memory.
+        copy: whether its arrays can be written to.
+        private: maps bytes (begin, end) of the memory so that writing to them changes nothing for others;
+            None: its parts are always copied.
     """
     end = at + _WORD + int.from_bytes(data[at : at + _WORD], "little")
-    its_key, form, sizes = marshal.loads(data[at + _WORD : end])
+    its_key, form, sizes, writer = marshal.loads(data[at + _WORD : end])
     if its_key != key:
         return None
     parts: list[Any] = []
     for nbytes in sizes:
         end += (at - end) % _ALIGNMENT
         part: np.ndarray = np.ndarray((nbytes,), _BYTE, data, end)
-        parts.append(part.copy() if copy else part)
+        mapped = None if copy or private is None or nbytes < MAPPED else private(end, end + nbytes)
+        part = part.copy() if mapped is None else mapped
+        part.flags.writeable = copy
+        parts.append(part)
         end += nbytes
-    return form, parts
+    return Found(form, parts, Writer(*writer))
 
 
 def checksum(data: memoryview) -> int:

@@ -61,6 +61,13 @@ class Encoded:
         """Number of bytes."""
         return len(self.data)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same file, whatever its random choices."""
+        return isinstance(other, Encoded) and (self.data, self.name) == (other.data, other.name)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def __getstate__(self) -> tuple[Any, ...]:
         return bytes(self.data), self.name, self.seed, self.header, self._batch
 

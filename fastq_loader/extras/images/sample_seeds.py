@@ -105,6 +105,36 @@ def watched() -> Iterator[None]:
             torch.randint(2, (), device="cpu")
 
 
+class Again:
+    """Whether the seeds that were taken in a context of `again` stay taken."""
+
+    stays = False
+
+    def keep(self) -> None:
+        self.stays = True
+
+
+@contextmanager
+def again() -> Iterator[Again]:
+    """Context in which the value of a sample is computed once more. Its seeds are put back at the end, unless
+    it raises or `keep` is called."""
+    batch, used, result = reading.batch, reading.used, Again()
+    newest = None if batch is None else batch.newest
+    try:
+        with watched():
+            yield result
+            if not result.stays:
+                reading.owed = 0
+    except BaseException:
+        result.keep()
+        raise
+    finally:
+        if not result.stays:
+            reading.used = used
+            if batch is not None and newest is not None:
+                batch.newest = newest
+
+
 def take() -> int:
     """A seed for the current sample, of 63 bits: the first, the second, ... that it takes.
 

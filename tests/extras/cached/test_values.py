@@ -41,7 +41,7 @@ def reader(value: Any) -> Any:
     record = memoryview(b"".join(pieces))
     assert len(record) == nbytes
     assert values.read(record, 0, b"another key", copy=True) is None
-    return lambda: values.decode(*values.read(record, 0, b"key", copy=True))  # type: ignore[misc]
+    return lambda: values.decode(values.read(record, 0, b"key", copy=True))  # type: ignore[arg-type]
 
 
 def again(value: Any) -> Any:
@@ -157,29 +157,35 @@ def test_images_keep_mode_size_palette_and_info(mode: str) -> None:
     alone.putpixel((0, 0), 0 if mode not in ("RGB", "RGBA") else (0,) * len(mode))
 
 
-@pytest.mark.parametrize("rawmode", ["RGB", "RGBA"])
-def test_palettes_keep_their_transparency_alone_and_in_containers(rawmode: str) -> None:
+def test_an_image_that_pickle_would_change_is_refused() -> None:
     image_module = pytest.importorskip("PIL.Image")
     image = image_module.new("P", (4, 4), 3)
-    image.putpalette(bytes(range(256))[: 16 * len(rawmode)], rawmode)
-    for back in (again(image), again([Sample(image)])[0].image):
-        assert back.palette.mode == image.palette.mode
-        assert back.getpalette(rawmode) == image.getpalette(rawmode)
-        assert back.convert("RGBA").tobytes() == image.convert("RGBA").tobytes()
+    image.putpalette(bytes(range(64)), "RGBA")
+    with pytest.raises(UnpicklableError, match="a palette's transparency"):
+        values.Encoded(image)
+
+
+def test_views_of_the_same_memory_stay_views_of_it() -> None:
+    tensor, array = torch.arange(10.0), np.arange(12.0).reshape(3, 4)
+    value = {"a": tensor, "b": tensor[2:5], "c": array, "d": array[1:].T, "e": tensor.untyped_storage()}
+    back = again(value)
+    assert all(same(back[name], value[name]) for name in "abcd")
+    back["a"][2] = back["c"][1, 0] = 7
+    assert (back["b"][0], back["d"][0, 0]) == (7, 7)
+    assert torch.tensor([], dtype=torch.float32).set_(back["e"])[:3].tolist() == [0, 1, 7]
+    assert sum(part.nbytes for part in map(memoryview, values.Encoded(value).parts[1:])) == 40 + 96
 
 
 def test_no_object_of_an_image_is_shared_between_two_hits() -> None:
     image_module = pytest.importorskip("PIL.Image")
     image = image_module.new("RGB", (4, 4))
     image.info["icc"] = [1]
-    image.getexif()[0x0112] = 6
     read = reader(image)
     first = read()
     first.info["icc"].append(2)
     first.info["more"] = 3
-    first.getexif()[0x0112] = 1
     second = read()
-    assert (second.info, dict(second.getexif())) == ({"icc": [1]}, {0x0112: 6})
+    assert second.info == {"icc": [1]}
 
 
 def test_a_photograph_that_was_turned_by_its_exif_data_comes_back() -> None:
@@ -221,7 +227,9 @@ def test_what_pil_loses_of_a_file_is_refused() -> None:
     exif[0x010F] = "maker"
     image_module.new("RGB", (6, 4), "red").save(written, "TIFF", exif=exif)
     image = image_module.open(written)
-    with pytest.raises(UnpicklableError, match=r"the tags of a TIFF file; return image.copy\(\)"):
+    with pytest.raises(
+        UnpicklableError, match=r"TiffImageFile: PIL's pickle loses .*; return image.copy\(\)"
+    ):
         values.Encoded([image])
     assert again(image.copy()).tobytes() == image.tobytes()
 

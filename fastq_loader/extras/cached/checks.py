@@ -1,0 +1,98 @@
+"""Which hits are computed again and compared.
+
+Runs in every process that calls a cached function. What a value depends on cannot be found by looking at the
+function; it can be found by computing the value again. Draws from no generator.
+
+- In each process, the first hit on the values of each writer: once for each pair of a worker's number and a
+  writer, not again in new workers. A writer is a program and the number of its worker; of a folder, all
+  writers of one earlier program are one. Where computing takes more than `SLOW` seconds, it waits for the
+  budget.
+- The first `FIRST` hits of the cache, over all processes.
+- Later a part of the hits, chosen by a hash, for which checks take at most `BUDGET` of the time.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from typing import NamedTuple
+
+from torch.utils.data import get_worker_info
+
+from fastq_loader.extras.cached.counters import Counters
+
+FIRST, SLOW, BUDGET = 16, 0.5, 0.02
+#: One of so many hits is checked while the budget lasts, so that which ones does not follow the clock.
+_ONE_OF = 8
+#: Bits of a writer for the number of the worker, which is 0 in the program itself.
+_WORKER_BITS = 16
+
+
+class Check(NamedTuple):
+    """A check that is due.
+
+    Attributes:
+        pair: hash of worker number and writer, if it is their first one; else 0.
+        is_first: whether it is one of the first of the cache.
+    """
+
+    pair: int = 0
+    is_first: bool = False
+
+
+class Checks:
+    """The checks of one process.
+
+    Args:
+        program: the number of the program, which it drew when it made the cache.
+        counters: of the cache.
+        joins_earlier: whether the writers of another program count as one.
+    """
+
+    def __init__(self, program: int, counters: Counters, joins_earlier: bool) -> None:
+        worker = get_worker_info()
+        number = 0 if worker is None else worker.id % ((1 << _WORKER_BITS) - 1) + 1
+        self.writer = program << _WORKER_BITS | number
+        self._counters, self._joins_earlier = counters, joins_earlier
+        self._known: set[int] = set()  # writers whose values this worker's number has checked
+        self._hits = 0
+        self._began, self.spent = time.monotonic(), 0.0
+        self.failed_reads = 0  # in turn, while computing again
+
+    def due(self, key: bytes, writer: int, seconds: float) -> Check | None:
+        """Whether a hit is to be checked.
+
+        Args:
+            key: of the call.
+            writer: who stored the value.
+            seconds: how long computing it took.
+        """
+        self._hits += 1
+        if writer not in self._known:
+            pair = self._pair(writer)
+            if self._counters.has_checked(pair):
+                self._known.add(writer)
+            elif seconds <= SLOW or self._is_in_budget(seconds):
+                return Check(pair)
+        if self._counters.first < FIRST:
+            return Check(is_first=True)
+        if zlib.crc32(self._hits.to_bytes(8, "little"), zlib.crc32(key)) % _ONE_OF:
+            return None
+        return Check() if self._is_in_budget(seconds) else None
+
+    def done(self, check: Check, seconds: float) -> None:
+        """Note a check that was made, and how long it took."""
+        self.spent += seconds
+        if check.pair:
+            self._counters.note_checked(check.pair)
+        if self._counters.first < FIRST:
+            self._counters.first += 1
+
+    def _is_in_budget(self, seconds: float) -> bool:
+        return self.spent + seconds <= BUDGET * (time.monotonic() - self._began)
+
+    def _pair(self, writer: int) -> int:
+        other = writer >> _WORKER_BITS
+        if self._joins_earlier and other != self.writer >> _WORKER_BITS:
+            writer = other << _WORKER_BITS
+        return zlib.crc32(f"{self.writer} {writer}".encode()) << 16 | 1

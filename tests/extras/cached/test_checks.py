@@ -1,0 +1,451 @@
+"""Hits that are computed again: which, what counts as equal, and what a cache does that was wrong."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import functools
+import pickle
+import random
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastq_loader import DataLoader, NotCached, cached
+from fastq_loader.extras.cached import checks, counters
+from fastq_loader.extras.cached.equal import Incomparable, difference
+from tests.support.forking import end_of, fork
+
+# ---- which hits -------------------------------------------------------------------------------------------
+
+
+def counts() -> counters.Counters:
+    return counters.Counters(bytearray(counters.NBYTES))
+
+
+def passed(shared: counters.Counters) -> counters.Counters:
+    """The first checks of the cache are over."""
+    shared.first = checks.FIRST
+    return shared
+
+
+def test_the_first_hits_of_a_cache_are_checked_over_all_processes() -> None:
+    shared = counts()
+    made = [checks.Checks(1, shared, joins_earlier=False) for _ in range(2)]
+    due = [made[number % 2].due(b"key", made[0].writer, 0.1) for number in range(checks.FIRST)]
+    for each in due:
+        assert each is not None
+        made[0].done(each, 1.0)
+    assert made[1].due(b"key", made[0].writer, 0.1) is None
+
+
+def test_the_first_hit_on_each_writer_is_checked_once_in_a_program() -> None:
+    shared = passed(counts())
+    for _ in range(2):  # the second process with the same worker's number
+        process = checks.Checks(1, shared, joins_earlier=False)
+        for writer in (process.writer, process.writer + 1, 7 << 16):
+            check = process.due(b"key", writer, 0.1)
+            assert (check is not None) == (not shared.has_checked(process._pair(writer)))
+            if check is not None:
+                process.done(check, 1.0)
+            assert process.due(b"key", writer, 0.1) is None
+
+
+def test_of_a_folder_the_writers_of_one_earlier_program_are_one() -> None:
+    process = checks.Checks(1, passed(counts()), joins_earlier=True)
+    check = process.due(b"key", 7 << 16 | 3, 0.0)
+    assert check is not None
+    process.done(check, 1.0)
+    assert process.due(b"key", 7 << 16 | 4, 0.0) is None
+    assert process.due(b"key", 8 << 16 | 4, 0.0) is not None
+    assert process.due(b"key", process.writer + 1, 0.0) is not None, "of this program each counts"
+
+
+def test_a_check_of_a_slow_value_waits_for_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(checks.time, "monotonic", lambda: now)
+    process = checks.Checks(1, passed(counts()), joins_earlier=False)
+    assert process.due(b"key", 5 << 16, 1.0) is None
+    now = 51.0
+    assert process.due(b"key", 5 << 16, 1.0) is not None
+
+
+@given(st.integers(1, 400), st.floats(1e-4, 0.4), st.floats(1e-3, 1.0))
+def test_later_checks_take_their_part_of_the_time_and_are_made(hits: int, cost: float, step: float) -> None:
+    now = 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks.time, "monotonic", lambda: now)
+        process = checks.Checks(1, passed(counts()), joins_earlier=False)
+        process._known.add(process.writer)
+        made = 0
+        for number in range(hits * 10):
+            now += step
+            check = process.due(b"%d" % number, process.writer, cost)
+            if check is not None:
+                made += 1
+                process.done(check, cost)
+        assert process.spent <= checks.BUDGET * now
+        possible = min(checks.BUDGET * now / cost, hits * 10 / 8)
+        assert made >= possible / 4 - 3
+
+
+@given(st.lists(st.integers(1, 2**40), max_size=300))
+def test_what_was_checked_is_known(pairs: list[int]) -> None:
+    shared = counts()
+    for pair in pairs:
+        shared.note_checked(pair)
+        assert shared.has_checked(pair)
+    assert not shared.has_checked(2**41)
+
+
+# ---- equal ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Sample:
+    image: Any
+    label: int = 0
+
+
+class Held:
+    def __init__(self, value: Any) -> None:
+        self.value, self.mean = value, np.arange(3.0)
+
+
+Pair = collections.namedtuple("Pair", "left right")
+
+VALUES: list[Any] = [
+    *(
+        1,
+        1.5,
+        float("nan"),
+        "a",
+        b"b",
+        None,
+        True,
+        2j,
+        [1, 2.0],
+        (1,),
+        {"a": 1},
+        {1, 2},
+        frozenset("ab"),
+        range(3),
+    ),
+    *(
+        np.arange(3),
+        np.float32(2),
+        np.array(["a"]),
+        np.datetime64("NaT"),
+        np.array([1, 2], "m8[s]"),
+        np.zeros(()),
+    ),
+    np.ma.masked_array([1.0, 2.0], [True, False]),
+    np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+    np.array([1, "a", None], object),
+    *(
+        torch.arange(3.0),
+        torch.ones(3).half(),
+        torch.ones(3).bfloat16(),
+        torch.eye(3).to_sparse(),
+        torch.zeros(0),
+    ),
+    *(
+        Sample(np.arange(3.0)),
+        Sample(torch.ones(2)),
+        Held(3),
+        Pair(1, np.arange(3)),
+        collections.Counter("aab"),
+    ),
+    *(
+        collections.OrderedDict(a=1),
+        collections.deque([1, np.arange(2)]),
+        int,
+        len,
+        torch.float32,
+        slice(1, 2),
+    ),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_a_value_equals_itself_after_its_way_through_pickle(value: Any) -> None:
+    assert difference(pickle.loads(pickle.dumps(value)), value) == ""
+
+
+@pytest.mark.parametrize(
+    ("stored", "fresh", "where"),
+    [
+        (1, 2, "value: 1 and 2"),
+        (1, True, "value: 1 and True"),
+        (1.0, 1.001, r"value: 1\.0 and 1\.001"),
+        ([1, [2]], [1, [3]], r"value\[1\]\[0\]: 2 and 3"),
+        ([1], [1, 2], r"value\[1\]: nothing and 2"),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "the keys"),
+        ({"a": {"b": 1.0}}, {"a": {"b": 2.0}}, r"value\['a'\]\['b'\]: 1\.0 and 2\.0"),
+        ({1, 2}, {1, 3}, "value: {1, 2} and {1, 3}"),
+        (np.arange(3), np.arange(4), r"int64\[3\] and int64\[4\]"),
+        (np.arange(3), np.arange(3.0), "int64.* and float64"),
+        (np.array([1, np.inf]), np.array([1, -np.inf]), r"value\[1\]: inf and -inf"),
+        (np.zeros((2, 2)), np.array([[0, 0], [1, 0]], float), r"value\[1, 0\]: 0\.0 and 1\.0"),
+        (torch.zeros(2), torch.ones(2), r"value\[0\]: 0\.0 and 1\.0"),
+        (torch.zeros(2), torch.zeros(1, 2), "shapes"),
+        (torch.zeros(2), torch.zeros(2).half(), "float32.*float16"),
+        (Sample(np.arange(3.0)), Sample(np.arange(3.0) + 1), r"value\.image\[0\]: 0\.0 and 1\.0"),
+        (Held(3), Held(4), r"\['value'\]: 3 and 4"),
+        (Pair(1, 2), Pair(1, 3), "2 and 3"),
+        (collections.deque([1]), collections.deque([2]), "deque"),
+        (
+            np.ma.masked_array([1.0, 2.0], [True, False]),
+            np.ma.masked_array([1.0, 2.0], [False, False]),
+            r"value\.mask\[0\]: True and False",
+        ),
+    ],
+)
+def test_a_difference_is_found_and_its_place_named(stored: Any, fresh: Any, where: str) -> None:
+    with pytest.raises(AssertionError, match=where):
+        raise AssertionError(difference(stored, fresh))
+
+
+def test_numbers_may_differ_by_rounding() -> None:
+    assert difference(0.1 + 0.2, 0.3) == ""
+    assert difference(np.array([1e-9, 1.0]), np.array([2e-9, 1.0])) == "", "beside the largest"
+    assert difference(np.float32(1), np.float32(1.0001)) != ""
+    assert difference(torch.ones(2).half(), torch.ones(2).half() + 0.005) == ""
+    assert difference(torch.ones(2).half(), torch.ones(2).half() + 0.05) != ""
+
+
+def test_what_cannot_be_compared_is_given_as_stored_and_counted() -> None:
+    class Closed:
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            if comparing:
+                raise ValueError("closed")
+            return Closed, ()
+
+    globals()["Closed"], Closed.__qualname__, comparing = Closed, "Closed", False
+    wrapped = cached(lambda index: Closed(), limit="1MB")
+    wrapped(1)
+    comparing = True
+    assert type(wrapped(1)) is Closed
+    assert (wrapped.statistics().unchecked, wrapped.statistics().distrusted) == (1, 0)
+    with pytest.raises(Incomparable, match="closed"):
+        difference(Closed(), Closed())
+
+
+# ---- a cache that was wrong -------------------------------------------------------------------------------
+
+
+def test_a_wrong_hit_gives_the_fresh_value_and_ends_the_cache_with_one_hint() -> None:
+    numbers = np.random.default_rng(0)
+    wrapped = cached(lambda index: {"crop": numbers.random(3)}, limit="1MB")
+    with pytest.warns(NotCached) as seen:
+        values = [wrapped(1)["crop"].tolist() for _ in range(4)]
+    (text,) = [str(each.message) for each in seen]
+    assert text.startswith("cached: ")
+    for part in (
+        "lambda",
+        "value['crop'][0]: ",
+        "There were 0 hits before",
+        "version=str(root)",
+        "check=False",
+    ):
+        assert part in text
+    assert seen[0].filename == __file__
+    assert values == [np.random.default_rng(0).random((4, 3))[number].tolist() for number in range(4)]
+    found = wrapped.statistics()
+    assert (found.misses, found.hits, found.distrusted, found.stored) == (1, 0, 3, 1)
+
+
+def test_without_checks_a_hit_is_believed() -> None:
+    numbers = np.random.default_rng(0)
+    wrapped = cached(lambda index: numbers.random(), limit="1MB", check=False)
+    assert len({wrapped(1) for _ in range(50)}) == 1
+
+
+def test_a_draw_from_a_global_generator_while_checking_is_a_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawing = False
+
+    def decode(index: int) -> int:
+        if drawing:
+            random.random()
+        return index
+
+    wrapped = cached(decode, limit="1MB")
+    wrapped(1)
+    drawing = True
+    with pytest.warns(NotCached, match="it drew from random"):
+        assert wrapped(1) == 1
+
+
+def test_a_source_that_is_gone_gives_the_stored_values_and_is_said(tmp_path: Path) -> None:
+    files = [tmp_path / str(number) for number in range(6)]
+    for number, file in enumerate(files):
+        file.write_text(str(number))
+    wrapped = cached(lambda index: files[index].read_text(), limit="1MB")
+    for number in range(6):
+        wrapped(number)
+    for file in files:
+        file.unlink()
+    with pytest.warns(
+        NotCached, match=r"4 values in turn could not be computed again: .*No such file"
+    ) as seen:
+        assert [wrapped(number) for number in range(6)] == list("012345")
+    assert len(seen) == 1
+    assert wrapped.statistics().hits == 6
+
+
+@pytest.mark.parametrize(
+    ("error", "is_difference"), [(LookupError, True), (TimeoutError, False), (MemoryError, False)]
+)
+def test_another_error_is_raised_as_a_plain_call_raises_it(error: Any, is_difference: bool) -> None:
+    fails = False
+
+    def decode(index: int) -> int:
+        if fails:
+            raise error("now")
+        return index
+
+    wrapped = cached(decode, limit="1MB")
+    wrapped(1)
+    fails = True
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with pytest.raises(error, match="now"):
+            wrapped(1)
+    assert [each.category for each in seen] == [NotCached] * is_difference
+    fails = False
+    assert wrapped(1) == 1
+    assert wrapped.statistics().hits == (not is_difference)
+
+
+def test_the_mark_holds_in_all_processes_and_not_in_the_next_program(tmp_path: Path) -> None:
+    path, scale = tmp_path / "values", 1
+
+    def decode(index: int) -> int:
+        return index * scale
+
+    wrapped = cached(decode, limit="1MB", path=path)
+    wrapped(3)
+    scale = 2
+
+    def child() -> None:
+        with pytest.warns(NotCached):
+            assert wrapped(3) == 6
+
+    assert end_of(fork(child)) == 0
+    assert wrapped(3) == 6
+    assert wrapped.statistics().distrusted == 2
+    scale = 1
+    assert cached(decode, limit="1MB", path=path)(3) == 3, "it checks anew"
+
+
+class Shards(torch.utils.data.Dataset[Any]):
+    """Each worker reads its own part of the files, by the same numbers."""
+
+    def __init__(self) -> None:
+        self.first = 0
+
+    @functools.partial(cached, limit="1MB")
+    def decode(self, index: int) -> torch.Tensor:
+        return torch.tensor(self.first + index)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        worker = torch.utils.data.get_worker_info()
+        self.first = 0 if worker is None else 100 * worker.id
+        return self.decode(index % 4)
+
+    def __len__(self) -> int:
+        return 32
+
+
+@pytest.mark.processes
+def test_shards_that_share_their_keys_are_never_delivered_wrong() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        batches = list(DataLoader(Shards(), 4, num_workers=2))
+    assert [batch.tolist() for batch in batches] == [[0, 1, 2, 3], [100, 101, 102, 103]] * 4
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_objects_that_a_dataset_holds_have_their_values_in_all_workers(method: str) -> None:
+    dataset = torch.utils.data.ConcatDataset([Numbers(1), Numbers(2)])
+    before = Numbers.decode.statistics()
+    loader = DataLoader(dataset, 4, num_workers=2, multiprocessing_context=method, shuffle=True)
+    for _ in range(2):
+        values = torch.cat(list(loader)).tolist()
+        assert sorted(values) == sorted(
+            [float(index) for index in range(8)] + [2.0 * index for index in range(8)]
+        )
+    after = Numbers.decode.statistics()
+    assert (after.misses - before.misses, after.hits - before.hits) == (16, 16)
+    assert after.unshared == before.unshared
+
+
+class Numbers(torch.utils.data.Dataset[Any]):
+    def __init__(self, scale: int) -> None:
+        self.scale = scale
+
+    @functools.partial(cached, limit="1MB")
+    def decode(self, index: int) -> torch.Tensor:
+        return torch.tensor(float(index * self.scale))
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.decode(index)
+
+    def __len__(self) -> int:
+        return 8
+
+
+def test_beside_a_thread_that_draws_only_values_are_compared() -> None:
+    stop = threading.Event()
+
+    def draw() -> None:
+        while not stop.is_set():
+            random.random()
+            time.sleep(0)
+
+    def slow(index: int) -> int:
+        if checking:
+            time.sleep(0.02)
+        return index
+
+    checking = False
+    wrapped = cached(slow, limit="1MB")
+    wrapped(1)
+    checking = True
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        assert wrapped(1) == 1
+    finally:
+        stop.set()
+        thread.join()
+    assert (wrapped.statistics().checked, wrapped.statistics().distrusted) == (1, 0)
+
+
+def test_a_deep_copy_begins_empty_and_is_not_marked() -> None:
+    numbers = np.random.default_rng(0)
+    holder = Holder(numbers)
+    with pytest.warns(NotCached):
+        holder.decode(1), holder.decode(1)
+    assert copy.deepcopy(holder).decode.statistics().distrusted == 0
+
+
+class Holder:
+    def __init__(self, numbers: Any) -> None:
+        self.numbers = numbers
+        self.decode: Any = cached(self.decode, limit="1MB")
+
+    def decode(self, index: int) -> float:  # type: ignore[no-redef]
+        return float(self.numbers.random())
