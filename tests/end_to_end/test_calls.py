@@ -23,14 +23,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset, default_collate
-from torch.utils.data._utils import collate as torch_collate
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from fastq_loader import DataLoader
 from fastq_loader.ipc.messages import BATCH, Answer
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.reading import collate, fetch
+from fastq_loader.reading import fetch
 from fastq_loader.reading.tables import Gatherer
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.schedules import Window
@@ -200,27 +199,6 @@ def test_an_epoch_of_one_batch_without_workers_stays_within_its_calls(shuffle: b
     assert calls(lambda: list(loader)) <= budget
 
 
-SAMPLES: dict[str, Callable[[int], Any]] = {
-    "rows": Rows().__getitem__,
-    "tokens": Tokens().__getitem__,
-    "tensors": lambda i: (torch.ones(10), torch.tensor(1.0)),
-    "fields": lambda i: {"price": i / 3, "category": i, "history": torch.ones(8, dtype=torch.int64)},
-}
-
-
-@pytest.mark.parametrize("name", SAMPLES)
-@pytest.mark.parametrize("others", [{}, {Budget: id}], ids=["torch's", "and another entry"])
-def test_collating_takes_fewer_calls_than_torchs(
-    name: str, others: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if a library, such as `fastq_loader.images`, has added an entry to torch's table."""
-    monkeypatch.setattr(
-        torch_collate, "default_collate_fn_map", torch_collate.default_collate_fn_map | others
-    )
-    samples = [SAMPLES[name](i) for i in range(16)]
-    assert calls(lambda: collate.default(samples)) < 0.75 * calls(lambda: default_collate(samples))
-
-
 @pytest.mark.parametrize("kind", [lambda *parts: ConcatDataset(parts), StackDataset], ids=["concat", "stack"])
 def test_the_rows_of_several_tables_take_the_same_calls_however_many_they_are(kind: Any) -> None:
     tables, gatherer = kind(*(TensorDataset(torch.arange(100.0)) for _ in range(3))), Gatherer()
@@ -301,20 +279,6 @@ def load(scheduler: Scheduler, batch: Batch) -> None:
     """The answer to a batch's task has come."""
     answer = Answer(scheduler.epoch, batch.seq, 0, BATCH, 0, 0, (), (), None)
     scheduler.arrived(batch, batch.worker or 0, answer)
-
-
-@pytest.mark.parametrize("shared_tasks", [False, True])
-def test_scheduling_a_batch_costs_the_same_all_epoch_long(shared_tasks: bool) -> None:
-    one, indices = scheduler(Window(4), shared_tasks=shared_tasks), itertools.count()
-    sent = begun(one, indices)
-
-    def step() -> None:
-        load(one, sent.pop(0))
-        assert one.ready() is not None
-        sent.extend(drawn(one, one.to_draw, indices))
-
-    costs = [calls(step) for _ in range(2000 if is_thorough else 500)]
-    assert set(costs[10:]) == {costs[10]}
 
 
 @pytest.mark.parametrize("in_order", [False, True])

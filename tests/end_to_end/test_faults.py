@@ -153,7 +153,6 @@ def refuse_four(batch: Any) -> Any:
     [
         (0, None, [4, 5], {"dataset": CrimeAt(crimes.raise_value_error, at=5)}),
         (2, 0, [4, 5], {"dataset": CrimeAt(crimes.raise_value_error, at=5)}),
-        (1, 0, [4, 5], {"dataset": CrimeAt(crimes.raise_value_error, at=5), "schedule": "dynamic"}),
         (0, None, None, {"batch_sampler": StopsAt()}),
         (2, None, None, {"batch_sampler": StopsAt()}),
         (0, None, [4, 5], {"collate_fn": refuse_four}),
@@ -184,10 +183,6 @@ def test_i8_a_batch_that_cannot_be_pickled_raises_at_once_and_names_the_reason()
     ("crime", "torchs_text", "how"),
     [
         (crimes.kill_itself, r"is killed by signal: Killed\. ", "SIGKILL"),
-        (crimes.die_beside_a_child, r"is killed by signal: Killed\. ", "SIGKILL"),
-        pytest.param(
-            crimes.segfault, r"is killed by signal: Segmentation fault\. ", "SIGSEGV", marks=thorough()
-        ),
         (
             crimes.exit_with_7,
             r"exited unexpectedly with exit code 7\. Details are lost due to multiprocessing\. "

@@ -347,27 +347,6 @@ def test_the_trainer_of_transformers_keeps_ours_also_when_it_resumes(tmp_path: P
     assert loaders == ["dynamic"] * 4
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_the_wrapper_of_fabric_reaches_all_that_ours_has(tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning", reason="needs the extra 'frameworks'")
-    importlib.import_module("fastq_loader.extras.frameworks.fabric")
-    fabric = lightning.Fabric(accelerator="cpu", devices=1)
-    one, other = (fabric.setup_dataloaders(loader(seed, 2)) for seed in (1, 2))
-    assert_active(one)
-    iterator = iter(one)
-    for _ in range(3):
-        next(iterator)
-    other.load_state_dict(one.state_dict())
-    assert one.position == other.position == (0, 3, 3)
-    assert [plain(batch) for batch in other] == [plain(batch) for batch in iterator]
-    assert one.statistics().batches == BATCHES
-    one.close()
-    theirs = fabric.setup_dataloaders(torch.utils.data.DataLoader(Augmented()))
-    assert not hasattr(theirs, "close")
-    with pytest.raises(AssertionError, match="_FabricDataLoader"):
-        assert_active(theirs)
-
-
 def test_the_examples_in_the_docstrings_run() -> None:
     """In a process of their own: what they import changes accelerate. The others run in test_docstrings."""
     pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import signal
 import sys
 import threading
@@ -23,7 +22,7 @@ from fastq_loader import DataLoader, Dynamic, IteratorInvalid, RoundRobin
 from fastq_loader.epoch.serial import SerialIterator
 from fastq_loader.ipc.sockets import ConsumerSocket
 from fastq_loader.scheduling.schedules import Schedule
-from tests.conftest import run_script, wait_until
+from tests.conftest import wait_until
 from tests.support.alarms import Alarm, alarm_after, alarm_while_next_waits, ring
 from tests.support.datasets import Made
 from tests.support.gates import LIMIT, Gated, Gates, is_inside
@@ -56,20 +55,6 @@ def test_an_alarm_while_next_waits_loses_nothing(
     gates.open(0)
     assert [batch.item() for batch in iterator] == list(range(4))
     loader._iterator = None
-
-
-@thorough()
-@pytest.mark.parametrize("seed", range(2))
-def test_alarms_at_random_moments_lose_nothing_in_silence(seed: int, tmp_path: Path) -> None:
-    """In a process of its own: Python only reports what is raised inside of finalizers."""
-    script = f"from tests.support.alarms import main\nmain(epochs=15, seed={seed})"
-    result = run_script(script, env={"TMPDIR": str(tmp_path)}, timeout=100, warm=True)
-    assert result.returncode == 0, result.stderr
-    seen = json.loads(result.stdout)
-    assert seen.get("whole", 0) + seen.get("refused", 0) == 15
-    assert seen["alarms"] > 15
-    # How many are refused is up to where the alarms fall; the next test holds the places.
-    assert seen["went on"] >= 4, "enough epochs with alarms are whole: some ten of fifteen"
 
 
 @pytest.mark.parametrize(

@@ -231,18 +231,6 @@ def test_memory_of_large_batches_goes_back(nbytes: int) -> None:
 # ---- limits, sandboxes ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mega", [2, 40])
-@thorough()
-@in_child
-def test_where_files_are_limited_small_batches_come_as_ever_and_large_ones_say_why_not(mega: int) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (mega << 20, mega << 20))
-    sizes = 8, 10_000, mega * 20_000
-    for loader in BOTH:
-        assert are_numbers(loader(Numbered(120, lambda index: sizes[index % 3])))
-    with pytest.raises(MemoryError, match="ulimit -f"):
-        list(OURS(Numbered(4, mega << 20)))
-
-
 @NEEDED
 @in_child
 def test_where_a_sandbox_refuses_calls_that_workers_can_do_without_all_is_as_ever() -> None:

@@ -283,29 +283,6 @@ def test_p5_p6c_p8_the_end_of_a_script_is_quiet_and_quick_and_samples_are_finish
     assert result.finished - float(result.stdout.split()[-1]) < 10
 
 
-#: A pool that is started by the last exit handler, whose worker is stopped when the interpreter ends it.
-STOPPED_AT_THE_END = """
-    import atexit, os, signal
-    atexit.register(lambda: kept.append(next(batches := iter(loader))) or kept.append(batches))
-    from fastq_loader import DataLoader
-    from tests.support.datasets import Made
-
-    def stop(index):
-        if index:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return index
-
-    kept = []
-    loader = DataLoader(Made(stop, 8), num_workers=1, multiprocessing_context="fork")
-"""
-
-
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="nothing can be started at the end any more")
-def test_p5_a_worker_that_is_slow_to_end_at_the_end_of_the_interpreter_is_killed() -> None:
-    result = run_script(STOPPED_AT_THE_END, timeout=60)
-    assert (result.stderr, result.returncode, result.left) == ("", 0, ())
-
-
 INSIDE_NEXT = f"""
     {IMPORTS}
     gates = Gates(pathlib.Path({{folder!r}}))

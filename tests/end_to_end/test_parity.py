@@ -9,7 +9,6 @@ and after every `next()`, warnings and exceptions. More than the default seeds:
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import itertools
 import random
@@ -532,21 +531,3 @@ def test_directed_configuration_equals_torch(name: str) -> None:
 
 
 WHOLE = torch.arange(6.0).reshape(2, 3)
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (WHOLE, WHOLE + 1),
-        (WHOLE, WHOLE.t().contiguous().t()),
-        (WHOLE, WHOLE.double()),
-        ({"b": [1]}, {"b": (1,)}),
-        ({"b": [1]}, {"b": [True]}),
-        ({"a": WHOLE}, datasets.Keyed(a=WHOLE)),
-        ([WHOLE, WHOLE], [WHOLE, WHOLE.clone()]),
-    ],
-    ids=["value", "strides", "dtype", "container", "type", "dict", "overlap"],
-)
-def test_a_difference_is_found_and_named(one: Any, other: Any) -> None:
-    assert "batch" in (difference(describe(one), describe(other)) or "")
-    assert difference(describe(one), describe(copy.deepcopy(one))) is None

@@ -21,8 +21,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from fastq_loader import DataLoader, RoundRobin, StatefulDataLoader, UnpicklableError, WorkerReplaced, empty
-from fastq_loader.workers.group import WorkerGroup
+from fastq_loader import DataLoader, UnpicklableError, WorkerReplaced, empty
 from fastq_loader.workers.kinds import WorkerKind
 from tests.conftest import descendants, wait_until
 from tests.support.crimes import CrimeAt, FailsToUnpickle, raise_os_error
@@ -133,29 +132,6 @@ def test_batches_for_a_device_lie_in_one_block(schedule: str, monkeypatch: pytes
         check(Made(everything, 12), collate_fn=identity, schedule=schedule, device="cuda")
 
 
-@thorough()
-def test_an_epoch_goes_on_elsewhere() -> None:
-    def rest(first: Any, then: Any) -> list[Any]:
-        options: Any = {"shuffle": True, "num_workers": 2, "schedule": RoundRobin(save_generators=True)}
-        seed_all(3)
-        loader = StatefulDataLoader(MapDataset("drawn", 40), 4, workers=first, **options)
-        iterator = iter(loader)
-        for _ in range(3):
-            next(iterator)
-        state = loader.state_dict()
-        del iterator
-        loader.close()
-        seed_all(4)
-        other = StatefulDataLoader(MapDataset("drawn", 40), 4, workers=then, **options)
-        other.load_state_dict(state)
-        return list(other)
-
-    here = rest("processes", "processes")
-    assert len(here) == 7
-    assert_same(rest("processes", far()), here)
-    assert_same(rest(far(), "processes"), here)
-
-
 @dataclass(frozen=True)
 class Together(Dataset[int]):
     """From one index on a sample waits until two workers are at one: each leaves a file in a folder."""
@@ -249,17 +225,6 @@ def test_statistics_and_a_trace_have_the_machine_of_each_worker_and_the_bytes_fr
         if worker.batches:
             assert f"worker {worker.id} (pid {worker.pid} on {worker.node})" in names
     data.close()
-
-
-@thorough()
-@pytest.mark.parametrize("workers", [far(), "processes"], ids=["far", "local"])
-def test_statistics_keep_no_pool_alive(workers: Any) -> None:
-    data = DataLoader(MapDataset("dict", 8), 4, num_workers=1, workers=workers)
-    list(data)
-    next(iter(data))
-    gc.collect()
-    assert not [found for found in gc.get_objects() if type(found) is WorkerGroup]
-    assert data.statistics().batches == 3
 
 
 def test_torch_warns_of_more_workers_than_cpus_only_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

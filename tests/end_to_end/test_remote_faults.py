@@ -23,7 +23,7 @@ from fastq_loader import DataLoader, Dynamic, LoaderTimeout, WorkerDied, WorkerR
 from fastq_loader.extras.remote.connection import Address
 from fastq_loader.extras.remote.proxy import NoPlace, Place
 from fastq_loader.extras.remote.proxy_pool import ProxyPool
-from tests.conftest import descendants, process_table, running_script, wait_until
+from tests.conftest import running_script, wait_until
 from tests.support import far_workers
 from tests.support.crimes import CrimeAt, die_beside_a_child, exit_with_7, segfault, system_exit
 from tests.support.datasets import Made, assert_same
@@ -188,31 +188,6 @@ def test_a_forked_copy_does_not_wait_for_a_thread_that_it_lacks() -> None:
     os.kill(far_pids(newest())[0], signal.SIGKILL)  # its proxy says something
     assert end_of(fork(lambda: signal.alarm(100) or data.statistics())) == 0
     let_go.set()
-    data.close()
-
-
-def zygote_of(data: DataLoader[Any]) -> int:
-    """What has forked the proxies."""
-    (zygote,) = {entry.parent for entry in process_table() if entry.pid in proxies(data)}
-    return zygote
-
-
-@thorough()
-@pytest.mark.parametrize("number", [8, 64])
-def test_many_workers_of_one_machine_are_cheap_here(number: int) -> None:
-    before, length = len(os.listdir("/proc/self/fd")), 15 * number
-    data = loader(Made(slowly, length), num_workers=number, workers=far(room=number), persistent_workers=True)
-    while not data.statistics().workers or not all(worker.batches for worker in data.statistics().workers):
-        assert sorted(torch.cat([batch[0] for batch in data]).tolist()) == list(range(length))
-    pids = set(proxies(data))
-    assert set(descendants(zygote_of(data))) == pids
-    assert len(pids) == number
-    for pid in pids:
-        memory = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        assert int(re.findall(r"Private_Dirty: +(\d+) kB", memory)[0]) < 15_000
-        assert len(os.listdir(f"/proc/{pid}/task")) == 4, "as many are expected for it"
-    held = len(os.listdir("/proc/self/fd")) - before  # two each are of far workers, here, too
-    assert held < 30 + 7 * number, "most systems let a process have 1024"
     data.close()
 
 

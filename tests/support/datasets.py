@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler, Subset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 # Containers that samples and batches are made of
 
@@ -188,16 +188,6 @@ class FaultyDataset(MapDataset):
         if index in self.bad:
             raise self.error(f"broken sample {index}")
         return super().__getitem__(index)
-
-
-class DoublingSubset(Subset):
-    """Overrides `__getitem__` and not `__getitems__`, past the check in torch's own constructor."""
-
-    def __init__(self, dataset: Dataset, indices: Sequence[int]) -> None:
-        self.dataset, self.indices = dataset, indices
-
-    def __getitem__(self, index: int) -> Any:
-        return 2 * super().__getitem__(index)
 
 
 class Echo(Sized, Dataset):

@@ -66,19 +66,6 @@ def open_lmdb(folder: Path) -> Reader:
     return read
 
 
-def write_zarr(folder: Path) -> None:
-    import zarr
-
-    zarr.save_array(folder / "zarr", images())
-
-
-def open_zarr(folder: Path) -> Reader:
-    import zarr
-
-    array = zarr.open_array(folder / "zarr", mode="r")
-    return lambda row: array[row]
-
-
 def write_memmap(folder: Path) -> None:
     np.save(folder / "a.npy", images())
 
@@ -86,19 +73,6 @@ def write_memmap(folder: Path) -> None:
 def open_memmap(folder: Path) -> Reader:
     mapped = np.load(folder / "a.npy", mmap_mode="r")
     return lambda row: mapped[row].copy()
-
-
-def write_polars(folder: Path) -> None:
-    import polars
-
-    polars.DataFrame({"image": images().reshape(ROWS, -1)}).write_parquet(folder / "polars")
-
-
-def open_polars(folder: Path) -> Reader:
-    import polars
-
-    frame = polars.read_parquet(folder / "polars").with_row_index()
-    return lambda row: frame.filter(polars.col("index") == row)["image"].to_numpy().reshape(16, 16, 3)
 
 
 def write_arrow(folder: Path) -> None:
@@ -121,12 +95,6 @@ def write_png(folder: Path) -> None:
 
     for row, image in enumerate(images()):
         Image.fromarray(image).save(folder / f"{row}.png")
-
-
-def open_png(folder: Path) -> Reader:
-    from PIL import Image
-
-    return lambda row: np.array(Image.open(folder / f"{row}.png"))
 
 
 def open_torchvision(folder: Path) -> Reader:
@@ -174,11 +142,8 @@ def open_streaming(folder: Path) -> Any:
 FORMATS: dict[str, tuple[str, Callable[[Path], None], Callable[[Path], Reader]]] = {
     "h5py": ("h5py", write_h5py, open_h5py),
     "LMDB": ("lmdb", write_lmdb, open_lmdb),
-    "zarr": ("zarr", write_zarr, open_zarr),
     "memmap": ("numpy", write_memmap, open_memmap),
-    "polars": ("polars", write_polars, open_polars),
     "Arrow": ("pyarrow", write_arrow, open_arrow),
-    "PIL": ("PIL", write_png, open_png),
     "torchvision": ("torchvision", write_png, open_torchvision),
 }
 #: The same for what is read from its beginning to its end: a dataset that workers divide among them.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -71,47 +70,3 @@ KINDS: dict[str, Callable[[], bytes]] = {
     "BMP": lambda: file_of(_PIXELS, "BMP"),
     "TIFF": lambda: file_of(_PIXELS, "TIFF"),
 }
-
-
-def drawn_file(draw: random.Random) -> tuple[bytes, bool]:
-    """A file of a drawn kind, size and encoding, and whether it is whole: one in three is damaged."""
-    kind, modes = draw.choice(
-        [("JPEG", ("RGB", "L", "CMYK"))] * 4
-        + [("PNG", ("RGB", "RGBA", "P", "L", "LA", "1", "I;16")), ("GIF", ("P", "L"))] * 2
-        + [("WEBP", ("RGB", "RGBA")), ("BMP", ("RGB", "L", "1")), ("TIFF", ("RGB", "L", "CMYK", "I;16"))]
-        + [("PPM", ("RGB", "L")), ("TGA", ("RGB", "RGBA"))]
-    )
-    mode = draw.choice(modes)
-    options: dict[str, Any] = {}
-    if kind == "JPEG":
-        options = {"quality": draw.randint(20, 100), "progressive": draw.random() < 0.3}
-        options["subsampling"] = draw.choice(("4:4:4", "4:2:2", "4:2:0"))
-        options["optimize"] = draw.random() < 0.3
-        if mode == "RGB" and draw.random() < 0.2:
-            options.update(keep_rgb=True, subsampling="4:4:4")
-        if draw.random() < 0.3:
-            options["comment"] = draw.randbytes(draw.randint(1, 300))
-    if kind == "PNG" and mode == "P" and draw.random() < 0.5:
-        options["transparency"] = draw.randrange(256)
-    side = draw.choice((1, 2, 8, 30, 120))
-    pixels = photograph(draw.randint(1, side), draw.randint(1, side), draw.randrange(1000))
-    whole = file_of(pixels, kind, None if mode == "RGB" else mode, **options)
-    return (whole, True) if draw.random() < 2 / 3 else (damaged(whole, draw), False)
-
-
-def damaged(whole: bytes, draw: random.Random) -> bytes:
-    """The file with some of its bytes lost, replaced or doubled."""
-    data, at = bytearray(whole), draw.randrange(len(whole))
-    match draw.randrange(5):
-        case 0:
-            del data[at:]
-        case 1:
-            del data[at : at + draw.randint(1, 40)]
-        case 2:
-            data[at : at + draw.randint(1, 40)] = bytes(draw.randint(1, 40))
-        case 3:
-            data[at:at] = data[: draw.randint(1, 300)]
-        case _:
-            for _ in range(draw.choice((1, 3, 20))):
-                data[draw.randrange(len(data))] = draw.randrange(256)
-    return bytes(data)

@@ -120,30 +120,6 @@ def test_a_fork_waits_for_the_batch() -> None:
         assert end[0] <= time.monotonic()
 
 
-@pytest.mark.processes
-def test_a_fork_beside_another_one_leaves_its_turn_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other thread is between the two steps of its own fork: it has the turn, and gives it back."""
-    monkeypatch.setattr(gpu, "PATIENCE", 0.01)
-    holds, end = threading.Event(), threading.Event()
-
-    def fork() -> None:
-        with gpu.TURN:
-            holds.set()
-            end.wait(5)
-
-    thread = threading.Thread(target=fork)
-    thread.start()
-    holds.wait()
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    end.set()
-    thread.join()
-    assert os.waitpid(child, 0)[1] == 0
-    assert gpu.TURN.acquire(timeout=1)
-    gpu.TURN.release()
-
-
 def test_the_device_is_the_one_that_is_current_for_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's current device belongs to a thread, and is the first one in a new thread."""
     current = {threading.current_thread(): 2}

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -90,17 +88,3 @@ def test_what_cannot_be_decoded_there_is_left_to_the_cpu(
         gpu.decode([FILE], stream)
     monkeypatch.setattr(gpu, "decoder", lambda: (None, "no library"))
     assert list(gpu.decode([FILE], stream)) == []
-
-
-@pytest.mark.usefixtures("calls")
-@pytest.mark.parametrize("code", [0, 2])
-def test_the_stream_is_no_other_users(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def create(handle: Any, flags: int) -> int:
-        handle._obj.value = 0 if code else 4711
-        return code if flags == 1 else -1
-
-    runtime = SimpleNamespace(cudaStreamCreateWithFlags=create)
-    monkeypatch.setattr(ctypes, "CDLL", lambda path: runtime)
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: f"stream {handle}")
-    found = gpu.stream_of("cuda")
-    assert isinstance(found, Stream) if code else found == "stream 4711"
