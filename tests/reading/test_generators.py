@@ -134,7 +134,7 @@ RNG = random.Random(1)
         ([OwnState(1)], 1, False),
         (np.array([RNG, None], object), 0, False),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_a_search_says_whether_it_saw_all(root: Any, found: int, all_seen: bool) -> None:
     own, seen = generators.find({"root": root})
