@@ -312,7 +312,7 @@ FAULTS = (
     Fault(
         "ranks draw other orders by a generator that was not found",
         "extras/samplers/samplers.py",
-        "again = 0 if own.certain else",
+        "again = 0 if is_certain else",
         "again = 0 and",
         "guarantee: random numbers 2",
         "extras/samplers/test_samplers.py",

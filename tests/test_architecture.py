@@ -50,7 +50,7 @@ ROOMS = {
     ),
     "extras.resume": Room("loader epoch options workers scheduling reading system errors"),
     "extras.bad_samples": Room("reading statistics packing ipc errors"),
-    "extras.samplers": Room("reading system errors"),
+    "extras.samplers": Room("reading errors"),
     "extras.images": Room("extras.transforms device reading memory system errors", pure="crops"),
     "extras.transforms": Room("packing system"),
     "extras.share": Room("memory system"),

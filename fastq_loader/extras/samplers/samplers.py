@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fastq_loader.errors import shorten
-from fastq_loader.extras.samplers import search
+from fastq_loader.extras.samplers import seeds
 from fastq_loader.reading import generators
 from fastq_loader.reading.computed import ComputedSampler
 
@@ -326,9 +326,9 @@ class Distributed(ComputedSampler):
     `secrets`, the time, its own counters) is the same on all replicas. The order is drawn at the first index,
     and must be finite.
 
-    A thousand objects are searched for generators: the sampler's attributes, closures, containers, and the
-    objects in them. If there are more, or a generator that cannot be seeded, the order is drawn again with
-    the same seeds, and must be the same.
+    Generators are found among the sampler's attributes and their members, down to the third level. Unless all
+    samplers are torch's and nothing remained unseen, the order is drawn again with the same seeds, and must
+    be the same.
 
     Args:
         sampler: any finite sampler. `set_epoch` calls its `set_epoch`, or that of a sampler inside it.
@@ -394,33 +394,40 @@ class Distributed(ComputedSampler):
         return _part(len(self.sampler), self.num_replicas, self.drop_last)
 
     def iterate_from(self, position: int) -> Iterator[Any]:
-        own = search.find({"sampler": self.sampler})
+        own, all_seen = generators.find({"sampler": self.sampler})
+        is_certain = all_seen and all(map(seeds.can_seed, own.values())) and _is_torchs(self.sampler)
         with generators.restored({**generators.GLOBAL, **own}):
             order = self._draw(own)
             # By chance even an order of two is the same 20 times in only one of a million epochs.
-            again = 0 if own.certain else min(20, 1 + _DRAWN_AGAIN // max(1, len(order)))
+            again = 0 if is_certain else min(20, 1 + _DRAWN_AGAIN // max(1, len(order)))
             if not all(_same(order, self._draw(own)) for _ in range(again)):
-                raise RuntimeError(self._not_repeated(own))
+                raise RuntimeError(
+                    f"Distributed: {type(self.sampler).__name__} does not repeat its order with the same "
+                    "seeds, so ranks would miss items. It draws from a generator that was not found or "
+                    f"cannot be seeded (found: {', '.join(own) or 'none'}), or it counts its epochs by "
+                    "itself. Make each generator an attribute of the sampler, or draw from a global one, and "
+                    "use set_epoch()"
+                )
         for at in range(position, _part(len(order), self.num_replicas, self.drop_last)):
             yield order[(at * self.num_replicas + self.rank) % len(order)]
 
     def _draw(self, own: dict[str, Any]) -> list[Any]:
         generators.seed_batch(self.seed, self.epoch)
-        search.seed(own, self.seed, self.epoch)
+        seeds.seed(own.values(), self.seed, self.epoch)
         return list(self.sampler)
-
-    def _not_repeated(self, own: search.Found) -> str:
-        names = [*own.unseen, *own.large, *own] or ["sampler"]
-        return (
-            f"Distributed: {type(self.sampler).__name__} does not repeat its order with the same seeds, so "
-            "ranks would miss items. It draws from a generator that was not found or cannot be seeded (the "
-            f"search did not cover {', '.join(names[:3])}), or it counts its epochs by itself. Make each "
-            "generator an attribute of the sampler, or draw from a global one, and use set_epoch()"
-        )
 
     def __repr__(self) -> str:
         names = "seed", "num_replicas", "rank", "drop_last"
         return f"Distributed({self.sampler}, {', '.join(f'{name}={getattr(self, name)}' for name in names)})"
+
+
+def _is_torchs(sampler: Any) -> bool:
+    """Whether a sampler and those inside it are torch's, whose generators are attributes of theirs."""
+    while sampler is not None:
+        if not type(sampler).__module__.startswith("torch."):
+            return False
+        sampler = getattr(sampler, "sampler", None)
+    return True
 
 
 def _same(order: list[Any], other: list[Any]) -> bool:

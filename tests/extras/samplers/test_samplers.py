@@ -331,8 +331,8 @@ def test_ranks_see_all_items_wherever_the_generator_is_or_refuse(graph: Any, kin
     def seen() -> list[int]:
         return [index for rank in ranks for index in rank]
 
-    hides = beside.startswith(("more", "nested", "deep")) or "many" in ways
-    if kind in ("foreign bits", "the system's") or hides:
+    found = len(ways) < 3 and {"attribute", "slot", "dict", "list", "tuple"}.issuperset(ways)
+    if kind in ("foreign bits", "the system's") or not found or beside not in ("nothing", "data"):
         with contextlib.suppress(RuntimeError):
             assert sorted(seen()) == list(range(n))
     else:
@@ -349,7 +349,7 @@ def test_a_sampler_behind_many_objects_is_drawn_again(is_hidden: bool) -> None:
     vars(sampler).update(data=many, chain=None if is_hidden else generator)
     if is_hidden:
         many.append(graphs.Plain(rng=generator))
-        with pytest.raises(RuntimeError, match=r"the search did not cover sampler\.data"):
+        with pytest.raises(RuntimeError, match="does not repeat its order"):
             list(Distributed(sampler, num_replicas=2, rank=0))
     else:
         assert len(list(Distributed(sampler, num_replicas=2, rank=0))) == 30
