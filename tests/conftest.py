@@ -351,12 +351,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="each promise in its variations, too")
     parser.addoption("--thorough-only", action="store_true", help="these, without the default run's tests")
     parser.addoption("--seeds", metavar="FROM:TO", help="for tests that draw their configuration")
-    chaos = parser.getgroup("chaos")
-    chaos.addoption("--chaos-seconds", type=float, default=6.0, help="how long each test may go on")
-    chaos.addoption("--chaos-seed", type=int, help="of the first run; drawn if it is not given")
-    cluster = parser.getgroup("ray")
-    cluster.addoption("--ray-runs", type=int, default=1, help="how many random runs in a Ray cluster")
-    cluster.addoption("--ray-seed", type=int, help="of the first run; drawn if it is not given")
     parser.addoption("--must-run", action="store_true", help="fail where all tests were skipped")
 
 
@@ -375,11 +369,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Python 3.12 warns at every fork beside a thread; pytest's own threads are no fault of the loader. A
-    chaos test may take as long as it was told to, and hang for no more than two minutes."""
+    """Python 3.12 warns at every fork beside a thread; pytest's own threads are no fault of the loader."""
     for item in items:
-        if item.get_closest_marker("chaos") is not None:
-            item.add_marker(pytest.mark.timeout(config.getoption("--chaos-seconds") + 120))
         if item.get_closest_marker("processes") is not None:
             text = "ignore:This process .* is multi-threaded, use of fork:DeprecationWarning"
             item.add_marker(pytest.mark.filterwarnings(text))

@@ -1,4 +1,4 @@
-"""What is timed: rounds with lanes that break; and a short run of the steady state."""
+"""A short run of the steady state, whose rows come back from their file; and the README's figures."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from bench.output.rows import CaseRows, Results
+from bench.output import readme, rows
+from bench.output.rows import CaseRows
 from bench.timing import steady
 from bench.timing.rounds import Case, measure
 
+ROOT = Path(__file__).resolve().parents[2]
 
-def measured(case: Case) -> CaseRows:
-    return Results(measure(case)).cases()[0]
+
+def measured(case: Case, path: Path) -> CaseRows:
+    """After their way through a file."""
+    rows.append(path, [rows.run_row({"cpu": "A CPU"}, {}, {}), *measure(case)])
+    found = rows.read(path)
+    assert found.machine == {"cpu": "A CPU"}
+    return found.cases()[0]
 
 
 def steady_case(peers: list[str], folder: Path, name: str = "rows") -> Case:
@@ -25,7 +32,7 @@ def steady_case(peers: list[str], folder: Path, name: str = "rows") -> Case:
 @pytest.mark.processes
 def test_the_steady_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "grain", None)  # as if it were not installed
-    found = measured(steady_case(["torch", "fastq_loader", "grain", "torch_0"], tmp_path))
+    found = measured(steady_case(["torch", "fastq_loader", "grain", "torch_0"], tmp_path), tmp_path / "rows")
     assert "not installed" in str(found.peers["grain"].failure)
     assert found.facts["batch_bytes"] == 64 * (8 * 4 + 8)
     for name in ("ceiling", "torch", "fastq_loader", "torch_0"):
@@ -35,3 +42,9 @@ def test_the_steady_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert any(row["worker_cpu"] for row in peer.rows) == (name != "torch_0")
         assert any(row["consumer_cpu"] for row in peer.rows) == (name != "ceiling")
         assert ("p95" in peer.about) == (name != "ceiling")
+
+
+def test_the_readme_names_the_file_of_its_figures() -> None:
+    source = readme.source_of((ROOT / "README.md").read_text())
+    assert source is not None
+    assert (ROOT / source).is_file()

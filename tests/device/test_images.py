@@ -4,11 +4,7 @@ decodes them ahead of the step."""
 from __future__ import annotations
 
 import gc
-import os
-import random
-import signal
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +15,7 @@ from fastq_loader import (
     DataLoader,
     IteratorInvalid,
     Prefetcher,
-    Processes,
-    StatefulDataLoader,
     ToDevice,
-    WorkerDied,
 )
 from fastq_loader.extras.images import gpu
 from fastq_loader.images import DecodeError, DecodeImages, EncodedBatch
@@ -30,7 +23,6 @@ from tests.conftest import wait_until
 from tests.extras.images.test_decode_images import FILES, Photos, loaded
 from tests.support.alarms import Alarm, alarm_after, ring
 from tests.support.late_device import Late
-from tests.support.thorough import seeds
 
 PIXELS = DecodeImages(16)
 THREAD = "fastq_loader decodes images"
@@ -62,44 +54,6 @@ def test_a_transform_decodes_what_workers_would(workers: int, late: Late) -> Non
             assert same_images.device == to_device.target
             assert torch.equal(images, same_images)
             assert torch.equal(labels, same_labels)
-
-
-@pytest.mark.processes
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@seeds(2, 60)
-def test_drawn_configurations_have_the_crops_of_a_loader_without_workers(seed: int, late: Late) -> None:
-    draw = random.Random(seed)
-    late(seed=seed)
-    pixels = DecodeImages((draw.randint(1, 30), draw.randint(1, 30)), same_crop=draw.random() < 0.5)
-    to_device = ToDevice("cuda", transform=pixels, prefetch=draw.randint(1, 4))
-    size = draw.randint(1, 7)
-
-    def loader(workers: int, device: Any) -> StatefulDataLoader[Any]:
-        options: dict[str, Any] = {"num_workers": workers, "device": device, "schedule": "dynamic"}
-        if workers:
-            options.update(persistent_workers=draw.random() < 0.5, prefetch_factor=draw.randint(1, 3))
-            options.update(workers=Processes(max_restarts=1))
-        return StatefulDataLoader(
-            Photos(), size, shuffle=True, generator=torch.Generator().manual_seed(seed), **options
-        )
-
-    expected = list(map(pixels, loader(0, None)))
-    began = loader(draw.randint(0, 4), to_device)
-    batches, stop = iter(began), draw.randrange(len(expected))
-    found = [next(batches) for _ in range(stop)]
-    state = began.state_dict()
-    if draw.random() < 0.5:
-        for process in getattr(batches, "_workers", [])[:1]:
-            os.kill(process.pid, signal.SIGKILL)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a worker was replaced
-        rest = list(batches)
-    resumed = loader(draw.randint(0, 4), to_device)
-    resumed.load_state_dict(state)
-    for others in ([*found, *rest], [*found, *resumed]):
-        for (images, labels), (same_images, same_labels) in zip(expected, others, strict=True):
-            assert torch.equal(images, same_images), f"seed {seed}"
-            assert torch.equal(labels, same_labels), f"seed {seed}"
 
 
 def runs() -> bool:
@@ -205,20 +159,6 @@ def test_the_thread_ends_with_its_workers(ends: str, late: Late) -> None:
     if ends == "dropped":
         del loader
         gc.collect()
-    assert wait_until(lambda: not runs(), 5)
-
-
-@pytest.mark.processes
-@pytest.mark.filterwarnings("ignore:.*DataLoader worker")
-def test_a_batch_that_was_loaded_outlives_its_worker(late: Late) -> None:
-    late()
-    loader = on_late(Photos(), persistent_workers=True)
-    batches = iter(loader)
-    next(batches)
-    for process in batches._workers:
-        os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(WorkerDied):
-        list(batches)
     assert wait_until(lambda: not runs(), 5)
 
 

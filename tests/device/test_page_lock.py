@@ -121,21 +121,6 @@ def test_a_page_locked_batch_is_torchs(batch: Any) -> None:
     assert_same(expected, ours)
 
 
-@pytest.mark.parametrize(
-    ("number", "is_plain"),
-    [(0, True), (1, True), (2, True), (3, False), (4, True), (5, False), (7, True), (10, False)],
-)
-def test_only_what_is_one_piece_is_copied_byte_by_byte(
-    number: int, is_plain: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allocator = Allocator(monkeypatch)
-    tensor = TENSORS[number]()
-    copy = page_locked(tensor)
-    assert torch.equal(copy, tensor)
-    assert bool(allocator.locked_by_torch) is not is_plain
-    assert any(copy is given for given in allocator.given) is is_plain
-
-
 def test_what_is_page_locked_already_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor, device=None: True)

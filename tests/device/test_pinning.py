@@ -102,17 +102,6 @@ def test_buffers_grow_and_are_locked_in_powers_of_two() -> None:
     assert pool.statistics.pinned_bytes == 0
 
 
-def test_a_buffer_that_is_not_locked_takes_the_place_of_one_that_was() -> None:
-    pool = Pool(in_blocks=False, prefetch=1)
-    for nbytes in (100, 100):
-        pool.buffers.take(nbytes)
-    pool.policy.refuse(PinFailed("none today"))
-    buffer = pool.buffers.take(1000)
-    assert (buffer.nbytes, buffer.locked, buffer.memory.locked) == (1000, 0, False)
-    assert pool.statistics.pinned_bytes == 128
-    assert pool.buffers.take(100) is not buffer
-
-
 def test_a_batch_that_is_taken_before_it_has_arrived_is_late() -> None:
     pool = Pool(in_blocks=False)
     first, second, third, _ = [pool.begin(key) for key in range(4)]

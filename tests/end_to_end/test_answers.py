@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
-from fastq_loader import DataLoader, Processes, StatefulDataLoader
+from fastq_loader import DataLoader, Processes
 from fastq_loader.errors import WorkerDied, WorkerReplaced
 from fastq_loader.workers import main
 from tests.conftest import running_script, wait_until
@@ -101,35 +101,6 @@ def test_a_death_costs_the_batch_that_was_being_loaded(
             with pytest.raises(WorkerDied, match=text):
                 found += map(number, batches)
     assert found == list(range(BATCHES if restarts else LAST))
-
-
-class Stateful(IterableDataset):
-    """A stream whose state is long."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.at < 20:
-            self.at += 1
-            yield self.at - 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at, "more": os.urandom(300_000)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
-def test_a_long_state_comes_with_every_batch() -> None:
-    with StatefulDataLoader(Stateful(), batch_size=2, num_workers=1) as loader:
-        batches = iter(loader)
-        first = [next(batches).tolist() for _ in range(4)]
-        state = loader.state_dict()
-    with StatefulDataLoader(Stateful(), batch_size=2, num_workers=1) as loader:
-        loader.load_state_dict(state)
-        rest = [batch.tolist() for batch in loader]
-    assert first + rest == [[at, at + 1] for at in range(0, 20, 2)]
 
 
 @contextmanager

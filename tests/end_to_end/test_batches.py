@@ -167,15 +167,6 @@ def test_b4_batches_are_writable_and_edits_reach_nothing_else(workers: int) -> N
                 del batch, leaf
 
 
-def test_b4_edits_of_one_batch_do_not_reach_another_held_one() -> None:
-    held: list[torch.Tensor] = []
-    for batch in DataLoader(Made(image, 60), batch_size=2, num_workers=2):
-        held.append(batch.add_(0.5))
-        if len(held) > 1:
-            held[-2].mul_(2)
-    assert [ends(batch) for batch in held[:-1]] == [[4 * k + 1, 4 * k + 3] for k in range(29)]
-
-
 @thorough(after=1)
 @pytest.mark.parametrize("closing", ["delete", "break", "close", "with"])
 def test_b9_a_batch_outlives_its_loader(closing: str) -> None:

@@ -277,8 +277,7 @@ class ForksAt(Dataset):
             if self.how == "and the worker waits":
                 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
             time.sleep(0.08)
-        sample = torch.full((LARGE,), float(index)), index
-        return ForksWhenPickled(self, sample) if self.how == "when it is pickled" else sample
+        return torch.full((LARGE,), float(index)), index
 
     def fork(self) -> int:
         child = os.fork()
@@ -286,30 +285,14 @@ class ForksAt(Dataset):
         return child
 
 
-@dataclass
-class ForksWhenPickled:
-    dataset: ForksAt
-    sample: Any
-
-    def __reduce__(self) -> Any:
-        if self.sample[1] == 3 and not contents(self.dataset.folder):
-            if self.dataset.fork() == 0:
-                return tuple, ((-1, -1),)
-            time.sleep(0.08)
-        return tuple, (self.sample,)
-
-
 @pytest.mark.parametrize(
     ("how", "options"),
     [
         ("returns", {}),
         ("raises", DYNAMIC),
-        ("when it is pickled", DYNAMIC),
         ("in the init function", {}),
         ("in the init function", DYNAMIC),
         ("and the worker waits", {}),
-        ("returns", DYNAMIC),
-        ("returns", {"multiprocessing_context": "spawn"}),
     ],
     ids=str,
 )

@@ -65,11 +65,8 @@ INHERITED, AFRESH = (torch.float64, False, "changed"), (torch.float32, True, "as
     ("given", "everywhere", "later", "state"),
     [
         ("fork", None, None, INHERITED),
-        pytest.param(None, "fork", None, INHERITED, marks=thorough()),
         (None, "spawn", None, AFRESH),
         ("spawn", None, "fork", INHERITED),
-        pytest.param("spawn", None, None, AFRESH, marks=thorough()),
-        pytest.param("forkserver", None, None, AFRESH, marks=thorough()),
     ],
 )
 def test_p1_p6b_p11_the_start_method_is_read_when_iteration_starts(
@@ -458,9 +455,6 @@ def test_p10_a_loader_inside_a_worker_loads_and_may_have_no_workers_as_in_torch(
     [
         (DataLoader, "fork", {"persistent_workers": True}),
         (torch.utils.data.DataLoader, "fork", {"persistent_workers": True}),
-        (DataLoader, "spawn", {"persistent_workers": True}),
-        (torch.utils.data.DataLoader, "spawn", {"persistent_workers": True}),
-        (DataLoader, "fork", {}),
         (DataLoader, "fork", {"workers": Processes(max_restarts=1), "schedule": "dynamic"}),
     ],
 )
@@ -615,10 +609,7 @@ class EndsSlowly:
             time.sleep(self.seconds)
 
 
-@pytest.mark.parametrize(
-    ("method", "loaders"),
-    [("spawn", 3), *(pytest.param(method, 75, marks=thorough()) for method in ("spawn", "forkserver"))],
-)
+@pytest.mark.parametrize(("method", "loaders"), [("spawn", 3), pytest.param("spawn", 75, marks=thorough())])
 @pytest.mark.timeout(600)
 def test_p1_loaders_begin_on_any_thread_while_the_last_ones_workers_end(method: str, loaders: int) -> None:
     """The last loader's interpreter ends then, on the thread that waits for its workers."""

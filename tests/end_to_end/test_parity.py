@@ -528,6 +528,3 @@ def test_drawn_configuration_equals_torch(seed: int) -> None:
 @pytest.mark.parametrize("name", DIRECTED)
 def test_directed_configuration_equals_torch(name: str) -> None:
     check_config(DIRECTED[name])
-
-
-WHOLE = torch.arange(6.0).reshape(2, 3)

@@ -235,12 +235,6 @@ def test_a_job_that_is_told_to_end_saves_and_leaves(tmp_path: Path) -> None:
     assert seen == list(range(24))
 
 
-def test_recipes_import_what_there_is() -> None:
-    for page, blocks in BLOCKS.items():
-        names = re.findall(r"^from fastq_loader import (.*?)(?:  #.*)?$", "\n".join(blocks), re.M)
-        assert {name for line in names for name in line.split(", ")} <= {*fastq_loader.__all__}, page
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files(page: str) -> None:
     for link in re.findall(r"\]\(([^)]+)\)", text_of(page)):

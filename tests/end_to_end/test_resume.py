@@ -450,41 +450,6 @@ def test_where_a_broken_epoch_has_left_a_stream_is_not_guessed(kind: Any, worker
     loader.close()
 
 
-PLAIN: dict[str, Any] = {"schedule": "round_robin", "num_workers": 2}
-
-
-class FailsFirst(IterableDataset):  # type: ignore[type-arg]
-    """The second part is empty; in the second epoch the first one begins with an error."""
-
-    epoch = 0
-
-    def __iter__(self) -> Any:
-        self.epoch += 1
-        info = get_worker_info()
-        assert info is not None
-        return map(self.sample, range(8 * (info.id == 0)))
-
-    def sample(self, number: int) -> int:
-        if (self.epoch, number) == (2, 0):
-            raise OSError("not there")
-        return number
-
-
-def test_a_worker_without_a_state_and_batches_is_known_after_the_first_batch_of_another() -> None:
-    loader = StatefulDataLoader(FailsFirst(), 2, **PLAIN, persistent_workers=True)
-    next(iter(loader))
-    iterator = iter(loader)
-    with pytest.raises(OSError, match="not there"):
-        next(iterator)
-    with pytest.raises(ValueError, match=r"field 'workers\.0': the epoch before was broken off"):
-        resumed(StatefulDataLoader(FailsFirst(), 2, **PLAIN), loader.state_dict())
-    assert next(iterator).tolist() == [1, 2]
-    for _ in range(2):  # in the epoch, and after it
-        resumed(StatefulDataLoader(FailsFirst(), 2, **PLAIN), loader.state_dict())
-        list(iterator)
-    loader.close()
-
-
 @thorough(after=1)
 @pytest.mark.parametrize("kind", [Augmented, DrawsAtFirst])
 def test_workers_that_live_on_begin_from_what_was_loaded(kind: Any) -> None:

@@ -171,30 +171,6 @@ def staging_of(loader: DataLoader[Any]) -> StagingStatistics:
     return staging
 
 
-class Runtime:
-    """CUDA's runtime as the backend calls it, with a ledger of what is page-locked.
-
-    Attributes:
-        locked: address → bytes, now. `most`: registrations at one time. `codes`: what the calls returned.
-    """
-
-    def __init__(self) -> None:
-        self.locked: dict[int, int] = {}
-        self.most = 0
-        self.codes: list[int] = []
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.codes.append(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, flags)))  # type: ignore[no-untyped-call]
-        self.locked[address] = nbytes
-        self.most = max(self.most, len(self.locked))
-        return self.codes[-1]
-
-    def cudaHostUnregister(self, address: int) -> int:
-        self.codes.append(int(torch.cuda.cudart().cudaHostUnregister(address)))  # type: ignore[no-untyped-call]
-        del self.locked[address]
-        return self.codes[-1]
-
-
 def nvidia_descriptors(pid: int) -> list[str]:
     """What a process holds open of the driver's devices."""
     found = []
