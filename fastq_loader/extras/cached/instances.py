@@ -77,7 +77,7 @@ def held_by(dataset: Any, kind: type) -> Iterator[tuple[Any, Any]]:
         following = []
         for each in level:
             for owner in type(each).__mro__:
-                yield from ((each, value) for value in vars(owner).values() if isinstance(value, kind))
+                yield from ((each, value) for value in vars(owner).values() if issubclass(type(value), kind))
             if type(each) in (list, tuple, set, frozenset):
                 members = [*islice(each, _MEMBERS)]
             elif type(each) is dict:
@@ -85,7 +85,7 @@ def held_by(dataset: Any, kind: type) -> Iterator[tuple[Any, Any]]:
             else:
                 members = [*attributes.held(each).values()]
             for value in members:
-                if isinstance(value, kind):
+                if issubclass(type(value), kind):
                     yield each, value
                 elif id(value) not in seen:
                     seen.add(id(value))
