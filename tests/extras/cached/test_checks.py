@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import copy
 import dataclasses
@@ -11,6 +12,7 @@ import random
 import threading
 import time
 import warnings
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,20 @@ class Held:
         self.value, self.mean = value, np.arange(3.0)
 
 
+class Itself:
+    """As a class that compares by identity, and says so."""
+
+    def __eq__(self, other: Any) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return 1
+
+
+class Grams(float):
+    pass
+
+
 Pair = collections.namedtuple("Pair", "left right")
 
 VALUES: list[Any] = [
@@ -173,6 +189,9 @@ VALUES: list[Any] = [
         torch.float32,
         slice(1, 2),
     ),
+    # Those that are not equal to their copy.
+    *({float("nan"), 1}, {Itself(), 2}, Itself(), {float("nan"): 1}, Grams("nan"), Decimal("nan")),
+    *(array.array("f", [1.0, float("nan")]), [torch.strided, np.ma.masked]),
 ]
 
 
@@ -192,6 +211,8 @@ def test_a_value_equals_itself_after_its_way_through_pickle(value: Any) -> None:
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "the keys"),
         ({"a": {"b": 1.0}}, {"a": {"b": 2.0}}, r"value\['a'\]\['b'\]: 1\.0 and 2\.0"),
         ({1, 2}, {1, 3}, "value: {1, 2} and {1, 3}"),
+        ({1.0, float("nan")}, {2.0, float("nan")}, "value: "),
+        (Decimal(1), Decimal(2), "'1' and '2'"),
         (np.arange(3), np.arange(4), r"int64\[3\] and int64\[4\]"),
         (np.arange(3), np.arange(3.0), "int64.* and float64"),
         (np.array([1, np.inf]), np.array([1, -np.inf]), r"value\[1\]: inf and -inf"),
@@ -202,7 +223,7 @@ def test_a_value_equals_itself_after_its_way_through_pickle(value: Any) -> None:
         (Sample(np.arange(3.0)), Sample(np.arange(3.0) + 1), r"value\.image\[0\]: 0\.0 and 1\.0"),
         (Held(3), Held(4), r"\['value'\]: 3 and 4"),
         (Pair(1, 2), Pair(1, 3), "2 and 3"),
-        (collections.deque([1]), collections.deque([2]), "deque"),
+        (collections.deque([1]), collections.deque([2]), r"value\[0\]: 1 and 2"),
         (
             np.ma.masked_array([1.0, 2.0], [True, False]),
             np.ma.masked_array([1.0, 2.0], [False, False]),
