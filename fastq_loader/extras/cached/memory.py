@@ -107,8 +107,9 @@ class Memory:
     def _private(self, begin: int, end: int) -> Any:
         """An array of these bytes in pages of its own; None if there are no addresses for them."""
         start = begin // mmap.PAGESIZE * mmap.PAGESIZE
+        nbytes = end - start + (start - end) % mmap.PAGESIZE  # whole pages, which alone are unmapped
         try:
-            region = calls.MmapRegion(self._fd, end - start, start, private=True)
+            region = calls.MmapRegion(self._fd, nbytes, start, private=True)
         except MemoryError:
             return None
         return np.asarray(_Pages(region, begin - start, end - begin))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections import OrderedDict, namedtuple
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from fastq_loader import cached
 from fastq_loader.errors import UnpicklableError
 from fastq_loader.extras.cached import values
 from tests.support.thorough import examples
@@ -262,3 +264,17 @@ def test_a_checksum_notices_damage_anywhere(nbytes: int) -> None:
 def test_an_error_of_pickling_has_the_path() -> None:
     with pytest.raises(UnpicklableError, match=r"value\['f'\]"):
         values.Encoded({"f": lambda: 0})
+
+
+def test_the_pages_of_large_values_are_unmapped_with_them() -> None:
+    wrapped = cached(lambda index: np.full(300_001, index), limit="10MB", copy=False)
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("fastq_loader.cache")
+
+    wrapped(1)
+    before = mapped()
+    kept = [wrapped(1) for _ in range(50)]
+    assert mapped() > before
+    del kept
+    assert mapped() == before
