@@ -161,13 +161,6 @@ def siblings(module: str, types: bool = True) -> set[str]:
     return _of_package(imported(module, types)) - asked_for
 
 
-def test_the_walk_finds_every_room_and_imports_of_every_kind() -> None:
-    assert {room_of(module) for module in MODULES} == set(ROOMS)
-    assert "memory.pool" in siblings("scheduling.scheduler")
-    assert {"reading.collate", "memory.allocator"} <= siblings("workers.main"), "from a import b, c"
-    assert "statistics.counters" in siblings("device.copies"), "an import for the type checker alone"
-
-
 def test_imports_point_down() -> None:
     rooms = list(ROOMS)
     for at, room in enumerate(rooms):
@@ -249,17 +242,6 @@ def test_pure_modules_import_nothing_that_does_something() -> None:
         names = imported(module, types=False)
         assert not {name.split(".")[0] for name in names} & IMPURE, module
         assert siblings(module, types=False) <= set(PURE), module
-
-
-def test_no_wait_is_limited_to_descriptors_below_1024() -> None:
-    limited = {"select.select", "selectors.SelectSelector"}
-    for module in MODULES:
-        assert not imported(module) & limited, module
-        attributes = [node for node in ast.walk(tree(module)) if isinstance(node, ast.Attribute)]
-        assert (
-            not {ast.unparse(node) for node in attributes if node.attr in ("select", "SelectSelector")}
-            & limited
-        ), module
 
 
 def test_every_module_opens_with_its_rules_and_can_be_read_in_one_sitting() -> None:

@@ -12,7 +12,6 @@ from bench.__main__ import NO_GPU
 from bench.arguments import parse
 from bench.programs import command
 from bench.timing import steady
-from bench.timing.against import NEW_WORKERS
 
 
 def test_what_is_named_is_what_runs(tmp_path: Path) -> None:
@@ -27,24 +26,14 @@ def test_what_is_named_is_what_runs(tmp_path: Path) -> None:
     ("line", "named"),
     [
         ("nosuch", "is not a workload"),
-        (NEW_WORKERS, "is not a workload"),
-        ("rows --device cuda", "is not a workload"),
         ("--peers torch,nosuch", "is not a peer"),
         ("--workers two", "whole numbers"),
-        ("--blocks 0", "at least 1"),
-        ("--seconds nan", "above 0"),
         ("--json /nosuch/x.json", "folder that exists"),
         ("--against HEAD --rounds 4", "at least 5 rounds to tell noise, got 4"),
         ("--against HEAD --device cuda", "not allowed"),
-        ("--prefetch 16", "go with --against"),
         ("--again", "goes with --readme"),
-        ("--again --readme a.jsonl --json a.jsonl", "names another file"),
         ("--train", "goes with --device"),
-        ("--device cpu", "and --device cpu with --train"),
-        ("large_u8 --device cuda --train", "is not a workload"),
         ("program nosuch", "invalid choice"),
-        ("program csv_table --loader nosuch", "invalid choice"),
-        ("program csv_table --limit -1", "megabytes"),
         ("program csv_table --data /nosuch", "folder that exists"),
     ],
 )

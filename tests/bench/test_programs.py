@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +10,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-import fastq_loader
 from bench.__main__ import main
 from bench.peers import LoaderSettings
 from bench.peers.torch_loader import loader_arguments
@@ -59,31 +54,6 @@ def test_every_loader_trains_the_same_to_the_bit(name: str, folder: Path) -> Non
             0 < this.waited <= this.seconds and this.batches * this.memory > 0 for this in track.passes
         )
     assert len(ends) == 1
-
-
-ALONE = """
-import runpy, sys
-for name, folder in zip(sys.argv[1::2], sys.argv[2::2]):
-    sys.argv = [name, folder]
-    runpy.run_path(f"{name}.py", run_name="__main__")
-"""
-
-
-@thorough()
-@pytest.mark.processes
-def test_programs_run_alone_where_only_the_package_is(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "installed").mkdir()
-    (tmp_path / "installed/fastq_loader").symlink_to(Path(fastq_loader.__file__).parent)
-    given: list[Any] = []
-    for name in PROGRAMS:
-        shutil.copy(ROOT / f"bench/programs/{name}.py", tmp_path)
-        assert 60 <= len((tmp_path / f"{name}.py").read_text().splitlines()) <= 120
-        given += [name, program_files(folder, name)]
-    command = [sys.executable, "-W", "ignore:This DataLoader will create", "-c", ALONE, *given]
-    environment = {**os.environ, "PYTHONPATH": "installed"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("loss") >= len(PROGRAMS)
 
 
 @pytest.mark.processes

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from types import FrameType
@@ -23,14 +22,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset
 
 from fastq_loader import DataLoader
 from fastq_loader.ipc.messages import BATCH, Answer
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.reading import fetch
-from fastq_loader.reading.tables import Gatherer
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import Batch
@@ -197,14 +195,6 @@ def test_an_epoch_of_one_batch_without_workers_stays_within_its_calls(shuffle: b
     for _ in range(3):
         list(loader)
     assert calls(lambda: list(loader)) <= budget
-
-
-@pytest.mark.parametrize("kind", [lambda *parts: ConcatDataset(parts), StackDataset], ids=["concat", "stack"])
-def test_the_rows_of_several_tables_take_the_same_calls_however_many_they_are(kind: Any) -> None:
-    tables, gatherer = kind(*(TensorDataset(torch.arange(100.0)) for _ in range(3))), Gatherer()
-    ways = [partial(gatherer.gather, tables, list(range(0, 100, step))) for step in (30, 30, 1)]
-    _, few, many = map(calls, ways)
-    assert (few, ways[-1]() is None) == (many, False)
 
 
 MEMFD = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")

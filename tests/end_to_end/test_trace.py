@@ -63,14 +63,6 @@ def test_every_batch_of_every_epoch_is_there_from_its_task_to_its_step(kind: str
     assert marks == ["epoch 0 begins", "epoch 0 ends", "epoch 1 begins", "epoch 1 ends"]
 
 
-def test_without_workers_the_consumer_loads(tmp_path: Path) -> None:
-    events, _ = traced(DataLoader(Rows(6), 2), tmp_path / "a.json")
-    assert list(tracks(events)) == ["consumer"]
-    names = [span["name"] for span in tracks(events)["consumer"]]
-    one = ["next", "sampler", "fetch", "collate", "step"]
-    assert names == ["iter", *one * 3, "next", "sampler"]
-
-
 @thorough(but={"workers": 2})
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_is_a_mark_at_its_batch(workers: int, tmp_path: Path) -> None:

@@ -221,18 +221,6 @@ def scene() -> Iterator[Scene]:
     scene.close()
 
 
-def test_blocks_serve_the_next_task_when_their_bytes_were_sent(scene: Scene) -> None:
-    for at in range(20):
-        scene.load(torch.full((3 * SMALLEST,), at, dtype=torch.uint8))
-        _, (part,) = scene.receive()
-        assert part == bytes([at]) * 3 * SMALLEST
-        assert wait_until(lambda: len(scene.blocks.sent) == 1, SECONDS)
-    assert scene.blocks._kept.grown == 1
-    scene.blocks.begin(())
-    scene.blocks.finish(())
-    assert scene.states() == {FREE}
-
-
 def test_blocks_that_are_on_their_way_are_not_written_to(scene: Scene) -> None:
     """Nothing is received meanwhile; two batches fit into what waits and what is on its way."""
     nbytes = 64 * SMALLEST

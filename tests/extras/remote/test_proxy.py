@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Pipe
 from typing import Any
@@ -11,14 +10,11 @@ from typing import Any
 import pytest
 
 from fastq_loader.errors import ProtocolError
-from fastq_loader.extras.remote import proxy as module
-from fastq_loader.extras.remote.connection import MESSAGE, Connection, header
+from fastq_loader.extras.remote.connection import MESSAGE, Connection
 from fastq_loader.extras.remote.proxy import Proxy
-from fastq_loader.ipc.decoding import decode_for_worker
-from fastq_loader.ipc.messages import BATCH, ENDED, Answer, BatchHandle, Epoch, Stop, Task, encode
+from fastq_loader.ipc.messages import BATCH, Answer, BatchHandle, Epoch, Stop, Task, encode
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Arena
-from fastq_loader.memory.blocks import SMALLEST
 from tests.support.simulation import Table
 from tests.support.worker_setup import make_setup
 
@@ -58,18 +54,9 @@ class Scene:
         self.proxy._read_messages()
         self.proxy._forward()
 
-    def answer(self, answer: Answer, *body: bytes) -> Any:
-        """The far worker answers; what the consumer hears of it."""
-        self.far.send(MESSAGE, encode(answer), body)
-        self.receive()
-        return self.socket.sent.pop()
-
     def receive(self) -> None:
         assert self.proxy._far is not None
         self.proxy._receive(self.proxy._far)
-
-    def heard(self) -> Any:
-        return decode_for_worker(self.far.receive().payload)
 
     def close(self) -> None:
         for end in (*self.ends, *self.pipes):
@@ -91,34 +78,6 @@ def task(seq: int, *grants: tuple[int, int]) -> Task:
 def answer(seq: int, *segments: tuple[int, int, int], **fields: Any) -> Answer:
     handle = BatchHandle(0, "spec", (), None, segments)
     return Answer(1, seq, 0, BATCH, 1_000, 5_000, (), (), handle)._replace(**fields)
-
-
-def test_the_next_task_is_claimed_and_forwarded_when_the_head_of_an_answer_has_come(scene: Scene) -> None:
-    scene.tell(task(0), task(1), task(2))
-    assert [scene.heard(), scene.heard()] == [Epoch(1, None, 5), task(0)._replace(ticket=0)]
-    assert [scene.claims.holder(100 + seq) for seq in range(3)] == [1, None, None]
-    size = 3 * SMALLEST
-    head = encode(answer(0, (0, size, 0)))
-    scene.far.send_all(header(MESSAGE, len(head), size) + head)
-    receiving = threading.Thread(target=scene.receive)
-    receiving.start()
-    assert scene.heard() == task(1)._replace(ticket=0)
-    assert scene.claims.begun(1) == 101, "what it would die of is what it loads"
-    assert scene.socket.sent == [], "no answer before its last byte"
-    scene.far.send_all(bytes(size))
-    receiving.join()
-    assert scene.socket.sent[0][:3] == (1, 0, 0)
-    assert scene.claims.holder(102) is None, "two at a time"
-
-
-def test_an_answer_without_a_batch_gives_its_blocks_back_and_its_times_are_of_this_clock(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module.time, "monotonic_ns", lambda: 90_000)
-    scene.tell(task(0, (SMALLEST, SMALLEST)))
-    sent = scene.answer(answer(0, kind=ENDED, fetched=2_000, collated=4_000, handle=None))
-    assert (sent.kind, sent.handle, sent.returned) == (ENDED, None, (SMALLEST,))
-    assert (sent.started, sent.fetched, sent.collated, sent.finished) == (86_000, 87_000, 89_000, 90_000)
 
 
 @pytest.mark.parametrize(

@@ -180,31 +180,6 @@ def lose(placement: RayPlacement, place: Place) -> None:
     assert placement.find([place], 0) == []
 
 
-def test_ray_that_runs_is_used_and_else_it_is_joined(ray: Ray) -> None:
-    for expected in ([None], [None]):
-        started(RayWorkers()).close()
-        assert ray.joined == expected
-    ray.running = False
-    started(RayWorkers(address="auto")).close()
-    assert ray.joined == [None, "auto"]
-    RayPlacement(RayWorkers()).close()  # it was not started
-
-
-def test_a_place_is_found_once_an_actor_has_one(ray: Ray, placement: RayPlacement) -> None:
-    assert placement.find([], 1) == []
-    assert placement.pause is not None
-    (actor,) = ray.actors
-    assert actor.open.given == [(b"setup", [5, 6])]
-    expected = actor.place(3)
-    assert placement.find([], 0) == []
-    assert placement.find([], 2) == [expected]
-    assert placement.find([], 1) == []
-    assert placement.pause is None, "nothing is asked of Ray meanwhile"
-    assert placement.death(expected) == "", "its actor is there"
-    placement.close()
-    assert ray.killed == [actor]
-
-
 @pytest.mark.parametrize("error", [ActorDiedError, ActorUnavailableError, OSError, None])
 def test_a_dead_actor_makes_way(error: Any, ray: Ray, placement: RayPlacement, clock: Clock) -> None:
     (actor,) = ray.actors
@@ -281,19 +256,6 @@ def test_few_workers_do_the_work_of_many_only_where_they_may(ray: Ray, clock: Cl
     else:
         [none] = found
         assert "wait for a machine with room: 1 (" in str(none)
-    placement.close()
-
-
-def test_an_actor_that_never_opens_the_dataset_makes_way_beside_others(ray: Ray, clock: Clock) -> None:
-    placement = started(RayWorkers(start_timeout=60), 2)
-    ray.actors[0].place(1)
-    for made in (3, 4, 4):  # three that fail are enough
-        ray.actors[-1].where.answer("10.0.0.8")
-        placement.find([], 1)
-        clock.now += 61
-        assert placement.find([], 1) == []
-        assert len(ray.actors) == made
-    assert ray.killed == ray.actors[1:]
     placement.close()
 
 
