@@ -1,6 +1,7 @@
 """Objects that hold something: an attribute, a container, a function, a class, and chains of these.
 
-For tests that something is found wherever it is. `HOLD` has the ways.
+For tests that something is found wherever it is. `HOLD` has the ways, `graphs()` draws chains of them, with
+other objects beside it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
 
 class Plain:
@@ -109,3 +111,26 @@ def many_objects(count: int) -> list[Any]:
 
 def much_data(count: int) -> list[Any]:
     return [(str(number), number) for number in range(count)]
+
+
+#: Attributes that are in the way, by name.
+BESIDE: dict[str, Callable[[], Any]] = {
+    "nothing": lambda: None,
+    "data": lambda: much_data(5000),
+    "some objects": lambda: many_objects(300),
+    "more objects than are looked at": lambda: many_objects(1500),
+}
+
+
+@st.composite
+def graphs(draw: Any) -> tuple[list[str], str, bool]:
+    """A chain of holders, what is beside it, and whether that comes before it."""
+    ways = draw(st.lists(st.sampled_from(sorted(HOLD)), max_size=5))
+    return ways, draw(st.sampled_from(sorted(BESIDE))), draw(st.booleans())
+
+
+def attributes(graph: tuple[list[str], str, bool], held: Any) -> dict[str, Any]:
+    """The attributes of an object: the chain, and what is beside it."""
+    ways, beside, is_before = graph
+    both = {"beside": BESIDE[beside](), "chain": held_by(ways, held)}
+    return both if is_before else dict(reversed(both.items()))
