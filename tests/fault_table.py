@@ -468,7 +468,7 @@ FAULTS = (
     Fault(
         "values that a power cut may have lost are read",
         "extras/cached/mark.py",
-        'if mark["boot"] != _boot():',
+        'if mark["boot"] != boot():',
         "if False:",
         "row K3",
         "extras/cached/test_folder.py",

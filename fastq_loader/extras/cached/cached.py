@@ -23,12 +23,11 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from fastq_loader.errors import NotCached, UnpicklableError, warn_user
-from fastq_loader.extras.cached import equal, handover, identity, instances, mark, memory, values
-from fastq_loader.extras.cached.checks import Check, Checks
+from fastq_loader.extras.cached import equal, handover, instances, mark, memory, places, values
+from fastq_loader.extras.cached.checks import Checks
 from fastq_loader.extras.cached.counters import CacheStatistics
 from fastq_loader.extras.cached.draws import Draws
 from fastq_loader.extras.cached.keys import Keys
-from fastq_loader.extras.cached.limits import bytes_of
 from fastq_loader.extras.cached.places import Options, Place, open_place
 from fastq_loader.extras.images import sample_seeds
 from fastq_loader.packing import pickling
@@ -119,8 +118,8 @@ class cached:
                 f"cached: name={name!r} and path={str(path)!r}: give one, the memory's name or a folder"
             )
         path = None if path is None else mark.absolute(path)
-        nbytes = bytes_of(limit, path, is_shared=name is not None or path is not None)
-        whose = identity.name_of(function), identity.is_in_file(function)
+        nbytes = places.bytes_of(limit, path, is_shared=name is not None or path is not None)
+        whose = places.name_of(function), places.is_in_file(function)
         self._options = Options(limit, nbytes, name, path, version, copy, check, *whose)
         self._of: Any = None
         self._function: Any = function
@@ -152,7 +151,7 @@ class cached:
         function = self._function if self._of is None else MethodType(self._function, self)
         self._keys = Keys(function, self._options.function.rpartition(".")[2])
         functools.update_wrapper(self, self._function, updated=())
-        self.__qualname__ = identity.base_of(self._function).__qualname__
+        self.__qualname__ = places.base_of(self._function).__qualname__
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._in_class = True
@@ -192,7 +191,12 @@ class cached:
             counters.add("distrusted")
             return self._plain(args, kwargs)
         # In memory, values belong to one object; a folder and a name have those of all.
-        given = (self._number(args[0]), *args[1:]) if self._in_class and not self._options.is_shared else args
+        given = args
+        if self._in_class and not self._options.is_shared:
+            number, is_new = instances.number_of(args[0])
+            given = (number, *args[1:])
+            if is_new and get_worker_info() is not None:
+                counters.add("unshared")
         key = self._keys.key(given, kwargs)
         is_damaged, check = False, None
         try:
@@ -228,12 +232,6 @@ class cached:
                 )
         return self._function(*args, **kwargs) if self._of is None else self._function(of, *args, **kwargs)
 
-    def _number(self, instance: Any) -> bytes:
-        number, is_new = instances.number_of(instance)
-        if is_new and get_worker_info() is not None:
-            self._place.counters.add("unshared")
-        return number
-
     def _compute(self, key: bytes, args: tuple[Any, ...], kwargs: dict[str, Any], is_damaged: bool) -> Any:
         counters, began = self._place.counters, time.monotonic()
         with sample_seeds.watched():
@@ -253,13 +251,22 @@ class cached:
         writer = values.Writer(self._checks.writer, time.monotonic() - began)
         try:
             encoded = values.Encoded(value, writer)
-            counters.add(self._add(key, encoded, is_damaged))
+            stored = self._place.store.add(key, encoded, is_damaged)
+            counters.add(stored)
+            if stored == memory.FULL and encoded.nbytes > self._options.nbytes:
+                text = f"() returns a value of {encoded.nbytes:,} bytes, for which "
+                self._warn_once("hinted", f"{text}limit={self._options.limit!r} is too low")
             # With copy=False, a value is read-only from the first call on.
             found = None if self._options.copy else self._place.store.get(key, False)
         except (UnpicklableError, RuntimeError) as error:
             counters.add("refused")
             text = f"() returns a value that cannot be pickled, so its values are not stored: {error}"
             self._warn_once("hinted", text)
+            return value
+        except ValueError as error:
+            counters.add(memory.FULL)
+            text = f": a value of the folder {self._options.path!r} cannot be stored: {error}"
+            self._warn_once("damaged", text, UserWarning)
             return value
         except (OSError, MemoryError) as error:
             if getattr(error, "errno", errno.ENOMEM) not in _NO_ROOM:
@@ -268,26 +275,14 @@ class cached:
             return value
         return value if found is None else values.decode(found)
 
-    def _add(self, key: bytes, encoded: values.Encoded, replace: bool) -> str:
-        try:
-            stored: str = self._place.store.add(key, encoded, replace)
-        except ValueError as error:
-            text = f": a value of the folder {self._options.path!r} cannot be stored: {error}"
-            self._warn_once("damaged", text, UserWarning)
-            return memory.FULL
-        if stored == memory.FULL and encoded.nbytes > self._options.nbytes:
-            text = f"() returns a value of {encoded.nbytes:,} bytes, for which "
-            self._warn_once("hinted", f"{text}limit={self._options.limit!r} is too low")
-        return stored
-
     # ---- checks ---------------------------------------------------------------------------------------
 
     def _check(
-        self, check: Check, found: values.Found, stored: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, check: int, found: values.Found, stored: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Compute the value of a hit again. Return that if the two differ; else the hit, with the place and
         the seeds of the sample as if nothing had been computed."""
-        counters, began = self._place.counters, time.monotonic()
+        counters, began, where = self._place.counters, time.monotonic(), ""
         with sample_seeds.again() as again:
             draws = Draws()
             try:
@@ -295,7 +290,13 @@ class cached:
             except (TimeoutError, InterruptedError, MemoryError):
                 raise
             except OSError as error:
-                where = self._note_failed_read(error)
+                self._checks.failed_reads += 1
+                if self._checks.failed_reads == _FAILED_READS:
+                    text = (
+                        f"(): {_FAILED_READS} values in turn could not be computed again: {error}. The "
+                        "stored ones are returned: the source is gone, or it is another one"
+                    )
+                    self._warn_once("hinted", text)
             except Exception as error:
                 self._distrust(f"computing it again raised {type(error).__name__}: {error}")
                 raise
@@ -321,16 +322,6 @@ class cached:
             return ""
         self._place.counters.add("checked")
         return where
-
-    def _note_failed_read(self, error: OSError) -> str:
-        self._checks.failed_reads += 1
-        if self._checks.failed_reads == _FAILED_READS:
-            text = (
-                f"(): {_FAILED_READS} values in turn could not be computed again: {error}. The stored ones "
-                "are returned: the source is gone, or it is another one"
-            )
-            self._warn_once("hinted", text)
-        return ""
 
     def _distrust(self, where: str) -> None:
         """Compute every value from now on, and say why."""
@@ -379,7 +370,7 @@ class cached:
                 self._of = weakref.ref(holder)
 
     def __reduce__(self) -> Any:
-        if self._is_by_name() and not (self.__module__ == "__main__" and pickling.is_interactive()):
+        if places.has_its_name(self) and not (self.__module__ == "__main__" and pickling.is_interactive()):
             return self.__qualname__
         state = self._state()
         if get_spawning_popen() is not None:
@@ -388,19 +379,10 @@ class cached:
                 state["fd"] = reduction.DupFd(self.fd)
         return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
-    def _is_by_name(self) -> bool:
-        """Whether its module has it under its name, so that it is the same one wherever the module is."""
-        return identity.found(self) is self
-
     def _state(self) -> dict[str, Any]:
         of = self._of() if type(self._of) is weakref.ref else self._of
-        return {
-            "_options": self._options,
-            "_function": self._function,
-            "_in_class": self._in_class,
-            "_of": of,
-            "_handed_as": self._handed_as,
-        }
+        kept = "_options", "_function", "_in_class", "_handed_as"
+        return {name: vars(self)[name] for name in kept} | {"_of": of}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         fd = state.pop("fd").detach() if "fd" in state else -1
@@ -417,7 +399,7 @@ class cached:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> cached:
         """The same cache if a module has it under its name; else one that begins empty."""
-        if self._is_by_name():
+        if places.has_its_name(self):
             return self
         made: cached = object.__new__(type(self))
         memo[id(self)] = made

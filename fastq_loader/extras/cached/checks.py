@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 import zlib
-from typing import NamedTuple
 
 from torch.utils.data import get_worker_info
 
@@ -26,18 +25,6 @@ FIRST, SLOW, BUDGET = 16, 0.5, 0.02
 _ONE_OF = 8
 #: Bits of a writer for the number of the worker, which is 0 in the program itself.
 _WORKER_BITS = 16
-
-
-class Check(NamedTuple):
-    """A check that is due.
-
-    Attributes:
-        pair: hash of worker number and writer, if it is their first one; else 0.
-        is_first: whether it is one of the first of the cache.
-    """
-
-    pair: int = 0
-    is_first: bool = False
 
 
 class Checks:
@@ -59,8 +46,9 @@ class Checks:
         self._began, self.spent = time.monotonic(), 0.0
         self.failed_reads = 0  # in turn, while computing again
 
-    def due(self, key: bytes, writer: int, seconds: float) -> Check | None:
-        """Whether a hit is to be checked.
+    def due(self, key: bytes, writer: int, seconds: float) -> int | None:
+        """Whether a hit is to be checked: None if not; else a hash of worker number and writer if it is their
+        first one, or 0.
 
         Args:
             key: of the call.
@@ -73,18 +61,18 @@ class Checks:
             if self._counters.has_checked(pair):
                 self._known.add(writer)
             elif seconds <= SLOW or self._is_in_budget(seconds):
-                return Check(pair)
+                return pair
         if self._counters.first < FIRST:
-            return Check(is_first=True)
+            return 0
         if zlib.crc32(self._hits.to_bytes(8, "little"), zlib.crc32(key)) % _ONE_OF:
             return None
-        return Check() if self._is_in_budget(seconds) else None
+        return 0 if self._is_in_budget(seconds) else None
 
-    def done(self, check: Check, seconds: float) -> None:
+    def done(self, check: int, seconds: float) -> None:
         """Note a check that was made, and how long it took."""
         self.spent += seconds
-        if check.pair:
-            self._counters.note_checked(check.pair)
+        if check:
+            self._counters.note_checked(check)
         if self._counters.first < FIRST:
             self._counters.first += 1
 

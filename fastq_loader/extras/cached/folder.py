@@ -115,11 +115,13 @@ class Folder:
         if not is_open:
             _close(self._data)
             self._data = os.open(os.path.join(self._path, marks.VALUES), self._flags, 0o600)
-        new = marks.in_use(mark, about, limit, self._data)
+        limit = limit if mark is None else mark["limit"]  # the first limit stays
+        uses = {"limit": limit, "boot": marks.boot(), "data": [*marks.identity(self._data)], "clean": False}
+        new = {"format": marks.FORMAT, **about, **uses}
         if self._can_write and new != mark:
             marks.write(self._lock, new)
         if not is_open:
-            self.limit = new["limit"]
+            self.limit = limit
             self._open()
 
     def _open(self) -> None:

@@ -51,19 +51,6 @@ def write(file: int, mark: dict[str, Any]) -> None:
     os.fsync(file)
 
 
-def in_use(mark: Any, about: dict[str, Any], limit: int, data: int) -> dict[str, Any]:
-    """The mark of a folder while it is used. The first limit stays.
-
-    Args:
-        mark: the mark so far, if there is one.
-        about, limit: see `folder.open_at`.
-        data: descriptor of the file of the values.
-    """
-    limit = limit if mark is None else mark["limit"]
-    uses = {"limit": limit, "boot": _boot(), "data": list(identity(data)), "clean": False}
-    return {"format": FORMAT, **about, **uses}
-
-
 def lost(path: str, mark: Any) -> str:
     """Why the values may not have survived; "" if they have, or there are none."""
     if is_empty(path):
@@ -72,7 +59,7 @@ def lost(path: str, mark: Any) -> str:
         return "its mark is damaged"
     if mark["clean"]:
         return ""
-    if mark["boot"] != _boot():
+    if mark["boot"] != boot():
         return "the machine went down while it was written to"
     if mark["data"] != list(identity(os.path.join(path, VALUES)) or ()):
         return "it was copied while it was written to"
@@ -108,7 +95,7 @@ def identity(file: Any) -> tuple[int, ...]:
     return found.st_dev, found.st_ino
 
 
-def _boot() -> str:
+def boot() -> str:
     """The id of this boot of the machine."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:

@@ -1,4 +1,5 @@
-"""Where the values of a cache lie: in memory of its own, in memory with a name, in a folder, or in a process.
+"""Where the values of a cache lie: in memory of its own, in memory with a name, in a folder, or in a process;
+how many bytes they may have, and the name of the function, by which a folder knows whose they are.
 
 Runs in the program, and in each process that gets a cache.
 """
@@ -7,14 +8,20 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
+import shutil
+import sys
 from functools import partial
+from pathlib import Path
+from types import MethodType
 from typing import Any, NamedTuple
 
 from fastq_loader.errors import warn_user
-from fastq_loader.extras.cached import counters, memory
-from fastq_loader.extras.cached.limits import is_part
-from fastq_loader.extras.cached.process import ProcessMemory
+from fastq_loader.extras.cached import counters, memory, values
+from fastq_loader.extras.insight.machine import local_ranks, memory_bytes
 from fastq_loader.system import calls
+
+_NUMBER_AND_UNIT = re.compile(r"(\d+\.?\d*|\.\d+) *(B|[KMGT]I?B|)", re.IGNORECASE)
 
 
 class Options(NamedTuple):
@@ -35,6 +42,36 @@ class Options(NamedTuple):
     def is_shared(self) -> bool:
         """Whether other programs may have the same values."""
         return self.name is not None or self.path is not None
+
+
+class ProcessMemory:
+    """Values of one process, on systems without memory that processes can share. See `memory.Memory`.
+
+    Args:
+        limit: largest total size of the records, in bytes.
+
+    Attributes:
+        limit: the same.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self._used = limit, 0
+        self._records: dict[bytes, bytes] = {}
+
+    def get(self, key: bytes, copy: bool) -> values.Found | None:
+        found = self._records.get(key)
+        return None if found is None else values.read(memoryview(found), 0, key, copy)
+
+    def add(self, key: bytes, encoded: values.Encoded, replace: bool = False) -> str:
+        pieces, nbytes = values.record(key, encoded)
+        if self._used + nbytes > self.limit:
+            return memory.FULL
+        if self._records.setdefault(key, data := b"".join(pieces)) is data:
+            self._used += nbytes
+        return memory.STORED
+
+    def usage(self) -> tuple[int, int, int]:
+        return self._used, len(self._records), self.limit
 
 
 class Place:
@@ -110,3 +147,79 @@ def _named(name: str, about: dict[str, Any], nbytes: int) -> Place:
         text = f"cached: name={name!r} holds something else: it is of {error.about}. Use another name"
         raise ValueError(text) from None
     return Place(os.dup(held), source=source)
+
+
+def is_part(limit: int | str) -> bool:
+    """Whether a limit is a part of the free space, and no number of bytes."""
+    return isinstance(limit, str) and "." in limit and limit.strip()[-1:] in "0123456789."
+
+
+def bytes_of(limit: Any, path: str | None, is_shared: bool) -> int:
+    """A limit as a number of bytes.
+
+    Args:
+        limit: as users write it.
+        path: of the cache, for the free space of its disk; None: of the memory.
+        is_shared: whether the ranks of this machine share the cache; else each has its part.
+
+    Raises:
+        TypeError, ValueError: it is malformed.
+    """
+    wrong = f"cached: limit={limit!r} must be bytes (8_000_000_000, '8GB') or a part of free space ('0.5')"
+    if isinstance(limit, bool) or not isinstance(limit, (int, str)):
+        raise TypeError(wrong)
+    found = _NUMBER_AND_UNIT.fullmatch(str(limit).strip())
+    if found is None:
+        raise ValueError(wrong)
+    number, unit = found.groups()
+    count = float(number) * (1024 if len(unit) == 3 else 1000) ** "BKMGT".index(unit[:1].upper() or "B")
+    if is_part(limit):
+        if not 0 < count < 1:
+            raise ValueError(wrong)
+        free = memory_bytes() if path is None else shutil.disk_usage(_there(path)).free
+        count *= free / (1 if is_shared else local_ranks())
+    if not 0 < count < 1 << 62:
+        raise ValueError(wrong)
+    return int(count)
+
+
+def _there(path: str) -> str:
+    """The folder that the values lie in, or will lie in: through links and mounts."""
+    path = os.path.realpath(path)
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def base_of(function: Any) -> Any:
+    """The function or class behind a callable: of a method, a partial or an object with `__call__`."""
+    while isinstance(function, partial | MethodType):
+        function = function.func if isinstance(function, partial) else function.__func__
+    return function if hasattr(function, "__qualname__") else type(function)
+
+
+def name_of(function: Any) -> str:
+    """Module and name. A script counts as the module that its spec or its file's stem names."""
+    base = base_of(function)
+    module = getattr(base, "__module__", None) or ""
+    if module in ("__main__", "__mp_main__"):
+        main = vars(sys.modules.get(module, sys))
+        spec, file = main.get("__spec__"), main.get("__file__")
+        module = spec.name if spec is not None else Path(file).stem if file else module
+    return f"{module}.{base.__qualname__}"
+
+
+def is_in_file(function: Any) -> bool:
+    """Whether its code is in a file, or in C; that of a notebook or a prompt is not."""
+    base = base_of(function)
+    call = vars(base).get("__call__", base) if isinstance(base, type) else base
+    code = getattr(call, "__code__", None)
+    return code is None or os.path.isfile(code.co_filename)
+
+
+def has_its_name(value: Any) -> bool:
+    """Whether a module has this object under its name, so that it is the same one wherever the module is."""
+    at: Any = sys.modules.get(getattr(value, "__module__", None) or "")
+    for name in value.__qualname__.split("."):
+        at = vars(at).get(name) if hasattr(at, "__dict__") else None
+    return at is value

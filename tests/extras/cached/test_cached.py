@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from fastq_loader import DataLoader, NotCached, cached
-from fastq_loader.extras.cached import limits
+from fastq_loader.extras.cached import places
 from fastq_loader.extras.cached.cached import caches_of, prepare
 from fastq_loader.system import calls
 from tests.conftest import open_descriptors
@@ -155,8 +155,8 @@ def test_without_copies_arrays_are_read_only_and_writing_all_the_same_changes_on
 def test_a_limit_is_bytes_or_a_part_of_what_is_left(
     limit: Any, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "memory_bytes", lambda: 1000)
-    assert limits.bytes_of(limit, None, is_shared=False) == expected
+    monkeypatch.setattr(places, "memory_bytes", lambda: 1000)
+    assert places.bytes_of(limit, None, is_shared=False) == expected
 
 
 @pytest.mark.parametrize(
@@ -271,17 +271,6 @@ def test_a_deep_copy_and_a_pickle_of_a_dataset_have_an_empty_cache_and_a_copy_th
         assert (each.decoded, each.decode.statistics().hits) == ([1, 1], 0)
     assert near.decode is photos.decode
     assert copy.deepcopy(cached(read, limit=1000)).statistics().limit == 1000
-
-
-def test_a_deep_copy_that_was_changed_has_its_own_values(tmp_path: Path) -> None:
-    for place in ({}, {"path": tmp_path / "values"}, {"name": f"copies of {os.getpid()}"}):
-        scaled = Scaled(2, **place)
-        other = copy.deepcopy(scaled)
-        other.scale = 3
-        again = Scaled(2, **place)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NotCached)
-            assert [each.decode(5) for each in (scaled, other, scaled, other, again)] == [10, 15, 10, 15, 10]
 
 
 def test_on_another_system_a_process_has_its_own_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,11 +480,11 @@ def test_a_draw_of_another_thread_is_no_reason_for_a_hint() -> None:
 def test_a_part_of_the_memory_is_divided_by_the_ranks_that_do_not_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(limits, "memory_bytes", lambda: 1000)
+    monkeypatch.setattr(places, "memory_bytes", lambda: 1000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert limits.bytes_of("0.5", None, is_shared=False) == 125
-    assert limits.bytes_of("0.5", None, is_shared=True) == 500
-    assert limits.bytes_of("500", None, is_shared=False) == 500
+    assert places.bytes_of("0.5", None, is_shared=False) == 125
+    assert places.bytes_of("0.5", None, is_shared=True) == 500
+    assert places.bytes_of("500", None, is_shared=False) == 500
 
 
 @pytest.mark.parametrize("place", ["path", "name"])
@@ -514,8 +503,8 @@ def test_a_part_of_a_disk_is_that_of_the_disk_that_a_link_leads_to(
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     asked: list[str] = []
     usage = types.SimpleNamespace(free=1000)
-    monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: asked.append(path) or usage)
-    assert limits.bytes_of("0.5", str(tmp_path / "link" / "new" / "values"), is_shared=True) == 500
+    monkeypatch.setattr(places.shutil, "disk_usage", lambda path: asked.append(path) or usage)
+    assert places.bytes_of("0.5", str(tmp_path / "link" / "new" / "values"), is_shared=True) == 500
     assert asked == [str(tmp_path / "disk")]
 
 

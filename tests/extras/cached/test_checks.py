@@ -100,15 +100,6 @@ def test_later_checks_take_their_part_of_the_time_and_are_made(hits: int, cost: 
         assert made >= possible / 4 - 3
 
 
-@given(st.lists(st.integers(1, 2**40), max_size=300))
-def test_what_was_checked_is_known(pairs: list[int]) -> None:
-    shared = counts()
-    for pair in pairs:
-        shared.note_checked(pair)
-        assert shared.has_checked(pair)
-    assert not shared.has_checked(2**41)
-
-
 # ---- equal ------------------------------------------------------------------------------------------------
 
 
@@ -139,60 +130,25 @@ class Grams(float):
 
 Pair = collections.namedtuple("Pair", "left right")
 
-VALUES: list[Any] = [
-    *(
-        1,
-        1.5,
-        float("nan"),
-        "a",
-        b"b",
-        None,
-        True,
-        2j,
-        [1, 2.0],
-        (1,),
-        {"a": 1},
-        {1, 2},
-        frozenset("ab"),
-        range(3),
-    ),
-    *(
-        np.arange(3),
-        np.float32(2),
-        np.array(["a"]),
-        np.datetime64("NaT"),
-        np.array([1, 2], "m8[s]"),
-        np.zeros(()),
-    ),
-    np.ma.masked_array([1.0, 2.0], [True, False]),
-    np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
-    np.array([1, "a", None], object),
-    *(
-        torch.arange(3.0),
-        torch.ones(3).half(),
-        torch.ones(3).bfloat16(),
-        torch.eye(3).to_sparse(),
-        torch.zeros(0),
-    ),
-    *(
-        Sample(np.arange(3.0)),
-        Sample(torch.ones(2)),
-        Held(3),
-        Pair(1, np.arange(3)),
-        collections.Counter("aab"),
-    ),
-    *(
-        collections.OrderedDict(a=1),
-        collections.deque([1, np.arange(2)]),
-        int,
-        len,
-        torch.float32,
-        slice(1, 2),
-    ),
-    # Those that are not equal to their copy.
-    *({float("nan"), 1}, {Itself(), 2}, Itself(), {float("nan"): 1}, Grams("nan"), Decimal("nan")),
-    *(array.array("f", [1.0, float("nan")]), [torch.strided, np.ma.masked]),
+VALUES: list[Any] = [1, 1.5, float("nan"), "a", b"b", None, True, 2j, range(3), int, len, slice(1, 2)]
+VALUES += [
+    [1, 2.0],
+    (1,),
+    {"a": 1},
+    {1, 2},
+    frozenset("ab"),
+    Pair(1, np.arange(3)),
+    collections.Counter("aab"),
 ]
+VALUES += [collections.OrderedDict(a=1), collections.deque([1, np.arange(2)]), torch.float32]
+VALUES += [collections.Counter("aab")]
+VALUES += [np.arange(3), np.float32(2), np.array(["a"]), np.datetime64("NaT"), np.array([1, 2], "m8[s]")]
+VALUES += [np.zeros(()), np.ma.masked_array([1.0, 2.0], [True, False]), np.array([1, "a", None], object)]
+VALUES += [np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]), torch.eye(3).to_sparse(), torch.zeros(0)]
+VALUES += [torch.arange(3.0), torch.ones(3).half(), torch.ones(3).bfloat16(), Sample(np.arange(3.0))]
+# Those that are not equal to their copy.
+VALUES += [{float("nan"), 1}, {Itself(), 2}, Itself(), {float("nan"): 1}, Grams("nan"), Decimal("nan")]
+VALUES += [array.array("f", [1.0, float("nan")]), [torch.strided, np.ma.masked]]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
@@ -271,13 +227,7 @@ def test_a_wrong_hit_gives_the_fresh_value_and_ends_the_cache_with_one_hint() ->
         values = [wrapped(1)["crop"].tolist() for _ in range(4)]
     (text,) = [str(each.message) for each in seen]
     assert text.startswith("cached: ")
-    for part in (
-        "lambda",
-        "value['crop'][0]: ",
-        "There were 0 hits before",
-        "version=str(root)",
-        "check=False",
-    ):
+    for part in ("lambda", "value['crop'][0]: ", "0 hits before", "version=str(root)", "check=False"):
         assert part in text
     assert seen[0].filename == __file__
     assert values == [np.random.default_rng(0).random((4, 3))[number].tolist() for number in range(4)]

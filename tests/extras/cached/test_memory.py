@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from fastq_loader.extras.cached import memory, values
 from fastq_loader.extras.cached.memory import BUSY, FULL, STORED, Memory
-from fastq_loader.extras.cached.process import ProcessMemory
+from fastq_loader.extras.cached.places import ProcessMemory
 from fastq_loader.system import locks
 from tests.support.forking import end_of, fork
 from tests.support.thorough import examples, seeds
