@@ -137,7 +137,7 @@ class SameOrder(LoaderHint):
     """A DistributedSampler repeats its shuffle: its `epoch` is that of an earlier epoch, of which at least 32
     batches were delivered. Call its `set_epoch` before each epoch.
 
-    Checked for torch's sampler and for those of this package, unless one of the two epochs was resumed.
+    Checked for torch's sampler and this package's samplers, unless one of the two epochs was resumed.
 
     >>> warnings.simplefilter("error", SameOrder)
     >>> sampler = torch.utils.data.DistributedSampler(range(64), num_replicas=1, rank=0)
@@ -196,7 +196,7 @@ class PrivateGenerators(LoaderHint):
     Draw from the global generator of torch, Python or numpy.
 
     Each worker looks at the dataset's own attributes when it starts. The hint is issued after 32 batches or
-    at the end of the epoch. There is none for an iterable dataset, because each worker reads its own part.
+    at the end of the epoch. An iterable dataset does not get it, because each worker reads its own part.
 
     >>> class Noise(torch.utils.data.Dataset):
     ...     def __init__(self):

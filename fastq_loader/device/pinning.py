@@ -195,7 +195,7 @@ class Buffers:
         buffer.memory, buffer.nbytes, buffer.locked = None, 0, 0
 
     def drain(self) -> None:
-        """Wait for every copy, and forget them: those that were not delivered have device memory."""
+        """Wait for every copy, and forget them: undelivered ones have device memory."""
         self._copies.drain()
         for buffer in self._buffers:
             buffer.copy = None

@@ -86,7 +86,7 @@ def decode_for_consumer(frame: bytes | memoryview, read: Read | None = None) -> 
     kind, fields = _opened(frame, _FOR_CONSUMER, use_list=False)
     if kind is InBlock:
         if read is None:
-            raise ProtocolError("a reference to a block, where there are none")
+            raise ProtocolError("a reference to a block, without blocks")
         return decode_for_consumer(read(*fields))
     if kind is Answer:
         if fields[3] not in KINDS:

@@ -91,7 +91,7 @@ _lines: set[Line] = set()
 
 
 def _leave_lines() -> None:
-    """In a forked child, close what it has inherited, except the ends of the worker that it is itself."""
+    """In a forked child, close the inherited sockets, except the ends of the worker that it is itself."""
     for line in _lines:
         os.close(line.descriptor)
         line.descriptor = -1

@@ -36,7 +36,7 @@ class _Child:
     Attributes:
         thread: the thread that forks it.
         number: number of the fork; larger than any other one while the fork is in progress.
-        read, write: the ends of its pipe; -1 if there is none.
+        read, write: the ends of its pipe; -1 without a pipe.
     """
 
     def __init__(self) -> None:

@@ -150,7 +150,7 @@ class BlockPool:
                 self._want()
 
     def _want(self) -> None:
-        """Compute what the recent batches need."""
+        """Compute the needs of the recent batches."""
         self.batch_bytes = max(map(sum, self._kinds), default=0)
         wanted: list[int] = []
         for kind in sorted(self._kinds, reverse=True):

@@ -1,4 +1,4 @@
-"""What the core asks of a sampler whose order is computed: any part of it, and the epoch.
+"""The interface of samplers whose order is computed: any part of it, and the epoch.
 
 Runs in the consumer, on the thread that calls `next()`. `extras.samplers` has these samplers.
 """

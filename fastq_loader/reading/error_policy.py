@@ -1,4 +1,4 @@
-"""What the core asks of `errors=`: a policy, which makes the fetcher and judges what that could not read.
+"""The interface of `errors=`: a policy, which makes the fetcher and judges unreadable samples.
 
 Runs in the consumer. `extras.bad_samples` has the policies.
 """

@@ -59,7 +59,7 @@ _dtype = vars(np.ndarray)["dtype"].__get__  # and a subclass this
 
 
 def find(roots: dict[str, Any], but: Iterable[Any] = ()) -> tuple[dict[str, Any], bool]:
-    """Find the generators among some objects, their attributes and members, and those of these, down to the
+    """Find the generators among some objects, their attributes and members, and so on down to the
     third level. Runs no code of the user's.
 
     Args:

@@ -27,14 +27,14 @@ _pack = PACKED.pack
 
 
 class Totals(NamedTuple):
-    """What is counted exactly, of an epoch or of several.
+    """Exact counts of an epoch or of several.
 
     Attributes:
         batches: delivered, with errors in their place.
         seconds: from `iter()` to the end of the last call. cpu_seconds: CPU time of this process meanwhile,
             as of the last look.
         samples: the samples of these, as the sampler asked for them.
-        bad_samples: those that could not be read.
+        bad_samples: number of unreadable samples.
         next_seconds, wait_seconds: inside of `next()`; waiting for workers, or loading here.
         late_batches: batches that held up others which were ready.
         bytes: of the batches in shared memory.
@@ -161,7 +161,7 @@ class EpochLog:
         self.record(END, now)
 
     def drop(self, now: int) -> None:
-        """Note that what is left of the epoch is dropped."""
+        """Note that the rest of the epoch is dropped."""
         if self._counters.trace is not None:
             self._counters.trace.add_drop(self.epoch, now)
 
@@ -192,7 +192,7 @@ class StatisticsSource(Protocol):
 
 
 class WorkerCounters:
-    """What is counted of one worker, besides the records of its batches.
+    """Counts of one worker, besides the records of its batches.
 
     Attributes:
         id, pid: its number and process.
@@ -241,7 +241,7 @@ class StagingCounters(StagingStatistics):
 
 
 class Counters:
-    """Counters of a loader; see `LoaderStatistics` for those that are not described here.
+    """Counters of a loader; see `LoaderStatistics` for attributes without a description here.
 
     Attributes:
         records: of the last calls, packed, the newest last; see `records`.

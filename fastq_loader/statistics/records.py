@@ -26,7 +26,7 @@ class Record(NamedTuple):
             the begin to the end of loading.
         workers, head, memory: nanoseconds of waiting by what seemed to be the cause: workers are loading; the
             batch holds up others; the window is full.
-        seq: number of the batch; -1: there is none.
+        seq: number of the batch; -1 without a batch.
         worker, pid: who loaded it; -1, 0: the consumer, or nobody.
         sent: when its task was sent first.
         started, fetched, collated, finished: when the worker began, had read the samples, had collated them

@@ -1,6 +1,6 @@
 """Immutable snapshots of what devices and bad samples have counted, for users.
 
-Pure. Those of a loader and its epochs are made by `extras.insight`.
+Pure. Snapshots of a loader and its epochs are made by `extras.insight`.
 """
 
 from __future__ import annotations

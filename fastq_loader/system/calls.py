@@ -168,7 +168,7 @@ class MmapRegion:
         fd: the memfd.
         nbytes: its length in bytes, or that of the part.
         offset: where the part begins, at a page.
-        private: whether what is written stays in this mapping.
+        private: whether writes stay in this mapping.
 
     Attributes:
         address: address of its first byte.

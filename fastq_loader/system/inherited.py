@@ -42,7 +42,7 @@ def now() -> dict[str, Any]:
 
 
 def apply(state: dict[str, Any]) -> None:
-    """Put the result of another process's `now` into effect here, as far as that is allowed."""
+    """Put the result of another process's `now` into effect here, as far as the system allows it."""
     os.environ.clear()
     os.environ.update(state["environment"])
     for umask in state["umask"]:  # a sandbox does not show it

@@ -57,7 +57,7 @@ def unlock(fd: int, start: int, length: int) -> None:
 
 
 def locked_length(fd: int, start: int) -> int:
-    """Length of the lock that another owner has on a byte; 0 if there is none."""
+    """Length of the lock that another owner has on a byte; 0 without a lock."""
     found = fcntl.fcntl(fd, _F_OFD_GETLK, _FLOCK.pack(_WRITE, 0, start, 1, 0))
     kind, _, _, length, _ = _FLOCK.unpack(found)
     return 0 if kind == _UNLOCK else length

@@ -43,7 +43,7 @@ _KEPT = tuple(
 
 
 def found() -> str:
-    """Return the first patch found, as a clause for a message; "" if there is none."""
+    """Return the first patch found, as a clause for a message; "" without a patch."""
     with contextlib.suppress(AttributeError):  # a class that was replaced may lack a method
         if _read_all(torch.utils.data) == _KEPT:  # in one call; equal functions and classes are the same
             return ""

@@ -218,7 +218,7 @@ class WorkerGroup:
         self.socket.send_all(*tasks, but=self.behind)
 
     def reading_again(self) -> list[int]:
-        """The workers that are no longer passed over, and are to be sent what is still on offer."""
+        """The workers that are no longer passed over, and are to be sent the tasks on offer."""
         ready = [worker for worker in self.behind if not self._passed_over(worker)]
         for worker in ready:
             self.answered_at[worker] = self.offered

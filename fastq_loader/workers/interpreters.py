@@ -153,7 +153,7 @@ def fork_interpreter(
 
 
 def _open_streams() -> list[int]:
-    """Those of the descriptors 0 to 2 that are open."""
+    """The open descriptors among 0 to 2."""
     streams = []
     for descriptor in (0, 1, 2):
         with contextlib.suppress(OSError):

@@ -270,7 +270,7 @@ def _fork(run: Callable[[], int], handlers: dict[signal.Signals, Any]) -> int:
                 sys.excepthook(*sys.exc_info())
             finally:
                 for stream in (sys.stdout, sys.stderr):
-                    with contextlib.suppress(Exception):  # it is closed, or there is none
+                    with contextlib.suppress(Exception):  # it is closed or absent
                         stream.flush()
                 os._exit(code)
     return pid

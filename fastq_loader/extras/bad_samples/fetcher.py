@@ -36,7 +36,7 @@ class TolerantFetcher(Fetcher):
 
     Attributes:
         bad: samples of the last batch that could not be read: index, the index read instead, error.
-        remark: these, and the exception of the last one, pickled in a worker; None if there are none.
+        remark: these, and the exception of the last one, pickled in a worker; None without any.
     """
 
     bad: list[list[Any]]

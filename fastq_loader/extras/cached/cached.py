@@ -80,7 +80,7 @@ class cached:
             be written to is read. `~` is the home folder. Needs lmdb.
         version: version of the data or the function, text or number; a cache of another version is refused.
             With a name or a path, needed for a function of a notebook.
-        copy: False makes arrays read-only, and avoids copies of large ones. What is written to them all the
+        copy: False makes arrays read-only, and avoids copies of large ones. Writing to them all the
             same (by way of `torch.from_numpy`) changes this one value alone.
         check: False never computes a stored value again: for a function that is right and whose values cannot
             be repeated. Whatever the cache then returns is believed.
@@ -161,7 +161,7 @@ class cached:
 
     @property
     def fd(self) -> int:
-        """Descriptor of the memory; -1: there is none that processes share."""
+        """Descriptor of the memory; -1 if processes do not share it."""
         return self._place.fd
 
     # ---- calls ----------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class cached:
         if counters.is_marked:
             counters.add("distrusted")
             return self._plain(args, kwargs)
-        # In memory, values belong to one object; a folder and a name have those of all.
+        # In memory, values belong to one object; a folder and a name are shared by all.
         given = args
         if self._in_class and not self._options.is_shared:
             number, is_new = instances.number_of(args[0])

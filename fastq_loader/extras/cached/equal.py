@@ -86,7 +86,7 @@ def _of_parts(a: Any, b: Any, path: str, around: set[tuple[int, int]]) -> Iterat
         fields = [each.name for each in dataclasses.fields(a)]
         parts = [(f".{name}", getattr(a, name, _NONE), getattr(b, name, _NONE)) for name in fields]
     else:
-        # Those that are not equal may still be pickled as the same bytes, as objects with NaN.
+        # Unequal ones may still be pickled as the same bytes, as objects with NaN.
         parts = [] if not hasattr(kind, "_fields") and _are_equal(a, b) else _reduced(a, b)
     for name, one, other in parts:
         yield from _differences(one, other, path + name, around)

@@ -1,8 +1,8 @@
 """Caches of modules: a spawned worker makes them anew when it imports the module, and gets the consumer's.
 
 `_HandOver` is pickled in the consumer and unpickled in each worker that does not inherit, before the user's
-objects. Caches are known by the module and the name of their function, and those of one function by a number,
-in the order in which a process makes them.
+objects. Caches are known by the module and the name of their function, and several of one function by a
+number, in the order in which a process makes them.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 def read(file: int) -> Any:
-    """Read a mark; None if there is none, or it is damaged."""
+    """Read a mark; None if it is absent or damaged."""
     try:
         mark = json.loads(os.pread(file, os.fstat(file).st_size, 0))
         return mark if mark.keys() >= _FIELDS and isinstance(mark["limit"], int) else None
@@ -52,7 +52,7 @@ def write(file: int, mark: dict[str, Any]) -> None:
 
 
 def lost(path: str, mark: Any) -> str:
-    """Why the values may not have survived; "" if they have, or there are none."""
+    """Why the values may not have survived; "" if they have, or the folder has no values."""
     if is_empty(path):
         return ""
     if mark is None:
@@ -127,7 +127,7 @@ def refuse_others(path: str) -> None:
 
 def _foreign(path: str, name: str) -> Differs:
     text = f"cached: path={path!r} is not a cache of this library, and has a {name!r}"
-    return Differs(f"{text}: use another path, or remove what is there yourself")
+    return Differs(f"{text}: use another path, or remove its contents yourself")
 
 
 def remove(path: str) -> None:

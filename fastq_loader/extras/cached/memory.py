@@ -45,7 +45,7 @@ _BUCKET, _BUCKETS = struct.Struct("<8Q"), 64  # a bucket, and how many are in le
 _PLACE_BITS = 40
 _PLACE_MASK = (1 << _PLACE_BITS) - 1
 #: The index may take this part of the limit, of addresses; of memory it takes some 16 bytes for a value. The
-#: memory may take this part of what the system lets a process have of addresses and a file of bytes.
+#: memory may take this part of the limits of the system on addresses of a process and bytes of a file.
 _SHARE = 4
 #: Seconds that a writer waits for another one, which may be off the CPU, and seconds between two attempts.
 PATIENCE, GLANCE = 0.1, 50e-6
@@ -92,7 +92,7 @@ class Memory:
 
     def get(self, key: bytes, copy: bool) -> values.Found | None:
         """Look up the value of a key: in memory of its own, or without a copy in pages of its own, which are
-        those of the cache until somebody writes to them."""
+        the pages of the cache until somebody writes to them."""
         hashed = zlib.crc32(key)
         tag = _tag(hashed)
         for level in range(self._words[_LEVELS], -1, -1):

@@ -78,7 +78,7 @@ class Place:
     """The values of a cache, and the counters of all processes that have it.
 
     Args:
-        fd: descriptor of the memory, closed with this object; -1: there is none that processes share.
+        fd: descriptor of the memory, closed with this object; -1 if processes do not share it.
         store: the values, if they lie elsewhere.
         source: keeps named memory open for other processes.
 

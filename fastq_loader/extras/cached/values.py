@@ -172,8 +172,8 @@ class _Pickler(pickle.Pickler):
 
 
 def _part(value: Any) -> Any:
-    """A function that makes a tensor or an array, and its arguments: bytes, and what is for marshal. None for
-    a value that must be pickled."""
+    """The function that makes a tensor or an array, and its arguments: bytes, and plain values for marshal.
+    None for a value that must be pickled."""
     dense: Any
     if type(value) is torch.Tensor:
         if not is_leaf(value) or vars(value):  # attributes that a user has set

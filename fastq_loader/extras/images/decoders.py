@@ -69,7 +69,7 @@ def read_header(data: Any, name: str) -> Header:
         raise ImportError("images need pillow, and simplejpeg for speed: pip install 'fastq-loader[images]'")
     header = _of_jpeg(data) or _by_pillow(data, name, lambda opened: _of_opened(opened, data))
     limit = library("PIL.Image").MAX_IMAGE_PIXELS
-    if limit is not None and header.height * header.width > 2 * limit:  # as pillow refuses what it opens
+    if limit is not None and header.height * header.width > 2 * limit:  # as pillow refuses files
         raise _refusal(data, name, f"it has more than twice the {limit} pixels of PIL.Image.MAX_IMAGE_PIXELS")
     return header
 
@@ -135,7 +135,7 @@ def decode(data: Any, name: str, kind: int, turn: int, smallest: tuple[int, int]
 
 
 def _by_pillow(data: Any, name: str, wanted: Callable[[Any], Any]) -> Any:
-    """Open a file with pillow, which reads its header, and return what is wanted of it."""
+    """Open a file with pillow, which reads its header, and return the wanted part of it."""
     pillow = library("PIL.Image")
     try:
         return wanted(pillow.open(io.BytesIO(data)))

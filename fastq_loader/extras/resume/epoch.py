@@ -1,4 +1,4 @@
-"""Epochs that can be saved, and those that are resumed.
+"""Epochs that can be saved, and resumed epochs.
 
 Runs in the consumer, on the thread that calls `iter()` and `next()`; `snapshot` on any thread. Repeating the
 draws of an epoch loads no samples. Afterwards, the generators that the sampler used are restored, because
