@@ -24,9 +24,6 @@ def batches(load: Load) -> Iterator[Any]:
     return iter(DataLoader(**loader_arguments(load, LoaderSettings(0, "fork"))))
 
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first one leaves a folder for compiled code in TMPDIR

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, Processes
@@ -35,9 +34,7 @@ pytestmark = [
     pytest.mark.usefixtures("forked_workers"),
     MANY_WORKERS,
 ]
-TORCHS: Any = partial(TorchDataLoader, batch_size=None, num_workers=2)
 OURS: Any = partial(DataLoader, batch_size=None, num_workers=2)
-BOTH = (TORCHS, OURS)
 
 
 @dataclass(eq=False)

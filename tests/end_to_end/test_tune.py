@@ -21,11 +21,6 @@ def wait(index: int) -> torch.Tensor:
     return torch.rand(3) + index
 
 
-def make_loader() -> DataLoader[Any]:
-    # In the seconds that the tests have, others than forked workers hardly start.
-    return DataLoader(Made(wait, 10_000), 4, shuffle=True, num_workers=1, multiprocessing_context="fork")
-
-
 def contents(loader: DataLoader[Any], count: int) -> list[Any]:
     return [batch.tolist() for batch, _ in zip(loader, range(count), strict=False)]
 

@@ -173,10 +173,6 @@ def test_no_call_comes_between_taking_an_outcome_and_returning_it(workers: int, 
     assert not events
 
 
-def items(iterator: Iterator[torch.Tensor]) -> list[int]:
-    return [batch.item() for batch in iterator]
-
-
 def draw(index: int) -> Any:
     return torch.rand(()), random.random(), np.random.rand()
 

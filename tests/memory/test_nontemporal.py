@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from torch.utils.data import Dataset
 from fastq_loader import DataLoader
 from fastq_loader.memory import allocator, nontemporal
 from fastq_loader.memory import arena as arenas
-from fastq_loader.memory.blocks import size_class
 from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.reading import collate
 from tests.conftest import run_script
@@ -142,16 +140,6 @@ def test_what_user_code_made_is_copied_with_nontemporal_stores(for_device: bool,
         batch = {"x": floats(1), "few": torch.arange(3), "more": small(2).numpy().copy()}
         assert_same(batch, pair.trip(batch))
     assert sorted(copies) == [(1, 70_000), (1, 108_000)]
-
-
-def test_a_batch_is_written_so_if_the_one_before_was_large(copies: Copies) -> None:
-    limit = size_class(8 * PIECE)
-    with paired(nontemporal_from=limit) as pair:
-        for count, nontemporally in ((8, 0), (2, 1), (2, 0), (7, 0), (8, 0), (8, 1), (8, 1)):
-            del copies[:]
-            samples = [torch.zeros(PIECE, dtype=torch.uint8)] * count
-            pair.run(partial(collate.stack_tensors, samples))
-            assert len(copies) == nontemporally
 
 
 class Images(Dataset[Any]):

@@ -298,7 +298,6 @@ def nested(depth: int) -> Any:
     return value
 
 
-shared: list[Any] = [torch.ones(1)]
 cycle: list[Any] = [1]
 cycle.append(cycle)
 

@@ -184,6 +184,3 @@ def test_tensors_are_found_in_containers_and_objects_once_each() -> None:
     ]
     tree[0]["b"][1].append(tree)  # a cycle
     assert {id(part) for part in tensors_of(tree)} == set(map(id, tensors))
-
-
-ROWS = [torch.rand(2), torch.rand(3)]

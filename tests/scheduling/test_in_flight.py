@@ -6,16 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.consumer.deaths import Timeout
-from fastq_loader.scheduling.in_flight import PendingTasks
-from fastq_loader.scheduling.states import Batch, WorkerTable
+from fastq_loader.scheduling.states import WorkerTable
 from tests.support.thorough import examples
-
-
-def outstanding(*workers: int | None, slots: int = 100) -> tuple[PendingTasks, list[Batch]]:
-    tasks, batches = PendingTasks(slots), [Batch(seq, worker, None) for seq, worker in enumerate(workers)]
-    for batch in batches:
-        tasks.add(1, batch)
-    return tasks, batches
 
 
 def turns(table: WorkerTable, count: int, share_of: int | None = None) -> list[int | None]:

@@ -126,18 +126,6 @@ def test_a_wait_says_whether_a_worker_has_nothing_to_do_because_the_window_is_fu
     assert not wait.blocked, "there is nothing more to do"
 
 
-def granted(**keywords: Any) -> tuple[Scheduler, Send]:
-    scheduler, sends = started(prefetch=1, shared_tasks=True, **keywords)
-    arrive(scheduler, *answer(sends[0], worker=0, nbytes=100_000))
-    assert isinstance(scheduler.wanted(), Batch)
-    scheduler.pool.drop([0])
-    (send,) = draw(scheduler, scheduler.to_draw, [2])
-    assert send.task.grants == ((0, size_class(100_000)),)
-    arrive(scheduler, *answer(sends[1], worker=0))
-    delivered(scheduler)
-    return scheduler, send
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_batch_of_which_three_workers_died_fails_at_its_position(shared: bool) -> None:
     scheduler, sends = started(shared_tasks=shared, restarts=5)

@@ -23,8 +23,6 @@ from tests.extras.images.test_decode_images import FILES
 from tests.support.alarms import alarm_after, ring
 from tests.support.photographs import file_of, photograph
 
-ON_CPU = DecodeImages(16, device="cpu")
-
 
 class Gated:
     """Decodes numbers: their squares, or an error. The first one waits until `gate` is set."""

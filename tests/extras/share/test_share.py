@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -202,18 +201,6 @@ def test_the_second_of_a_name_finds_the_memory_of_the_first_and_sigkill_leaves_n
     del new
     gc.collect()
     assert list(tmp_path.iterdir()) == [], "the last one has taken the file along"
-
-
-@dataclass(frozen=True)
-class Frozen(Dataset[Any]):
-    names: list[str]
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-
-class Slotted:
-    __slots__ = ("names",)
 
 
 def test_a_file_of_another_user_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
