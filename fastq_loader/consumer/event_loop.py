@@ -11,6 +11,7 @@ way up.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.device.staging import DeviceSession, Staging
 from fastq_loader.ipc.claim_table import slots
 from fastq_loader.ipc.limits import expect_descriptors, require_threads
-from fastq_loader.ipc.messages import PASSED, Epoch, Space, Task, encode_task
+from fastq_loader.ipc.messages import PASSED, Epoch, Space, Task, encode, encode_task, seal
 from fastq_loader.ipc.sockets import THREADS
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.pool import BlockPool
@@ -155,7 +156,7 @@ class EventLoop:
             self.pool.drop(self._delivery.staging.drain())
         taken, claimed = self.group.take_back(scheduler.pending_tasks.tickets())
         number = 0 if bad_samples is None else bad_samples.epoch
-        sealed = self.group.sealed(start.resume)
+        sealed = seal(pickle.dumps(list(start.resume)), self.group.token) if start.resume else b""
         self._epoch = Epoch(scheduler.epoch + 1, *start[1:3], sealed, number, start.sample_seed)
         self._delivery.progress, self._delivery.bad_samples = start.done, bad_samples
         self.receiver.end_states = {}
@@ -163,7 +164,7 @@ class EventLoop:
         drawn = START if self.plan.rules.iterable else start.done
         count = scheduler.begin_epoch(self._epoch.epoch, taken, claimed, drawn)
         self._sampler = start.sampler
-        self.group.begin_epoch(self._epoch)
+        self.group.socket.send_all(encode(self._epoch))
         self._draw(count)
         self._flush()
         self._gate.phase = OPEN
@@ -382,7 +383,10 @@ class EventLoop:
         worker."""
         while self.receiver.receive():
             continue
-        seq, claimed = self.group.claimed_by(number, self.scheduler.pending_tasks, self.scheduler.epoch)
+        pending, claims = self.scheduler.pending_tasks, self.group.claims
+        claimed = frozenset(ticket for ticket in pending.tickets() if claims.holder(ticket) == number)
+        begun = self.scheduler.epoch, claims.begun(number)
+        seq = next((seq for (epoch, seq), each in pending.items() if (epoch, each.ticket) == begun), None)
         worker = self.group.mark_dead(number)
         report = self.deaths.sentence(worker, seq)
         sends = self.scheduler.died(Died(number, seq, worker.cause, claimed))

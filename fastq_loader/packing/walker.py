@@ -190,7 +190,9 @@ def segments_of(leaves: list[Any]) -> tuple[Metas, list[Span]]:
                 plain = (1 not in shape and 0 not in shape) or leaf.stride() == contiguous_strides(shape)
                 strides = None if plain else leaf.stride()
             else:
-                spans.append((start, start + _extent(leaf)))
+                # Up to the end of the last element.
+                steps = ((size - 1) * step for size, step in zip(leaf.shape, leaf.stride(), strict=True))
+                spans.append((start, start + (sum(steps) + 1) * leaf.itemsize * (leaf.numel() > 0)))
                 strides = leaf.stride()
             metas.append(("T", PLAIN_DTYPES[leaf.dtype], shape, strides, number, 0))
             continue
@@ -232,12 +234,6 @@ def _merge(leaves: list[Any], metas: list[tuple[Any, ...]], spans: list[Span]) -
         for meta, segment, (start, _) in zip(metas, segment_of, spans, strict=True)
     ]
     return tuple(placed), merged
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from the first element of a non-contiguous tensor to the end of its last one."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.itemsize if tensor.numel() else 0
 
 
 def device_segments(metas: Metas) -> list[int]:

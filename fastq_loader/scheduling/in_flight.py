@@ -225,11 +225,6 @@ class PendingTasks(dict[tuple[int, int], Batch]):
             or (batch.worker is None and (last or batch.ticket in died.claimed or key == (now, died.seq)))
         ]
 
-    def seq_of(self, epoch: int, ticket: int | None) -> int | None:
-        """The sequence number of the unanswered task with this epoch and ticket, or None."""
-        found = (seq for (of, seq), batch in self.items() if of == epoch and batch.ticket == ticket)
-        return next(found, None)
-
     def tickets(self) -> list[int]:
         """The tickets of the shared tasks that have no known claimant."""
         return [batch.ticket for batch in self.values() if batch.worker is None]

@@ -7,7 +7,6 @@ what happens to the batches of a dead worker.
 
 from __future__ import annotations
 
-import pickle
 import secrets
 import sys
 from collections.abc import Sequence
@@ -23,12 +22,10 @@ from fastq_loader.ipc.messages import (
     Hello,
     Stop,
     encode,
-    seal,
 )
 from fastq_loader.ipc.sockets import ConsumerSocket
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.scheduling.in_flight import PendingTasks
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import calls, process_id
 from fastq_loader.system.unpatched import time
@@ -198,15 +195,7 @@ class WorkerGroup:
         self._counters.worker_restarts += 1
         self.socket.send(number, epoch)
 
-    # ---- messages to all workers ----------------------------------------------------------------
-
-    def sealed(self, told: Sequence[Any]) -> bytes:
-        """Return the workers' values, in the order of their numbers, as one sealed pickle; b"" for none."""
-        return seal(pickle.dumps(list(told)), self.token) if told else b""
-
-    def begin_epoch(self, epoch: Epoch) -> None:
-        """Send a new epoch to all workers."""
-        self.socket.send_all(encode(epoch))
+    # ---- shared tasks ---------------------------------------------------------------------------
 
     def offer(self, tasks: list[bytes]) -> None:
         """Send encoded shared tasks to all workers, but not to a busy one that may have many to read: its
@@ -235,11 +224,6 @@ class WorkerGroup:
     def claims(self) -> ClaimTable:
         assert self._claims is not None, "the group was started, and not closed"
         return self._claims
-
-    def claimed_by(self, worker: int, pending: PendingTasks, epoch: int) -> tuple[int | None, frozenset[int]]:
-        """Return the batch that a dead worker was working on, and the tickets that it had claimed."""
-        mine = frozenset(ticket for ticket in pending.tickets() if self.claims.holder(ticket) == worker)
-        return pending.seq_of(epoch, self.claims.begun(worker)), mine
 
     def take_back(self, tickets: list[int]) -> tuple[set[int], dict[int, int]]:
         """Take back the unclaimed ones of these tickets. Returns these, and ticket → worker of the others."""

@@ -201,10 +201,6 @@ class WorkerLoop:
 
     # ---- one task -----------------------------------------------------------------------------
 
-    def _costs(self) -> tuple[Any, ...]:
-        """Costs of the last batch, and remarks: the fields of an answer from `fetched` on."""
-        return *self._reader.timing, self._allocator.new_memory, self._reader.remarks
-
     def _skip(self, task: Task) -> None:
         self._answer(task, SKIPPED, self._begin(task))
 
@@ -273,7 +269,9 @@ class WorkerLoop:
         if not self._allocator.untouched:
             fresh, returned = self._allocator.finish(used)
         state = self._reader.state if loaded else b""
-        costs = self._costs() if loaded else ()
+        costs: tuple[Any, ...] = ()  # the fields of an answer from `fetched` on
+        if loaded:
+            costs = *self._reader.timing, self._allocator.new_memory, self._reader.remarks
         finished = time.monotonic_ns()
         self._quick = finished - started < _QUICK
         head = *task[:3], kind, started, finished, tuple(fresh), tuple(returned), handle

@@ -159,13 +159,10 @@ class Forked(popen_fork.Popen):
         if self.returncode is None and readable([self.sentinel], 0 if flag == os.WNOHANG else None):
             with self._reaping:  # any thread that starts a process polls all children
                 if self.returncode is None:
-                    self._reap()
+                    with contextlib.suppress(OSError):  # the zygote has ended: the exit code is lost
+                        code = self._zygote.ask(self.pid)
+                        self.returncode = code if self.returncode is None else self.returncode
         return self.returncode
-
-    def _reap(self) -> None:
-        with contextlib.suppress(OSError):  # the zygote has ended: the exit code is lost
-            code = self._zygote.ask(self.pid)
-            self.returncode = code if self.returncode is None else self.returncode
 
     def close(self) -> None:
         super().close()
