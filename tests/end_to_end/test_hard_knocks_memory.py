@@ -222,9 +222,6 @@ def test_memory_of_large_batches_goes_back(nbytes: int) -> None:
             assert memfd_bytes() < 20 * nbytes + (2 << 20)
 
 
-# ---- address space ----------------------------------------------------------------------------------
-
-
 # ---- limits, sandboxes ------------------------------------------------------------------------------
 
 

@@ -191,16 +191,6 @@ def test_the_error_names_the_place(path: str) -> None:
     assert caught.value.__cause__ is not None
 
 
-class Long:
-    def __repr__(self) -> str:
-        return "x" * 10_000
-
-
-class Large:
-    def __reduce__(self) -> Any:
-        raise MemoryError("no room")
-
-
 class Plain(ValueError):
     pass
 

@@ -56,10 +56,6 @@ def test_its_descriptor_says_when_it_has_ended(means: str) -> None:
     child.release()
 
 
-def kill_itself(number: int) -> None:
-    os.kill(os.getpid(), number)
-
-
 @pytest.mark.parametrize("reaps", [False, True], ids=["ignored", "reaped"])
 def test_where_somebody_else_reaps_it_nobody_knows_how_it_ended(
     reaps: bool, means: str, request: pytest.FixtureRequest
@@ -82,7 +78,3 @@ def test_where_somebody_else_reaps_it_nobody_knows_how_it_ended(
     assert cause == f"DataLoader worker (pid {child.pid}) exited unexpectedly"
     child.release()
     assert child.process.exitcode == UNKNOWN_EXIT
-
-
-def dawdle() -> None:
-    time.sleep(60)
