@@ -327,8 +327,8 @@ class Distributed(ComputedSampler):
     and must be finite.
 
     Generators are found among the sampler's attributes and their members, down to the third level. Unless all
-    samplers are torch's and nothing remained unseen, the order is drawn again with the same seeds, and must
-    be the same.
+    samplers are torch's or ours and nothing remained unseen, the order is drawn again with the same seeds,
+    and must be the same.
 
     Args:
         sampler: any finite sampler. `set_epoch` calls its `set_epoch`, or that of a sampler inside it.
@@ -395,7 +395,7 @@ class Distributed(ComputedSampler):
 
     def iterate_from(self, position: int) -> Iterator[Any]:
         own, all_seen = generators.find({"sampler": self.sampler})
-        is_certain = all_seen and all(map(seeds.can_seed, own.values())) and _is_torchs(self.sampler)
+        is_certain = all_seen and all(map(seeds.can_seed, own.values())) and _is_known(self.sampler)
         with generators.restored({**generators.GLOBAL, **own}):
             order = self._draw(own)
             # By chance even an order of two is the same 20 times in only one of a million epochs.
@@ -421,10 +421,10 @@ class Distributed(ComputedSampler):
         return f"Distributed({self.sampler}, {', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
 
-def _is_torchs(sampler: Any) -> bool:
-    """Whether a sampler and those inside it are torch's, whose generators are attributes of theirs."""
+def _is_known(sampler: Any) -> bool:
+    """Whether a sampler and those inside it are torch's or ours: their generators are attributes."""
     while sampler is not None:
-        if not type(sampler).__module__.startswith("torch."):
+        if not type(sampler).__module__.startswith(("torch.", "fastq_loader.")):
             return False
         sampler = getattr(sampler, "sampler", None)
     return True
