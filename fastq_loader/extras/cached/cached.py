@@ -129,7 +129,7 @@ class cached:
         #: Number of the program that made this cache.
         self.program = _drawn()
         self._set_function()
-        is_of_module = self._of is None and not self._options.is_shared
+        is_of_module = self._of is None and name is None
         #: The name of this cache in each process that imports its module, if it has one.
         self._handed_as = handover.register(self, self._options.function) if is_of_module else None
         self._place = open_place(self._options)
@@ -174,7 +174,9 @@ class cached:
             if self._pid == process_id.current():
                 return of
             if (handed := handover.received(self._handed_as)) is not None:
-                self._place, self.program = Place(handed[0]), handed[1]
+                # Of a folder, what is handed over is the memory of its counters.
+                store = None if self._options.path is None else self._place.store
+                self._place, self.program = Place(handed[0], store), handed[1]
             counters = self._place.counters
             counters.enter()
             self._checks = Checks(self.program, counters, joins_earlier=self._options.path is not None)

@@ -7,8 +7,10 @@ import collections
 import copy
 import dataclasses
 import functools
+import importlib
 import pickle
 import random
+import sys
 import threading
 import time
 import warnings
@@ -361,6 +363,36 @@ def test_objects_that_a_dataset_holds_have_their_values_in_all_workers(method: s
     after = Numbers.decode.statistics()
     assert (after.misses - before.misses, after.hits - before.hits) == (16, 16)
     assert after.unshared == before.unshared
+
+
+@pytest.mark.processes
+def test_a_folder_of_a_module_has_one_count_of_hits_in_all_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reads_a_folder.py").write_text(
+        "import functools, fastq_loader\n"
+        f"@functools.partial(fastq_loader.cached, limit='1MB', path={str(tmp_path / 'values')!r})\n"
+        "def decode(index): return index\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    decode: Any = importlib.import_module("reads_a_folder").decode
+    for _ in range(2):
+        loader = DataLoader(Called(decode), 4, num_workers=2, multiprocessing_context="spawn")
+        assert torch.cat(list(loader)).tolist() == [*range(32)]
+    found = decode.statistics()
+    assert (found.misses, found.hits, 16 <= found.checked <= 20) == (32, 32, True)
+    del sys.modules["reads_a_folder"]  # closes the folder
+
+
+class Called(torch.utils.data.Dataset[Any]):
+    def __init__(self, decode: Any) -> None:
+        self.decode = decode
+
+    def __getitem__(self, index: int) -> Any:
+        return self.decode(index)
+
+    def __len__(self) -> int:
+        return 32
 
 
 class Numbers(torch.utils.data.Dataset[Any]):
