@@ -402,8 +402,8 @@ FAULTS = (
     Fault(
         "copies to page-locked memory are told of only where they are the limit",
         "extras/insight/advice.py",
-        "    rules = [*chosen, *[_pinning] * bool(chosen)]\n",
-        "    rules = [*chosen]\n",
+        "            chosen[_pinning] = None",
+        "            chosen.pop(_pinning, None)",
         "row S2",
         "extras/insight/test_advice.py",
     ),

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from fastq_loader.extras.insight.chooser import Limits, rank
-from fastq_loader.extras.insight.model import Costs, RunProfile, Setting
+from fastq_loader.extras.insight.model import Costs, LoaderFacts, RunProfile, Setting
 
 #: Smaller gains are within the error of the model.
 _LEAST_GAIN = 1.05
@@ -42,14 +42,24 @@ def advice(run: RunProfile, limits: Sequence[str]) -> tuple[str, ...]:
     """
     if run.costs is None:
         return ()
-    chosen = dict.fromkeys(rule for limit in limits for rule in _RULES.get(limit, ()))
-    if run.loader.chooses_workers:  # it tries these numbers itself, and knows better than the model
-        chosen = {rule: None for rule in chosen if rule not in _NUMBERS}
     case = _Case(run, run.costs)
-    rules = [*chosen, *[_pinning] * bool(chosen)]
-    found = [advised for rule in rules for advised in rule(case) if advised[0] >= _LEAST_GAIN]
-    found.sort(key=lambda advised: -advised[0])
-    return tuple(line for _, line in found[:_LINES])
+    for rules in (_RULES, _OTHERWISE):
+        if chosen := _applicable(rules, limits, run.loader):
+            chosen[_pinning] = None
+        found = [advised for rule in chosen for advised in rule(case) if advised[0] >= _LEAST_GAIN]
+        if found:
+            found.sort(key=lambda advised: -advised[0])
+            return tuple(line for _, line in found[:_LINES])
+    return ()
+
+
+def _applicable(
+    rules: dict[str, tuple[_Rule, ...]], limits: Sequence[str], loader: LoaderFacts
+) -> dict[_Rule, None]:
+    chosen = dict.fromkeys(rule for limit in limits for rule in rules.get(limit, ()))
+    if loader.chooses_workers:  # it tries these numbers itself, and knows better than the model
+        chosen = {rule: None for rule in chosen if rule not in _NUMBERS}
+    return chosen
 
 
 def duration(seconds: float) -> str:
@@ -106,12 +116,18 @@ def _times(gain: float) -> str:
 
 
 def _other_workers(case: _Case) -> Iterator[_Advised]:
-    now = case.setting.num_workers
+    now, costs = case.setting.num_workers, case.costs
     best = next(each.num_workers for each in case.ranked if each.num_workers)
+    gain, seconds, until = case.gain(num_workers=best), case.seconds(num_workers=best), ""
+    if seconds <= _LEAST_GAIN * (costs.step + costs.overhead + costs.draw + costs.device):
+        until = ", until the consumer limits"
+    elif seconds <= _LEAST_GAIN * costs.cpu / case.run.cpus:
+        until = ", until the CPUs limit"
+    free = int(case.run.cpus - costs.cpu / case.now + 0.1)
+    cores = f"; {free} core{'s are' if free > 1 else ' is'} free" if free > 0 else ""
     stay = " and persistent_workers=True" if not now and case.run.epoch.seconds < _SHORT else ""
     split = "" if now or not case.run.loader.iterable else ", if the dataset is split among workers"
-    gain = case.gain(num_workers=best)
-    yield gain, f"num_workers {now} → {best}{stay}{split}: {_times(gain)}"
+    yield gain, f"num_workers {now} → {best}{stay}{split}: {_times(gain)}{until}{cores}"
 
 
 def _no_workers(case: _Case) -> Iterator[_Advised]:
@@ -230,6 +246,17 @@ def _on_the_way_to_the_device(case: _Case) -> Iterator[_Advised]:
         yield gain, f"{run.loader.transform} in the workers, as part of collate_fn: {_times(gain)}"
 
 
+def _even_batches(case: _Case) -> Iterator[_Advised]:
+    most = 2 * sorted(case.costs.loads)[len(case.costs.loads) // 2]
+    gain = case.gain(loads=tuple(min(load, most) for load in case.costs.loads))
+    yield gain, f"no batch that takes longer than {duration(most)} to load: {_times(gain)}"
+
+
+def _cheaper_samples(case: _Case) -> Iterator[_Advised]:
+    gain = case.gain(loads=case.loads(0.5))
+    yield gain, f"a batch takes {duration(case.costs.load)} to load: in half of that, {_times(gain)}"
+
+
 def _decoded_once(case: _Case) -> Iterator[_Advised]:
     """Based on the sizes of samples in a batch; decoded samples may be larger, before they are cropped."""
     run, costs, size = case.run, case.costs, case.run.loader.batch_size
@@ -262,3 +289,5 @@ _RULES: dict[str, tuple[_Rule, ...]] = {
 }
 #: Rules about the number of workers.
 _NUMBERS = {_other_workers, _no_workers, _no_start, _fewer_workers}
+#: Changes to the user's own code, proposed if no argument would help.
+_OTHERWISE: dict[str, tuple[_Rule, ...]] = {"workers": (_cheaper_samples,), "head_of_line": (_even_batches,)}

@@ -15,12 +15,14 @@ import os
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch.utils.data
+from torch.utils.data import _DatasetKind
 
 from fastq_loader import options
 from fastq_loader.epoch import resources
@@ -30,6 +32,7 @@ from fastq_loader.extras.resume.text import dump
 from fastq_loader.extras.tools import trials
 from fastq_loader.extras.tools.leaves import Leaf, difference, digest, leaves
 from fastq_loader.loader import DataLoader
+from fastq_loader.packing.tensors import tensors_of
 from fastq_loader.reading import fetch, generators
 from fastq_loader.system.terminal import printable
 
@@ -166,7 +169,8 @@ def compare(
         text = difference(again[0].kept, again[1].kept, ("with torch", "with fastq_loader"))
         text = text or "two batches, but not when they were loaded again"
         text += f" ({error})." if (error := first.costs.error or second.costs.error) else "."
-        text += f"\n{_cause(loader, first.digests == again[0].digests, error)}"
+        probed = trials.in_child(_Probe(torchs), method)
+        text += f"\n{_cause(loader, probed, first.digests == again[0].digests, error)}"
     rows = run("torch", timed[0], step_seconds).costs, run("fastq_loader", timed[1], step_seconds).costs
     both = second.costs.error if first.costs.error else ""
     seconds = min((row.seconds for row in rows if row.batches), default=math.inf)
@@ -215,13 +219,15 @@ def _variants(loader: Any) -> list[Any]:
     return made
 
 
-def _cause(loader: Any, reproducible: bool, error: str) -> str:
+def _cause(loader: Any, probed: str, reproducible: bool, error: str) -> str:
     if not reproducible:
         return (
             "But torch's DataLoader differs from itself in two runs with the same seeds: the data are not "
-            "reproducible. Likely cause: dataset or collate_fn reads the time or the process id, draws from "
-            "a generator that nothing seeds, or writes to memory that it has already returned."
+            f"reproducible. Likely cause: {probed or 'dataset or collate_fn'} reads the time or the process "
+            "id, draws from a generator that nothing seeds, or writes to memory that it has already returned."
         )
+    if probed:
+        return f"Likely cause: {probed} keeps state between its calls."
     if type(loader) not in (_TORCHS, DataLoader):
         return f"Likely cause: an override in the subclass {type(loader).__qualname__}."
     if error:
@@ -235,10 +241,7 @@ def _cause(loader: Any, reproducible: bool, error: str) -> str:
             "Crops and flips of fastq_loader.images differ on purpose: their seeds belong to samples, and "
             "with torch's loader they are drawn from its generator. Compare with scale=None, flip=0."
         )
-    return (
-        "If neither dataset nor collate_fn keeps state between its calls, the loader is at fault: please "
-        "report it."
-    )
+    return "Dataset and collate_fn gave equal results twice, so the loader is at fault: please report it."
 
 
 def _notes(loader: Any, error: str, seconds: float, batches: int | None) -> Iterator[str]:
@@ -352,3 +355,36 @@ def _cpu_seconds() -> float:
     """CPU seconds of this process and of its children that have ended."""
     children = os.times()  # in hundredths of seconds, which an epoch of this process may not take
     return time.process_time() + children.children_user + children.children_system
+
+
+@dataclass
+class _Probe(trials.Task):
+    """Reads and collates the first samples twice with the same seeds, to find what differs."""
+
+    found: str = ""
+
+    def run(self) -> None:
+        loader = self.loader
+        make: Any = _DatasetKind.create_fetcher
+        rules = loader.dataset, loader._auto_collation, lambda samples: samples, loader.drop_last
+        with suppress(Exception):  # of user code, which may expect to run in a worker
+            index = next(iter(loader._index_sampler))
+            samples, _ = self._twice("the dataset", lambda: make(loader._dataset_kind, *rules).fetch(index))
+            made = self._twice("collate_fn", lambda: loader.collate_fn(samples))
+            places = [{each.data_ptr() for each in tensors_of(batch) if each.numel()} for batch in made]
+            if not self.found and places[0] & places[1]:
+                self.found = "collate_fn, which returns the same memory twice,"
+
+    def _twice(self, name: str, read: Callable[[], Any]) -> list[Any]:
+        made, parts = [], []
+        own, _ = generators.find({"dataset": self.loader.dataset, "collate_fn": self.loader.collate_fn})
+        for _ in range(2):
+            with generators.restored({**generators.GLOBAL, **own}):
+                made.append(read())
+            parts.append(list(leaves(made[-1], "a sample" if name == "the dataset" else "a batch")))
+        text = difference(parts[0], parts[1], ("at first", "then"))
+        self.found = self.found or (text and f"{name} ({text})")
+        return made
+
+    def result(self) -> str:
+        return self.found

@@ -36,12 +36,12 @@ def lines(limit: str, costs: Costs, setting: Setting = TWO, cpus: float = 4.0, *
 @pytest.mark.parametrize(
     ("costs", "workers", "cpus", "line"),
     [
-        (Costs((0.1,)), 2, 4, "2 → 4: about 2 ×"),
-        (Costs((0.1,), step=0.028), 2, 8, "2 → 4: about 1.8 ×"),
-        (Costs((0.1,), step=0.0245), 2, 8, "2 → 4: about 2 ×"),
-        (Costs((0.1,)), 1, 2, "1 → 2: about 2 ×"),
-        (Costs((0.1,), load_cpu=0.01), 2, 2, "2 → 32: about 16 ×"),
-        (Costs((0.1,), step=0.1), 0, 2, "0 → 1: about 2 ×"),
+        (Costs((0.1,)), 2, 4, "2 → 4: about 2 ×, until the CPUs limit; 2 cores are free"),
+        (Costs((0.1,), step=0.028), 2, 8, "2 → 4: about 1.8 ×, until the consumer limits; 6 cores are free"),
+        (Costs((0.1,), step=0.0245), 2, 8, "2 → 4: about 2 ×, until the consumer limits; 6 cores are free"),
+        (Costs((0.1,)), 1, 2, "1 → 2: about 2 ×, until the CPUs limit; 1 core is free"),
+        (Costs((0.1,), load_cpu=0.01), 2, 2, "2 → 32: about 16 ×; 2 cores are free"),
+        (Costs((0.1,), step=0.1), 0, 2, "0 → 1: about 2 ×, until the consumer limits; 1 core is free"),
     ],
 )
 def test_more_workers_as_far_as_they_help(costs: Costs, workers: int, cpus: float, line: str) -> None:
@@ -124,8 +124,12 @@ RULES: list[tuple[str, Costs, dict[str, Any], str]] = [
         {"setting": Setting(0), "iterable": True},
         "…, if the dataset is split among workers: ",
     ),
-    ("workers", Costs((0.1,)), {"cpus": 2}, ""),
+    ("workers", Costs((0.1,)), {"cpus": 2}, "a batch takes 100 ms to load: in half of that, about 2 ×"),
     ("head_of_line", UNEVEN, {}, "…schedule='dynamic' removes the 23% lost at the head of the line: about "),
+    (
+        *("head_of_line", Costs((0.01,) * 99 + (9.0,)), {"setting": Setting(4, dynamic=True), "cpus": 64}),
+        "…no batch that takes longer than 20 ms to load",
+    ),
     (
         *("consumer", Costs((0.012,), step=0.031), {"setting": Setting(4)}),
         f"{STEP} 12 ms: one worker would do, at the same speed",

@@ -124,7 +124,7 @@ PAGE = Diagnosis(
     "workers",
     0.595,
     "pad: 4 s of 7.4 s",
-    ("num_workers 2 → 4: about 1.8 ×",),
+    ("num_workers 2 → 4: about 1.8 ×, until the consumer limits; 2 cores are free",),
     EPOCH,
     (WORKER,),
     "num_workers=1, prefetch_factor=2, round_robin",
@@ -149,7 +149,7 @@ def test_a_page_as_it_is_printed() -> None:
         "  0           90%       0%      10%    80 ms     5 ms     5 ms",
         "",
         "What would help:",
-        "  - num_workers 2 → 4: about 1.8 ×",
+        "  - num_workers 2 → 4: about 1.8 ×, until the consumer limits; 2 cores are free",
     ]
 
 

@@ -51,6 +51,15 @@ class Endless(IterableDataset[Any]):
         return iter(torch.rand(2) + number for number in itertools.count())
 
 
+class MutableFields:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, samples: Any) -> Any:
+        self.calls += 1
+        return self.calls
+
+
 class Odd(DataLoader[Any]):
     """Changes one value; of a text it cannot."""
 
@@ -119,7 +128,12 @@ def test_equal_loaders_are_equal_and_stay_as_they_are(kind: Any, workers: int) -
         (
             DataLoader(Drawn(lambda index: time.time_ns()), 4),
             r"batch 0 of epoch 0: batch\[0\] is \d+ with torch, and \d+ with .*\nBut torch's DataLoader "
-            r"differs from itself .*dataset or collate_fn reads the time",
+            r"differs from itself .*the dataset \(a sample\[0\] is int \d+ at first, and int \d+ then\)",
+        ),
+        (
+            Odd(Drawn(), 4, collate_fn=MutableFields()),
+            r"batch is int 3 with torch, and int -1 with fastq_loader\.\nLikely cause: collate_fn "
+            r"\(a batch is int 1 at first, and int 2 then\) keeps state between its calls\.",
         ),
         (
             Odd(Drawn(), 4, collate_fn=str),
