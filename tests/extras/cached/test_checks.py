@@ -28,6 +28,7 @@ from fastq_loader import DataLoader, NotCached, cached
 from fastq_loader.extras.cached import checks, counters
 from fastq_loader.extras.cached.equal import Incomparable, difference
 from tests.support.forking import end_of, fork
+from tests.support.thorough import thorough
 
 # ---- which hits -------------------------------------------------------------------------------------------
 
@@ -350,6 +351,7 @@ def test_shards_that_share_their_keys_are_never_delivered_wrong() -> None:
 
 
 @pytest.mark.processes
+@thorough(but={"method": "spawn"})
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_objects_that_a_dataset_holds_have_their_values_in_all_workers(method: str) -> None:
     dataset = torch.utils.data.ConcatDataset([Numbers(1), Numbers(2)])
