@@ -32,7 +32,8 @@ def steady_case(peers: list[str], folder: Path, name: str = "rows") -> Case:
 @pytest.mark.processes
 def test_the_steady_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "grain", None)  # as if it were not installed
-    found = measured(steady_case(["torch", "fastq_loader", "grain", "torch_0"], tmp_path), tmp_path / "rows")
+    case = steady_case(["torch", "fastq_loader", "grain", "torch_0"], tmp_path)
+    found = measured(case, tmp_path / "rows.jsonl")
     assert "not installed" in str(found.peers["grain"].failure)
     assert found.facts["batch_bytes"] == 64 * (8 * 4 + 8)
     for name in ("ceiling", "torch", "fastq_loader", "torch_0"):
