@@ -204,7 +204,10 @@ class cached:
         try:
             found = place.store.get(key, self._options.copy)
             if found is not None:
-                check = self._checks.due(key, *found.writer) if self._options.check else None
+                # Without the object of a method, nothing can be computed any more.
+                is_gone = type(self._of) is weakref.ref and self._of() is None
+                checks = self._options.check and not is_gone
+                check = self._checks.due(key, *found.writer) if checks else None
                 if check is None:
                     value = values.decode(found, renews=True)
                     counters.add("hits")
@@ -217,8 +220,6 @@ class cached:
             text = f": a value{where} cannot be read and is computed again: {type(error).__name__}: {error}"
             self._warn_once("damaged", text, UserWarning)
         if found is not None and check is not None:
-            if type(self._of) is weakref.ref and self._of() is None:  # nothing can be computed any more
-                return value
             return self._check(check, found, value, args, kwargs)
         counters.add("misses")
         return self._compute(key, args, kwargs, is_damaged)

@@ -339,7 +339,7 @@ def test_a_method_of_a_temporary_object_works_and_a_cache_without_its_object_say
     decode = scaled.decode
     assert decode(2) == 6
     del scaled
-    assert decode(2) == 6, "what is there needs no object"
+    assert (decode(2), decode.statistics().hits) == (6, 1), "what is there needs no object, and is a hit"
     with pytest.raises(ReferenceError, match=r"Scaled.decode: the object of this method is gone"):
         decode(3)
 
