@@ -165,7 +165,10 @@ class FarWorker:
 
     def run(self) -> None:
         """Wait for the proxy, and work until it stops this worker, or is gone."""
-        sock, client, number = self._proxies.get()
+        with contextlib.suppress(Lost, KeyboardInterrupt):  # the consumer's own is the one to show
+            self._work_for(*self._proxies.get())
+
+    def _work_for(self, sock: socket.socket, client: Connection, number: int) -> None:
         for held in (sock, self._listener):  # a child of user code would keep the connection open
             os.register_at_fork(after_in_child=held.close)
         gc.freeze()  # see `workers.main`
@@ -179,8 +182,6 @@ class FarWorker:
             # The claim table is its own, and has no effect.
             WorkerLoop(setup, blocks, proxy, ClaimTable(arena.fd, arena.mapping.claims)).run()
             proxy.finish()
-        except (Lost, KeyboardInterrupt):  # the consumer's own is the one to show
-            pass
         finally:
             self._over = True
             with contextlib.suppress(OSError):  # it is closed already

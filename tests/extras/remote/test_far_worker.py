@@ -141,6 +141,17 @@ def test_it_ends_with_its_proxy_also_in_the_middle_of_a_batch(index: Any) -> Non
         assert started.end() == f"exited with code {0 if index == 7 else 1}"
 
 
+@pytest.mark.parametrize("has_a_proxy", [False, True])
+def test_it_ends_quietly_at_an_interrupt(started: Started, has_a_proxy: bool) -> None:
+    """Ctrl-C reaches all processes of a terminal; the consumer shows its traceback."""
+    connection = started.connect() if has_a_proxy else None
+    assert wait_until(lambda: "in run" in started.stacks(), SECONDS)
+    os.kill(started.far.child.pid, signal.SIGINT)
+    assert started.end() == "exited with code 0"
+    if connection is not None:
+        connection.close()
+
+
 def test_another_version_is_refused_with_what_differs() -> None:
     with pytest.raises(ProtocolError, match=r"has .*'torch': '2.*, and the consumer {'torch': '0.1'}"):
         Started(versions={"torch": "0.1"})
