@@ -3,10 +3,11 @@
 `python -m tests.faults` is the proof that the tests guard the promises. `fault_table.py` has the faults.
 Nothing here changes the repository: each job plants its faults in a copy in the temporary folder, and the
 tests of that copy import the copy's package. A fault counts as found if pytest reports a failed test in the
-file that is named for it, or else in the default run, and that test fails again when it is run alone. A run
-that only hits its limit finds nothing, and neither does a test that fails without the fault as well.
+file that is named for it, or else in the default run, and that test fails again when it is run alone; or if
+that file hangs. A test that fails without the fault as well finds nothing.
 
     python -m tests.faults                        all faults, in two copies at once
+    python -m tests.faults --all                  each test that fails, for each fault (takes hours)
     python -m tests.faults packing "dead worker"  faults with one of these texts in any of their fields
     python -m tests.faults --list                 the table of faults
     python -m tests.faults --places               only check that each place occurs exactly once
@@ -51,26 +52,28 @@ class Found(NamedTuple):
 
     Attributes:
         fault: the fault.
-        test: id of the failed test; "" if none found it.
+        tests: ids of the failed tests: the first, or all; none if it was not found.
         seconds: until it was found.
         note: what else there is to say.
     """
 
     fault: Fault
-    test: str
+    tests: tuple[str, ...]
     seconds: float
     note: str = ""
 
 
 class Run(NamedTuple):
-    """A run of pytest: its failed test, or "" with the reason why there is none (also "" if all passed)."""
+    """A run of pytest: its failed tests, or none with the reason ("" if all have passed)."""
 
-    test: str
+    tests: tuple[str, ...]
     why: str
 
 
 #: All tests of a run have passed.
-GREEN = Run("", "")
+GREEN = Run((), "")
+#: Stands for a failed test: the run has hit its limit.
+HANG = "(the run hangs)"
 
 
 def place_of(fault: Fault, root: Path = ROOT) -> str:
@@ -119,11 +122,19 @@ class Copy:
         for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
             compiled.unlink()
 
-    def run(self, *tests: str, limit: float) -> Run:
-        """Run tests, all by default, up to the first that fails."""
+    def run(self, *tests: str, limit: float, every: bool = False) -> Run:
+        """Run tests, the default run if none is named, up to the first that fails, or every one."""
         self._temporary.mkdir()
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-o", f"timeout={_TEST}", f"--ignore={_OF_PLACES}"]
-        command = [sys.executable, "-m", "pytest", *options, *tests]
+        options = [
+            *([] if every else ["-x"]),
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-o",
+            f"timeout={_TEST}",
+            f"--ignore={_OF_PLACES}",
+        ]
+        command = [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)]
         try:
             with subprocess.Popen(
                 command,
@@ -137,17 +148,17 @@ class Copy:
                 try:
                     output = process.communicate(timeout=limit)[0].decode(errors="replace")
                 except subprocess.TimeoutExpired:
-                    return Run("", f"hung for {limit:.0f} s")
+                    return Run((HANG,), "")
                 finally:
                     self.end_all()
         finally:
             shutil.rmtree(self._temporary, ignore_errors=True)
         if process.returncode == 0:
             return GREEN
-        failed = _FAILED.search(output) if process.returncode == 1 else None
-        if failed is None:
-            return Run("", f"pytest ended with {process.returncode}: {output.strip().rpartition(chr(10))[2]}")
-        return Run(failed[1].removeprefix("tests/"), "")
+        failed = _FAILED.findall(output) if process.returncode == 1 else []
+        if not failed:
+            return Run((), f"pytest ended with {process.returncode}: {output.strip().rpartition(chr(10))[2]}")
+        return Run(tuple(test.removeprefix("tests/") for test in failed), "")
 
     def end_all(self) -> None:
         """End all processes of a run, whatever their session: their environment has the copy's mark."""
@@ -158,38 +169,41 @@ class Copy:
                     os.kill(int(name), signal.SIGKILL)
 
 
-def find(fault: Fault, copy: Copy) -> Found:
-    """Plant a fault, and look which test finds it, twice."""
+def find(fault: Fault, copy: Copy, every: bool = False) -> Found:
+    """Plant a fault, and look which test finds it, or which tests do, twice."""
     began, note = time.monotonic(), ""
     with copy.planted(fault):
-        run = copy.run(f"tests/{fault.found_by}", limit=_FILE)
-        if run == GREEN:
+        run = copy.run(limit=_ALL, every=True) if every else copy.run(fault.found_by, limit=_FILE)
+        if run == GREEN and not every:
             run, note = copy.run(limit=_ALL), f"not by {fault.found_by}"
         seconds = time.monotonic() - began
-        if not run.test:
-            return Found(fault, "", seconds, run.why or "all tests pass")
-        if not copy.run(f"tests/{run.test}", limit=_FILE).test:
-            return Found(fault, "", seconds, f"{run.test} does not fail when it is run again")
-    if note and copy.run(f"tests/{run.test}", limit=_FILE) != GREEN:
-        return Found(fault, "", seconds, f"{run.test} fails without it, too")
-    return Found(fault, run.test, seconds, note)
+        if not run.tests:
+            return Found(fault, (), seconds, run.why or "all tests pass")
+        if run.tests != (HANG,):
+            again = copy.run(*run.tests, limit=_ALL if every else _FILE, every=every)
+            if not again.tests:
+                return Found(fault, (), seconds, f"not when it is run again: {', '.join(run.tests)}")
+            run = again
+    if note and run.tests != (HANG,) and copy.run(*run.tests, limit=_FILE) != GREEN:
+        return Found(fault, (), seconds, f"{run.tests[0]} fails without it, too")
+    return Found(fault, run.tests, seconds, note)
 
 
-def find_all(faults: Sequence[Fault], jobs: int, baseline: bool) -> Iterator[Found]:
+def find_all(faults: Sequence[Fault], jobs: int, baseline: bool, every: bool = False) -> Iterator[Found]:
     """Look for these faults, in so many copies at once; before that, for files that are red without any."""
     copies: SimpleQueue[Copy] = SimpleQueue()
 
     def green(file: str) -> Run:
         copy = copies.get()
         try:
-            return copy.run(f"tests/{file}", limit=_FILE)
+            return copy.run(file, limit=_FILE)
         finally:
             copies.put(copy)
 
     def found(fault: Fault) -> Found:
         copy = copies.get()
         try:
-            return find(fault, copy)
+            return find(fault, copy, every)
         finally:
             copies.put(copy)
 
@@ -202,10 +216,10 @@ def find_all(faults: Sequence[Fault], jobs: int, baseline: bool) -> Iterator[Fou
             if baseline:
                 files = list(dict.fromkeys(fault.found_by for fault in faults))
                 runs = zip(files, pool.map(green, files), strict=True)
-                red = {file: run.test or run.why for file, run in runs if run != GREEN}
+                red = {file: ", ".join(run.tests) or run.why for file, run in runs if run != GREEN}
             for fault in faults:
                 if fault.found_by in red:
-                    yield Found(fault, "", 0.0, f"{fault.found_by} fails without it: {red[fault.found_by]}")
+                    yield Found(fault, (), 0.0, f"{fault.found_by} fails without it: {red[fault.found_by]}")
             yield from pool.map(found, [fault for fault in faults if fault.found_by not in red])
         except BaseException:  # Ctrl-C, which the tests do not get: their sessions are others
             pool.shutdown(wait=False, cancel_futures=True)
@@ -223,6 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.partition("\n\n")[0])
     parser.add_argument("which", nargs="*", help="texts in the name, file, promise or test file of a fault")
     parser.add_argument("--list", action="store_true", help="print the table and run nothing")
+    parser.add_argument("--all", action="store_true", help="every test that finds a fault, not the first")
     parser.add_argument("--places", action="store_true", help="only look for the places")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="copies at once (default: 2)")
     parser.add_argument("--no-baseline", action="store_true", help="do not run the files without a fault")
@@ -247,9 +262,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1 if misplaced else 0
     print(line(*_HEADER), flush=True)
     lost = 0
-    for found in find_all(faults, options.jobs, not options.no_baseline):
-        fault, lost = found.fault, lost + (not found.test)
-        where = found.test or "NOTHING"
+    for found in find_all(faults, options.jobs, not options.no_baseline, options.all):
+        fault, lost = found.fault, lost + (not found.tests)
+        where = ", ".join(found.tests) or "NOTHING"
         where += f" ({found.note})" if found.note else ""
         print(line(fault.name, fault.room, fault.promise, where, f"{found.seconds:.0f}"), flush=True)
     print(f"{len(faults) - lost} of {len(faults)} faults are found")
