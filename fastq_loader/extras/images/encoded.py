@@ -40,6 +40,7 @@ class Encoded:
     """
 
     __slots__ = ("_batch", "data", "header", "name", "seed")
+    _not_compared = ("_batch", "seed")  # by `compare`
 
     def __init__(self, data: Any, name: str = "", seed: int = 0, header: Header | None = None) -> None:
         self.data, self.name, self.seed = data, name, seed
@@ -136,6 +137,7 @@ class EncodedBatch:
     """
 
     __slots__ = ("data", "headers", "names", "offsets", "seeds")
+    _not_compared = ("seeds",)  # by `compare`
 
     def __init__(self, data: Ints, offsets: Ints, names: tuple[str, ...], seeds: Ints, headers: Ints) -> None:
         self.data, self.offsets, self.names, self.seeds, self.headers = data, offsets, names, seeds, headers

@@ -15,7 +15,7 @@ import os
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice
@@ -27,6 +27,7 @@ from torch.utils.data import _DatasetKind
 from fastq_loader import options
 from fastq_loader.epoch import resources
 from fastq_loader.errors import check_seconds, is_int
+from fastq_loader.extras.images import sample_seeds
 from fastq_loader.extras.insight import processes
 from fastq_loader.extras.resume.text import dump
 from fastq_loader.extras.tools import trials
@@ -141,7 +142,8 @@ def compare(
 
     Each pass over the data, four in all, runs in a process of its own: the loader, its dataset, samplers and
     all generators stay as they are. Batches stay on the host. Values are compared with torch's schedule,
-    "round_robin"; speed is measured with the loader's own schedule.
+    "round_robin"; speed is measured with the loader's own schedule. Seeds of encoded images are not compared,
+    but what is drawn from them is.
 
     Args:
         loader: a DataLoader, torch's or this one; the other one is made from its attributes.
@@ -309,9 +311,12 @@ class _LoaderRun(trials.Task):
         generators.set_states(generators.GLOBAL, self.seeds)
         self.came, self.first, error = 0, 0.0, ""
         cpu, began = _cpu_seconds(), time.monotonic()
+        # In torch's loader, seeds of images would advance torch's generator, and in ours they do not.
+        apart = sample_seeds.again() if self.step is None else nullcontext()
         try:
-            for epoch in range(self.epochs):
-                self._epoch(epoch)
+            with apart:
+                for epoch in range(self.epochs):
+                    self._epoch(epoch)
         except Exception as raised:  # of user code: both loaders may raise it at the same place
             error = f"{type(raised).__name__}: {raised}".splitlines()[0]
             kind = type(raised)

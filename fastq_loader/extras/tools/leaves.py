@@ -98,7 +98,8 @@ def _inside(value: Any) -> list[_Part]:
         return [("", "", value.tolist())]
     if isinstance(value, (set, frozenset, deque)):
         value = list(value) if isinstance(value, deque) else sorted(value, key=repr)
-    return parts_of(value)
+    left_out = getattr(type(value), "_not_compared", ())  # as the seeds of encoded images
+    return [part for part in parts_of(value) if part[1] not in left_out]
 
 
 def _tensor(tensor: torch.Tensor, path: str, kind: str) -> Leaf:

@@ -116,6 +116,12 @@ def start_method(loader: Any) -> str:
     return str(context.get_start_method())
 
 
+def accelerator(loader: DataLoader[Any]) -> torch.device | None:
+    """The accelerator that batches go to, and that trials leave out: their processes may be forked."""
+    device = options.of(loader).device
+    return None if device is None else device.target
+
+
 def measure(
     loader: DataLoader[Any], setting: Setting, step_seconds: float, seconds: float, patience: float
 ) -> Measured:
@@ -135,7 +141,7 @@ def measure(
     """
     trial = like(loader, setting)
     resources.forget(trial)  # the copy begins its own epoch
-    options.put(trial, {"device": None, "pin_memory": False})
+    options.put(trial, {"pin_memory": False, **({"device": None} if accelerator(loader) else {})})
     measured: Measured | None = in_child(
         _Trial(trial, step_seconds, seconds), setting.start_method or start_method(loader), patience
     )

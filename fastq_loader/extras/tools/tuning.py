@@ -148,8 +148,9 @@ def tune(
     """Find the fastest setting of a loader on this machine by trying: workers, prefetch and schedule.
 
     Each trial iterates a copy of the loader in a process of its own, so that the loader, its dataset, its
-    sampler and all generators stay as they are. Batches stay on the host there: copies to a device are not
-    measured. Ctrl-C ends the search, which returns its result so far.
+    sampler and all generators stay as they are. Batches stay on the host there: copies to an accelerator, and
+    a transform on it, are not measured, and a note says so. Ctrl-C ends the search, which returns its result
+    so far.
 
     Args:
         loader: the loader to tune.
@@ -215,6 +216,8 @@ def _result(
     notes = [f"num_workers={row.settings['num_workers']} failed: {row.error!r:.200}" for row in failed]
     if any(row.setting.dynamic != own.dynamic for row in ranked):
         notes.append("With another schedule, the random numbers of the batches differ.")
+    if device := trials.accelerator(loader):
+        notes.append(f"Not measured: the copies to {device}, and a transform there.")
     if interrupted:
         notes.append("It was interrupted: this is what was measured so far.")
     return Tuning(rows[0].settings, rows, step, tuple(notes), trials.like(loader, ranked[0].setting))

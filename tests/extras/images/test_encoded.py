@@ -269,6 +269,8 @@ def test_a_comparison_with_torchs_loader_says_that_crops_differ() -> None:
     found = compare(DataLoader(Kept(DecodeImages(8)), 5))
     assert "differ on purpose" in str(found)
     assert compare(DataLoader(Kept(DecodeImages(8, scale=None)), 5)).equal
+    for collate in (None, list):
+        assert compare(DataLoader(Files(), 5, shuffle=True, collate_fn=collate), epochs=2).equal
 
 
 def test_a_random_crop_is_not_stored_in_a_cache() -> None:

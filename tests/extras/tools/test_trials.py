@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, RandomSampler, get_worker_info
 
-from fastq_loader import DataLoader
+from fastq_loader import DataLoader, ToDevice
 from fastq_loader.epoch import resources
 from fastq_loader.extras.insight.model import Setting
 from fastq_loader.extras.tools import trials
@@ -124,6 +124,12 @@ def test_it_measures_the_rate_and_the_costs_of_a_batch(workers: int, persistent:
         assert found.worker_bytes > 1 << 20
     else:
         assert found.costs.batch_bytes == found.worker_bytes == 0
+
+
+def test_a_transform_on_the_host_counts() -> None:
+    slow = ToDevice("cpu", transform=lambda batch: time.sleep(0.05) or batch)
+    found = measure(DataLoader(Made(float, 60), 4, device=slow), Setting(0, 2), seconds=0.2)
+    assert found.seconds >= found.batches * 0.05
 
 
 def test_threads_of_torch_in_the_consumer_do_not_stop_it() -> None:

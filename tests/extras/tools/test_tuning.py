@@ -11,7 +11,7 @@ import torch.utils.data
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastq_loader import DataLoader, Dynamic, Tuning, tune
+from fastq_loader import DataLoader, Dynamic, ToDevice, Tuning, tune
 from fastq_loader.extras.insight import machine
 from fastq_loader.extras.insight.chooser import Limits, most_workers, numbers
 from fastq_loader.extras.insight.model import Costs, Setting, seconds_per_batch
@@ -185,6 +185,12 @@ def test_it_recommends_a_setting_with_a_table_and_a_loader_with_it(played: Machi
     assert [line.startswith("now") for line in others].count(True) == 1
     assert "random numbers of the batches differ" in others[-1]
     assert found._repr_html_() == f"<pre>{str(found).replace(chr(39), '&#x27;')}</pre>"
+
+
+def test_what_an_accelerator_does_is_said_to_be_left_out(played: Machine) -> None:
+    device = ToDevice("cpu")
+    object.__setattr__(device, "target", torch.device("cuda"))
+    assert "Not measured: the copies to cuda" in str(tune(loader_of(device=device), progress=False))
 
 
 def test_what_may_be_tried(played: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
