@@ -83,13 +83,6 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     def __len__(self) -> int:
         return len(self._index_sampler)
 
-    def __del__(self) -> None:
-        """Overrides torch's, which ends the workers: they may be serving another iterator's epoch. The loader
-        remembers its last epochs, and not the iterators of samplers, which may hold a permutation."""
-        record = vars(self).get("_record")
-        if record is not None:
-            record.source = iter(())
-
     def __getstate__(self) -> NoReturn:
         # torch's error and type: an iterator is tied to its processes and cannot move to another.
         raise NotImplementedError("{} cannot be pickled", type(self).__name__)
@@ -188,6 +181,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     def _begin_record(self, loader: Loader, mine: resources.Resources, same_readers: bool) -> None:
         """Create the record of the epoch that begins or resumes; `_epoch_has_begun` makes it the loader's."""
         self._record = begin(loader, self._index_sampler, *mine.place, same_readers)
+        self._record.belongs_to(self)
         errors = self._options.errors
         if errors is not None:
             known = {} if self._record.saved is None else self._record.saved.now.bad_samples
@@ -204,7 +198,9 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             from fastq_loader.extras.insight.hints import Hints
 
             self._hints = Hints(loader, mine.begun, self._record, self._log)
-        mine.place = self._record, None
+        newest, mine.place = mine.record, (self._record, None)
+        if newest is not None:
+            newest.superseded()
         mine.begun.append(self._record)
 
     def _share_seed(self, loader: Loader) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import marshal
 import struct
+import weakref
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -44,8 +46,10 @@ class Epoch(Iterator[Any]):
     Attributes:
         info, start: the arguments.
         progress: progress of the epoch; the iterator sets it after each delivery.
-        source: yields indices, or `Indices` in place of a list of int. May be replaced in the middle of an
-            epoch, through an iterator's `_sampler_iter`.
+        source: the sampler's iterator: yields indices, or `Indices` in place of a list of int. May be
+            replaced in the middle of an epoch, through an iterator's `_sampler_iter`. It ends with the
+            loader's iterator, as in torch: the loader keeps its last epochs, and a sampler's iterator may
+            hold a permutation, or a `with` block to be left.
         drawn: number of indices drawn, including errors in their places.
         ended: whether the sampler has ended.
         digest: number and `digested` of the indices drawn, or of the permutations of a shuffle; None where
@@ -66,7 +70,7 @@ class Epoch(Iterator[Any]):
 
     def __init__(self, info: SamplerInfo, start: EpochStart, progress: Progress = START) -> None:
         self.info, self.start, self.progress = info, start, progress
-        self.source: Iterator[Any] = iter(())
+        self._source: deque[Any] = deque([iter(())], maxlen=1)
         self.drawn, self.ended = progress.head, False
         self.digest: tuple[int, int] | None = None
         self.first_states: dict[str, Any] = {}
@@ -74,6 +78,20 @@ class Epoch(Iterator[Any]):
         self.shown: tuple[Callable[[], dict[str, Any]], Position] | None = None
         self._is_first = True  # nothing was drawn
         self._note: Callable[[Any], None] | None = None
+
+    @property
+    def source(self) -> Iterator[Any]:
+        iterator: Iterator[Any] = self._source[0]
+        return iterator
+
+    @source.setter
+    def source(self, iterator: Iterator[Any]) -> None:
+        self._source.append(iterator)
+
+    def belongs_to(self, iterator: Any) -> None:
+        """Let `source` end with a loader's iterator. The callback is C code that replaces it: a finalizer in
+        Python would handle signals at its entry, where their exceptions are lost."""
+        self._owner = weakref.ref(iterator, self._source.append)
 
     @property
     def position(self) -> Position:
@@ -118,6 +136,9 @@ class Epoch(Iterator[Any]):
     def has_begun(self) -> None:
         """Called when the epoch has begun, and its first indices were drawn."""
 
+    def superseded(self) -> None:
+        """Called when the next epoch has begun: from now on nobody asks for a state of this one."""
+
     def note_shared(self) -> None:
         """Called before an iterable dataset is read on this thread, which draws from shared generators."""
 
@@ -153,7 +174,7 @@ class Epoch(Iterator[Any]):
 
     def __next__(self) -> Any:
         try:
-            index = self._draw_first() if self._is_first else next(self.source)
+            index = self._draw_first() if self._is_first else next(self._source[0])
         except StopIteration:
             self.ended = True
             raise

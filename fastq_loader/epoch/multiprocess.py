@@ -36,6 +36,9 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
 
     _profile_name = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
     engine: Engine
+    # In place of torch's, which ends the workers: they may be serving another iterator's epoch. It does
+    # nothing, in C: a function in Python would handle signals at its entry, where their exceptions are lost.
+    __del__ = object.__init__
 
     def __init__(self, loader: Loader) -> None:
         mine = resources.of(loader)

@@ -72,7 +72,6 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         record.pass_delivered(reader)
 
     def __del__(self) -> None:
-        super().__del__()
         staging = getattr(self, "_staging", None)
         if staging is not None:
             self._idle.append(staging)

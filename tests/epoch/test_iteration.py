@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import random
@@ -21,11 +22,12 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, Sampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
-from fastq_loader import DataLoader, IteratorInvalid
+from fastq_loader import DataLoader, IteratorInvalid, StatefulDataLoader
 from fastq_loader.epoch import base
 from tests.conftest import acquired, belongings, descendants, of_kind, wait_until
 from tests.support.datasets import FaultyDataset, Made, SizedStream
 from tests.support.loaders import collector_off, torch_has
+from tests.support.samplers import Says
 from tests.support.thorough import thorough
 
 pytestmark = pytest.mark.processes
@@ -286,21 +288,48 @@ def test_i4_workers_that_load_what_nobody_will_get_can_be_closed_and_with_dynami
     assert time.monotonic() - start < 3, "64 samples of 0.1 s were waited for"
 
 
-class Remembers(Sampler[int]):
-    """Its iterators may hold a permutation."""
+class Endless(Sampler[int]):
+    """As mmengine's InfiniteSampler: the iterators of all epochs draw from one generator, and end it."""
+
+    def __init__(self) -> None:
+        self.indices, self.left = self._indices(), 0
+
+    def _indices(self) -> Iterator[int]:
+        while True:
+            yield from range(8)
 
     def __iter__(self) -> Iterator[int]:
-        indices = (index for index in range(8))
-        self.last = weakref.ref(indices)
-        return indices
+        try:
+            yield from self.indices
+        finally:
+            self.left += 1
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_that_was_broken_off_keeps_no_iterator_of_its_sampler(workers: int) -> None:
-    sampler = Remembers()
-    with make(
-        DataLoader, sampler=sampler, num_workers=workers, schedule="dynamic", dataset=range(8)
-    ) as loader:
-        next(iter(loader))
-        assert wait_until(lambda: sampler.last() is None, 5)
-        assert loader.replay(0).tolist() == [0]
+def test_the_iterator_of_a_sampler_is_closed_with_that_of_the_loader(workers: int) -> None:
+    """And not kept for `replay`."""
+    found = []
+    for kind in (TorchDataLoader, DataLoader, StatefulDataLoader):
+        sampler = Endless()
+        loader = make(kind, sampler=sampler, num_workers=workers, dataset=range(8))
+        batches = [next(iter(loader), None) for _ in range(2)]
+        assert wait_until(lambda sampler=sampler: sampler.left == 2, 5)
+        found.append([batch if batch is None else batch.tolist() for batch in batches])
+    assert found[0] == found[1] == found[2]
+
+
+class Order(list[int]):
+    """As large as an epoch."""
+
+
+class KeepsItsOrder(Says):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "order": Order(range(8))}
+
+
+def test_the_states_of_a_sampler_are_kept_for_the_newest_epoch_alone() -> None:
+    with make(StatefulDataLoader, sampler=KeepsItsOrder(80), dataset=range(80)) as loader:
+        for _ in range(9):
+            next(iter(loader))
+        assert sum(type(each) is Order for each in gc.get_objects()) < 6
+        assert loader.state_dict()["_index_sampler_state"]["order"] == [*range(8)]

@@ -251,6 +251,9 @@ class ResumableEpoch(Epoch):
                 UserWarning,
             )
 
+    def superseded(self) -> None:
+        self._places.clear()
+
     def _now(self) -> Draws:
         """The draws so far."""
         states = generators.states_of(self.info.own)
