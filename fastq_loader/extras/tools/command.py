@@ -16,7 +16,7 @@ import inspect
 import io
 import json
 import os
-import pdb as debugger
+import pdb
 import platform
 import signal
 import sys
@@ -38,21 +38,39 @@ from fastq_loader.system.terminal import printable
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     parser = _parser()
-    arguments = vars(parser.parse_args(argv))
+    given = [*(sys.argv[1:] if argv is None else argv), "--"]
+    end = given.index("--")
+    arguments = vars(parser.parse_args(given[:end]))
     run = arguments.pop("run", None)
     if run is None:
         parser.print_help()
         return 0
+    before = sys.argv
     try:
         if "loader" in arguments:
-            named = find(arguments["loader"])
-            arguments["loader"] = _made(arguments["loader"], named) if callable(named) else named
+            # The module, and workers that import it again, may parse the arguments of the program.
+            sys.argv = [arguments["loader"].partition(":")[0], *given[end + 1 : -1]]
+            arguments["loader"] = _loader_of(arguments["loader"])
         status: int = run(**arguments)
     except WrongUse as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         return 130
+    finally:
+        sys.argv = before
     return status
+
+
+def _loader_of(name: str) -> Any:
+    try:
+        named = find(name)
+        return _made(name, named) if callable(named) else named
+    except SystemExit as left:
+        if left.code:
+            sys.stderr.write(
+                f"{name!r} has ended the program. Does it parse arguments? It gets those after --\n"
+            )
+        raise
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers()
     loader, step = argparse.ArgumentParser(add_help=False), argparse.ArgumentParser(add_help=False)
     loader.add_argument("loader", metavar="MODULE:NAME", help="a DataLoader, or a function that makes one")
+    parser.epilog = "Arguments after -- go to the module, which finds them in sys.argv."
     step.add_argument("--step-seconds", type=float, default=0.0, help="of a training step")
 
     tune = commands.add_parser("tune", parents=[loader, step], help="find the fastest setting by trying")
@@ -81,12 +100,15 @@ def _parser() -> argparse.ArgumentParser:
     compare.set_defaults(run=_compare)
     compare.add_argument("--epochs", type=int, default=1, help="of each pass (default: %(default)s)")
     compare.add_argument("--batches", type=int, help="of each epoch, at most; all if it is not given")
+    compare.add_argument("--quiet", action="store_true", help="show no progress")
 
     replay = commands.add_parser("replay", parents=[loader], help="load a batch again, in this process")
     replay.set_defaults(run=_replay)
     replay.add_argument("state", metavar="STATE", help="a file with the state_dict() of that epoch")
     replay.add_argument("--batch", type=int, required=True, help="its number in the epoch, from 0 on")
-    replay.add_argument("--pdb", action="store_true", help="stop in __getitem__ of its first sample")
+    replay.add_argument(
+        "--pdb", dest="debug", action="store_true", help="stop in __getitem__ of its first sample"
+    )
     replay.add_argument("--save", metavar="FILE", help="write the batch with torch.save")
 
     check = commands.add_parser("doctor", help="check this machine, and print what to change")
@@ -101,14 +123,14 @@ def _tune(loader: Any, quiet: bool, **arguments: Any) -> int:
     return 0
 
 
-def _compare(loader: Any, **arguments: Any) -> int:
+def _compare(loader: Any, quiet: bool, **arguments: Any) -> int:
     with _typed():
         comparing.checked(loader, **arguments)
-    print(found := comparing.compare(loader, **arguments))
+    print(found := comparing.compare(loader, **arguments, progress=not quiet))
     return 0 if found.equal else 1
 
 
-def _replay(loader: Any, state: str, batch: int, pdb: bool, save: str | None) -> int:
+def _replay(loader: Any, state: str, batch: int, debug: bool, save: str | None) -> int:
     if not isinstance(loader, StatefulDataLoader):
         kind = type(loader)
         raise WrongUse(f"this is a {kind.__module__}.{kind.__name__}, not a fastq_loader.StatefulDataLoader")
@@ -117,9 +139,14 @@ def _replay(loader: Any, state: str, batch: int, pdb: bool, save: str | None) ->
         raise WrongUse(f"STATE {state!r} is empty: save the result of state_dict() in mid-epoch")
     with _typed(f"STATE {state!r}: "):
         copy.copy(loader).load_state_dict(read, ignore=["num_workers"])
-    if pdb:
+    if debug:
         _stop_in_first_sample(loader.dataset)
-    found = loader.replay(batch, state=read)
+    try:
+        found = loader.replay(batch, state=read)
+    except (IndexError, TypeError, ValueError) as error:
+        if hasattr(error, "batch"):  # it comes from user code
+            raise
+        raise WrongUse(str(error)) from error
     if save:
         torch.save(found, save)
     for path, leaf in pytree.tree_flatten_with_path(found)[0]:
@@ -146,9 +173,23 @@ def _stop_in_first_sample(dataset: Any) -> None:
 
     def stop(self: Any, index: Any) -> Any:
         setattr(kind, name, method)
-        return debugger.runcall(method, self, index)
+        shell = _Debugger()
+        found = shell.runcall(method, self, index)
+        if shell.left:
+            raise SystemExit(0)
+        return found
 
     setattr(kind, name, stop)
+
+
+class _Debugger(pdb.Pdb):
+    """Python's debugger. `runcall` returns None after its command `quit`, which sets `left`."""
+
+    left = False
+
+    def set_quit(self) -> None:
+        self.left = True
+        super().set_quit()
 
 
 def _described(leaf: Any) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch.utils.data
@@ -43,8 +43,8 @@ _TORCHS: Any = torch.utils.data.DataLoader
 #: are measured often, and long ones are not disturbed.
 _LOOK, _LONGER, _MOST_LOOK = 0.03, 1.5, 0.5
 #: Seconds below which a timed pass is too short to rely on; ratio to torch's speed below which ours counts as
-#: slower; columns of the page.
-_SHORT, _SLOWER, _WIDTH = 1.0, 0.95, 100
+#: slower; columns of the page; seconds between two lines of progress.
+_SHORT, _SLOWER, _WIDTH, _SILENCE = 1.0, 0.95, 80, 5.0
 
 
 _HEADER = ("", "batches/s", "first batch", "CPU", "memory")
@@ -137,6 +137,8 @@ def compare(
     epochs: int = 1,
     step_seconds: float = 0.0,
     batches: int | None = None,
+    *,
+    progress: bool = True,
 ) -> Comparison:
     """Compare torch's DataLoader with this one, batch by batch on the same seeds, and measure both.
 
@@ -150,6 +152,7 @@ def compare(
         epochs: number of epochs in each pass.
         step_seconds: seconds of the training step after each batch, simulated by sleeping in timed passes.
         batches: the most batches to read of each epoch; None for all.
+        progress: write a line to stderr every 5 seconds.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
@@ -161,7 +164,7 @@ def compare(
     checked(loader, epochs, step_seconds, batches)
     torchs, ours, *timed = _variants(loader)
     method = trials.start_method(loader) if loader.num_workers else "fork"
-    run = _runner(method, epochs, batches)
+    run = _runner(method, epochs, batches, progress)
     first, second = run("torch", torchs), run("fastq_loader", ours)
     pairs = enumerate(zip(first.digests, second.digests, strict=False))
     place = next((number for number, (one, other) in pairs if one != other), None)
@@ -174,15 +177,15 @@ def compare(
         probed = trials.in_child(_Probe(torchs), method)
         text += f"\n{_cause(loader, probed, first.digests == again[0].digests, error)}"
     rows = run("torch", timed[0], step_seconds).costs, run("fastq_loader", timed[1], step_seconds).costs
-    both = second.costs.error if first.costs.error else ""
+    errors = first.costs.error, second.costs.error
     seconds = min((row.seconds for row in rows if row.batches), default=math.inf)
-    notes = (*_notes(loader, both, seconds, batches), *_opaque(second.opaque))
+    notes = (*_notes(loader, errors, seconds, batches), *_opaque(second.opaque))
     return Comparison(place is None, text, second.costs.batches, rows, notes)
 
 
-def _runner(method: str, epochs: int, batches: int | None) -> Callable[..., PassResult]:
+def _runner(method: str, epochs: int, batches: int | None, progress: bool) -> Callable[..., PassResult]:
     """Return a function that makes a pass in a process of its own, from the present generator states."""
-    seeds = generators.states_of(generators.GLOBAL)
+    seeds, number = generators.states_of(generators.GLOBAL), count(1)
 
     def run(name: str, loader: Any, step: float | None = None, keep: int | None = None) -> PassResult:
         most, wait = 0, _LOOK
@@ -192,7 +195,8 @@ def _runner(method: str, epochs: int, batches: int | None) -> Callable[..., Pass
             most, wait = max(most, processes.proportional(pid)), min(wait * _LONGER, _MOST_LOOK)
             return wait
 
-        task = _LoaderRun(loader, name, seeds, epochs, batches, step, keep)
+        about = f"compare: pass {next(number)}, {name}" if progress else ""
+        task = _LoaderRun(loader, name, seeds, epochs, batches, step, keep, about)
         seen: PassResult = trials.in_child(task, method, look=look)
         return seen._replace(costs=replace(seen.costs, memory_bytes=most))
 
@@ -235,8 +239,8 @@ def _cause(loader: Any, probed: str, reproducible: bool, error: str) -> str:
     if error:
         return (
             "Around errors the loaders differ on purpose: fastq_loader raises an error, also the sampler's, "
-            "after the batches before it and with its original type; see DIFFERENCES.md, in the folder of "
-            "this package."
+            "after the batches before it and with its original type, and sends functions to its workers that "
+            "pickle refuses; see DIFFERENCES.md, in the folder of this package."
         )
     if fetch.sample_hook is not None:
         return (
@@ -246,7 +250,7 @@ def _cause(loader: Any, probed: str, reproducible: bool, error: str) -> str:
     return "Dataset and collate_fn gave equal results twice, so the loader is at fault: please report it."
 
 
-def _notes(loader: Any, error: str, seconds: float, batches: int | None) -> Iterator[str]:
+def _notes(loader: Any, errors: tuple[str, str], seconds: float, batches: int | None) -> Iterator[str]:
     """Notes about parts that were left out or done in another way."""
     for usual, text in (
         (_VALUES, "values were compared with torch's defaults instead, and the speed was measured as set."),
@@ -259,8 +263,10 @@ def _notes(loader: Any, error: str, seconds: float, batches: int | None) -> Iter
         yield f"Only one of the two loaders has the overrides of the subclass {type(loader).__qualname__}."
     if batches is not None:
         yield f"At most {batches} batches of each epoch were read."
-    if error:
-        yield f"Both raised {error}: they were compared up to that error."
+    if all(errors):
+        kinds = {error.partition(":")[0] for error in errors}
+        both = f"torch's raised {errors[0]}, and fastq_loader's {errors[1]}" if len(kinds) > 1 else ""
+        yield f"{both or f'Both raised {errors[1]}'}: they were compared up to that error."
     elif seconds < _SHORT:
         yield f"A timed pass took only {seconds:.2f} s, too short to rely on: use more epochs."
 
@@ -297,7 +303,7 @@ class PassResult(NamedTuple):
 @dataclass
 class _LoaderRun(trials.Task):
     """A pass over the data: timed if `step` is a number of seconds, else with digests. `keep`: number of the
-    digest whose parts are returned, too."""
+    digest whose parts are returned, too. A pass that takes longer than `_SILENCE` reports its progress."""
 
     name: str
     seeds: dict[str, Any]
@@ -305,6 +311,7 @@ class _LoaderRun(trials.Task):
     batches: int | None
     step: float | None
     keep: int | None
+    about: str  # begins the lines of progress; "" for none
 
     def run(self) -> None:
         self.seen = PassResult([], [], ComparisonRow(self.name), {})
@@ -313,6 +320,7 @@ class _LoaderRun(trials.Task):
         cpu, began = _cpu_seconds(), time.monotonic()
         # In torch's loader, seeds of images would advance torch's generator, and in ours they do not.
         apart = sample_seeds.again() if self.step is None else nullcontext()
+        self.until = began + _SILENCE
         try:
             with apart:
                 for epoch in range(self.epochs):
@@ -335,8 +343,20 @@ class _LoaderRun(trials.Task):
             self.came += 1
             self._note(batch, f"batch {number} of epoch {epoch}: batch")
             time.sleep(self.step or 0.0)
+            if self.about and time.monotonic() > self.until:
+                self._report(epoch)
         if number + 1 != self.batches:  # otherwise workers have drawn ahead
             self._note(self._states(), f"the end of epoch {epoch}: generators")
+
+    def _report(self, epoch: int) -> None:
+        self.until = time.monotonic() + _SILENCE
+        text = f"{self.about}: {self.came:,} batches, in epoch {epoch + 1} of {self.epochs}"
+        try:
+            of_all = self.batches or len(self.loader)
+        except Exception:  # it has no length, or the dataset's `__len__` raises
+            trials.report(f"{text}, whose length is unknown: --batches N, or batches=N, ends it earlier")
+        else:
+            trials.report(f"{text}, each of {of_all:,}")
 
     def _note(self, value: Any, path: str) -> None:
         if self.step is None:

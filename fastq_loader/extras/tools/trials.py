@@ -17,14 +17,13 @@ import copy
 import math
 import multiprocessing
 import os
-import pickle
 import signal
+import sys
 import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -36,11 +35,11 @@ from fastq_loader.extras.insight import causes
 from fastq_loader.extras.insight.facts import private_bytes
 from fastq_loader.extras.insight.model import Costs, Setting, costs_of
 from fastq_loader.loader import DataLoader
-from fastq_loader.packing import pickling
 from fastq_loader.packing.pickling import dump_exception, load_exception
 from fastq_loader.system import calls
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Child, leave_with
+from fastq_loader.workers.payload import Payload
 
 #: Seconds that a child has to end after SIGINT: its workers have 5 to finish their sample.
 _PATIENCE = 8.0
@@ -108,6 +107,13 @@ def check_loader(loader: Any, kind: type, needed: str) -> None:
             f"this system or sandbox lacks {lacking}, which workers of this package need, so torch's own run "
             "and there is nothing to try. On the shell `python -m fastq_loader doctor` says what to change"
         )
+
+
+def report(line: str) -> None:
+    """Write a line of progress to stderr."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr is missing or closed
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
 
 def start_method(loader: Any) -> str:
@@ -194,12 +200,9 @@ def in_child(
     # Not through Python's own fork server: its children may be interrupted while they import.
     context: Any = multiprocessing.get_context("fork" if method == "fork" else "spawn")
     receiver, sender = context.Pipe(duplex=False)
-    sent: Task | bytes = task
-    if method != "fork" and pickling.is_interactive() and find_spec("cloudpickle"):
-        import cloudpickle
-
-        sent = cloudpickle.dumps(task)  # with classes of a notebook, which the process cannot import
-    child = Child(context.Process(target=_run, args=(sender, sent, os.getpid())))
+    payload = Payload(task.loader.dataset, None, None)  # what workers can be sent, a trial can
+    payload.parts["task"] = task
+    child = Child(context.Process(target=_run, args=(sender, payload, os.getpid())))
     with receiver, sender:
         try:
             # A Ctrl-C between the fork and the child's own handler would print a traceback there.
@@ -217,6 +220,7 @@ def in_child(
         except EOFError:
             raise RuntimeError(f"the process of a trial {child.death()[0]} before it sent a result") from None
         finally:
+            payload.unseal()
             _end(child)
     if isinstance(answer, bytes):
         raise load_exception(answer)
@@ -251,8 +255,8 @@ class _TimeIsOver(BaseException):
     """Raised in the child when the consumer wants it to end."""
 
 
-def _run(answers: Connection, sent: Task | bytes, consumer: int) -> None:
-    task: Task = pickle.loads(sent) if isinstance(sent, bytes) else sent
+def _run(answers: Connection, payload: Payload, consumer: int) -> None:
+    task: Task = payload.open()["task"]
     torch.set_num_threads(1)  # threads of a pool are not forked, and torch would wait for them
     warnings.simplefilter("ignore")  # they are shown in the user's own epochs
     answer: Any = None

@@ -10,16 +10,17 @@ round takes the same share of the time, and the better half goes on. `extras.ins
 
 from __future__ import annotations
 
-import contextlib
 import html
 import math
 import multiprocessing
-import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
+
+import torch.utils.data
 
 from fastq_loader import options
 from fastq_loader.errors import check_seconds, checked_names, is_int
@@ -39,6 +40,9 @@ _MOST = 8
 _LEAST_SECONDS, _LEAST_BATCHES, _LEAST_LATE = 0.25, 6, 3
 #: Seconds that a measurement may take beyond its plan, for the start and end of its workers.
 _SLACK = 2.0
+#: Seconds that the first measurement may take: on a busy machine, or with slow batches, the search is longer
+#: than was asked for, and has a result.
+_FIRST = 60.0
 #: The share of the time that the first two measurements may take together.
 _PROBES = 0.25
 #: Values of `prefetch_factor` to try. Not 1, unless the user has it: the worker would wait for each message.
@@ -101,7 +105,9 @@ class Tuning:
         table = ["  ".join(map(str.rjust, cells, widths)).rstrip() for cells in lines]
         step = f"with a step of {self.step_seconds * 1000:.3g} ms" if self.step_seconds else "without a step"
         head = f"Recommended: {_words(self.settings)}{self._gain()}, {step}."
-        return printable("\n".join([head, "", *table, *([""] if self.notes else []), *self.notes]))
+        notes = [_EXPECTED] * any(row.expected is not None for row in self.rows) + [*self.notes]
+        head, *notes = (textwrap.fill(text, _WIDTH, break_on_hyphens=False) for text in (head, *notes))
+        return printable("\n".join([head, "", *table, *[""] * bool(notes), *notes]))
 
     def _gain(self) -> str:
         own = next((row.batches_per_second for row in self.rows if row.current), 0.0)
@@ -113,7 +119,13 @@ class Tuning:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-_HEADER = ("", "num_workers", "prefetch_factor", "schedule", "start", "batches/s", "", "expected")
+_HEADER = ("", "workers", "prefetch", "schedule", "start", "batches/s", "", "expected")
+_EXPECTED = (
+    "expected: batches/s that a model predicts from the costs of one worker's batches. The recommendation "
+    "depends on the measured ones."
+)
+#: Columns of the page.
+_WIDTH = 80
 
 
 def _cells(row: TuningRow, recommended: bool) -> tuple[str, ...]:
@@ -197,9 +209,7 @@ def _trying(
     def measure(setting: Setting, duration: float, patience: float) -> Measured:
         if progress:
             passed = f"{min(time.monotonic() - began, seconds):.0f} of {seconds:.0f} s"
-            with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr is missing or closed
-                sys.stderr.write(f"tune: {passed}: {_words(settings_of(setting))}\n")
-                sys.stderr.flush()
+            trials.report(f"tune: {passed}: {_words(settings_of(setting))}")
         return trials.measure(loader, setting, step, duration, patience)
 
     return measure
@@ -230,7 +240,10 @@ def checked(
     loader: Any, step_seconds: Any, seconds: Any, start_methods: Any, schedules: Any, max_workers: Any
 ) -> Limits:
     """Validate the arguments of `tune`, where the errors are described; return the limits of the search."""
-    trials.check_loader(loader, DataLoader, "tune needs a fastq_loader.DataLoader")
+    needed = "tune needs a fastq_loader.DataLoader"
+    if isinstance(loader, torch.utils.data.DataLoader):  # torch's
+        needed += ": change its import to `from fastq_loader import DataLoader`"
+    trials.check_loader(loader, DataLoader, needed)
     check_seconds("seconds", seconds, least=1.0)
     if step_seconds is not None:
         check_seconds("step_seconds", step_seconds)
@@ -390,6 +403,8 @@ class Search:
     def _try(self, row: Row, seconds: float) -> Measured | None:
         try:
             patience = max(seconds + 2 * self._overhead + _SLACK, self._left)
+            if self.best is None:
+                patience = max(patience, _FIRST)
             return self.measure(row.setting, seconds, patience)
         except Exception as error:
             row.error = error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,57 @@ def test_it_says_its_version_and_those_that_matter(capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert re.fullmatch(r"fastq_loader .+, torch \S+, Python 3\.\d+\.\S+\n", out)
     assert torch.__version__ in out
+
+
+PARSES = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--size", type=int, required=True)
+SIZE = parser.parse_args().size
+from fastq_loader import StatefulDataLoader
+from tests.support.datasets import Made
+
+def make():
+    return StatefulDataLoader(Made(float, SIZE), 4, schedule="dynamic")
+"""
+
+
+@pytest.fixture
+def parses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a loader in a module that parses arguments, and a state of it."""
+    (tmp_path / "parses.py").write_text(PARSES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "parses", raising=False)
+    loader = StatefulDataLoader(Made(float, 8), 4, schedule="dynamic")
+    next(iter(loader))
+    torch.save(loader.state_dict(), tmp_path / "state.pt")
+    monkeypatch.chdir(tmp_path)
+    return "parses:make"
+
+
+def test_arguments_after_two_dashes_go_to_the_module(parses: str, capsys: pytest.CaptureFixture[str]) -> None:
+    replay = ["replay", parses, "state.pt", "--batch", "1"]
+    before = sys.argv
+    with pytest.raises(SystemExit, match="2"):
+        main(replay)
+    err = capsys.readouterr().err
+    assert "usage: parses [-h] --size SIZE" in err
+    assert "'parses:make' has ended the program. Does it parse arguments? It gets those after --" in err
+    assert main([*replay, "--", "--size", "8"]) == 0
+    assert "batch: " in capsys.readouterr().out
+    assert sys.argv is before
+
+
+def test_a_batch_that_is_not_there_and_a_debugger_that_is_left_are_no_traceback(
+    parses: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["replay", parses, "state.pt", "--batch", "99", "--", "--size", "8"])
+    assert "error: batch=99: the epoch had fewer batches" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.StringIO("q\n"))
+    with pytest.raises(SystemExit, match="0"):
+        main(["replay", parses, "state.pt", "--batch", "1", "--pdb", "--", "--size", "8"])
+    assert "__getitem__" in capsys.readouterr().out
 
 
 @pytest.mark.processes

@@ -16,14 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import fastq_loader
 from fastq_loader import DataLoader, Skip, compare
+from fastq_loader.extras.tools import comparing
 from fastq_loader.extras.tools.command import main
 from fastq_loader.extras.tools.leaves import difference, digest, leaves
 from tests.conftest import running_script
-from tests.support.datasets import Opaque, Point
+from tests.support.datasets import Opaque, Point, Stream
 from tests.support.loaders import generator_states
 from tests.support.thorough import thorough
 
@@ -168,6 +169,37 @@ def test_notes_name_the_parts_that_were_left_out(
     found = compare(loader, batches=batches)
     assert (found.equal, found.batches) == (True, number)
     assert any(note.startswith(text) for note in found.notes) if text else not found.notes, found.notes
+
+
+def dies(index: int) -> Any:
+    return os._exit(3) if index == 13 and get_worker_info() else index
+
+
+@pytest.mark.processes
+def test_two_errors_are_told_apart() -> None:
+    note = compare(DataLoader(Drawn(dies), 4, num_workers=1), progress=False).notes[0]
+    # torch finds the end of its worker in one of several places.
+    assert re.match(r"torch's raised (?!WorkerDied)\w+: .+, and fastq_loader's WorkerDied: ", note)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("loader", "text"),
+    [
+        (DataLoader(range(2)), "compare: pass 1, torch: 2 batches, in epoch 1 of 1, each of 2\n"),
+        (DataLoader(Stream("tensors", [2])), "whose length is unknown: --batches N, or batches=N, ends it"),
+    ],
+)
+def test_a_long_pass_shows_its_progress(
+    loader: Any, text: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    compare(loader)
+    assert not capfd.readouterr().err, "nor does a short one"
+    monkeypatch.setattr(comparing, "_SILENCE", 0.0)
+    compare(loader)
+    assert text in capfd.readouterr().err
+    compare(loader, progress=False)
+    assert not capfd.readouterr().err
 
 
 ONES, ROWS = torch.ones(2, 3), torch.arange(6).view(2, 3)

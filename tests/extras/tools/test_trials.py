@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from types import ModuleType
 from typing import Any
 
@@ -157,6 +158,17 @@ def test_a_spawned_trial_has_the_classes_of_a_notebook(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "__main__", main)
     exec(SQUARES, vars(main))
     loader = DataLoader(main.Squares(), 2, num_workers=1, multiprocessing_context="spawn")
+    assert measure(loader, Setting(0, 2, start_method="spawn")).batches > 0
+
+
+def test_a_spawned_trial_takes_the_functions_that_the_loader_takes() -> None:
+    pytest.importorskip("cloudpickle")
+    loader = DataLoader(
+        Made(float, 8), 2, multiprocessing_context="spawn", num_workers=1, collate_fn=lambda _: 7
+    )
+    task = trials._Trial(loader, 0.0, 0.01)
+    with pytest.raises(AttributeError, match="lambda"):
+        ForkingPickler.dumps(task)
     assert measure(loader, Setting(0, 2, start_method="spawn")).batches > 0
 
 
