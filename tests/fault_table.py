@@ -77,11 +77,11 @@ FAULTS = (
     ),
     Fault(
         "the answer of an earlier attempt is accepted",
-        "scheduling/in_flight.py",
-        "batch.worker not in (None, worker) or batch.attempt != answer.attempt:",
-        "batch.worker not in (None, worker):",
+        "scheduling/scheduler.py",
+        "if batch is None or batch.attempt != answer.attempt:",
+        "if batch is None:",
         "rule 5",
-        "consumer/test_receiver.py",
+        "consumer/test_answers.py",
     ),
     Fault(
         "the window that a user sets is ignored",

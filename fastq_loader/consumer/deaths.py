@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastq_loader.consumer.delivery import Delivery
+from fastq_loader.consumer.answers import Answers
 from fastq_loader.consumer.outcomes import Raised
 from fastq_loader.errors import LoaderTimeout, WorkerDied, WorkerReplaced, describe_index, warn_user
 from fastq_loader.ipc.messages import decode_index
@@ -25,17 +25,17 @@ class Deaths:
         plan: configuration of the workers.
         group: the workers.
         scheduler: the scheduler of their batches.
-        delivery: has the progress of the epoch, which no death changes.
+        answers: have the progress of the epoch, which no death changes.
 
     Attributes:
         timeout: the loader's `timeout`.
     """
 
-    def __init__(self, plan: Plan, group: WorkerGroup, scheduler: Scheduler, delivery: Delivery) -> None:
+    def __init__(self, plan: Plan, group: WorkerGroup, scheduler: Scheduler, answers: Answers) -> None:
         self._plan = plan
         self._group = group
         self._scheduler = scheduler
-        self._delivery = delivery
+        self._answers = answers
         self.timeout = Timeout(plan.timeout, of_head=plan.options.is_dynamic and plan.in_order)
 
     def sentence(self, worker: Worker, seq: int | None, index: Any = None) -> str:
@@ -58,7 +58,7 @@ class Deaths:
         """The error that ends an iteration because of a death."""
         died = WorkerDied(report)
         died.__cause__ = cause
-        return Raised(died, self._delivery.progress, fatal=report)
+        return Raised(died, self._answers.progress, fatal=report)
 
     def who_is_late(self, wait: Wait) -> tuple[int | None, int | None]:
         """Return the worker that has the awaited batch, None if unknown, and the worker that hangs."""
@@ -78,7 +78,7 @@ class Deaths:
             stacks = f"Its Python stacks:\n{self._group.stacks(worker)}"
             text = f"{who} has not answered batch {seq} (indices {indices}). {stacks}"
         error = LoaderTimeout(f"DataLoader timed out after {self._plan.timeout:g} seconds: {text}")
-        return Raised(error, self._delivery.progress)
+        return Raised(error, self._answers.progress)
 
     def warn_of_replacement(self, report: str, stacks: str) -> Raised | None:
         """Warn that a worker was replaced. Return the warning, to be raised, if warnings are errors."""
@@ -86,7 +86,7 @@ class Deaths:
         try:
             warn_user(f"{report}; another one was started in its place{after}", WorkerReplaced)
         except WorkerReplaced as warning:  # the loop can go on afterwards
-            return Raised(warning, self._delivery.progress)
+            return Raised(warning, self._answers.progress)
         return None
 
 

@@ -118,7 +118,7 @@ class Engine:
     def end_states(self) -> dict[int, bytes]:
         """States of the workers whose part of an iterable dataset has ended in this epoch, by worker."""
         loop = self._loop
-        return {} if loop is None else loop.receiver.end_states
+        return {} if loop is None else loop.answers.end_states
 
     def poll(self, epoch: int) -> None:
         """Begin the copies of batches that have become ready; see `EventLoop.poll`.

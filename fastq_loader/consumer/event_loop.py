@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from fastq_loader.consumer.answers import Answers, finished
 from fastq_loader.consumer.deaths import Deaths
-from fastq_loader.consumer.delivery import Delivery, finished
 from fastq_loader.consumer.gate import CLOSED, EXITING, FAILED, INSIDE, OPEN, WAITING, Gate
 from fastq_loader.consumer.outcomes import ENDED, Ended, Outcome, OutcomeSlot
-from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.device.staging import DeviceSession, Staging
 from fastq_loader.ipc.claim_table import slots
 from fastq_loader.ipc.limits import expect_descriptors, require_threads
@@ -30,9 +29,9 @@ from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.events import Died, Draw, Finish, IterationFailed, Wait
+from fastq_loader.scheduling.in_flight import Batch
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.scheduler import Scheduler
-from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters, EpochLog
 from fastq_loader.statistics.records import CUT, GIVEN
 from fastq_loader.system import calls
@@ -63,7 +62,7 @@ class PoolEpoch(NamedTuple):
         log: records the calls of the epoch.
         done: the positions delivered before the epoch was resumed.
         resume: for each worker of a resumed epoch, how many of its batches were delivered, and its state.
-        bad_samples: see `Delivery`.
+        bad_samples: see `Answers`.
     """
 
     sampler: Iterator[Any]
@@ -90,7 +89,7 @@ class EventLoop:
 
     Attributes:
         pool: the memory that the workers write to.
-        group, receiver, deaths: the workers, what they send, and how they end.
+        group, answers, deaths: the workers, what they send, and how they end.
     """
 
     def __init__(self, plan: Plan, counters: Counters, gate: Gate) -> None:
@@ -113,12 +112,12 @@ class EventLoop:
         )
         self.group = WorkerGroup(plan, self.pool, counters)
         unpacker = Unpacker(arena, self.group.token, plan.for_device)
-        self._delivery = Delivery(unpacker, self.pool, counters, plan.rules.iterable)
-        self.receiver = Receiver(plan, self.group, self.scheduler, unpacker, counters)
-        self.deaths = Deaths(plan, self.group, self.scheduler, self._delivery)
+        self.answers = Answers(plan, self.group, self.scheduler, unpacker, counters)
+        self.deaths = Deaths(plan, self.group, self.scheduler, self.answers)
         self._epoch: Epoch | None = None
         self._unsent: list[bytes] = []  # encoded shared tasks
         self._tidy_at = 0  # when to check the memory again
+        self._now = 0  # when the call under way looked at the clock last
         # Of the call under way. Not passed from frame to frame: an error's traceback references all frames.
         self._outcome: Outcome | None = None
 
@@ -143,30 +142,30 @@ class EventLoop:
             threads += _PER_WORKER * self.plan.workers + bool(self.plan.restarts)
         require_threads(threads)
         self.group.start(base_seed, shared_seed)
+        self.scheduler.claimant = self.group.holder
         if session is not None:  # after the workers, which must not inherit anything of the device
-            self._delivery.start_staging(session)
+            self.answers.start_staging(session)
 
     def begin_epoch(self, start: PoolEpoch) -> int:
         """Begin an epoch, and drop the rest of the previous one. Return its number."""
         scheduler, bad_samples = self.scheduler, start.bad_samples
         self._drop()
-        self.receiver.log = self._delivery.log = start.log
+        self.answers.log = start.log
         self._tidy_at = 0
-        if self._delivery.staging is not None:  # before blocks of dropped batches go to others
-            self.pool.drop(self._delivery.staging.drain())
+        if self.answers.staging is not None:  # before blocks of dropped batches go to others
+            self.pool.drop(self.answers.staging.drain())
         taken, claimed = self.group.take_back(scheduler.pending_tasks.tickets())
         number = 0 if bad_samples is None else bad_samples.epoch
         sealed = seal(pickle.dumps(list(start.resume)), self.group.token) if start.resume else b""
         self._epoch = Epoch(scheduler.epoch + 1, *start[1:3], sealed, number, start.sample_seed)
-        self._delivery.progress, self._delivery.bad_samples = start.done, bad_samples
-        self.receiver.end_states = {}
+        self.answers.progress, self.answers.bad_samples = start.done, bad_samples
+        self.answers.end_states = {}
         # Tasks of an iterable dataset are sent again, and workers skip batches that were handed out before.
         drawn = START if self.plan.rules.iterable else start.done
         count = scheduler.begin_epoch(self._epoch.epoch, taken, claimed, drawn)
         self._sampler = start.sampler
         self.group.socket.send_all(encode(self._epoch))
         self._draw(count)
-        self._flush()
         self._gate.phase = OPEN
         return self._epoch.epoch
 
@@ -182,7 +181,7 @@ class EventLoop:
             gate.phase = OPEN
             return
         self.deaths.timeout.was_over = False
-        log, now = self.receiver.log, time.monotonic_ns()
+        log, now = self.answers.log, time.monotonic_ns()
         if log.asked:  # an interrupt ended the call before
             log.record(CUT, now)
         log.asked = now
@@ -190,23 +189,29 @@ class EventLoop:
             self._tidy(now)
         if self.pool.arena.released:
             self.pool.collect()
-        if self._delivery.staging is not None:
-            self.pool.drop(self._delivery.staging.reap())
+        if self.answers.staging is not None:
+            self.pool.drop(self.answers.staging.reap())
         scheduler, batch = self.scheduler, None
+        # As in torch, the next index is drawn after a batch was unpickled.
         while self._outcome is None:
             batch = scheduler.ready() if scheduler.in_flight.filled else None
-            if batch is None:
-                if self.receiver.receive():
-                    continue
+            if batch is None and not self.answers.receive():
                 batch = self._await_batch()
             if batch is not None:
+                self._deliver(batch, slot)
                 self._draw(scheduler.to_draw)
-                self._deliver(batch, slot, finish)
         outcome, self._outcome = self._outcome, None
         if batch is None:
             self._record_end(outcome)
         else:
-            log.record(GIVEN, time.monotonic_ns(), batch.loaded, batch.index, outcome.error)
+            if finish is not None:
+                outcome = finished(outcome, finish, batch)
+                self._now = time.monotonic_ns()
+            if not (self.plan.persistent or scheduler.in_flight.batches):  # it was the last one
+                # Ending takes them a while, which the last step of the epoch hides. Not before the batch was
+                # unpickled: its descriptors are the worker's until then.
+                self.group.dismiss()
+            log.record(GIVEN, self._now, batch.loaded, batch.index, outcome.error)
         # A single step for interrupts: only a call can be cut short, and these lines have none.
         if outcome.fatal is None:
             slot.outcome = outcome
@@ -226,15 +231,15 @@ class EventLoop:
     def _record_end(self, outcome: Outcome) -> None:
         """Record an outcome that is not that of a batch."""
         if isinstance(outcome, Ended):
-            self.receiver.log.end(time.monotonic_ns(), time.process_time_ns())
+            self.answers.log.end(time.monotonic_ns(), time.process_time_ns())
         else:
-            self.receiver.log.record(GIVEN, time.monotonic_ns(), error=outcome.error)
+            self.answers.log.record(GIVEN, time.monotonic_ns(), error=outcome.error)
 
     def _tidy(self, now: int) -> None:
         """Do the work that is not needed for every batch."""
         self._tidy_at = now + _TIDY_EVERY
         self.pool.collect()  # also blocks that waited for a forked child to end
-        window, staging = self.scheduler.window.size, self._delivery.staging
+        window, staging = self.scheduler.window.size, self.answers.staging
         self._counters.window = window
         spare = _SPARE_BATCHES + (0 if staging is None else 2 * staging.ahead)
         if self.pool.trim(window + spare, None if staging is None else staging.forget):
@@ -259,35 +264,24 @@ class EventLoop:
                 self._outcome = ENDED
         return None
 
-    def _deliver(self, batch: Batch, slot: OutcomeSlot, finish: Callable[[Any], Any] | None) -> None:
-        """Hand out a batch, after sending the messages that are due before it."""
-        if self._unsent or self.group.behind:
-            self._flush()
+    def _deliver(self, batch: Batch, slot: OutcomeSlot) -> None:
+        """Make a batch the outcome of the call, unless it was left out."""
+        answers = self.answers
         if batch.answer is not None and batch.answer.kind == PASSED:
-            return  # it was handed out before the epoch was resumed
-        staging = self._delivery.staging
-        if staging is None:
-            self._outcome = self._delivery.hand_out(batch)
-        else:
-            began = time.monotonic_ns()
-            self._outcome = self._delivery.hand_out(batch)
-            self._stage_ahead(staging)
-            self.receiver.log.device_until = now = time.monotonic_ns()
-            self.receiver.log.device += now - began
+            return  # it was delivered before the epoch was resumed
+        began = 0 if answers.staging is None else time.monotonic_ns()
+        self._outcome = answers.deliver(batch)
+        if answers.staging is not None:
+            self._stage_ahead(answers.staging)
+            answers.log.device_until = now = time.monotonic_ns()
+            answers.log.device += now - began
         if self._outcome is None:
-            slot.record_skipped(self._delivery.progress)
-        elif finish is not None:
-            self._outcome = finished(self._outcome, finish, batch)
-        if not self.plan.persistent and not self.scheduler.undelivered:  # it was the last one
-            # Ending takes them a while, which the last step of the epoch hides. Not before the batch was
-            # unpickled: its descriptors are the worker's until then.
-            self.group.dismiss()
+            slot.record_skipped(answers.progress)
 
     def _draw(self, times: int) -> None:
-        """Draw indices, and send their tasks."""
-        if not times:
-            return
-        scheduler, began = self.scheduler, time.monotonic_ns()
+        """Draw indices, and send their tasks. Set `_now`."""
+        scheduler, log, began = self.scheduler, self.answers.log, time.monotonic_ns()
+        self._now = began
         for _ in range(times):
             try:
                 index = next(self._sampler)
@@ -300,20 +294,21 @@ class EventLoop:
                 if batch is not None and batch.task is not None:
                     batch.sent = began
                     self._send(batch.worker, batch.task)
-        self.receiver.log.drew_until = now = time.monotonic_ns()
-        self.receiver.log.drew += now - began
+        if self._unsent or self.group.behind:
+            self._flush()
+        if times:
+            log.drew_until = self._now = now = time.monotonic_ns()
+            log.drew += now - began
 
     def _send(self, worker: int | None, task: Task) -> None:
         try:
-            frame = encode_task(task, self.group.token)
+            if worker is None:
+                self._unsent.append(encode_task(task, self.group.token))
+                self.group.offer_claim(task.ticket)
+            else:
+                self.group.send_task(worker, task)
         except Exception as error:  # whatever pickling the index raises
             self.scheduler.undeliverable(task, error)
-            return
-        if worker is None:
-            self._unsent += (frame,)
-            self.group.offer_claim(task.ticket)
-        else:
-            self.group.send_frame(worker, frame)
 
     def _flush(self) -> None:
         """Send the pending shared tasks together. A worker that was passed over, and reads again, is sent all
@@ -332,13 +327,13 @@ class EventLoop:
 
     def poll(self) -> None:
         """Begin the copies of batches that have become ready, without waiting for anything."""
-        if (staging := self._delivery.staging) is not None:
+        if (staging := self.answers.staging) is not None:
             self.pool.drop(staging.reap())
             self._stage_ahead(staging, wait=False)
         self._gate.phase = OPEN
 
     def _stage_ahead(self, staging: Staging, wait: bool = True) -> None:
-        while self.receiver.receive():
+        while self.answers.receive():
             continue
         staging.begin(self.scheduler.in_flight.upcoming(staging.ahead), wait)
 
@@ -355,12 +350,12 @@ class EventLoop:
         ended, heard = socket.wait(seconds)
         self._gate.phase = INSIDE  # a signal handler may have called meanwhile
         least = self.scheduler.window.least
-        self.receiver.log.waited_for(began, time.monotonic_ns(), wait.behind, wait.blocked, least)
+        self.answers.log.waited_for(began, time.monotonic_ns(), wait.behind, wait.blocked, least)
         if socket.woken:
             raise Closing
         if not heard and timeout.is_over(socket.wait_for_message(_GRACE)):
             self._give_up(wait)
-        self.receiver.receive()
+        self.answers.receive()
         for worker in self.group.ended(ended):
             if self._outcome is None:
                 self._handle_death(worker)
@@ -381,7 +376,7 @@ class EventLoop:
     def _handle_death(self, number: int, stacks: str = "") -> None:
         """Handle a worker's end. Its earlier answers count; its other batches are lost, or loaded by another
         worker."""
-        while self.receiver.receive():
+        while self.answers.receive():
             continue
         pending, claims = self.scheduler.pending_tasks, self.group.claims
         claimed = frozenset(ticket for ticket in pending.tickets() if claims.holder(ticket) == number)
@@ -415,12 +410,12 @@ class EventLoop:
         """End the workers, and release everything that is not in use any more. May be called again after an
         interrupt."""
         failure: Exception | None = None
-        if self._delivery.staging is not None:  # copies read the blocks until they have run
+        if self.answers.staging is not None:  # copies read the blocks until they have run
             try:
-                self.pool.drop(self._delivery.staging.close())
+                self.pool.drop(self.answers.staging.close())
             except Exception as error:  # from the device; after an interrupt the next call does the rest
                 failure = error
-            self._delivery.staging = None
+            self.answers.staging = None
         self.scheduler.abandon()
         self._drop()
         self.group.stop(patience)
@@ -430,4 +425,4 @@ class EventLoop:
     def _drop(self) -> None:
         """Record that batches of the epoch that were not handed out are dropped."""
         if self._epoch is not None:
-            self.receiver.log.drop(time.monotonic_ns())
+            self.answers.log.drop(time.monotonic_ns())

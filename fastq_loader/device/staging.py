@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,9 +31,9 @@ from fastq_loader.device.accelerator import ToDevice, TorchBackend, called
 from fastq_loader.device.copies import Build, Copies, Copy
 from fastq_loader.device.pinning import Buffers, Pinner, PinPolicy
 from fastq_loader.errors import UnpicklableError, WorkerTraceback
-from fastq_loader.ipc.messages import Answer, BatchHandle
+from fastq_loader.ipc.messages import BatchHandle
 from fastq_loader.memory.arena import Mapping
-from fastq_loader.memory.blocks import device_aligned
+from fastq_loader.memory.blocks import Extents, device_aligned
 from fastq_loader.packing import pickling
 from fastq_loader.packing.spec import REMEMBERED, BatchLayout
 from fastq_loader.packing.tensors import cloned, moved
@@ -140,6 +140,14 @@ class DeviceSession:
             )
 
 
+class LoadedBatch(Protocol):
+    """What the copies need of a batch; see `scheduling.in_flight.Batch`."""
+
+    handle: BatchHandle | None
+    used: Extents
+    copy: Any
+
+
 class Staging:
     """The copies of one pool of workers.
 
@@ -160,36 +168,35 @@ class Staging:
         self._thread = thread = session.options.start_ahead()  # of the transform; None: it is called here
         self._transform = session.options.apply_transform if thread is None else partial(_begun_by, thread)
         self._beside = session.beside if thread is None else CapturedCall
-        self._begun: dict[int, Copy] = {}  # number of the batch → its copy, until it is delivered
         self._policy = session.policy
 
     def reap(self) -> list[int]:
         """Return the offsets of blocks that have become free to write since the last call."""
         return self._copies.reap()
 
-    def begin(self, answers: Iterable[Answer], wait: bool = True) -> None:
+    def begin(self, batches: Iterable[LoadedBatch], wait: bool = True) -> None:
         """Begin the copies of these batches, unless they are under way; with `wait`, also if an older copy
         has to be waited for. A copy that cannot be begun is tried again at the batch's turn, when its error
         can be raised; the batches after it wait, so that transforms are called in batch order."""
-        for answer in answers:
+        for batch in batches:
             if not wait and self._copies.full:
                 return
-            if answer.seq not in self._begun:
+            if batch.copy is None:
                 try:
-                    self._begun[answer.seq] = self._copy(answer)
+                    batch.copy = self._copy(batch)
                 except Exception:
                     return
 
     @_outside_inference_mode()
-    def _copy(self, answer: Answer) -> Copy:
-        assert answer.handle is not None, "it is a batch"
-        part = self._unpacker.part(answer.handle) or (0, 0, 0, 0)
+    def _copy(self, batch: LoadedBatch) -> Copy:
+        assert batch.handle is not None, "it is a batch"
+        part = self._unpacker.part(batch.handle) or (0, 0, 0, 0)
         source = self._pinner.prepare(*part) if part[-1] else None
-        build = partial(_unpacked, self._unpacker, self._transform, answer.handle)
-        return self._copies.begin(source, part[-1], build, _blocks(answer), self._beside)
+        build = partial(_unpacked, self._unpacker, self._transform, batch.handle)
+        return self._copies.begin(source, part[-1], build, _blocks(batch), self._beside)
 
-    def deliver(self, answer: Answer) -> Any:
-        """Return the batch of an answer, on the device, ready for work queued on the current stream.
+    def deliver(self, batch: LoadedBatch) -> Any:
+        """Return a batch on the device, ready for work queued on the current stream.
 
         Raises:
             ProtocolError: the pickle of the batch does not come from this pool.
@@ -197,16 +204,16 @@ class Staging:
             RuntimeError: the device failed, or is out of memory; with torch's text.
             PinFallback: page-locking failed, and the user's filters make warnings errors.
         """
-        copy = self._begun.pop(answer.seq, None)
+        copy, batch.copy = batch.copy, None
         if copy is None:
             try:
-                copy = self._copy(answer)
+                copy = self._copy(batch)
             except BaseException:
-                self._copies.free += _blocks(answer)
+                self._copies.free += _blocks(batch)
                 raise
-        batch = self._copies.take(copy)
+        value = self._copies.take(copy)
         self._policy.warn()
-        return batch if self._thread is None else called(batch[1])
+        return value if self._thread is None else called(value[1])
 
     def drain(self) -> list[int]:
         """Wait for every copy, and drop the batches that were not delivered: the scheduler frees their
@@ -215,9 +222,7 @@ class Staging:
         Returns:
             Offsets of the blocks of delivered batches.
         """
-        free = self._copies.drain()
-        self._begun.clear()
-        return free
+        return self._copies.drain()
 
     def forget(self, offset: int) -> None:
         """Unlock a block whose pages are about to be returned to the system."""
@@ -260,8 +265,8 @@ def _rebuilt(
     return options.apply_transform(layout.build(leaves, iter(values), arrived))
 
 
-def _blocks(answer: Answer) -> tuple[int, ...]:
-    return tuple(offset for offset, _ in answer.used)
+def _blocks(batch: LoadedBatch) -> tuple[int, ...]:
+    return tuple(offset for offset, _ in batch.used)
 
 
 #: Address and bytes of a segment, and its offset in the batch on the device.

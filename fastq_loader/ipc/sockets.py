@@ -49,7 +49,9 @@ from fastq_loader.ipc.messages import (
     Hello,
     InBlock,
     Message,
+    Task,
     encode,
+    encode_task,
 )
 from fastq_loader.system import calls, process_id
 from fastq_loader.system.interrupts import without_signals
@@ -223,6 +225,12 @@ class ConsumerSocket:
             Exception: whatever pickling raises for the index of a task.
         """
         self.send_frame(worker, encode(message, self._token))
+
+    def send_task(self, worker: int, task: Task) -> None:
+        """Queue a task; see `send`."""
+        frame = encode_task(task, self._token)  # first: no message is begun if this fails
+        self._send(self._lines[worker].name, _NOBLOCK_MORE)
+        self._send(frame, _NOBLOCK)
 
     def send_frame(self, worker: int, frame: bytes) -> None:
         """Queue an encoded message."""

@@ -12,14 +12,76 @@ knows its claimant. A number whose slot is taken is skipped, so a batch may be a
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from itertools import islice, takewhile
 from typing import Any
 
-from fastq_loader.ipc.messages import BATCH, ENDED, Answer
+from fastq_loader.errors import describe_index
+from fastq_loader.ipc.messages import BATCH, ENDED, Answer, BatchHandle, Task, decode_index
+from fastq_loader.memory.blocks import Extents
 from fastq_loader.scheduling.events import Died
-from fastq_loader.scheduling.states import HELD, LOST, READY, SENT, Batch
+from fastq_loader.scheduling.states import (
+    BATCH_TRANSITIONS,
+    HELD,
+    LOST,
+    NEW,
+    READY,
+    SENT,
+    WorkerTable,
+)
+
+
+class Batch:
+    """A batch from the draw of its index to its delivery: what is known of it is an attribute.
+
+    Args:
+        seq: its number in the epoch.
+        worker: worker with its task. None: any worker may claim it, or its index could not be drawn.
+        index: the sampler's.
+
+    Attributes:
+        attempt: how often its task was sent again.
+        ticket: number under which its task is claimed; -1 before it was sent.
+        sent: when its task was sent first, in nanoseconds of the monotonic clock; 0 before.
+        task: the task, as sent last.
+        answer: the worker's answer, once it has arrived.
+        handle: that of the answer, with its layout; see `Unpacker.learn`.
+        used: the blocks that it lies in, as (offset, bytes needed).
+        worker_state, remarks: those of the answer, unsealed; b"" and None without any.
+        loaded: who loaded it, and when; see `statistics.records.Record` from `seq` on.
+        copy: its copy to a device, once that was begun.
+        error: why the batch failed, with no answer or an unusable one.
+    """
+
+    state = NEW
+    attempt = sent = 0
+    ticket = -1
+    task: Task | None = None
+    answer: Answer | None = None
+    handle: BatchHandle | None = None
+    used: Extents = ()
+    worker_state = b""
+    remarks: Any = None
+    copy: Any = None
+    error: BaseException | None = None
+
+    def __init__(self, seq: int, worker: int | None, index: Any) -> None:
+        self.seq = seq
+        self.worker = worker
+        self.index = index
+        self.loaded: tuple[int, ...] = (seq, -1, 0, 0, 0, 0, 0, 0, 0)
+
+    @property
+    def is_end(self) -> bool:
+        """Whether its answer is the end of its worker's part of an iterable dataset."""
+        return self.answer is not None and self.answer.kind == ENDED
+
+    def move(self, event: str) -> None:
+        self.state = BATCH_TRANSITIONS[self.state, event]
+
+    def __str__(self) -> str:
+        return f"batch {self.seq} (indices {describe_index(decode_index(self.index))})"
 
 
 class InFlight:
@@ -34,16 +96,26 @@ class InFlight:
         drawn: sequence number of the next batch to be requested.
         batches: sequence number → batch.
         filled: number of batches that have arrived; without order, also of ends and deaths.
-        shares_window: whether a worker may have an equal share of the window only: a quick one would fill it.
     """
-
-    shares_window = False
 
     def __init__(self, first: int = 0, done: frozenset[int] = frozenset()) -> None:
         self._done = done
         self.head = self.drawn = first
         self.batches: dict[int, Batch] = {}
         self.filled = 0
+
+    def turn(self, workers: WorkerTable, window: int) -> int | None:
+        """The worker whose turn it is to load a batch; None if no worker can take one.
+
+        Args:
+            workers: their states and turns.
+            window: its size, in batches.
+        """
+        turns = workers.turns
+        if not turns:
+            return None
+        turns.rotate(-1)
+        return turns[-1]
 
     def new(self, worker: int | None, index: Any) -> Batch:
         while self.drawn in self._done:
@@ -100,7 +172,8 @@ class InOrder(InFlight):
 
     def take(self) -> Batch | None:
         """Return the batch at the head, and advance the head; None if it is not here."""
-        if self.head not in self.batches or (batch := self.batches[self.head]).state != READY:
+        batch = self.batches.get(self.head)
+        if batch is None or batch.state != READY:
             return None
         self.filled -= 1
         self.head += 1
@@ -121,20 +194,37 @@ class InOrder(InFlight):
             self.add(batch)
         return end
 
-    def upcoming(self, count: int) -> list[Answer]:
-        """The answers with a batch among the next `count` to be delivered, up to the first missing one."""
+    def upcoming(self, count: int) -> list[Batch]:
+        """Those among the next `count` to be delivered that are no errors, up to the first missing one."""
         batches = map(self.batches.get, range(self.head, self.head + count))
-        return _answers(filter(None, batches), count)
+        return _loaded(filter(None, batches), count)
 
 
 class AsTheyCome(InFlight):
-    """Batches that are delivered in the order of arrival, with the ends and deaths between them."""
+    """Batches that are delivered in the order of arrival, with the ends and deaths between them.
 
-    shares_window = True
+    Each worker has an equal share of the window: a quick one would fill it.
+    """
 
     def __init__(self, first: int = 0, done: frozenset[int] = frozenset()) -> None:
         super().__init__(first, done)
         self._arrivals: deque[Batch | Died] = deque()
+        self._of: Counter[int | None] = Counter()  # worker → its batches in flight
+
+    def turn(self, workers: WorkerTable, window: int) -> int | None:
+        for _ in range(len(workers.turns)):
+            worker = super().turn(workers, window)
+            if self._of[worker] < workers.share(window):
+                return worker
+        return None
+
+    def new(self, worker: int | None, index: Any) -> Batch:
+        self._of[worker] += 1
+        return super().new(worker, index)
+
+    def leave(self, batch: Batch, event: str) -> None:
+        self._of[batch.worker] -= 1
+        super().leave(batch, event)
 
     def add(self, arrival: Batch | Died) -> None:
         """See `InOrder`."""
@@ -149,6 +239,7 @@ class AsTheyCome(InFlight):
             return None
         self.filled -= 1
         self._arrivals.popleft()
+        self._of[first.worker] -= 1
         return first
 
     def next_event(self, head: Batch) -> Batch | Died | None:
@@ -158,14 +249,14 @@ class AsTheyCome(InFlight):
             return self._arrivals.popleft()
         return head if head.state == LOST else None
 
-    def upcoming(self, count: int) -> list[Answer]:
+    def upcoming(self, count: int) -> list[Batch]:
         """See `InOrder`."""
-        return _answers((batch for batch in self._arrivals if type(batch) is Batch), count)
+        return _loaded((batch for batch in self._arrivals if type(batch) is Batch), count)
 
 
-def _answers(batches: Iterable[Batch], count: int) -> list[Answer]:
-    answers = takewhile(lambda answer: answer is not None, (batch.answer for batch in batches))
-    return list(islice((answer for answer in answers if answer is not None and answer.kind == BATCH), count))
+def _loaded(batches: Iterable[Batch], count: int) -> list[Batch]:
+    here = takewhile(lambda batch: batch.answer is not None, batches)
+    return list(islice((batch for batch in here if batch.answer and batch.answer.kind == BATCH), count))
 
 
 class PendingTasks(dict[tuple[int, int], Batch]):
@@ -202,13 +293,6 @@ class PendingTasks(dict[tuple[int, int], Batch]):
     def release_slot(self, batch: Batch) -> None:
         """Release the claim-table slot of a task whose claimant is known."""
         self._taken.discard(batch.ticket % self._slots)
-
-    def match_answer(self, worker: int, answer: Answer) -> Batch | None:
-        """The batch to which an answer belongs; None if `worker` has no such task, or the attempt is over."""
-        batch = self.get((answer.epoch, answer.seq))
-        if batch is None or batch.worker not in (None, worker) or batch.attempt != answer.attempt:
-            return None
-        return batch
 
     def lost_with(self, died: Died, now: int, last: bool) -> list[tuple[int, int]]:
         """Keys of the tasks that will not be answered because a worker is dead.

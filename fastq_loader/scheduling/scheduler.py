@@ -4,7 +4,7 @@ Pure: no socket, clock or process; the event loop carries out its decisions, on 
 and workers, with their transition tables, are in `states`; the two orders of delivery are in `in_flight`.
 
 The order is torch's (`_MultiProcessingDataLoaderIter`): tasks go to the active workers in turn, one index is
-drawn for every batch, right before it is delivered, arrivals are processed one at a time and only while the
+drawn for every batch that is delivered, arrivals are processed one at a time and only while the
 wanted batch is missing, and a worker whose part of an iterable dataset has ended loses its turn. Two things
 differ on purpose: an error of the sampler or of an index takes the position of its batch instead of
 overtaking the batches before it, and a dead worker is reported at the position of the batch that it lost.
@@ -14,28 +14,27 @@ answer arrives, or when it has died. With `restarts` a dead worker is replaced, 
 sent again, as the next attempt; an answer to an older attempt no longer counts.
 
 `begin_epoch` requests as many indices as the window has batches. Each is passed to `drawn`, its error to
-`draw_failed`, and the sampler's end to `exhausted`. When the user calls `next()`, `ready` returns the next
-batch, and `to_draw` is the number of indices to draw before it is delivered. If it has not arrived, `wanted`
-returns what to do: `Draw` (and call it again), `Wait`, `IterationFailed` or `Finish`.
+`draw_failed`, and the sampler's end to `exhausted`. Each answer is passed to `answered`. When the user calls
+`next()`, `ready` returns the next batch, and `to_draw` is the number of indices to draw when it is delivered.
+If it has not arrived, `wanted` returns what to do: `Draw` (and call it again), `Wait`, `IterationFailed` or
+`Finish`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from fastq_loader.errors import PoisonBatch, ProtocolError
-from fastq_loader.ipc.messages import ENDED, SKIPPED, Answer, Task
-from fastq_loader.memory.blocks import BlockOwner
+from fastq_loader.ipc.messages import ENDED, SKIPPED, Answer, BatchHandle, Task
+from fastq_loader.memory.blocks import BlockOwner, Extents
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.events import Died, Draw, Finish, IterationFailed, Send, Wait
-from fastq_loader.scheduling.in_flight import AsTheyCome, InOrder, PendingTasks
+from fastq_loader.scheduling.in_flight import AsTheyCome, Batch, InOrder, PendingTasks
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.schedules import Window
-from fastq_loader.scheduling.states import BATCH_TRANSITIONS, LOST, Batch, WorkerTable
+from fastq_loader.scheduling.states import BATCH_TRANSITIONS, LOST, WorkerTable
 
-#: What becomes of an answer.
-ACCEPTED, STALE, REFUSED = "accepted", "stale", "refused"
 #: A batch is given up after this many workers have died of it.
 DEADLY = 3
 
@@ -57,7 +56,8 @@ class Scheduler:
         pending_tasks: the unanswered tasks.
         in_flight: the batches that were requested and not delivered, in their order of delivery.
         restarts_left: number of workers that may still be replaced in this epoch.
-        to_draw: number of indices to draw before the batch that was returned last is delivered.
+        to_draw: number of indices to draw for the batch that was returned last.
+        claimant: returns the worker that has claimed a ticket, or None.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Scheduler:
         self.shared_tasks = shared_tasks
         self.epoch = 0
         self.to_draw = 0
+        self.claimant: Callable[[int], int | None] = lambda ticket: None
         self.pending_tasks = PendingTasks(slots)
         self._order: type[InOrder] | type[AsTheyCome] = InOrder if in_order else AsTheyCome
         self._holders = [BlockOwner(worker) for worker in range(workers)]
@@ -90,11 +91,6 @@ class Scheduler:
         self._deaths: dict[int, int] = {}  # seq → workers that died of it
         self._idle_deaths: list[int] = []  # workers that died between batches and were not replaced
         self.window.size, self.window.closed = self.window.least, False
-
-    @property
-    def undelivered(self) -> int:
-        """Number of batches of this epoch that were requested and not delivered."""
-        return len(self.in_flight.batches)
 
     def index_of(self, seq: int) -> Any:
         """The index of a batch that is not delivered yet, for error texts; None if it is unknown."""
@@ -134,27 +130,23 @@ class Scheduler:
 
     def abandon(self, done: Progress = START) -> None:
         """Drop undelivered answers; answers that arrive later will be stale. `done`: see `begin_epoch`."""
-        waiting = [batch.answer for batch in self.in_flight.batches.values()]
+        waiting = list(self.in_flight.batches.values())
         self._reset(done)
-        for answer in waiting:
-            if answer is not None:
-                self._drop(answer)
-
-    def _drop(self, answer: Answer) -> None:
-        self.pool.drop(offset for offset, _ in answer.used)
+        for batch in waiting:
+            self.pool.drop(offset for offset, _ in batch.used)
 
     # ---- indices in ---------------------------------------------------------------------------
 
     def drawn(self, index: Any) -> Batch | None:
         """The sampler yielded an index. Returns the batch whose task is to be sent, or None if there is
         nothing to send."""
-        worker = None
+        worker, in_flight = None, self.in_flight
         if not self.shared_tasks:
-            worker = self._worker_table.take_turn(self.window.size if self.in_flight.shares_window else None)
+            worker = in_flight.turn(self._worker_table, self.window.size)
             if worker is None:  # no worker has room or more to read: torch loses the index here, too
                 return None
-        batch = self.in_flight.new(worker, index)
-        if self.shared_tasks and (under_way := len(self.in_flight.batches)) > self.window.size:
+        batch = in_flight.new(worker, index)
+        if self.shared_tasks and (under_way := len(in_flight.batches)) > self.window.size:
             self.window.widen_to(under_way)
         if self._worker_table.some_dead and self._worker_table.is_dead(worker):
             batch.move("send_to_dead")
@@ -167,10 +159,12 @@ class Scheduler:
     def _make_task(self, batch: Batch) -> Task:
         self.pending_tasks.add(self.epoch, batch)
         worker, ticket = batch.worker, batch.ticket
-        # Same as `BlockOwner()` and `Task()`, but faster.
-        holder = tuple.__new__(BlockOwner, (None, ticket)) if worker is None else self._holders[worker]
-        head = self.epoch, batch.seq, batch.attempt, batch.index
-        task = batch.task = tuple.__new__(Task, (*head, self.pool.grant(holder), ticket))
+        grants: Extents = ()
+        if self.pool.wanted:  # else batches travel in messages
+            grants = self.pool.grant(BlockOwner(None, ticket) if worker is None else self._holders[worker])
+        # Same as `Task()`, but faster.
+        task: Task = tuple.__new__(Task, (self.epoch, batch.seq, batch.attempt, batch.index, grants, ticket))
+        batch.task = task
         return task
 
     def _claimed(self, batch: Batch, worker: int) -> None:
@@ -208,38 +202,52 @@ class Scheduler:
 
     # ---- answers in ---------------------------------------------------------------------------
 
-    def arrived(self, batch: Batch, worker: int, answer: Answer, fault: ProtocolError | None = None) -> str:
-        """A worker has answered. Returns ACCEPTED, STALE (its epoch is over: the answer is dropped), or
-        REFUSED (it is unusable).
+    def answered(
+        self,
+        worker: int,
+        answer: Answer,
+        handle: BatchHandle | None = None,
+        used: Extents = (),
+        fault: ProtocolError | None = None,
+    ) -> Batch | None:
+        """A worker has answered. Returns the batch of its task; None if it has no such task, or that attempt
+        is over. An answer of an older epoch is dropped. An unusable one is the batch's error.
 
         Args:
-            batch: the batch that it answers, from `PendingTasks.match_answer`.
             worker: number of the worker.
             answer: its answer.
+            handle, used: see `Batch`.
             fault: error because of which the answer is unusable, or None.
         """
-        del self.pending_tasks[answer.epoch, answer.seq]
-        if batch.worker is None:
+        key = answer.epoch, answer.seq
+        batch = self.pending_tasks.get(key)
+        if batch is None or batch.attempt != answer.attempt:
+            return None
+        owner = batch.worker
+        if (self.claimant(batch.ticket) if owner is None else owner) != worker:
+            return None
+        if owner is None:
             self._claimed(batch, worker)
+        del self.pending_tasks[key]
         try:
             if fault is not None:
                 raise fault
-            if answer.used or answer.fresh or answer.returned:
-                self.pool.accept(worker, answer.used, answer.fresh, answer.returned)
+            if used or answer.fresh or answer.returned:
+                self.pool.accept(worker, used, answer.fresh, answer.returned)
         except ProtocolError as error:
             # Its blocks stay the worker's until that process has ended: it may still write to them.
+            batch.error = error
             if self.in_flight.batches.get(batch.seq) is batch:
                 self._fail(batch, error)
-            return REFUSED
+            return batch
         if answer.epoch != self.epoch:
-            self._drop(answer)
-            return STALE
-        if answer.kind != SKIPPED:  # else its batch is removed when it is at the head
-            batch.answer = answer
+            self.pool.drop(offset for offset, _ in used)
+        elif answer.kind != SKIPPED:  # else its batch is removed when it is at the head
+            batch.answer, batch.handle, batch.used = answer, handle, used
             if answer.kind != ENDED:  # which is an event to process
                 batch.state = BATCH_TRANSITIONS[batch.state, "answer"]
             self.in_flight.add(batch)
-        return ACCEPTED
+        return batch
 
     # ---- deaths -------------------------------------------------------------------------------
 
@@ -302,12 +310,10 @@ class Scheduler:
             return None
         batch.state = BATCH_TRANSITIONS[batch.state, "deliver"]
         del self.in_flight.batches[batch.seq]
-        if self.shared_tasks:
-            self.to_draw = self.window.delivered(len(self.in_flight.batches))
-        else:
-            self.to_draw = 1  # torch calls an exhausted sampler again
-            if batch.worker is not None:
-                self._worker_table.deliver_one(batch.worker)
+        self.to_draw = 1  # torch calls an exhausted sampler again
+        if self.shared_tasks:  # until there is room for a group, none
+            room = self.window.size - len(self.in_flight.batches)
+            self.to_draw = room if room >= self.window.group and not self.window.closed else 0
         return batch
 
     def wanted(self) -> Batch | Draw | Wait | IterationFailed | Finish:
@@ -326,7 +332,7 @@ class Scheduler:
     def _wait(self, head: Batch) -> Wait | IterationFailed:
         if self._idle_deaths:
             return IterationFailed(self._idle_deaths.pop(), None, None)
-        active = self._worker_table.active()
+        active = len(self._worker_table.turns)
         blocked = not self.window.closed and self.pending_tasks.has_idle_worker(active)
         return Wait(head.worker, head.seq, self.in_flight.filled, head.attempt, blocked)
 
@@ -354,6 +360,4 @@ class Scheduler:
     def _break(self, batch: Batch) -> IterationFailed:
         assert batch.worker is not None, "a lost batch belongs to a worker"
         self.in_flight.leave(batch, "break")
-        if not self.shared_tasks:
-            self._worker_table.deliver_one(batch.worker)
         return IterationFailed(batch.worker, batch.seq, batch.index)

@@ -130,7 +130,7 @@ class Window:
         least: smallest size in batches, at least 1.
         widest: size in batches up to which it grows on its own; not below `least`.
         budget: bytes of shared memory up to which it grows.
-        group: number of batches that are requested together, to be sent in one message.
+        group: number of batches that are requested together, to be sent in one message, once there is room.
         size: present size in batches.
         widens: whether it may grow.
         closed: whether the sampler is exhausted.
@@ -198,13 +198,3 @@ class Window:
         """Widen the window if more batches are under way than its size, now that one was requested."""
         if self.size < under_way <= self.widest:
             self.size = under_way
-
-    def delivered(self, under_way: int) -> int:
-        """A batch was delivered. Returns how many to request now: 0 until there is room for a group, and
-        after the sampler is exhausted.
-
-        Args:
-            under_way: batches requested and not delivered.
-        """
-        room = self.size - under_way
-        return room if room >= self.group and not self.closed else 0

@@ -103,7 +103,7 @@ class WorkerGroup:
         # The zmq context has threads, so it is made after the forks.
         frame_at = partial(_frame_at, arena.mapping)  # holds no object of the user's
         self._socket = ConsumerSocket(self.token, frame_at)
-        self.send_frame, self.receive = self._socket.send_frame, self._socket.receive
+        self.send_task, self.receive = self._socket.send_task, self._socket.receive
         _in_use.add(self._socket)
         self._socket.connect(*[worker.line for worker in self.workers if worker.line is not None])
         for worker in self.workers:

@@ -29,9 +29,9 @@ from fastq_loader.ipc.messages import BATCH, Answer
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.reading import fetch
+from fastq_loader.scheduling.in_flight import Batch
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.schedules import Window
-from fastq_loader.scheduling.states import Batch
 from tests.support.loaders import MANY_WORKERS, collector_off
 from tests.support.pair import LARGE, Pair, paired
 from tests.support.simulation import SimulatedArena
@@ -268,7 +268,8 @@ def begun(scheduler: Scheduler, indices: Iterator[int]) -> list[Batch]:
 def load(scheduler: Scheduler, batch: Batch) -> None:
     """The answer to a batch's task has come."""
     answer = Answer(scheduler.epoch, batch.seq, 0, BATCH, 0, 0, (), (), None)
-    scheduler.arrived(batch, batch.worker or 0, answer)
+    scheduler.claimant = lambda ticket: 0
+    scheduler.answered(batch.worker or 0, answer)
 
 
 @pytest.mark.parametrize("in_order", [False, True])

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from fastq_loader.ipc.claim_table import WORKERS, Busy, ClaimTable, slots
 from fastq_loader.memory.arena import AVAILABLE
-from fastq_loader.scheduling.in_flight import PendingTasks
-from fastq_loader.scheduling.states import Batch
+from fastq_loader.scheduling.in_flight import Batch, PendingTasks
 from tests.support.forking import end_of, fork
 from tests.support.invariants import check_tasks
 from tests.support.thorough import examples

@@ -71,7 +71,7 @@ class InFlight:
     def hand_out(self) -> None:
         self.under_way -= 1
         self.unanswered = min(self.unanswered, self.under_way)
-        self.ask(self.window.delivered(self.under_way))
+        self.ask(max(self.window.size - self.under_way, 0))
 
 
 STEPS = st.lists(

@@ -19,9 +19,9 @@ from fastq_loader.ipc.messages import BATCH, BROKEN, ENDED, ERROR, SKIPPED, Answ
 from fastq_loader.memory.blocks import GRANTED, HELD, Extents
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.events import Died, Draw, Finish, IterationFailed, Send, Wait
-from fastq_loader.scheduling.scheduler import ACCEPTED, DEADLY, REFUSED, STALE, Scheduler
+from fastq_loader.scheduling.in_flight import Batch
+from fastq_loader.scheduling.scheduler import DEADLY, Scheduler
 from fastq_loader.scheduling.schedules import Window
-from fastq_loader.scheduling.states import Batch
 from tests.support import invariants
 from tests.support.simulation import REGION, SimulatedArena, SimulatedWorker, Table
 
@@ -42,11 +42,12 @@ def key_of(one: Task | Answer) -> Key:
     return one.epoch, one.seq
 
 
-def arrive(scheduler: Scheduler, worker: int, answer: Answer, fault: ProtocolError | None = None) -> str:
-    """An answer that is due has come; what becomes of it."""
-    batch = scheduler.pending_tasks.match_answer(worker, answer)
+def arrive(scheduler: Scheduler, worker: int, answer: Answer, fault: ProtocolError | None = None) -> Batch:
+    """An answer that is due has come; its batch."""
+    scheduler.claimant = lambda ticket: worker
+    batch = scheduler.answered(worker, answer, None, answer.used, fault)
     assert batch is not None, f"worker {worker} does not owe {answer[:3]}"
-    return scheduler.arrived(batch, worker, answer, fault)
+    return batch
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -264,7 +265,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         answer = worker.answers.popleft()
         del self.pending_tasks[key_of(answer)]
         self.refused[key_of(answer)] = worker.number
-        assert arrive(self.scheduler, worker.number, answer, ProtocolError(answer.seq)) == REFUSED
+        fault = ProtocolError(answer.seq)
+        assert arrive(self.scheduler, worker.number, answer, fault).error is fault
         if answer.epoch == self.epoch:
             self.ready.add(answer.seq)
             self.refused_seqs.add(answer.seq)
@@ -278,8 +280,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for offset in [offset for offset, _ in answer.used] + list(answer.returned):
             assert self.granted.pop(offset, key) == key
         del self.pending_tasks[key]
-        expected = ACCEPTED if answer.epoch == self.epoch else STALE
-        assert arrive(self.scheduler, worker.number, answer) == expected
+        batch = arrive(self.scheduler, worker.number, answer)
+        assert batch.error is None
+        assert (batch.answer is answer) == (answer.epoch == self.epoch and answer.kind != SKIPPED)
         if answer.epoch == self.epoch and answer.kind not in (ENDED, SKIPPED):
             self.ready.add(answer.seq)
 
@@ -396,7 +399,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def sleep(self) -> None:
         """The consumer is about to sleep: a window that may grow does, before a worker idles."""
         window, each = self.scheduler.window, self.pool.batch_bytes
-        size, exhausted = max(window.size, self.scheduler.undelivered), self.exhausted
+        size, exhausted = max(window.size, len(self.scheduler.in_flight.batches)), self.exhausted
         draws = self.scheduler.idle()
         assert not (draws and exhausted), "a sampler was asked that has nothing more"
         assert size + draws <= self.widest
@@ -418,7 +421,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.deaths.get(seq, 0) < DEADLY, "a batch was loaded again that kills its workers"
         assert (deliver.answer.epoch, deliver.answer.seq) == (self.epoch, seq)
         assert deliver.answer.kind in (BATCH, ERROR, BROKEN), "there is nothing to hand out"
-        offsets = [offset for offset, _ in deliver.answer.used]
+        offsets = [offset for offset, _ in deliver.used]
         if deliver.answer.kind == BATCH and keep:
             self.pool.deliver(offsets)
             self.held.update(offsets)
@@ -508,7 +511,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.least <= self.scheduler.window.size <= self.widest
         under_way = self.seqs - len(self.delivered) - len(self.lost)
         if self.kind != ITERABLE:
-            assert under_way <= self.scheduler.undelivered <= self.widest
+            assert under_way <= len(self.scheduler.in_flight.batches) <= self.widest
         assert len(self.unanswered()) <= self.widest + (self.kind == ITERABLE) * len(self.workers)
 
     @invariant()

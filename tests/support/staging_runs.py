@@ -166,7 +166,7 @@ class Run:
         self.used[seq] = offset
         nbytes = self.random.choice((64, 64, 64, 128, 256))
         handle = () if self.random.random() < 0.05 else (offset, SIZE, 0, nbytes)  # (): it has no tensors
-        self.answers[seq] = SimpleNamespace(seq=seq, used=((offset, nbytes),), handle=handle)
+        self.answers[seq] = SimpleNamespace(used=((offset, nbytes),), handle=handle, copy=None)
 
     def let_go(self, offsets: list[int]) -> None:
         """The blocks are free, and somebody writes to them at once."""
@@ -253,7 +253,7 @@ class Run:
             if seq in self.answers:
                 self.unpacking = seq
                 self.staging.begin([self.answers[seq]])
-                begun = seq in self.staging._begun or not self.answers[seq].handle
+                begun = self.answers[seq].copy or not self.answers[seq].handle
                 if not begun and "memory" not in self.refuse:
                     raise Breach(f"the copy of batch {seq} could not be begun ahead")
 
@@ -276,7 +276,7 @@ class Run:
         finally:
             self.device.may_wait = True
         first = self.answers.get(head)
-        if idle and first and first.handle and not (head in self.staging._begun or "memory" in self.refuse):
+        if idle and first and first.handle and not (first.copy or "memory" in self.refuse):
             raise Breach("poll begins nothing")
         # To fall back takes a wait, once.
         if self.device.waited and not self.refuse:

@@ -1,4 +1,4 @@
-"""What the receiver makes of answers: with a scheduler alone, and between real processes."""
+"""What becomes of the answers of workers: with a scheduler alone, and between real processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fastq_loader import DataLoader, Processes
-from fastq_loader.consumer.receiver import Receiver
+from fastq_loader.consumer.answers import Answers
 from fastq_loader.errors import PoisonBatch, ProtocolError, WorkerDied, WorkerReplaced
 from fastq_loader.ipc import sockets
 from fastq_loader.ipc.decoding import decode_for_consumer
@@ -29,9 +29,8 @@ from fastq_loader.ipc.messages import (
 )
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.scheduling.events import Send
-from fastq_loader.scheduling.in_flight import InOrder
+from fastq_loader.scheduling.in_flight import Batch, InOrder
 from fastq_loader.scheduling.scheduler import Scheduler
-from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters, WorkerCounters
 from fastq_loader.workers.worker import Worker
 from tests.scheduling.test_scheduler import begin, started, states
@@ -42,11 +41,10 @@ BLOCK = (20 * B, B)
 
 
 class Group:
-    """Workers whose answers have come already; `claims` says which worker has claimed which ticket."""
+    """Workers whose answers have come already."""
 
-    def __init__(self, answers: list[tuple[int, Answer]], claims: dict[int, int]) -> None:
+    def __init__(self, answers: list[tuple[int, Answer]]) -> None:
         self.answers = answers
-        self.holder = claims.get
         self.token = b""
         self.evicted: list[int] = []
         self.offered, self.answered_at = 0, [0, 0]
@@ -63,8 +61,8 @@ class Group:
 
 def receiver(
     scheduler: Scheduler, *answers: tuple[int, Answer], iterable: bool = False, claims: Any = None
-) -> tuple[Receiver, Group, Counters]:
-    group, counters = Group(list(answers), claims or {}), Counters()
+) -> tuple[Answers, Group, Counters]:
+    group, counters = Group(list(answers)), Counters()
     plan: Any = SimpleNamespace(
         rules=SimpleNamespace(iterable=iterable), in_order=isinstance(scheduler.in_flight, InOrder)
     )
@@ -72,7 +70,8 @@ def receiver(
     unpacker: Any = SimpleNamespace(
         learn=lambda specs, handle: (handle, tuple((offset, need) for offset, _, need in handle[4]))
     )
-    inbox = Receiver(plan, group, scheduler, unpacker, counters)  # type: ignore[arg-type]
+    scheduler.claimant = (claims or {}).get
+    inbox = Answers(plan, group, scheduler, unpacker, counters)  # type: ignore[arg-type]
     inbox.log = counters.begin_epoch(1, 0)
     return inbox, group, counters
 
