@@ -58,6 +58,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     _base_seed: int
     _hints: Any = None
     _bad_samples: Any = None
+    _indices: Iterator[Any] = iter(())
 
     def __init__(self, loader: Loader, mine: resources.Resources) -> None:
         times = time.monotonic_ns(), time.process_time_ns()
@@ -104,7 +105,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             outcome, self.outcome = self.outcome, None
         match outcome:
             case Handed():
-                self._record.progress = outcome.progress
+                self._record.reached = outcome.progress
                 self._num_yielded += 1
                 length = self._IterableDataset_len_called
                 iterable = self._dataset_kind == _DatasetKind.Iterable
@@ -114,7 +115,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
                     self.outcome = None
                 return outcome.batch
             case Raised():
-                self._record.progress = outcome.progress
+                self._record.reached = outcome.progress
             case Ended() if self._record.progress.over:
                 self.outcome = outcome  # an interrupt or a hint may end the calls below
                 if self._bad_samples is not None:
@@ -131,11 +132,11 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         """Go on at a later batch: draw the indices before it, and load nothing for them. @private"""
         for _ in islice(self._sampler_iter, batch - self._record.progress.delivered):
             continue
-        self._record.progress = Progress(batch)
+        self._record.reached = Progress(batch)
 
     def record_skipped(self, progress: Progress) -> None:
         """Record the progress after a batch that was left out. @private"""
-        self._record.progress = progress
+        self._record.reached = progress
 
     def poll(self) -> None:
         """Begin the copies of batches that have become ready since the last `next()`, without waiting. Use it
@@ -217,7 +218,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
     @_sampler_iter.setter
     def _sampler_iter(self, indices: Iterator[Any]) -> None:
-        self._record.source = indices
+        self._record.source = self._indices = indices
 
     def _next_index(self) -> Any:
         return next(self._sampler_iter)

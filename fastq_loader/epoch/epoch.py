@@ -45,7 +45,8 @@ class Epoch(Iterator[Any]):
 
     Attributes:
         info, start: the arguments.
-        progress: progress of the epoch; the iterator sets it after each delivery.
+        reached: progress of the epoch; the iterator sets it after each delivery.
+        in_line: number of batches delivered since, one after the other, and not counted there.
         source: the sampler's iterator: yields indices, or `Indices` in place of a list of int. May be
             replaced in the middle of an epoch, through an iterator's `_sampler_iter`. It ends with the
             loader's iterator, as in torch: the loader keeps its last epochs, and a sampler's iterator may
@@ -69,7 +70,8 @@ class Epoch(Iterator[Any]):
     saved: Any = None
 
     def __init__(self, info: SamplerInfo, start: EpochStart, progress: Progress = START) -> None:
-        self.info, self.start, self.progress = info, start, progress
+        self.info, self.start = info, start
+        self.reached, self.in_line = progress, 0
         self._source: deque[Any] = deque([iter(())], maxlen=1)
         self.drawn, self.ended = progress.head, False
         self.digest: tuple[int, int] | None = None
@@ -92,6 +94,18 @@ class Epoch(Iterator[Any]):
         """Let `source` end with a loader's iterator. The callback is C code that replaces it: a finalizer in
         Python would handle signals at its entry, where their exceptions are lost."""
         self._owner = weakref.ref(iterator, self._source.append)
+
+    @property
+    def progress(self) -> Progress:
+        """Progress of the epoch, made when somebody asks."""
+        reached, more = self.reached, self.in_line
+        return reached._replace(delivered=reached.delivered + more) if more else reached
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `source` can be iterated directly: torch's samplers, of whose further draws nothing is
+        recorded."""
+        return type(self) is Epoch and self.info.still and self._note is None and not self._is_first
 
     @property
     def position(self) -> Position:
@@ -131,7 +145,7 @@ class Epoch(Iterator[Any]):
 
     def end(self, said: Mapping[int, bytes]) -> None:
         """Record that the epoch is over; see `Progress.at_end`."""
-        self.progress = self.progress.at_end(said)
+        self.reached, self.in_line = self.progress.at_end(said), 0
 
     def has_begun(self) -> None:
         """Called when the epoch has begun, and its first indices were drawn."""

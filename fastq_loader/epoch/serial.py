@@ -2,13 +2,19 @@
 
 Runs in the consumer. Uses no process, thread, socket or shared memory; order, random numbers and errors
 follow the same rules as with workers.
+
+What is unusual (a device, page-locking, bad samples, a dynamic schedule, a resumed epoch, samplers that are
+not torch's, a hint that is due) is determined once in an epoch, with its first batch. An unusual call goes
+the way of `LoaderIterator.__next__`; so do the first and the last call of an epoch, and the one after an
+error or an interrupt. As with torch, an iterator is for one thread.
 """
 
 from __future__ import annotations
 
-import threading
+import sys
 from typing import Any
 
+from torch.autograd import profiler
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
 from fastq_loader import options
@@ -18,7 +24,7 @@ from fastq_loader.epoch import resources
 from fastq_loader.epoch.base import LoaderIterator
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.options import Loader
-from fastq_loader.reading import datapipes, generators
+from fastq_loader.reading import datapipes, fetch, generators
 from fastq_loader.reading.fetch import EndOfStream, LeftOut
 from fastq_loader.reading.reader import Reader
 from fastq_loader.scheduling.progress import Progress
@@ -28,6 +34,7 @@ from fastq_loader.system.unpatched import time
 from fastq_loader.workers.kinds import Auto
 
 _LEFT_OUT: Any = object()
+_NOTHING: Any = object()
 
 
 @untraced
@@ -48,8 +55,16 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         datapipes.shard(self._dataset, self._world_size, self._rank)
         self._staging = None if self._session is None else SerialStaging.of(self._session, self._idle)
         self._due: tuple[int, Any] | None = None  # number and index of the next batch
-        self._lock = threading.RLock()  # threads may share the iterator
         self._busy = False  # in the middle of a step that cannot be repeated
+        self._cut: tuple[Any, ...] | None = None  # a call that was cut short: the arguments of `_take_up`
+        self._is_unusual = True  # the next call
+        self._may_be_usual = not (
+            self._dynamic
+            or self._finishes
+            or self._session is not None
+            or self._record.bad_samples is not None
+            or self._IterableDataset_len_called is not None
+        )
         rules = vars(options.rules(loader))
         saves = "dataset" if self._record.saves else ""
         self._reader = Reader(self._dataset, self._collate_fn, options.fetchers(loader), rules, saves=saves)
@@ -78,31 +93,104 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
 
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)
-        self._due, self._busy = None, False
+        self._due, self._busy, self._cut, self._is_unusual = None, False, None, True
+
+    def __next__(self) -> Any:
+        if (
+            self._is_unusual
+            or self.outcome is not None
+            or profiler._is_profiler_enabled
+            or fetch.sample_hook is not None
+        ):
+            return super().__next__()
+        asked, record = time.monotonic_ns(), self._record
+        index = batch = _NOTHING
+        try:
+            for index in self._indices:  # after a call of `next`, an interrupt would lose the index
+                fetcher = self._dataset_fetcher
+                batch = fetcher.fetch(index)
+                samples = len(index) if self._auto_collation else 1
+                self._log.loaded_here(asked, fetcher.fetched, time.monotonic_ns(), record.drawn, samples)
+                break
+            else:
+                self._is_unusual = True
+        except BaseException as error:
+            # Before any call, at which the next interrupt may come.
+            self._cut, self._is_unusual = (asked, index, batch), True
+            if batch is not _NOTHING or not isinstance(error, Exception):
+                raise
+            self._cut = asked, index, batch, error
+        if batch is _NOTHING:
+            return super().__next__()
+        record.drawn += 1
+        record.in_line += 1
+        self._num_yielded += 1
+        return batch
 
     def _advance(self) -> None:
         if self._session is not None:
             self._session.refuse_capture()
-        with self._lock:
+        record, log, drawn = self._record, self._log, None
+        if record.in_line:
+            progress = record.progress
+            record.reached, record.in_line = progress, 0
+        if self._cut is not None:
+            drawn = self._take_up(*self._cut)
+        elif log.asked:  # the batch before was left out, or an interrupt ended an unusual call
+            log.record(CUT, time.monotonic_ns())
+        if self.outcome is None:
             if self._busy:
                 raise IteratorInvalid("this iterator cannot go on: an interrupt cut a call of next() short")
-            if self.outcome is not None:  # another thread's, which has not taken it yet
-                return
-            log, now = self._log, time.monotonic_ns()
-            if log.asked:  # an interrupt ended the call before, or its batch was left out
-                log.record(CUT, now)
-            log.asked, self._loaded = now, NOTHING
+            log.asked, self._loaded = time.monotonic_ns(), NOTHING
             if self._due is None:
                 self._draw()
             drawn = self._due
             if drawn is not None:  # else the sampler has ended, or failed
                 self._load_drawn()
-            if self._record.progress.over:
-                log.end(time.monotonic_ns(), time.process_time_ns())
-            elif self.outcome is not None:  # else the batch was left out
-                now, index = time.monotonic_ns(), drawn and drawn[1]
-                # The error gets no name here: its traceback references this frame.
-                log.record(GIVEN, now, self._loaded, index, getattr(self.outcome, "error", None))
+        if record.progress.over:
+            log.end(time.monotonic_ns(), time.process_time_ns())
+        elif self.outcome is not None and log.asked:  # else the batch was left out, or is recorded
+            now, index = time.monotonic_ns(), drawn and drawn[1]
+            # The error gets no name here: its traceback references this frame.
+            log.record(GIVEN, now, self._loaded, index, getattr(self.outcome, "error", None))
+        if self._may_be_usual and record.is_plain and (self._hints is None or self._hints.due == sys.maxsize):
+            self._indices = record.source
+            self._is_unusual = False
+
+    def _take_up(
+        self, asked: int, index: Any, batch: Any, error: Exception | None = None
+    ) -> tuple[int, Any] | None:
+        """Take up a usual call that an exception ended: store its batch or its error in `outcome`, or the
+        number and the index, which it returns, in `_due`."""
+        record, log = self._record, self._log
+        number, now, fetched = record.drawn, time.monotonic_ns(), self._dataset_fetcher.fetched
+        outcome: Outcome | None = None
+        due, busy = None, False
+        if batch is not _NOTHING:
+            if log.batches <= number:  # else it is recorded
+                log.loaded_here(asked, fetched, now, number, len(index) if self._auto_collation else 1)
+            outcome, asked = Handed(batch, self._progress_after(number)), 0
+        elif error is not None:
+            outcome = self._outcome_of(error, number, None if index is _NOTHING else index)
+            log.wait_from, log.wait_until, log.workers = asked, now, now - asked
+            self._loaded = number, -1, 0, asked, asked, fetched, now, now, 0
+        else:
+            log.asked = asked
+            log.record(CUT, now)
+            due = number, index
+            # An exception, such as an interrupt, ends a generator function: it cannot be resumed.
+            busy = index is _NOTHING or self._dataset_kind == _DatasetKind.Iterable
+        self.outcome, self._due, self._busy, self._cut = outcome, due, busy, None
+        record.drawn, log.asked = number + 1, asked
+        return None if index is _NOTHING else (number, index)
+
+    def _outcome_of(self, error: Exception, number: int, index: Any) -> Outcome:
+        """The outcome of an error in place of a batch."""
+        if not isinstance(error, EndOfStream):
+            return self._raised(error, number, index)
+        said = self._reader.state_bytes()
+        self._record.end({0: said} if said else {})
+        return ENDED
 
     def _load_drawn(self) -> None:
         """Store the batch, or the error that loading it raised, in `outcome`; nothing if it was left out."""
@@ -121,7 +209,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             if too_many is not None:
                 outcome = self._raised(too_many, *drawn)
             elif batch is _LEFT_OUT:
-                self._record.progress = self._progress_after(drawn[0])  # the last call
+                self._record.reached = self._progress_after(drawn[0])  # the last call
             else:
                 if self._staging is not None:
                     batch = self._stage(self._staging, batch)
@@ -129,14 +217,11 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
                     batch = self._finished(batch)
                 outcome = Handed(batch, self._progress_after(drawn[0]))
                 self._counters.batches += 1
-        except EndOfStream:
-            outcome, said = ENDED, self._reader.state_bytes()
-            self._record.end({0: said} if said else {})
         except BaseException as error:
             self._due = drawn  # before any call, at which the next interrupt may come
             if not isinstance(error, Exception):
                 raise
-            outcome = self._raised(error, *drawn)
+            outcome = self._outcome_of(error, *drawn)
         self.outcome, self._due, self._busy = outcome, None, False
         del outcome, too_many  # an error's traceback references this frame
 
@@ -166,7 +251,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._log.drew += now - began
 
     def _raised(self, error: Exception, number: int, index: Any = None) -> Raised:
-        """The outcome of an error in place of a batch."""
+        """An error to raise in place of a batch."""
         return Raised(error, self._progress_after(number)).at(number, index, None)
 
     def _progress_after(self, number: int) -> Progress:

@@ -267,13 +267,14 @@ _NAMES = "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64 co
 #: dtypes that numpy has, too, so torch can wrap arrays of them. Other dtypes are allocated as bytes.
 TYPESTR = {getattr(torch, name): np.dtype(name).str for name in _NAMES.split()}
 
-_current: Allocator | None = None
+#: The allocator of this process, if it is a worker of this package.
+current: Allocator | None = None
 
 
 def install(allocator: Allocator | None) -> None:
     """Set the allocator that `empty` and the collate functions of this process use."""
-    global _current
-    _current = allocator
+    global current
+    current = allocator
 
 
 def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -299,32 +300,27 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     return torch.empty(sizes, dtype=dtype, device="cpu") if tensor is None else tensor
 
 
-def in_worker() -> bool:
-    """Whether collate functions get blocks in this process."""
-    return _current is not None
-
-
 def out_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
     """`empty` for collate functions; None where they should allocate as usual."""
-    if _current is None:
+    if current is None:
         return None
     nbytes = math.prod(shape) * dtype.itemsize
     typestr = TYPESTR.get(dtype)
     if typestr is not None:
-        array = _current.empty_array(shape, typestr, nbytes)
+        array = current.empty_array(shape, typestr, nbytes)
         return None if array is None else torch.from_numpy(array)
-    array = _current.empty_array((nbytes,), "|u1", nbytes)
+    array = current.empty_array((nbytes,), "|u1", nbytes)
     return None if array is None else torch.from_numpy(array).view(dtype).view(shape)
 
 
 def out_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
     """Like `out_tensor`, for an array."""
-    if _current is None:
+    if current is None:
         return None
-    return _current.empty_array(shape, dtype.str, math.prod(shape) * dtype.itemsize)
+    return current.empty_array(shape, dtype.str, math.prod(shape) * dtype.itemsize)
 
 
 def use_nontemporal(nbytes: int) -> bool:
     """Whether pieces of `nbytes` should be written with non-temporal stores to memory from the functions
     above."""
-    return _current is not None and _current.is_nontemporal(nbytes)
+    return current is not None and current.is_nontemporal(nbytes)

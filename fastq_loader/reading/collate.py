@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from fastq_loader.memory import nontemporal
-from fastq_loader.memory.allocator import TYPESTR, in_worker, out_array, out_tensor, use_nontemporal
+from fastq_loader.memory import allocator, nontemporal
+from fastq_loader.memory.allocator import TYPESTR, out_array, out_tensor, use_nontemporal
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.system.torch_names import collate as torch_collate
@@ -103,9 +103,10 @@ def stack_tensors(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     first = batch[0]
     if type(first) is not torch.Tensor or first.is_nested or first.layout is not torch.strided:
         return torch_tensors(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
-    if not in_worker() and get_worker_info() is not None:  # torch's own worker
+    ours = allocator.current is not None
+    if not ours and get_worker_info() is not None:  # torch's own worker
         return torch_tensors(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
-    if not in_worker() or first.device.type != "cpu" or first.is_quantized or first.requires_grad:
+    if not ours or first.device.type != "cpu" or first.is_quantized or first.requires_grad:
         return torch.stack(batch, 0)
     shape = (len(batch), *first.shape)
     out = out_tensor(shape, first.dtype) if first.nbytes * len(batch) >= SMALLEST else None
@@ -157,7 +158,7 @@ def stack_arrays(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         return torch_arrays(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
     alike = first.size > 0 and set(map(_KIND, batch)) == {(first.dtype, first.shape)}
     of_tensors = None if collate_fn_map is None else collate_fn_map.get(torch.Tensor)
-    if not (alike and in_worker() and of_tensors is stack_tensors):
+    if not (alike and allocator.current is not None and of_tensors is stack_tensors):
         return default(list(map(torch.from_numpy, batch)), collate_fn_map)  # type: ignore[no-any-return]
     shape = (len(batch), *first.shape)
     out = out_array(shape, first.dtype)

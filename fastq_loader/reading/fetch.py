@@ -42,8 +42,7 @@ class Fetcher:
     iterator's `_dataset_fetcher`.
 
     Attributes:
-        fetched: when the last batch was requested, or, after that, when its samples had been read;
-            nanoseconds of the monotonic clock.
+        fetched: when the samples of the last batch had been read, in nanoseconds of the monotonic clock.
         dataset_iter, ended: the iterator of an iterable dataset, and whether it ended before a batch was
             full.
         stateful: whether the dataset or its iterator can save its position; None until first determined.
@@ -69,6 +68,7 @@ class Fetcher:
         self._getitems = auto_collation and not iterable and _has_getitems(dataset)
         gathers = auto_collation and collate is DEFAULT and is_table(dataset)
         self._gatherer = Gatherer() if gathers else None
+        self._collate = default if collate is DEFAULT else collate
         if iterable:
             self.dataset_iter = iter(dataset)
 
@@ -78,14 +78,14 @@ class Fetcher:
         Raises:
             EndOfStream: an iterable dataset is exhausted.
         """
-        self.fetched = time.monotonic_ns()
         try:
-            if self._gatherer and (batch := self._gatherer.gather(self.dataset, index)) is not None:
+            gatherer = self._gatherer
+            if gatherer is not None and (batch := gatherer.gather(self.dataset, index)) is not None:
                 self.fetched = time.monotonic_ns()
                 return batch
             data = self._read(index)
             self.fetched = time.monotonic_ns()
-            return (default if self.collate_fn is DEFAULT else self.collate_fn)(data)
+            return self._collate(data)
         except StopIteration as stop:
             raise RuntimeError("dataset or collate_fn raised StopIteration") from stop
 

@@ -13,7 +13,7 @@ from operator import add, length_hint
 from typing import Any, NamedTuple, Protocol
 
 from fastq_loader.ipc.messages import Indices
-from fastq_loader.statistics.records import END, GIVEN, ITER, NOTHING, PACKED, Loaded
+from fastq_loader.statistics.records import END, GIVEN, ITER, LOADED_HERE, NOTHING, PACKED, Loaded
 from fastq_loader.statistics.snapshots import StagingStatistics
 from fastq_loader.system import pages
 
@@ -23,7 +23,7 @@ FIRST_BATCHES = 8
 #: Epochs that are stored one by one, of older ones the sums; calls of which there is a record.
 _EPOCHS, _RECORDS = 100, 1 << 14
 
-_pack = PACKED.pack
+_pack, _pack_loaded_here = PACKED.pack, LOADED_HERE.pack
 
 
 class Totals(NamedTuple):
@@ -62,6 +62,7 @@ class EpochLog:
         in_batches: whether an index stands for a batch of samples.
 
     Attributes:
+        batches: delivered, with errors in their place.
         nbytes: bytes of its batches in shared memory.
         bad_samples: counts bad samples (`bad`); None: none are tolerated.
         over: there is no further batch.
@@ -77,7 +78,7 @@ class EpochLog:
         self, counters: Counters, epoch: int, now: int = 0, cpu: int = 0, in_batches: bool = True
     ) -> None:
         self.epoch, self._began, self._ended = epoch, now, now
-        self.nbytes = self._batches = self._samples = self._late = self._in_next = self._waited = 0
+        self.nbytes = self.batches = self._samples = self._late = self._in_next = self._waited = 0
         self.bad_samples: Any = None
         self.over = False
         self.first_batches: dict[int, list[tuple[bytes, int]]] = {}
@@ -107,7 +108,7 @@ class EpochLog:
         """
         asked = self.asked or self._ended
         if kind == GIVEN:
-            self._batches += 1
+            self.batches += 1
             self._late += self.head > 0
             if error is None and index is not None:
                 packed = type(index) is Indices
@@ -128,6 +129,28 @@ class EpochLog:
         self._ended = now
         if counters.trace is not None:
             counters.trace.add(record, error)
+
+    def loaded_here(self, asked: int, fetched: int, now: int, number: int, samples: int) -> None:
+        """Record a call that gives a batch and has done nothing but load it, on its own thread.
+
+        Args:
+            asked, now: begin and end of the call.
+            fetched: when the samples had been read.
+            number, samples: of the batch, and how many it has.
+        """
+        took, counters = now - asked, self._counters
+        self.batches += 1
+        self._samples += samples
+        self._in_next += took
+        self._waited += took
+        self._ended = now
+        counters.batches += 1
+        record = _pack_loaded_here(
+            *(GIVEN, self.epoch, asked, now, asked, now, took, number, -1, asked, asked, fetched, now, now)
+        )
+        counters.records.append(record)
+        if counters.trace is not None:
+            counters.trace.add(record, None)
 
     def waited_for(self, began: int, ended: int, behind: int, blocked: bool, least: int) -> None:
         """Count a wait for the next batch.
@@ -168,7 +191,7 @@ class EpochLog:
     def totals(self) -> Totals:
         """The counts so far."""
         return Totals(
-            self._batches,
+            self.batches,
             (self._ended - self._began) / 1e9,
             self._cpu / 1e9,
             self._samples,

@@ -59,6 +59,8 @@ class Record(NamedTuple):
 
 
 PACKED = Struct(f"={len(Record._fields)}q")
+#: The same for a batch that was loaded here, while nothing else happened: only the numbers that are not 0.
+LOADED_HERE = Struct("=4q32x3q16x2q8x5q8x")
 
 #: The numbers of a record from `seq` on.
 Loaded = tuple[int, ...]

@@ -86,10 +86,10 @@ BUDGETS: dict[str, tuple[type[Rows], dict[str, Any], Budget]] = {
     "rows": (Rows, TWO, Budget(52, 41, 8)),
     "tokens": (Tokens, TWO, Budget(78, 70, 11)),
     "rows, deep": (Rows, TWO | DEEP, Budget(56, 45, 10)),
-    "rows, 0 workers": (Rows, {"num_workers": 0}, Budget(99, 31, 13)),
+    "rows, 0 workers": (Rows, {"num_workers": 0}, Budget(79, 15, 8)),
 }
 #: With a trace that is written.
-TRACED = {"rows": Budget(73, 68, 8), "rows, 0 workers": Budget(111, 40, 13)}
+TRACED = {"rows": Budget(73, 68, 8), "rows, 0 workers": Budget(90, 30, 8)}
 
 
 class Count:
@@ -189,7 +189,7 @@ def test_a_steady_batch_stays_within_its_calls(
     assert not over, f"a batch of {name} costs {found}, and may cost {budget}; {where}"
 
 
-@pytest.mark.parametrize(("shuffle", "budget"), [(False, 400), (True, 450)])
+@pytest.mark.parametrize(("shuffle", "budget"), [(False, 330), (True, 375)])
 def test_an_epoch_of_one_batch_without_workers_stays_within_its_calls(shuffle: bool, budget: int) -> None:
     loader = DataLoader(Subset(Rows(), range(64)), 64, shuffle=shuffle)
     for _ in range(3):

@@ -58,16 +58,17 @@ def test_an_alarm_while_next_waits_loses_nothing(
 
 
 @pytest.mark.parametrize(
-    ("workers", "events", "every", "goes_on"),
+    ("workers", "before", "events", "every", "goes_on"),
     [
-        (0, ("call", "c_return"), 1, lambda: not is_inside(SerialIterator._draw)),
-        (1, ("call",), 12, lambda: False),  # few of these places are in the wait
-        pytest.param(1, ("call",), 1, lambda: is_inside(ConsumerSocket.wait), marks=thorough()),
+        (0, 0, ("call", "c_return"), 1, lambda: not is_inside(SerialIterator._draw)),
+        (0, 2, ("call", "c_return"), 1, lambda: True),
+        (1, 0, ("call",), 12, lambda: False),  # few of these places are in the wait
+        pytest.param(1, 0, ("call",), 1, lambda: is_inside(ConsumerSocket.wait), marks=thorough()),
     ],
-    ids=["no workers", "some calls", "each call"],
+    ids=["no workers", "no workers, usual", "some calls", "each call"],
 )
-def test_an_alarm_at_any_call_of_the_first_next_loses_no_batch(
-    workers: int, events: tuple[str], every: int, goes_on: Callable[[], bool]
+def test_an_alarm_at_any_call_of_next_loses_no_batch(
+    workers: int, before: int, events: tuple[str], every: int, goes_on: Callable[[], bool]
 ) -> None:
     """Where a function of ours begins, and where one in C has returned: Python runs handlers there. The
     iterator goes on after an alarm at the first of these places, and after those where `goes_on` says so;
@@ -83,7 +84,9 @@ def test_an_alarm_at_any_call_of_the_first_next_loses_no_batch(
                     must_go_on = must_go_on or goes_on()
                     signal.raise_signal(signal.SIGALRM)
 
-        iterator, found = iter(DataLoader(range(6), None, num_workers=workers)), list[int]()
+        loader = DataLoader(range(6), None, num_workers=workers)
+        iterator = iter(loader)
+        found = list(itertools.islice(iterator, before))
         # An alarm in the finalizer of an earlier iterator would be reported, not raised.
         with alarm_after(60, ring), suppress(Alarm), collector_off():
             sys.setprofile(ring_there)
@@ -94,9 +97,10 @@ def test_an_alarm_at_any_call_of_the_first_next_loses_no_batch(
         with nullcontext() if must_go_on else suppress(IteratorInvalid):
             found += iterator
             assert found == list(range(6)), f"an alarm at call {place}"
+            assert loader.statistics().batches == 6
         if calls < place:
             break
-    assert place > 30
+    assert place > (6 if before else 30)
 
 
 def cannot_go_on(iterator: Iterator[Any]) -> None:
@@ -230,12 +234,12 @@ def test_a_handler_that_takes_a_batch_itself_loses_none(tmp_path: Path) -> None:
 
 
 @thorough(but={"persistent": True})
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
-def test_threads_that_share_an_iterator_see_every_batch_and_the_end(workers: int, persistent: bool) -> None:
+@pytest.mark.parametrize("persistent", [False, True])
+def test_threads_that_share_an_iterator_see_every_batch_and_the_end(persistent: bool) -> None:
     def take(iterator: Iterator[Any]) -> list[list[int]]:
         return [batch.tolist() for batch in iterator]
 
-    loader = DataLoader(range(400), 2, num_workers=workers, persistent_workers=persistent)
+    loader = DataLoader(range(400), 2, num_workers=2, persistent_workers=persistent)
     with ThreadPoolExecutor(6) as threads:
         for _ in range(3):
             seen = list(threads.map(take, [iter(loader)] * 6))

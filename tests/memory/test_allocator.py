@@ -159,7 +159,7 @@ def test_what_empty_made_is_handed_over_where_it_lies(pair: Pair, dtype: torch.d
 
 
 def test_outside_workers_nothing_lies_in_blocks() -> None:
-    assert allocator._current is None
+    assert allocator.current is None
     for shape, dtype in (((LARGE, 2), torch.int16), (7, None), ((), torch.bool)):
         tensor = empty(shape, dtype)
         assert tensor.dtype is (dtype or torch.get_default_dtype())

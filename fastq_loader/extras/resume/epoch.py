@@ -91,7 +91,7 @@ class ResumableEpoch(Epoch):
         # Each reader has a state or a part of the data of its own.
         apart = options.is_iterable(loader) or (workers and arguments.schedule.save_generators)
         if apart and not progress.workers:
-            self.progress = progress._replace(workers=(WorkerProgress(),) * max(1, workers))
+            self.reached = progress._replace(workers=(WorkerProgress(),) * max(1, workers))
         self._asked = samplers.asked_sampler(info.sampler)
         self._is_stateful = self._asked is not None
         self._has_resumed = False
@@ -202,7 +202,7 @@ class ResumableEpoch(Epoch):
         if self._is_stateful and self.drawn not in self._places:
             self._places[self.drawn] = self._now()
         while True:
-            progress, number = self.progress, self.drawn
+            progress, number = self.reached, self.drawn
             is_delivered = number < progress.head or number in progress.beyond
             self._drawing = True
             try:
@@ -361,7 +361,7 @@ class ResumableEpoch(Epoch):
         same = old == UNKNOWN or pickle.dumps(known.get("dataset")) == pickle.dumps(now.get("dataset"))
         if same and self.info.iterable and "iterator" not in now:
             return
-        self.progress = progress._replace(workers=(WorkerProgress(0, said),))
+        self.reached = progress._replace(workers=(WorkerProgress(0, said),))
 
 
 def begin(
