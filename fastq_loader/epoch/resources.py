@@ -102,8 +102,10 @@ class Resources:
         stopping.wait(self.counters)
 
     def close(self, reason: str) -> None:
-        """Close all engines, and release the stagings of iterations without workers."""
+        """Close all engines, and release what later iterations would reuse: an interpreter of workers ends
+        with the last loader that keeps it."""
         self.close_engines(reason)
+        self.kept.clear()
         while self.idle:
             self.idle.pop().close()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import multiprocessing.process
 import os
@@ -28,6 +29,7 @@ NAMES = (
     "multiprocessing.process:BaseProcess._Popen",
     "multiprocessing.process:BaseProcess._bootstrap",
     "multiprocessing.process:_children",
+    "multiprocessing.process:_process_counter",
     "multiprocessing.popen_fork:Popen._launch",
     "multiprocessing.spawn:_main",
     "multiprocessing.forkserver:_forkserver._preload_modules",
@@ -56,6 +58,17 @@ def starter(kind: Any) -> Callable[[Any], Any]:
     """The function by which a class of processes starts them; it returns a handle of the process."""
     start: Callable[[Any], Any] = kind._Popen
     return start
+
+
+def unnumbered(make: Callable[[], BaseProcess]) -> BaseProcess:
+    """Make a process object without a number of its own: the next one gets the number that it would have got
+    without this one, and shows it in its name."""
+    module: Any = multiprocessing.process
+    counter, module._process_counter = module._process_counter, itertools.count()
+    try:
+        return make()
+    finally:
+        module._process_counter = counter
 
 
 def start_by(process: BaseProcess, launch: Callable[[Any], Any]) -> None:

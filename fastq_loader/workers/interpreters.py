@@ -2,8 +2,8 @@
 
 Runs in the consumer, on any thread; `_interpreter_main` runs in an interpreter, and `_run_pickled_process` in
 the children that it has just forked. An interpreter serves all loaders of a process that use its start
-method, and ends when no loader and no pool references it any more. If the consumer dies while an interpreter
-is still importing, the kernel kills the interpreter, which prints nothing.
+method, and ends when no loader and no pool references it any more; a closed loader does not. If the consumer
+dies while an interpreter is still importing, the kernel kills the interpreter, which prints nothing.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def _start_interpreter(method: str, connection: Connection) -> Child:
     imports_main = (3, 12, 8) <= sys.version_info < (3, 13) or sys.version_info >= (3, 13, 1)
     main = _preparation().get("init_main_from_path") if imports_main else None
     arguments = connection.fileno(), os.getpid(), method, preload, main
-    process = contexts.SpawnProcess(target=_interpreter_main, args=arguments, name="fastq_loader: zygote")
+    make = partial(contexts.SpawnProcess, target=_interpreter_main, args=arguments)
+    process = multiprocessing_names.unnumbered(partial(make, name="fastq_loader: zygote"))
     child = Child(process, signal.SIGKILL, lambda process: _InterpreterPopen(process, connection.fileno()))
     resource_tracker.ensure_running()  # before signals are blocked: it unblocks them
     with without_signals(*KEPT_OUT):  # until the child has its handlers

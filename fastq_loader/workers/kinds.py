@@ -73,7 +73,10 @@ class Processes(WorkerKind):
             position. When no more workers can be replaced, every further `next()` raises: the epoch is not
             over. With a `RoundRobin` schedule, batches still come in order and exactly once, but a new
             worker's random numbers start anew; an iterable dataset is refused, because a new worker would
-            read it from its beginning. Without workers it has no effect.
+            read it from its beginning. Under the start method fork, workers are then forked from a copy of
+            this process: it is their `os.getppid()`, and a library that asks for that, to refuse to work in a
+            child of a process that has used it, works, or hangs (numba with GNU OpenMP). Without workers it
+            has no effect.
         grace_seconds: seconds for which a worker outlives SIGTERM, which all processes of a job get when the
             job is to end, and SIGINT. Meanwhile the training may save a checkpoint; `preemption` asks for
             this time by itself. The worker ends earlier with its loader, or when the training process dies.

@@ -190,7 +190,8 @@ def copy_of_consumer(context: Any, make: Callable[..., BaseProcess]) -> Zygote:
 
     def start(its: Connection) -> Child:
         arguments = its, os.getpid(), run
-        child = Child(context.Process(target=serve, args=arguments, daemon=False), signal.SIGKILL)
+        make = partial(context.Process, target=serve, args=arguments, daemon=False)
+        child = Child(multiprocessing_names.unnumbered(make), signal.SIGKILL)
         child.start()
         return child
 

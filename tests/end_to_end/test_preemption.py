@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, Prefetcher, Processes, StatefulDataLoader, preemption
@@ -20,7 +25,7 @@ from tests.conftest import running_script, wait_until
 from tests.support.crimes import Slow
 from tests.support.datasets import Sized
 from tests.support.loaders import MANY_WORKERS
-from tests.support.thorough import seeds, thorough
+from tests.support.thorough import is_thorough, seeds, thorough
 
 pytestmark = [pytest.mark.processes, MANY_WORKERS]
 ITEMS = 400
@@ -123,15 +128,68 @@ def test_what_a_worker_forks_does_not_outlive_sigterm() -> None:
         assert next(iter(ours)).item() == signal.SIGTERM
 
 
-def test_signals_end_workers_as_in_torch_without_grace() -> None:
+def _in_a_thread(number: int) -> None:
+    thread = threading.Thread(target=signal.raise_signal, args=(number,))
+    thread.start()
+    thread.join()
+    time.sleep(0.1)
+
+
+def _in_a_child(number: int) -> int:
+    code = f"import signal; signal.raise_signal({number})"
+    return subprocess.run([sys.executable, "-SEc", code], stderr=subprocess.DEVNULL, check=False).returncode
+
+
+def _caught(number: int) -> int:
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(number)
+    return 0
+
+
+#: How user code in a worker sends a signal; and the value of the sample if SIGTERM and SIGINT end no worker.
+SIGNALS: dict[str, tuple[Callable[[int], Any], tuple[int | None, int | None]]] = {
+    "raise_signal": (signal.raise_signal, (None, None)),
+    "kill": (lambda number: os.kill(os.getpid(), number), (None, None)),
+    "pthread_kill": (lambda number: signal.pthread_kill(threading.get_ident(), number), (None, None)),
+    "interrupt_main": (lambda number: _thread.interrupt_main(number) or 0, (0, None)),  # type: ignore[call-arg]
+    "in_a_thread": (_in_a_thread, (None, None)),
+    "in_a_child": (_in_a_child, (-signal.SIGTERM, -signal.SIGINT)),
+    "caught": (_caught, (None, 0)),
+}
+
+
+class Signals(Sized, Dataset[int]):
+    """The last sample sends a signal."""
+
+    length = 3
+
+    def __init__(self, way: str, number: int) -> None:
+        self.way, self.number = way, number
+
+    def __getitem__(self, index: int) -> int:
+        return int(SIGNALS[self.way][0](self.number)) if index == 2 else index
+
+
+@thorough(but={"method": "fork", "restarts": 0})
+@pytest.mark.filterwarnings("ignore::fastq_loader.WorkerReplaced")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("way", SIGNALS)
+@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_signals_that_user_code_sends_in_a_worker_do_what_they_do_in_torchs(
+    method: str, restarts: int, way: str, number: int
+) -> None:
     """Libraries that send one to their own process rely on being dead."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        with loader(10_000) as ours:
-            iterator = iter(ours)
-            next(iterator)
-            os.kill(pids(ours)[1], number)
-            with pytest.raises(RuntimeError, match=r"exited unexpectedly|killed by signal: Terminated"):
-                list(iterator)
+    value = SIGNALS[way][1][number == signal.SIGINT]
+    options: Any = {"num_workers": 1, "prefetch_factor": 1, "multiprocessing_context": method}
+    ours = {"workers": Processes(max_restarts=restarts)}
+    for kind, more in ((DataLoader, ours), *([(torch.utils.data.DataLoader, {})] if is_thorough else [])):
+        found: list[int | None] = []
+        try:
+            found += map(int, kind(Signals(way, number), None, **options, **more))
+        except (RuntimeError, OSError, EOFError):  # torch raises any of them
+            found = [0, 1, None]
+        assert found == [0, 1, value], kind
 
 
 def test_grace_is_over_after_its_seconds() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from multiprocessing import reduction
 from multiprocessing.context import get_spawning_popen, set_spawning_popen
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastq_loader import Processes
+from fastq_loader import DataLoader, Processes
 from fastq_loader.workers.kinds import read_workers
 from fastq_loader.workers.local_pool import LocalPool
 from fastq_loader.workers.payload import Payload
@@ -135,7 +136,8 @@ class Forked:
         warm = os.getppid() != multiprocessing.parent_process().pid and gc.get_freeze_count() > 100_000
         chosen = "chosen" in sys.modules and sys.modules["chosen"].BY == os.getppid()
         own = sys.modules["other"].BY == os.getpid()
-        return warm, chosen == (sys.argv[1] == "forkserver"), own, os.getppid()
+        number = multiprocessing.current_process()._identity[0]
+        return warm, chosen == (sys.argv[1] == "forkserver"), own, number, os.getppid()
 
 if __name__ == "__main__":
     import other
@@ -145,14 +147,21 @@ if __name__ == "__main__":
         process.start()
         process.join()
     options = dict(num_workers=2, multiprocessing_context=sys.argv[1], collate_fn=other.same)
-    found, parents = [], set()
-    for loader in [DataLoader(Forked(), **options) for _ in range(2)]:
+    found, numbers, parents = [], [multiprocessing.Process()._identity[0]], set()
+    loaders = [DataLoader(Forked(), **options) for _ in range(2)]
+    for loader in loaders:
         for _ in range(2):
-            for (*as_it_should, parent), in loader:
+            for (*as_it_should, number, parent), in loader:
                 found += as_it_should
+                numbers.append(number)
                 parents.add(parent)
     assert len(found) == 24 and all(found), found
-    assert len(parents) == 1, "for both loaders"
+    assert numbers == list(range(numbers[0], numbers[0] + 9)), "as torch's: the interpreter has none"
+    [parent] = parents  # for both loaders
+    for loader in loaders:
+        assert os.path.exists(f"/proc/{parent}")
+        loader.close()
+    assert not os.path.exists(f"/proc/{parent}"), "it ends with the last loader that uses it"
 """
 MODULE = """
 import os
@@ -177,3 +186,12 @@ def test_workers_are_forked_from_an_interpreter_that_has_none_of_the_users_modul
     result = run_script(f"from tests.support.programs import at_once; exec(at_once(*{runs}))", warm=True)
     assert (result.returncode, result.stderr, result.left) == (0, "", ()), result
     assert not os.listdir(long)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_forked_workers_have_the_numbers_of_torchs(restarts: int) -> None:
+    first = multiprocessing.Process()._identity[0]  # type: ignore[attr-defined]
+    with DataLoader(range(2), num_workers=2, workers=Processes(max_restarts=restarts)) as loader:
+        workers: Any = iter(loader)._workers  # type: ignore[attr-defined]
+        assert [worker._identity for worker in workers] == [(first + 1,), (first + 2,)]
