@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastq_loader import DataLoader, empty
-from tests.support.limited import CASES, Case, Naps, play
+from tests.support.limited import CASES, Naps, play
 from tests.support.thorough import thorough
 
 WARM = [name for name, case in CASES.items() if case.warm]
@@ -21,31 +21,22 @@ WARM = [name for name, case in CASES.items() if case.warm]
         (["start_up"], 2, "fork"),
         pytest.param(["workers", "consumer", "sampler", "device_copy"], 0, None, marks=thorough()),
         pytest.param(["workers", "head_of_line", "balanced"], 4, "fork", marks=thorough()),
-        pytest.param(["start_up"], 2, "spawn", marks=thorough()),
     ],
 )
 def test_the_limit_and_its_share_are_those_of_the_stopwatch(
     names: list[str], workers: int, context: str | None
 ) -> None:
-    """Where other programs have disturbed a case, it counts alone."""
-    wrong = misjudged([CASES[name] for name in names], workers, context)
-    for case in wrong:
-        assert not (again := misjudged([case], workers, context)), again[case]
-
-
-def misjudged(cases: list[Case], workers: int, context: str | None) -> dict[Case, str]:
-    """Cases, each with what is wrong about its diagnosis."""
-    wrong = {}
-    for case, loader, watch in play(cases, workers, context):
-        found = loader.diagnose()
-        expected = case.lost(watch) / watch.total
-        right = (found.limit, found.share) == (case.limit, pytest.approx(expected, abs=0.05))
-        if case.limit == "head_of_line":
+    """What other programs of the machine took may count for any cause; much of it is a cause itself."""
+    for case, loader, watch in play([CASES[name] for name in names], workers, context):
+        found, expected, disturbed = loader.diagnose(), case.lost(watch) / watch.total, case.disturbed(watch)
+        told = f"{case.limit}: {expected:.0%} by the stopwatch, disturbed {disturbed:.0%}\n{found}"
+        assert found.limit == case.limit or disturbed > 0.15, told
+        if found.limit == case.limit:
+            assert found.share == pytest.approx(expected, abs=0.05 + disturbed), told
+        if found.limit == case.limit == "head_of_line" and disturbed < 0.15:
             slow = {f"batch {at}" for at in (5, 15, 25)}
-            right &= found.culprit is not None and found.culprit.split(":")[0] in slow
-        if not right:
-            wrong[case] = f"{case.limit}: {expected:.0%} by the stopwatch\n{found}"
-    return wrong
+            assert found.culprit is not None, told
+            assert found.culprit.split(":")[0] in slow, told
 
 
 @pytest.mark.processes

@@ -1,6 +1,6 @@
 """Runs that are limited by one known cause each, and a stopwatch beside them.
 
-What takes time sleeps, so that a busy machine changes little.
+What takes time sleeps, so that a busy machine changes little; the time of the epoch shows how much.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ class Case:
 
     Attributes:
         lost: the seconds that were lost to it, by the stopwatch.
+        seconds: of the epoch, if nothing disturbs it.
         arguments: of the loader, for so many workers, with the stopwatch.
         warm: the workers are there before the epoch.
     """
@@ -142,9 +143,14 @@ class Case:
     limit: str
     batches: int
     lost: Callable[[Stopwatch], float]
+    seconds: float
     arguments: Callable[[int, Stopwatch], dict[str, Any]]
     step: float = 0.0
     warm: bool = True
+
+    def disturbed(self, watch: Stopwatch) -> float:
+        """The share of an epoch's time that the rest of the machine took."""
+        return max(0.0, 1 - self.seconds / watch.total)
 
 
 def waited(watch: Stopwatch) -> float:
@@ -162,24 +168,35 @@ def batches_of(batch: Any) -> dict[str, Any]:
 
 
 CASES = {
-    "workers": Case("workers", 12, waited, loading(0.04), 0.002),
+    "workers": Case("workers", 12, waited, 0.5, loading(0.04), 0.002),
     "head_of_line": Case(
         "head_of_line",
         34,
         lambda watch: sum(wait for at, wait in enumerate(watch.waits) if every_tenth(at)),
+        0.5,
         lambda workers, _: {"dataset": Naps(0.001, every_tenth, 0.15)},
         0.002,
     ),
-    "consumer": Case("consumer", 20, lambda watch: watch.steps, lambda *_: {"dataset": Naps(0.002)}, 0.03),
-    "packing": Case("transport", 12, waited, lambda *_: batches_of(SlowToPickle(packing=0.06)), 0.003),
-    "unpacking": Case("transport", 12, waited, lambda *_: batches_of(SlowToPickle(unpacking=0.06)), 0.005),
+    "consumer": Case(
+        "consumer", 20, lambda watch: watch.steps, 0.6, lambda *_: {"dataset": Naps(0.002)}, 0.03
+    ),
+    "packing": Case("transport", 12, waited, 0.4, lambda *_: batches_of(SlowToPickle(packing=0.06)), 0.003),
+    "unpacking": Case(
+        "transport", 12, waited, 0.78, lambda *_: batches_of(SlowToPickle(unpacking=0.06)), 0.005
+    ),
     "window": Case(
-        "memory", 10, waited, lambda *_: {"dataset": Naps(0.06), "schedule": RoundRobin(window=1)}, 0.005
+        "memory",
+        10,
+        waited,
+        0.65,
+        lambda *_: {"dataset": Naps(0.06), "schedule": RoundRobin(window=1)},
+        0.005,
     ),
     "sampler": Case(
         "sampler",
         20,
         lambda watch: watch.inside,
+        0.5,
         lambda workers, watch: {"dataset": Naps(), "sampler": SlowOrder(watch)},
         0.005,
     ),
@@ -187,6 +204,7 @@ CASES = {
         "device_copy",
         20,
         lambda watch: watch.inside,
+        0.5,
         lambda workers, watch: {"dataset": Naps(), "device": ToDevice("cpu", transform=watch.transform)},
         0.005,
     ),
@@ -194,11 +212,12 @@ CASES = {
         "start_up",
         12,
         lambda watch: watch.started + sum(watch.waits[: watch.workers]) + watch.waits[-1],  # and their end
+        0.6,
         lambda *_: {"dataset": Naps(), "worker_init_fn": sleepy_start},
         0.02,
         warm=False,
     ),
-    "balanced": Case("balanced", 40, lambda watch: watch.total - watch.steps, loading(0.02), 0.022),
+    "balanced": Case("balanced", 40, lambda watch: watch.total - watch.steps, 0.88, loading(0.02), 0.022),
 }
 
 

@@ -121,7 +121,7 @@ CASES: dict[type[LoaderHint], tuple[Callable[[], DataLoader[Any]], int, str]] = 
         1,
         r"no batch .* \(worker 1\): Stream",
     ),
-    TinyBatches: (lambda: DataLoader(range(4), num_workers=2), 1, r"4 batches would have taken about [\d.]+ s"),
+    TinyBatches: (lambda: DataLoader(range(4), num_workers=2), 1, "4 batches would have taken about "),
     PrivateGenerators: (lambda: noise(), 1, r"^dataset\.rng: each worker has its own copy"),
     PinnedCopies: (
         lambda: DataLoader(range(32), num_workers=2, pin_memory=True),  # type: ignore[arg-type]
