@@ -201,7 +201,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
     def _iterator(self, value: Any) -> None:
         previous, vars(self)["_iterator"] = self._iterator, value
         if value is None and isinstance(previous, MultiprocessIterator):
-            previous.engine.close("its loader's _iterator was set to None", wait=True)
+            previous.pool.close("its loader's _iterator was set to None", wait=True)
 
     @_iterator.deleter
     def _iterator(self) -> None:
@@ -353,7 +353,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         resources = resources_of(self)
         running = "loads on the calling thread"
         if self.num_workers:
-            running = f"{self.num_workers * resources.pools() or 'no'} workers running"
+            running = f"{self.num_workers * resources.running() or 'no'} workers running"
         return (
             f"dataset={type(self.dataset).__name__} batch_size={self.batch_size} "
             f"num_workers={self.num_workers} persistent_workers={self.persistent_workers}: {running}, "

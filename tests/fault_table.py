@@ -236,7 +236,7 @@ FAULTS = (
     Fault(
         "what the workers held stays when their epoch is over",
         "epoch/multiprocess.py",
-        '            self.engine.close("it was exhausted")\n',
+        '            self.pool.close("it was exhausted")\n',
         "            pass\n",
         "guarantee: leftovers",
         "epoch/test_iteration.py",

@@ -1,4 +1,4 @@
-"""The consumer's side of one pool of workers: the event loop, and the engine that guards it.
+"""The consumer's side of one pool of workers: the event loop, and the entrance to it.
 
 Everything here runs in the consumer, inside a call of `iter()`, `next()` or `close()`.
 """

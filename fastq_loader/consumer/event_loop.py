@@ -1,6 +1,6 @@
 """The consumer's only event loop: ask the scheduler, carry out its instructions, wait for messages.
 
-Runs in the consumer, inside a call of `next()` or `iter()`, on one thread at a time, as the engine ensures.
+Runs in the consumer, inside a call of `next()` or `iter()`, on one thread at a time, as `pool` ensures.
 Owns everything that belongs to one pool of workers (memory, scheduler, workers), from its start to its end.
 
 A signal handler may raise between any two steps of a call. The gate shows at every moment whether the loop
@@ -50,7 +50,7 @@ _DESCRIPTORS = 20, 5
 #: Batches beyond the window for which the pool keeps blocks: the user's, and the next one.
 _SPARE_BATCHES = 2
 #: Nanoseconds between two checks for memory that is not needed any more.
-_TIDY_EVERY = 5_000_000
+_TIDY_EVERY = 50_000_000
 
 
 class PoolEpoch(NamedTuple):
@@ -85,7 +85,7 @@ class EventLoop:
     Args:
         plan: configuration of the workers.
         counters: counters of the loader, which outlive this pool.
-        gate: shows where a call is, and ends with a worker's failure. The engine enters it before each call.
+        gate: shows where a call is, and ends with a worker's failure. The pool enters it before each call.
 
     Attributes:
         pool: the memory that the workers write to.
@@ -125,7 +125,7 @@ class EventLoop:
         """Start the workers. `shut_down` undoes this, also after an exception in the middle of it.
 
         Args:
-            base_seed, shared_seed: see `Engine`.
+            base_seed, shared_seed: see `Pool`.
             session: the loader's access to a device, or None.
 
         Raises:
@@ -146,8 +146,8 @@ class EventLoop:
         if session is not None:  # after the workers, which must not inherit anything of the device
             self.answers.start_staging(session)
 
-    def begin_epoch(self, start: PoolEpoch) -> int:
-        """Begin an epoch, and drop the rest of the previous one. Return its number."""
+    def begin_epoch(self, start: PoolEpoch) -> None:
+        """Begin an epoch, and drop the rest of the previous one."""
         scheduler, bad_samples = self.scheduler, start.bad_samples
         self._drop()
         self.answers.log = start.log
@@ -167,7 +167,6 @@ class EventLoop:
         self.group.socket.send_all(encode(self._epoch))
         self._draw(count)
         self._gate.phase = OPEN
-        return self._epoch.epoch
 
     def next(self, slot: OutcomeSlot, finish: Callable[[Any], Any] | None) -> None:
         """Store the next outcome in `slot`; a batch goes through `finish` first, unless that is None.

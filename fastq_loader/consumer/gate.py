@@ -1,6 +1,6 @@
 """The gate of a pool of workers: whether a call may enter, as one table of moves.
 
-Pure. Two write to a gate: the call that is inside, which holds the engine's lock, and whoever ends the pool,
+Pure. Two write to a gate: the call that is inside, which holds the pool's lock, and whoever ends the pool,
 on any thread and in signal handlers. So an end is stored apart, where no call overwrites it. The event loop
 waits, leaves and fails by an assignment: a call would be one more place for an interrupt.
 """

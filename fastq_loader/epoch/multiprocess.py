@@ -1,6 +1,6 @@
 """The iterator over a pool of workers.
 
-Runs in the consumer, on the thread that calls `next()`. Owns no worker: `consumer.engine` does.
+Runs in the consumer, on the thread that calls `next()`. Owns no worker: `consumer.pool` does.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from typing import Any, NoReturn
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fastq_loader import options
-from fastq_loader.consumer.engine import Engine
-from fastq_loader.consumer.event_loop import PoolEpoch
-from fastq_loader.consumer.gate import FAILED
-from fastq_loader.consumer.outcomes import ENDED, Ended
+from fastq_loader.consumer.event_loop import EventLoop, PoolEpoch
+from fastq_loader.consumer.outcomes import Ended
+from fastq_loader.consumer.pool import EXHAUSTED, Over, Pool
 from fastq_loader.epoch import resources
 from fastq_loader.epoch.base import LoaderIterator
-from fastq_loader.errors import IteratorInvalid
 from fastq_loader.options import Loader
 from fastq_loader.reading import datapipes
 from fastq_loader.statistics.records import CLOSE, ITER
@@ -35,7 +33,8 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
     """
 
     _profile_name = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
-    engine: Engine
+    pool: Pool
+    entrance: Pool | Over
     # In place of torch's, which ends the workers: they may be serving another iterator's epoch. It does
     # nothing, in C: a function in Python would handle signals at its entry, where their exceptions are lost.
     __del__ = object.__init__
@@ -52,8 +51,8 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
         for_device, saves = mine.session is not None, self._record.saves
         plan = options.plan(loader, for_device, saves, mine.grace, mine.kept)
-        self.engine = Engine(plan, self._record.pool_seed, self._shared_seed, mine.counters, mine.session)
-        mine.engines.add(self.engine)
+        self.pool = Pool(plan, self._record.pool_seed, self._shared_seed, mine.counters, mine.session)
+        mine.pools.add(self.pool)
         shared_seed = self._shared_seed
         if not (self._options.is_dynamic or self._record.continues_workers):
             # torch resets a new iterator, which draws once more: it calls iter() of the sampler a second
@@ -63,8 +62,8 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         self._start_epoch(loader, shared_seed)
 
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
-        if not self.engine.usable:
-            self.engine.close("a new iteration began")
+        if not self.pool.usable:
+            self.pool.close("a new iteration began")
             if not isinstance(loader.num_workers, Auto):
                 loader.check_worker_number_rationality()
             MultiprocessIterator.__init__(self, loader)
@@ -77,14 +76,13 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         self._start_epoch(loader, self._shared_seed)
 
     def _start_epoch(self, loader: Loader, shared_seed: int | None) -> None:
-        self._exhausted = False
         record, log = self._record, self._log
         record.start.shared_seed = shared_seed
         record.start.lives_on = self._persistent_workers and not self._options.is_dynamic
         base_seed = record.start.base_seed if self._options.is_dynamic else None
         seeds = shared_seed, base_seed, record.start.base_seed
         start = PoolEpoch(record, *seeds, log, record.progress, record.resume, record.bad_samples)
-        self._epoch = self.engine.start_epoch(start)
+        self.pool.start_epoch(self, start)
         self._epoch_has_begun(loader, resources.of(loader))
         log.record(ITER, time.monotonic_ns())
 
@@ -98,47 +96,38 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
     def _advance(self) -> None:
         if self._session is not None:
             self._session.refuse_capture()
-        gate = self.engine.gate
-        running = gate.end is None
-        if self._exhausted or gate.end == FAILED:
-            self.outcome = self.outcome or ENDED
-        else:
-            try:
-                self.engine.advance(self._epoch, self, self._finished if self._finishes else None)
-            except IteratorInvalid:
-                if not self._exhausted:  # else another thread has exhausted it meanwhile
-                    raise
+        self.entrance.call(self, EventLoop.next, self, self._finished if self._finishes else None)
         if isinstance(self.outcome, Ended):
             self._end()
-        if running and gate.end is not None:
-            self._log.record(CLOSE, time.monotonic_ns())
 
     def _end(self) -> None:
-        """The epoch is over, or a worker's failure has ended it."""
-        self._exhausted = True
-        if not (self.engine.gate.end == FAILED or self._record.progress.over):
-            self._record.end(self.engine.end_states())
-        if not self._persistent_workers:
-            self.engine.close("it was exhausted")
+        """The epoch is over, or a worker's failure has ended it. May be called again after an interrupt."""
+        if self.entrance is self.pool:
+            if not self._record.progress.over:
+                self._record.end(self.pool.end_states())
+            self.entrance = EXHAUSTED
+        if not self._persistent_workers and self.pool.usable:
+            self.pool.close("it was exhausted")
+            self._log.record(CLOSE, time.monotonic_ns())
 
     def poll(self) -> None:
-        if self._session is not None and not self._exhausted:
+        if self._session is not None and self.entrance is not EXHAUSTED:
             self._session.refuse_capture()
-            self.engine.poll(self._epoch)
+            self.entrance.call(self, EventLoop.poll)
 
     # ---- attributes and methods that other packages use ---------------------------------------
 
     @property
     def _workers(self) -> list[BaseProcess]:  # type: ignore[override]
         """All processes that were started, also after they have ended."""
-        return self.engine.processes()
+        return self.pool.processes()
 
     @property
     def _shutdown(self) -> bool:  # type: ignore[override]
-        return self.engine.gate.reason is not None
+        return self.pool.gate.reason is not None
 
     def _shutdown_workers(self) -> None:
-        self.engine.close("_shutdown_workers() was called", wait=True)
+        self.pool.close("_shutdown_workers() was called", wait=True)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-from fastq_loader.consumer.engine import Engine
+from fastq_loader.consumer.pool import Pool
 from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.device.staging import DeviceSession, SerialStaging
 from fastq_loader.epoch.epoch import Epoch
@@ -34,7 +34,7 @@ class Resources:
 
     Attributes:
         counters: the loader's counters.
-        engines: the pools of workers that its iterators use.
+        pools: the pools of workers that its iterators use.
         torchs: torch's own iterators with workers, which run where ours cannot.
         session: the device session, once an iteration has begun, or None.
         idle: stagings of finished iterations without workers, for reuse.
@@ -52,7 +52,7 @@ class Resources:
     def __init__(self, owner: object | None = None, saved: Any = None) -> None:
         self.owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
         self.counters = Counters()
-        self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self.pools: weakref.WeakSet[Pool] = weakref.WeakSet()
         self.torchs: weakref.WeakSet[Any] = weakref.WeakSet()
         self.session: DeviceSession | None = None
         self.idle: list[SerialStaging] = []
@@ -85,15 +85,15 @@ class Resources:
             self.torchs.add(iterator)
         return iterator
 
-    def pools(self) -> int:
+    def running(self) -> int:
         """Number of iterators with running workers."""
-        ours = sum(engine.gate.reason is None for engine in list(self.engines))
+        ours = sum(pool.gate.reason is None for pool in list(self.pools))
         return ours + sum(not iterator._shutdown for iterator in list(self.torchs))
 
-    def close_engines(self, reason: str) -> None:
+    def close_pools(self, reason: str) -> None:
         """Stop all workers of the loader, and wait for workers that are in the middle of a sample."""
-        for engine in list(self.engines):
-            engine.close(reason)
+        for pool in list(self.pools):
+            pool.close(reason)
         while self.torchs:
             iterator = self.torchs.pop()
             if not iterator._shutdown:  # else it is exhausted already
@@ -102,9 +102,9 @@ class Resources:
         stopping.wait(self.counters)
 
     def close(self, reason: str) -> None:
-        """Close all engines, and release what later iterations would reuse: an interpreter of workers ends
+        """Close all pools, and release what later iterations would reuse: an interpreter of workers ends
         with the last loader that keeps it."""
-        self.close_engines(reason)
+        self.close_pools(reason)
         self.kept.clear()
         while self.idle:
             self.idle.pop().close()

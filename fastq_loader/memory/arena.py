@@ -194,7 +194,7 @@ class Arena:
         self.mapping.mmap.unmap(offset, pages=born >= forked_children.seen_before())
 
     def __del__(self) -> None:
-        # Retired arenas have closed it; this one's engine was interrupted while it was made.
+        # Retired arenas have closed it; this one's pool was interrupted while it was made.
         if getattr(self, "fd", -1) >= 0 and self.pid == process_id.current():
             os.close(self.fd)
 

@@ -1,6 +1,6 @@
 """The id of this process, without a system call.
 
-`pid` is the id; `current` returns it where a function is needed. Leases and engines check on every batch that
+`pid` is the id; `current` returns it where a function is needed. Leases and workers check on every batch that
 they are in the process that made them, because user code may have forked. Runs in every process.
 """
 

@@ -45,7 +45,7 @@ _BROKE = "its connection to this process broke"
 _UNREAD = 256
 
 
-#: Arenas and sockets that are not closed yet. If only their engine referenced them, a garbage collection that
+#: Arenas and sockets that are not closed yet. If only their pool referenced them, a garbage collection that
 #: finds all of them in one cycle would close them before the last workers have ended.
 _in_use: set[object] = set()
 process_id.in_forked_children(_in_use.clear)

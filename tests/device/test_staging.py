@@ -134,7 +134,7 @@ def labels_of(batches: Any) -> list[list[int]]:
 
 def ready(iterator: Any) -> int:
     """How many batches have come and were not given yet."""
-    filled: int = iterator.engine._loop.scheduler.in_flight.filled
+    filled: int = iterator.pool._loop.scheduler.in_flight.filled
     return filled
 
 
@@ -261,7 +261,7 @@ def test_an_interrupted_drain_is_left_to_the_next_close(late: Late, monkeypatch:
         with pytest.raises(KeyboardInterrupt):
             loader.close()
     assert device.registered
-    iterator.engine.close()
+    iterator.pool.close()
     assert not device.queued
     assert not device.registered
 

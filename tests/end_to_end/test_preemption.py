@@ -36,7 +36,7 @@ def loader(items: int = 100, **options: Any) -> StatefulDataLoader[Any]:
 
 
 def pids(of: StatefulDataLoader[Any]) -> list[int]:
-    return [process.pid or 0 for engine in resources.of(of).engines for process in engine.processes()]
+    return [process.pid or 0 for pool in resources.of(of).pools for process in pool.processes()]
 
 
 TRAINING = """

@@ -225,7 +225,7 @@ def test_a_worker_that_cannot_be_replaced_ends_the_epoch_with_both_reasons(tmp_p
     workers = {worker.pid for worker in loader.statistics().workers}
     (zygote,) = set(descendants()) - workers
     os.kill(zygote, signal.SIGKILL)
-    loop = weakref.ref(iterator.engine._loop)
+    loop = weakref.ref(iterator.pool._loop)
     with collector_off():
         with pytest.raises(
             WorkerDied, match=r"exit code is unknown.*no other one could be started.*has ended"

@@ -133,7 +133,7 @@ def begin_epoch(loader: Any) -> None:
         prefetch, stay = loader.prefetch_factor or 2, loader.persistent_workers
         chosen = mine.chooser.next_number(number, mine.counters, prefetch, stay)
     if chosen != number and loader.persistent_workers:
-        mine.close_engines(f"num_workers='auto' has changed to {chosen}")
+        mine.close_pools(f"num_workers='auto' has changed to {chosen}")
     loader.num_workers = Auto(chosen)
 
 

@@ -33,7 +33,7 @@ def statistics_of(loader: Any) -> LoaderStatistics:
         logs[-1].used_cpu(time.process_time_ns())
     else:  # usually created when an epoch begins; it counts the copies
         resources.device_session(mine, options.of(loader).device)
-    blocks = [(0, 0, 0), *(engine.blocks() for engine in list(mine.engines))]
+    blocks = [(0, 0, 0), *(pool.blocks() for pool in list(mine.pools))]
     in_use, free, nbytes = map(sum, zip(*blocks, strict=True))
     return causes.snapshot(
         mine.counters,

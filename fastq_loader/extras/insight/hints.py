@@ -163,7 +163,7 @@ class Hints:
     def _memory_pressure(self) -> str | None:
         self._resources.hinted.add(MemoryPressure)  # checked once, because it reads files
         counters = self._resources.counters
-        held = sum(engine.blocks()[2] for engine in list(self._resources.engines))
+        held = sum(pool.blocks()[2] for pool in list(self._resources.pools))
         return memory_pressure(counters.window, counters.batch_bytes, memory_bytes() + held)
 
 

@@ -1,4 +1,4 @@
-"""The engine with real processes, where signals, odd sizes, the collector and forks meet."""
+"""A pool with real processes, where signals, odd sizes, the collector and forks meet."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ def test_the_collector_closes_nothing_in_a_child_that_was_just_forked() -> None:
     def drop() -> None:
         nonlocal iterator
         process_id.pid = os.getppid()
-        engine = weakref.ref(iterator.engine)
+        pool = weakref.ref(iterator.pool)
         del iterator
-        assert engine() is None
+        assert pool() is None
         assert threading.active_count() == 1
 
     assert end_of(fork(drop)) == 0

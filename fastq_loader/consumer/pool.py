@@ -1,9 +1,11 @@
-"""Guards a pool of workers: one caller at a time, and an orderly shutdown.
+"""A running pool of workers: one entrance for one caller at a time, and an orderly shutdown.
 
 Runs in the consumer. The event loop does the work, and relies on one thread at a time being in it and on no
 call being cut short. This module ensures the first, and refuses further calls after an interrupt. It is
 called from any thread, from signal handlers in the middle of a call, from the garbage collector, from forked
 children and at the exit of the process.
+
+An iterator calls its `entrance`: the pool, or in its place an `Over`, which says why there is nothing more.
 """
 
 from __future__ import annotations
@@ -16,32 +18,70 @@ import weakref
 from collections.abc import Callable
 from multiprocessing import parent_process
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Protocol
 
 from fastq_loader.consumer.event_loop import Closing, EventLoop, PoolEpoch
-from fastq_loader.consumer.gate import CUT_SHORT, EXITING, INSIDE, MOVES, OPEN, WAITING, Gate
-from fastq_loader.consumer.outcomes import OutcomeSlot
+from fastq_loader.consumer.gate import CUT_SHORT, EXITING, FAILED, INSIDE, MOVES, OPEN, WAITING, Gate
+from fastq_loader.consumer.outcomes import ENDED, OutcomeSlot
 from fastq_loader.device.staging import DeviceSession
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.statistics.counters import Counters
+from fastq_loader.statistics.records import CLOSE
 from fastq_loader.system import interrupts, process_id
 from fastq_loader.system.torch_names import untraced
+from fastq_loader.system.unpatched import time
 from fastq_loader.workers import stopping
 from fastq_loader.workers.config import Plan
 
 
+class Over:
+    """In the place of a pool whose epoch is over for an iterator.
+
+    Args:
+        reason: why; None if the iterator is exhausted.
+    """
+
+    def __init__(self, reason: str | None = None) -> None:
+        self._reason = reason
+
+    def call(self, iterator: PoolIterator, step: Callable[..., None], *arguments: Any) -> None:
+        """See `Pool`. Stores the end as the outcome, or raises IteratorInvalid."""
+        if self._reason is not None:
+            raise IteratorInvalid(self._reason)
+        iterator.outcome = iterator.outcome or ENDED
+
+
+EXHAUSTED = Over()
+_SUPERSEDED = Over(
+    "this iterator ended when a newer iteration of the same persistent_workers=True loader began; use a "
+    "second loader, or persistent_workers=False, to iterate twice at once"
+)
+#: In place of a reference to an iterator: returns none.
+_nobody: Callable[[], Any] = object
+
+
+class PoolIterator(OutcomeSlot, Protocol):
+    """An iterator over an epoch of a pool.
+
+    Attributes:
+        entrance: what it calls. The pool replaces itself there when the epoch is over.
+    """
+
+    entrance: Pool | Over
+
+
 @untraced
-class Engine:
+class Pool:
     """A pool of workers behind a gate.
 
     Args:
         plan: configuration of the workers.
         base_seed, shared_seed: seeds of their generators, and of datapipe graphs.
-        counters: counters of the loader, which outlive this engine.
+        counters: counters of the loader, which outlive this pool.
         session: the loader's access to a device, or None.
 
     Attributes:
-        gate: whether a call may enter, and how the engine has ended.
+        gate: whether a call may enter, and how the pool has ended.
 
     Raises:
         TypeError, AttributeError, PicklingError: the start method pickles, and something cannot be pickled.
@@ -60,7 +100,10 @@ class Engine:
         self.gate = Gate()
         # Reentrant, because a signal handler may call close() in the middle of next().
         self._lock = threading.RLock()
-        self._ticket = 0  # the epoch whose calls skip the checks; anything unusual resets it to 0
+        #: Whether this thread is inside a call: then a signal handler is the caller.
+        self._inside: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
+        self._iterator: Callable[[], PoolIterator | None] = _nobody  # that of the current epoch
+        self._usual = _nobody  # the same, if nothing has happened that its next call has to be checked for
         self._counters = counters
         self._processes: list[BaseProcess] = []  # the workers, once the loop is gone
         self._loop: EventLoop | None = EventLoop(plan, counters, self.gate)
@@ -70,92 +113,67 @@ class Engine:
             self.gate.shut("close", "its workers could not be started")
             self._shut_down()
             raise
-        _engines.add(self)
+        _pools.add(self)
 
-    # ---- called by iterators ------------------------------------------------------------------
+    # ---- the entrance -------------------------------------------------------------------------
 
-    def start_epoch(self, start: PoolEpoch) -> int:
-        """Begin an epoch, which ends an older one of this engine. Return its number.
-
-        Raises:
-            IteratorInvalid: the engine is closed.
-        """
-        number: int = self._enter(EventLoop.begin_epoch, start)
-        return number
-
-    def advance(self, epoch: int, slot: OutcomeSlot, finish: Callable[[Any], Any] | None) -> None:
-        """Store the next outcome of an epoch in `slot`: a batch, after `finish`; or an error to raise:
-        StopIteration (no batch is left), WorkerDied (the engine is closed), LoaderTimeout (the next call
-        waits again), or an error of the user's code at this position.
+    def call(self, iterator: PoolIterator, step: Callable[..., None], *arguments: Any) -> None:
+        """Do a step of the event loop for an iterator. It may end the pool.
 
         Raises:
-            IteratorInvalid: a newer epoch ended this one, or the engine was closed.
+            IteratorInvalid: a newer epoch ended this one, or the pool was closed.
             BaseException: a signal handler raised it meanwhile. The next call continues where this one was,
                 or reports that it cannot.
         """
-        gate = self.gate
+        nested = self._inside()
         try:
             with self._lock:
-                if self._ticket == epoch and self._pid == process_id.pid:
-                    self._ticket, loop = 0, self._loop
-                    assert loop is not None, "it is not closed"
-                    try:
-                        loop.next(slot, finish)
-                    except BaseException as error:
-                        self._leave_by(error)
-                        raise
-                    if gate.end is None:
-                        self._ticket = epoch
-                    elif gate.end != EXITING:
-                        self._shut_down()
-                    return
+                if self._usual() is not iterator:
+                    if iterator.entrance is not self:  # it ended while this thread waited for the lock
+                        iterator.entrance.call(iterator, step, *arguments)
+                        return
+                    self._admit(nested)
+                self._usual, loop = _nobody, self._loop
+                assert loop is not None, "it is not closed"
+                try:
+                    step(loop, *arguments)
+                except BaseException as error:
+                    self._leave_by(error)
+                    raise
+                if self.gate.end is None:
+                    self._usual = _nobody if nested else self._iterator
+                elif self.gate.end != EXITING:
+                    self._shut_down()
+                    loop.answers.log.record(CLOSE, time.monotonic_ns())
         except IteratorInvalid:
             self._stay_at_exit()
             raise
-        self._check_epoch(epoch)
-        self._enter(EventLoop.next, slot, finish)
+
+    def start_epoch(self, iterator: PoolIterator, start: PoolEpoch) -> None:
+        """Begin an epoch, which ends an older one of this pool.
+
+        Raises:
+            IteratorInvalid: the pool is closed.
+        """
+        iterator.entrance = self
+        self.call(iterator, self._begin_epoch, iterator, start)
+
+    def _begin_epoch(self, loop: EventLoop, iterator: PoolIterator, start: PoolEpoch) -> None:
+        if self._iterator() is not iterator:
+            self._replace(_SUPERSEDED)
+        self._iterator = weakref.ref(iterator)
+        loop.begin_epoch(start)
+
+    def _replace(self, over: Over) -> None:
+        """End the epoch for its iterator, unless it has ended."""
+        iterator = None if self._iterator is _nobody else self._iterator()
+        if iterator is not None and iterator.entrance is self:
+            iterator.entrance = over
 
     def end_states(self) -> dict[int, bytes]:
         """States of the workers whose part of an iterable dataset has ended in this epoch, by worker."""
         loop = self._loop
         return {} if loop is None else loop.answers.end_states
-
-    def poll(self, epoch: int) -> None:
-        """Begin the copies of batches that have become ready; see `EventLoop.poll`.
-
-        Raises:
-            IteratorInvalid: a newer epoch ended this one, or the engine was closed.
-        """
-        self._check_epoch(epoch)
-        self._enter(EventLoop.poll)
-
-    def _check_epoch(self, epoch: int) -> None:
-        loop = self._loop
-        if loop is not None and epoch != loop.scheduler.epoch and self.gate.end is None:
-            raise IteratorInvalid(
-                "this iterator ended when a newer iteration of the same persistent_workers=True loader "
-                "began; use a second loader, or persistent_workers=False, to iterate twice at once"
-            )
-
-    def _enter(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        nested = self._inside
-        try:
-            with self._lock:
-                self._ticket = 0
-                loop = self._admit(nested)
-                try:
-                    result = call(loop, *arguments)
-                except BaseException as error:
-                    self._leave_by(error)
-                    raise
-                if self.gate.end is None:
-                    self._ticket = 0 if nested else loop.scheduler.epoch
-                elif self.gate.end != EXITING:
-                    self._shut_down()
-                return result
-        except IteratorInvalid:
-            self._stay_at_exit()
-            raise
 
     def _stay_at_exit(self) -> None:
         """Keep a daemon thread here until the process is gone, if that is exiting. It holds no lock."""
@@ -178,17 +196,7 @@ class Engine:
         if isinstance(error, Closing):
             raise self._ended() from None
 
-    @property
-    def _inside(self) -> bool:
-        """Whether this thread is inside a call: then a signal handler is the caller."""
-        return self._lock._is_owned()  # type: ignore[attr-defined,no-any-return]
-
-    def _admit(self, nested: bool) -> EventLoop:
-        if self._pid != process_id.current():
-            raise IteratorInvalid(
-                f"this iterator belongs to process {self._pid}; a forked child needs one of its own: "
-                "iter(loader)"
-            )
+    def _admit(self, nested: bool) -> None:
         if self.gate.end is not None or self._loop is None:
             raise self._ended()
         if self.gate.phase == INSIDE and nested:
@@ -196,7 +204,6 @@ class Engine:
         self.gate.phase = MOVES[self.gate.phase, "enter"]
         if self.gate.phase == CUT_SHORT:
             raise IteratorInvalid("this iterator cannot go on: an interrupt cut a call of next() short")
-        return self._loop
 
     def _ended(self) -> IteratorInvalid:
         return IteratorInvalid(f"this iterator cannot go on: {self.gate.reason}")
@@ -219,10 +226,10 @@ class Engine:
             return
         loop = self._loop
         if loop is not None:
-            self._ticket = 0
+            self._usual = _nobody
             self.gate.shut("close", reason)
             loop.group.wake()  # the call that waits now, or else the next one
-            if self._inside:  # called by a signal handler: the interrupted call will shut down
+            if self._inside():  # called by a signal handler: the interrupted call will shut down
                 return
             with self._lock:
                 self._shut_down()
@@ -230,12 +237,14 @@ class Engine:
             stopping.wait(self._counters)
 
     def _shut_down(self) -> None:
-        self._ticket = 0
+        self._usual = _nobody
         if self._loop is not None:
             self._processes = self.processes()
             self._loop.shut_down(self._patience())
             self._loop = None
-        _engines.discard(self)
+        if self.gate.end != EXITING:  # else see `_stay_at_exit`
+            self._replace(EXHAUSTED if self.gate.end == FAILED else Over(str(self._ended())))
+        _pools.discard(self)
 
     def _patience(self) -> float:
         """Seconds that workers have to finish their work. 0 where an interrupt may have left half a message
@@ -246,16 +255,25 @@ class Engine:
         return stopping.BRIEF if self.gate.phase == WAITING or in_vain else stopping.ORDERLY
 
     def close_at_exit(self) -> None:
-        """Close the engine at exit. If a daemon thread is inside, leave it there and kill the workers."""
+        """Close the pool at exit. If a daemon thread is inside, leave it there and kill the workers."""
         if self._pid != process_id.current():
             return
-        self._ticket = 0
+        self._usual = _nobody
         self.gate.shut("exit", "the process is exiting")
         if self._lock.acquire(blocking=False):
             self._lock.release()
             self.close()
         elif self._loop is not None:
             self._loop.group.kill_all()
+
+    def leave_to_parent(self) -> None:
+        """Called in a forked child: the workers belong to its parent."""
+        self._replace(
+            Over(
+                f"this iterator belongs to process {self._pid}; a forked child needs one of its own: "
+                "iter(loader)"
+            )
+        )
 
     def __del__(self) -> None:
         # The last iterator or loader is gone, so no call is under way. A fork's copy is not closed: the
@@ -282,7 +300,7 @@ class Engine:
         loop = self._loop
         if loop is None or self._pid != process_id.current():
             return 0, 0, 0
-        if not self._inside and self._lock.acquire(blocking=False):
+        if not self._inside() and self._lock.acquire(blocking=False):
             try:
                 if self._loop is not None:
                     loop.pool.collect()
@@ -291,14 +309,24 @@ class Engine:
         return loop.pool.usage()
 
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child, end the epochs of the parent's pools for the copies of their iterators."""
+    for pool in list(_pools):
+        pool.leave_to_parent()
+    _pools.clear()
+
+
+process_id.in_forked_children(_leave_to_parent)
 
 
 def _close_all() -> None:
-    """Close all engines when the program ends. A process that multiprocessing started calls this from Python
+    """Close all pools when the program ends. A process that multiprocessing started calls this from Python
     3.13 on, after multiprocessing has terminated its daemons."""
-    for engine in list(_engines):
-        engine.close_at_exit()
+    for pool in list(_pools):
+        pool.close_at_exit()
     if parent_process() is not None:
         stopping.hurry()
     stopping.wait()
