@@ -8,7 +8,8 @@ function; it can be found by computing the value again. Draws from no generator.
   writers of one earlier program are one. Where computing takes more than `SLOW` seconds, it waits for the
   budget.
 - The first `FIRST` hits of the cache, over all processes.
-- Later a part of the hits, chosen by a hash, for which checks take at most `BUDGET` of the time.
+- Later a part of the hits, chosen by a hash, for which the checks of all processes take at most `BUDGET` of
+  the time since the program began to use the cache. New workers go on with the budget of those before them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ FIRST, SLOW, BUDGET = 16, 0.5, 0.02
 _ONE_OF = 8
 #: Bits of a writer for the number of the worker, which is 0 in the program itself.
 _WORKER_BITS = 16
+_NANOSECONDS = 10**9
 
 
 class Checks:
@@ -43,8 +45,8 @@ class Checks:
         self._counters, self._joins_earlier = counters, joins_earlier
         self._known: set[int] = set()  # writers whose values this worker's number has checked
         self._hits = 0
-        self._began, self.spent = time.monotonic(), 0.0
         self.failed_reads = 0  # in turn, while computing again
+        counters.began = counters.began or time.monotonic_ns()
 
     def due(self, key: bytes, writer: int, seconds: float) -> int | None:
         """Whether a hit is to be checked: None if not; else a hash of worker number and writer if it is their
@@ -70,14 +72,16 @@ class Checks:
 
     def done(self, check: int, seconds: float) -> None:
         """Note a check that was made, and how long it took."""
-        self.spent += seconds
+        counters = self._counters
+        counters.spent += int(seconds * _NANOSECONDS)
         if check:
-            self._counters.note_checked(check)
-        if self._counters.first < FIRST:
-            self._counters.first += 1
+            counters.note_checked(check)
+        if counters.first < FIRST:
+            counters.first += 1
 
     def _is_in_budget(self, seconds: float) -> bool:
-        return self.spent + seconds <= BUDGET * (time.monotonic() - self._began)
+        passed = time.monotonic_ns() - self._counters.began
+        return bool(self._counters.spent + seconds * _NANOSECONDS <= BUDGET * passed)
 
     def _pair(self, writer: int) -> int:
         other = writer >> _WORKER_BITS

@@ -4,26 +4,19 @@ Runs in every process that calls a cached function. Each process adds to its own
 are equal in their last bits share one, and may lose a count when both add at once.
 
     rows      counts, one row for a process
-    words     see `_MARKED` and `_FIRST`
+    words     see `_word`
     checks    a table of hashes: which worker numbers have checked a hit on the values of which writer
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from fastq_loader.system import process_id
 
-NAMES = (
-    *("hits", "misses", "stored", "full", "busy", "random", "refused", "damaged"),
-    *("checked", "unchecked", "distrusted", "unshared"),
-)
-_INDEX = {name: at for at, name in enumerate((*NAMES, "hinted"))}
 _ROW_WORDS, _ROWS = 16, 2048
 _WORDS = _ROWS * _ROW_WORDS
-#: Whether a hit was found to be wrong, and how many of the first hits were checked.
-_MARKED, _FIRST = _WORDS, _WORDS + 1
 _CHECKS, _CHECK_WORDS = _WORDS + 8, 4096
 #: Bytes of all of it.
 NBYTES = (_CHECKS + _CHECK_WORDS) * 8 + (-(_CHECKS + _CHECK_WORDS) * 8) % 4096
@@ -81,6 +74,26 @@ class CacheStatistics:
     limit: int = 0
 
 
+NAMES = [
+    field.name
+    for field in fields(CacheStatistics)
+    if field.name not in ("function", "bytes", "values", "limit")
+]
+_INDEX = {name: at for at, name in enumerate([*NAMES, "hinted", "warned"])}
+
+
+def _word(at: int, text: str) -> property:
+    """A word that all processes read and write."""
+
+    def get(self: Counters) -> int:
+        return int(self._words[at])
+
+    def set_(self: Counters, value: int) -> None:
+        self._words[at] = value
+
+    return property(get, set_, doc=text)
+
+
 class Counters:
     """Counts of all processes that have the same memory.
 
@@ -90,6 +103,11 @@ class Counters:
     Args:
         memory: `NBYTES` writable bytes, or more.
     """
+
+    is_marked = _word(_WORDS, "Whether a hit was found to be wrong.")
+    first = _word(_WORDS + 1, "How many of the first hits were checked.")
+    began = _word(_WORDS + 2, "When the first process began to use the cache, in nanoseconds.")
+    spent = _word(_WORDS + 3, "How long the checks of all processes took, in nanoseconds.")
 
     def __init__(self, memory: Any) -> None:
         self._words = memoryview(memory)[:NBYTES].cast("Q")
@@ -111,30 +129,6 @@ class Counters:
 
     def sum(self, name: str) -> int:
         return sum(self._words[_INDEX[name] : _WORDS : _ROW_WORDS])
-
-    def sums(self) -> dict[str, int]:
-        return {name: self.sum(name) for name in NAMES}
-
-    # ---- what all processes know ----------------------------------------------------------------------
-
-    @property
-    def is_marked(self) -> bool:
-        """Whether a hit was found to be wrong."""
-        return self._words[_MARKED] != 0
-
-    def mark(self) -> bool:
-        """Mark the cache. Returns whether it was not marked before."""
-        was, self._words[_MARKED] = self._words[_MARKED], 1
-        return not was
-
-    @property
-    def first(self) -> int:
-        """How many of the first hits were checked."""
-        return self._words[_FIRST]
-
-    @first.setter
-    def first(self, number: int) -> None:
-        self._words[_FIRST] = number
 
     def has_checked(self, pair: int) -> bool:
         """Whether a worker number and a writer, as a hash that is not 0, were noted."""

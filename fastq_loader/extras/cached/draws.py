@@ -22,12 +22,10 @@ _INDEX_AND_WORDS = (_WORDS + 1) * 4
 _PYTHONS: Any = getattr(random, "_inst", None)
 
 
-def _numpys() -> Any:
-    rand: Any = np.random.mtrand._rand
-    bits = rand._bit_generator
-    if type(bits) is np.random.MT19937:
-        return ctypes.string_at(bits.ctypes.state_address, _INDEX_AND_WORDS)
-    return repr(bits.state)
+def _numpys() -> bytes:
+    bits: Any = np.random.mtrand._rand._bit_generator
+    known = type(bits) is np.random.MT19937  # else the checks of hits find it
+    return ctypes.string_at(bits.ctypes.state_address, _INDEX_AND_WORDS) if known else b""
 
 
 def _pythons_in_memory() -> bytes:

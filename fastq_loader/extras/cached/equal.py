@@ -17,10 +17,13 @@ import torch
 
 #: By how much numbers may differ, as a part of the largest one beside them; of half precision 1e-2.
 _CLOSE, _HALF_CLOSE = 1e-5, 1e-2
-_HALF = (torch.float16, torch.bfloat16)
+_HALF = (torch.float16, torch.bfloat16, torch.complex32, np.float16)
 #: Parts of an object that are missing in the other one.
 _NONE: Any = object()
-_Named = type | types.ModuleType | types.FunctionType | types.BuiltinFunctionType
+_PLAIN = str | bytes | bytearray | int | range | None
+_NAMED = type | types.ModuleType | types.FunctionType | types.BuiltinFunctionType
+#: Pairs of containers that are being compared, or are equal.
+_Around = dict[tuple[int, int], tuple[Any, Any]]
 
 
 class Incomparable(Exception):
@@ -34,62 +37,68 @@ def difference(stored: Any, fresh: Any) -> str:
         Incomparable: comparing raised an exception.
     """
     try:
-        return next(_differences(stored, fresh, "value", set()), "")
-    except RecursionError:
-        raise Incomparable("it is nested too deeply") from None
-    except Exception as error:  # of user code: a property, or a method of pickle's
+        return _difference(stored, fresh, "value", {})
+    except Exception as error:  # of user code: a property, or a method of pickle's; or too deep a value
         raise Incomparable(f"{type(error).__name__}: {error}") from error
 
 
-def _differences(a: Any, b: Any, path: str, around: set[tuple[int, int]]) -> Iterator[str]:
+def _difference(a: Any, b: Any, path: str, around: _Around) -> str:
     kind = type(a)
     if a is b:
-        return
-    if kind is not type(b):
-        yield f"{path}: {_shown(a)} and {_shown(b)}"
-    elif isinstance(a, torch.Tensor):
-        yield from _of_tensors(a, b, path)
-    elif isinstance(a, torch.UntypedStorage):
-        one, other = (torch.empty(0, dtype=torch.uint8).set_(each) for each in (a, b))
-        yield from _of_tensors(one, other, path)
-    elif isinstance(a, np.ndarray | np.generic):
-        yield from _of_arrays(a, b, path, around)
-    elif isinstance(a, float | complex):
-        yield from _of_numbers(np.asarray(a), np.asarray(b), path)
-    elif isinstance(a, str | bytes | bytearray | int | range | None | _Named):
-        if a != b:
-            yield f"{path}: {_shown(a)} and {_shown(b)}"
-    elif kind in (set, frozenset):
-        rest = [*(b - a)]  # NaN, or objects that are equal to themselves alone
-        for member in a - b:
-            if not (same := [at for at, each in enumerate(rest) if not difference(member, each)]):
-                break
-            del rest[same[0]]
-        else:
-            if not rest:
-                return
-        yield f"{path}: {_shown(a)} and {_shown(b)}"
-    elif (id(a), id(b)) not in around:
-        around.add((id(a), id(b)))  # both live as long as the comparison
-        yield from _of_parts(a, b, path, around)
+        return ""
+    if kind is type(b):
+        if isinstance(a, torch.Tensor):
+            return _of_tensors(a, b, path, around)
+        if isinstance(a, np.ndarray | np.generic):
+            return _of_arrays(a, b, path, around)
+        if isinstance(a, float | complex):
+            return _of_numbers(np.asarray(a), np.asarray(b), path)
+        if (id(a), id(b)) in around:
+            return ""
+        if not isinstance(a, _PLAIN | _NAMED | set | frozenset):
+            around[id(a), id(b)] = a, b
+            parts = _parts(a, b, path)
+            return next((where for each in parts if (where := _difference(*each, around))), "")
+        if a == b or (isinstance(a, set | frozenset) and _have_same_members(a, b)):
+            return ""
+    return f"{path}: {_shown(a)} and {_shown(b)}"
 
 
-def _of_parts(a: Any, b: Any, path: str, around: set[tuple[int, int]]) -> Iterator[str]:
+def _have_same_members(a: Any, b: Any) -> bool:
+    """Of members that are equal to themselves alone, such as NaN."""
+    rest = [*(b - a)]
+    for member in a - b:
+        if not (same := [at for at, each in enumerate(rest) if not difference(member, each)]):
+            return False
+        del rest[same[0]]
+    return not rest
+
+
+def _parts(a: Any, b: Any, path: str) -> list[tuple[Any, Any, str]]:
+    """The parts of two objects of one type, with their places."""
     kind = type(a)
     if kind in (list, tuple):
-        parts = [(f"[{at}]", *both) for at, both in enumerate(zip_longest(a, b, fillvalue=_NONE))]
-    elif kind is dict:
-        if difference([*a], [*b]):
-            yield f"{path}: the keys {_shown([*a])} and {_shown([*b])}"
-        parts = [(f"[{key!r}]", a[key], other) for key, other in zip(a, b.values(), strict=True)]
-    elif dataclasses.is_dataclass(a):
-        fields = [each.name for each in dataclasses.fields(a)]
-        parts = [(f".{name}", getattr(a, name, _NONE), getattr(b, name, _NONE)) for name in fields]
-    else:
-        # Unequal ones may still be pickled as the same bytes, as objects with NaN.
-        parts = [] if not hasattr(kind, "_fields") and _are_equal(a, b) else _reduced(a, b)
-    for name, one, other in parts:
-        yield from _differences(one, other, path + name, around)
+        both = enumerate(zip_longest(a, b, fillvalue=_NONE))
+        return [(one, other, f"{path}[{at}]") for at, (one, other) in both]
+    if kind is dict:
+        keys = [*a], [*b], f"{path}: the keys "
+        pairs_of = zip_longest(a.items(), b.values(), fillvalue=(_NONE, _NONE))
+        return [keys, *((one, other, f"{path}[{key!r}]") for (key, one), other in pairs_of)]
+    if dataclasses.is_dataclass(a):
+        names = [each.name for each in dataclasses.fields(a)]
+        return [(getattr(a, name, _NONE), getattr(b, name, _NONE), f"{path}.{name}") for name in names]
+    # Unequal ones may still be pickled as the same bytes, as objects with NaN.
+    if not hasattr(kind, "_fields") and _are_equal(a, b):
+        return []
+    # What pickle would write: class and arguments, state, members.
+    one, other = a.__reduce_ex__(4), b.__reduce_ex__(4)
+    if isinstance(one, str):
+        return [(one, other, path)]
+    pairs = zip((f"{path}()", f"{path}.__args__", path, path, path), zip_longest(one, other), strict=False)
+    return [
+        (list(x) if isinstance(x, Iterator) else x, list(y) if isinstance(y, Iterator) else y, name)
+        for name, (x, y) in pairs
+    ]
 
 
 def _are_equal(a: Any, b: Any) -> bool:
@@ -99,60 +108,42 @@ def _are_equal(a: Any, b: Any) -> bool:
         return False
 
 
-def _reduced(a: Any, b: Any) -> list[tuple[str, Any, Any]]:
-    """What pickle would write of two objects: class and arguments, state, members."""
-    one, other = a.__reduce_ex__(4), b.__reduce_ex__(4)
-    if isinstance(one, str):
-        return [("", one, other)]
-    pairs = zip_longest(one, other)
-    names = "()", ".__args__", "", "", ""
-    return [
-        (name, list(x) if isinstance(x, Iterator) else x, list(y) if isinstance(y, Iterator) else y)
-        for name, (x, y) in zip(names, pairs, strict=False)
-    ]
-
-
-def _of_tensors(a: torch.Tensor, b: torch.Tensor, path: str) -> Iterator[str]:
-    about = [(each.dtype, each.layout, each.device, each.requires_grad) for each in (a, b)]
-    if about[0] != about[1] or a.is_nested != b.is_nested:
-        yield f"{path}: a tensor of {about[0]} and one of {about[1]}"
-        return
-    if a.is_nested:
-        for at, (one, other) in enumerate(zip_longest(a.unbind(), b.unbind(), fillvalue=_NONE)):
-            yield from _differences(one, other, f"{path}[{at}]", set())
-        return
-    if a.shape != b.shape:
-        yield f"{path}: the shapes {tuple(a.shape)} and {tuple(b.shape)}"
-        return
+def _of_tensors(a: torch.Tensor, b: torch.Tensor, path: str, around: _Around) -> str:
+    if a.is_nested and b.is_nested:
+        return _difference([*a.unbind()], [*b.unbind()], path, around)
+    about = [(each.dtype, tuple(each.shape), each.layout, each.device, each.requires_grad) for each in (a, b)]
+    if about[0] != about[1]:
+        return f"{path}: a tensor of {about[0]} and one of {about[1]}"
+    if a.is_meta:  # without values
+        return ""
     plain = []
     for each in (a, b):
-        each = (each.dequantize() if each.is_quantized else each.detach()).to_dense()
-        each = each if type(each) is torch.Tensor else each.as_subclass(torch.Tensor)
-        each = each.cpu().resolve_conj().resolve_neg().contiguous()
-        is_known = each.is_complex() or (each.is_floating_point() and each.dtype.itemsize > 1)
-        if is_known and each.dtype in _HALF:
-            each = each.float()
-        plain.append(each.numpy() if is_known else each.reshape(-1).view(torch.uint8).numpy())
-    yield from _of_numbers(plain[0], plain[1], path, _HALF_CLOSE if a.dtype in _HALF else _CLOSE)
+        each = (each.dequantize() if each.is_quantized else each.detach().to_dense()).as_subclass(
+            torch.Tensor
+        )
+        if each.dtype in _HALF:
+            each = each.to(torch.complex64 if each.is_complex() else torch.float32)
+        elif each.is_floating_point() and each.dtype.itemsize == 1:
+            each = each.view(torch.uint8)
+        plain.append(each.cpu().resolve_conj().resolve_neg().numpy())
+    return _of_numbers(plain[0], plain[1], path, _HALF_CLOSE if a.dtype in _HALF else _CLOSE)
 
 
-def _of_arrays(a: Any, b: Any, path: str, around: set[tuple[int, int]]) -> Iterator[str]:
+def _of_arrays(a: Any, b: Any, path: str, around: _Around) -> str:
     if a.dtype != b.dtype or a.shape != b.shape:
-        yield f"{path}: {a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}"
-    elif isinstance(a, np.ma.MaskedArray):
-        yield from _differences(np.ma.getmaskarray(a), np.ma.getmaskarray(b), f"{path}.mask", around)
-        yield from _of_arrays(a.filled(), b.filled(), path, around)
-    elif a.dtype.names is not None:
-        for name in a.dtype.names:
-            yield from _differences(a[name], b[name], f"{path}[{name!r}]", around)
-    elif a.dtype.hasobject:
-        yield from _differences(a.reshape(-1).tolist(), b.reshape(-1).tolist(), path, around)
-    else:
-        close = _HALF_CLOSE if a.dtype == np.float16 else _CLOSE
-        yield from _of_numbers(np.asarray(a), np.asarray(b), path, close)
+        return f"{path}: {a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}"
+    if isinstance(a, np.ma.MaskedArray):
+        masks = _difference(np.ma.getmaskarray(a), np.ma.getmaskarray(b), f"{path}.mask", around)
+        return masks or _of_arrays(a.filled(), b.filled(), path, around)
+    if a.dtype.names is not None:
+        parts = [(a[name], b[name], f"{path}[{name!r}]") for name in a.dtype.names]
+        return next((where for each in parts if (where := _difference(*each, around))), "")
+    if a.dtype.hasobject:
+        return _difference(a.reshape(-1).tolist(), b.reshape(-1).tolist(), path, around)
+    return _of_numbers(np.asarray(a), np.asarray(b), path, _HALF_CLOSE if a.dtype.type in _HALF else _CLOSE)
 
 
-def _of_numbers(a: np.ndarray, b: np.ndarray, path: str, close: float = _CLOSE) -> Iterator[str]:
+def _of_numbers(a: np.ndarray, b: np.ndarray, path: str, close: float = _CLOSE) -> str:
     """Compare two arrays of the same dtype and shape."""
     if a.dtype.kind in "fc":
         with np.errstate(all="ignore"):
@@ -163,10 +154,11 @@ def _of_numbers(a: np.ndarray, b: np.ndarray, path: str, close: float = _CLOSE) 
         same = np.ascontiguousarray(a).view(np.int64) == np.ascontiguousarray(b).view(np.int64)
     else:
         same = a == b
-    if not np.all(same):
-        at = tuple(int(i) for i in np.argwhere(~np.atleast_1d(same))[0])
-        where = f"{path}[{', '.join(map(str, at))}]" if a.ndim else path
-        yield f"{where}: {np.atleast_1d(a)[at]} and {np.atleast_1d(b)[at]}"
+    if np.all(same):
+        return ""
+    at = tuple(int(i) for i in np.argwhere(~np.atleast_1d(same))[0])
+    where = f"{path}[{', '.join(map(str, at))}]" if a.ndim else path
+    return f"{where}: {np.atleast_1d(a)[at]} and {np.atleast_1d(b)[at]}"
 
 
 def _shown(value: Any) -> str:

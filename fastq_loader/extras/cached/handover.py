@@ -1,8 +1,9 @@
-"""Caches of modules: a spawned worker makes them anew when it imports the module, and gets the consumer's.
+"""Caches on their way to a spawned worker: those that are pickled, and those of modules, which the worker
+makes anew when it imports the module.
 
 `_HandOver` is pickled in the consumer and unpickled in each worker that does not inherit, before the user's
-objects. Caches are known by the module and the name of their function, and several of one function by a
-number, in the order in which a process makes them.
+objects. Caches of functions are known by the name of their function, and several of one function by a
+number, in the order in which a process makes them; those of methods by a number that is drawn.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from typing import Any
 from fastq_loader.system import process_id
 from fastq_loader.workers.payload import BESIDE
 
+#: The caches of this process, by their names in others.
+caches: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 _made: Counter[str] = Counter()
-_caches: weakref.WeakValueDictionary[tuple[str, int], Any] = weakref.WeakValueDictionary()
 #: In a worker: the consumer's descriptors, and the numbers of its caches' programs.
-_handed: dict[tuple[str, int], tuple[int, int]] = {}
+_handed: dict[Any, tuple[int, int]] = {}
 
 
-def register(cache: Any, name: str) -> tuple[str, int]:
-    """Register a cache of a function of this name. Returns its name in every process."""
-    _made[name] += 1
-    _caches[name, _made[name]] = cache
-    return name, _made[name]
+def next_of(function: str) -> tuple[str, int]:
+    """The name of a new cache of a function, in every process."""
+    _made[function] += 1
+    return function, _made[function]
 
 
 def received(handed_as: Any) -> tuple[int, int] | None:
@@ -40,8 +41,10 @@ def received(handed_as: Any) -> tuple[int, int] | None:
 
 class _HandOver:
     def __reduce__(self) -> Any:
-        caches = [*_caches.items()] if get_spawning_popen() is not None else []
-        handed = {name: (reduction.DupFd(each.fd), each.program) for name, each in caches if each.fd >= 0}
+        held = [(name, each) for name, each in caches.items() if each.memory is not None]
+        if get_spawning_popen() is None:
+            held = []
+        handed = {name: (reduction.DupFd(each.memory.fd), each.program) for name, each in held}
         return _receive, (process_id.pid, handed)
 
 

@@ -2,9 +2,9 @@
 
 Runs in the processes that open or remove a folder, under its lock. The mark is JSON, in the file whose bytes
 are locked; a process that opened and closed this file once more would lose its locks, so these functions get
-its descriptor. "Not clean" is written and synced before the first value, because values are not synced;
-"clean" when the last process closes the folder. A folder that is not clean, of an earlier boot of the
-machine, begins empty.
+its descriptor. While a folder is open, its mark has this boot of the machine and the file of the values,
+because these are not synced; the last process that closes it syncs them, and takes that out. A folder whose
+mark has another boot or file may have lost values, and begins empty.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import contextlib
 import json
 import mmap
 import os
-import stat
 from typing import Any
 
-FORMAT = 4
+FORMAT = 5
 VALUES, MARK = "fastq_loader.values", "fastq_loader.mark"
-_FIELDS = {"format", "function", "version", "limit", "boot", "data", "clean"}
+_FIELDS = {"format", "function", "version", "limit", "using"}
 #: File systems of networks, beside those in user space.
 _REMOTE = " nfs nfs4 cifs smb3 smbfs 9p ceph lustre beegfs gpfs afs glusterfs "
 
@@ -51,25 +50,25 @@ def write(file: int, mark: dict[str, Any]) -> None:
     os.fsync(file)
 
 
+def using(values: Any) -> list[Any]:
+    """What an open folder is marked with: this boot of the machine, and the file of its values."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+    except OSError:
+        boot = ""
+    return [boot, *identity(values)]
+
+
 def lost(path: str, mark: Any) -> str:
-    """Why the values may not have survived; "" if they have, or the folder has no values."""
-    if is_empty(path):
+    """Why the values may not have survived; "" if they have, or there are none."""
+    values = os.path.join(path, VALUES)
+    if not os.path.exists(values):
         return ""
     if mark is None:
         return "its mark is damaged"
-    if mark["clean"]:
-        return ""
-    if mark["boot"] != boot():
-        return "the machine went down while it was written to"
-    if mark["data"] != list(identity(os.path.join(path, VALUES)) or ()):
-        return "it was copied while it was written to"
-    return ""
-
-
-def is_empty(path: str) -> bool:
-    """Whether a folder has no values: LMDB begins with two pages."""
-    values = os.path.join(path, VALUES)
-    return not os.path.exists(values) or os.stat(values).st_size <= 2 * mmap.PAGESIZE
+    is_whole = mark["using"] in (None, using(values))
+    return "" if is_whole else "the machine went down, or it was copied, while it was written to"
 
 
 def compare(path: str, mark: Any, about: dict[str, Any]) -> None:
@@ -95,21 +94,10 @@ def identity(file: Any) -> tuple[int, ...]:
     return found.st_dev, found.st_ino
 
 
-def boot() -> str:
-    """The id of this boot of the machine."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
 def refuse_others(path: str) -> None:
     """Refuse a folder that has something else, or that somebody else may write to, whose pickles would be
     read; and one on a network."""
     found = os.stat(path)
-    if not stat.S_ISDIR(found.st_mode):
-        raise Differs(f"cached: path={path!r} is a file, and no folder: use another path")
     if found.st_uid != os.geteuid():
         raise PermissionError(f"cached: path={path!r} is another user's; values are not shared between users")
     if found.st_mode & 0o022:

@@ -77,16 +77,28 @@ class Memory:
     """One process's access to the memory of a cache.
 
     Args:
-        fd: descriptor from `create`, which the caller keeps open.
+        fd: descriptor from `create`, closed with this object.
+        source: keeps named memory open for other processes.
+
+    Attributes:
+        fd: the same.
+        counters: counts of calls.
 
     Raises:
-        OSError: the address space is used up.
+        MemoryError: the address space is used up.
     """
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._map = memoryview(mmap.mmap(self._fd, 0, mmap.MAP_SHARED, mmap.PROT_READ))
+    def __init__(self, fd: int, source: Any = None) -> None:
+        self.fd, self._source = fd, source
+        nbytes = os.fstat(fd).st_size
+        self._region = calls.MmapRegion(fd, nbytes)  # Python's own has a descriptor more
+        self._map = calls.view(self._region.address, nbytes)
         self._words = self._map[_HEADER:_INDEX].cast("Q")
+        self.counters = counters.Counters(self._map)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
 
     # ---- reading ----------------------------------------------------------------------------------
 
@@ -109,7 +121,7 @@ class Memory:
         start = begin // mmap.PAGESIZE * mmap.PAGESIZE
         nbytes = end - start + (start - end) % mmap.PAGESIZE  # whole pages, which alone are unmapped
         try:
-            region = calls.MmapRegion(self._fd, nbytes, start, private=True)
+            region = calls.MmapRegion(self.fd, nbytes, start, private=True)
         except MemoryError:
             return None
         return np.asarray(_Pages(region, begin - start, end - begin))
@@ -136,7 +148,7 @@ class Memory:
             OSError: memory is used up.
         """
         # Opened and closed by `with`, in C: no interrupt leaves a lock.
-        with io.FileIO(f"/proc/self/fd/{self._fd}", "r+") as file:
+        with io.FileIO(f"/proc/self/fd/{self.fd}", "r+") as file:
             owner = file.fileno()
             try:
                 if not locks.try_lock(owner, _KEY_LOCKS + zlib.crc32(key), 1) or self.get(key, copy=False):
@@ -156,7 +168,7 @@ class Memory:
         locks.unlock(owner, _HEADER_LOCK, 1)
         place, became = self._words[_DATA] + at, BUSY
         try:
-            write_all(self._fd, pieces, place)
+            write_all(self.fd, pieces, place)
             if _lock_header(owner):
                 became = self._enter(zlib.crc32(key), place)
             return became
@@ -164,7 +176,7 @@ class Memory:
             # Room goes back to the system; and to the cache, if it is the last. Not if an interrupt came
             # after the word was written, because others may read the value.
             if became != STORED and self.get(key, copy=False) is None:
-                calls.punch_hole(self._fd, place, nbytes)
+                calls.punch_hole(self.fd, place, nbytes)
                 if _lock_header(owner) and self._words[_END] == at + nbytes:
                     self._set(_END, at)
 
@@ -189,7 +201,7 @@ class Memory:
         self._write_word(_HEADER + which * _WORD, word)
 
     def _write_word(self, at: int, word: int) -> None:
-        os.pwrite(self._fd, word.to_bytes(_WORD, "little"), at)
+        os.pwrite(self.fd, word.to_bytes(_WORD, "little"), at)
 
 
 def create(limit: int) -> int:

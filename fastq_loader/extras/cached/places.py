@@ -6,7 +6,6 @@ Runs in the program, and in each process that gets a cache.
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import shutil
@@ -17,9 +16,8 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 from fastq_loader.errors import warn_user
-from fastq_loader.extras.cached import counters, memory, values
+from fastq_loader.extras.cached import memory
 from fastq_loader.extras.insight.machine import local_ranks, memory_bytes
-from fastq_loader.system import calls
 
 _NUMBER_AND_UNIT = re.compile(r"(\d+\.?\d*|\.\d+) *(B|[KMGT]I?B|)", re.IGNORECASE)
 
@@ -44,86 +42,23 @@ class Options(NamedTuple):
         return self.name is not None or self.path is not None
 
 
-class ProcessMemory:
-    """Values of one process, on systems without memory that processes can share. See `memory.Memory`.
-
-    Args:
-        limit: largest total size of the records, in bytes.
-
-    Attributes:
-        limit: the same.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self._used = limit, 0
-        self._records: dict[bytes, bytes] = {}
-
-    def get(self, key: bytes, copy: bool) -> values.Found | None:
-        found = self._records.get(key)
-        return None if found is None else values.read(memoryview(found), 0, key, copy)
-
-    def add(self, key: bytes, encoded: values.Encoded, replace: bool = False) -> str:
-        pieces, nbytes = values.record(key, encoded)
-        if self._used + nbytes > self.limit:
-            return memory.FULL
-        if self._records.setdefault(key, data := b"".join(pieces)) is data:
-            self._used += nbytes
-        return memory.STORED
-
-    def usage(self) -> tuple[int, int, int]:
-        return self._used, len(self._records), self.limit
-
-
-class Place:
-    """The values of a cache, and the counters of all processes that have it.
-
-    Args:
-        fd: descriptor of the memory, closed with this object; -1 if processes do not share it.
-        store: the values, if they lie elsewhere.
-        source: keeps named memory open for other processes.
-
-    Attributes:
-        fd: the same.
-        store: `memory.Memory`, or what has its methods.
-        counters: counts of calls.
-    """
-
-    def __init__(self, fd: int, store: Any = None, source: Any = None) -> None:
-        self.fd, self._source = fd, source
-        nbytes = counters.NBYTES
-        self.counters = counters.Counters(bytearray(nbytes) if fd < 0 else mmap.mmap(fd, nbytes))
-        self.store: Any = memory.Memory(fd) if store is None else store
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-
-
-def open_place(options: Options, fd: int = -1) -> Place:
-    """Make or open a place.
-
-    Args:
-        options: of the cache.
-        fd: memory for the counters, if another process has it.
+def open_place(options: Options) -> tuple[memory.Memory, Any]:
+    """Make or open the memory of a cache, which has its counters, and the place of its values: the same
+    memory, or a folder.
 
     Raises:
-        RuntimeError, ValueError, OSError: see `cached`.
+        ValueError, OSError: see `cached`.
     """
-    if lacking := calls.missing(for_workers=False):
-        if options.is_shared:
-            raise RuntimeError(
-                f"cached: name= and path= need {lacking}, which this system or sandbox lacks; without "
-                "them each process has its own values"
-            )
-        return Place(-1, ProcessMemory(options.nbytes))
     if not options.is_shared:
-        return Place(memory.create(options.nbytes))
+        own = memory.Memory(memory.create(options.nbytes))
+        return own, own
     name = options.function
     if not options.is_in_file and options.version is None:
         raise ValueError(f"cached: {name} is in no file: a path= or name= needs version= with it")
     about = {"function": name, "version": options.version}
+    store: Any
     if options.path is None:
-        place = _named(str(options.name), about, options.nbytes)
+        store = counts = _named(str(options.name), about, options.nbytes)
     else:
         try:
             from fastq_loader.extras.cached import folder
@@ -131,14 +66,14 @@ def open_place(options: Options, fd: int = -1) -> Place:
             text = "cached: path= needs lmdb: pip install 'lmdb>=3', or the extra [cached]"
             raise ImportError(text) from error
         store = folder.open_at(options.path, about, options.nbytes)
-        place = Place(memory.create(0) if fd < 0 else fd, store)
-    if not is_part(options.limit) and (holds := place.store.limit) != options.nbytes:
-        text = f"limit={options.limit!r} is not used: the cache has had {holds} bytes since it was made"
+        counts = memory.Memory(memory.create(0))
+    if not is_part(options.limit) and store.limit != options.nbytes:
+        text = f"limit={options.limit!r} is not used: the cache has had {store.limit} bytes since it was made"
         warn_user(f"cached: {name}: {text}", UserWarning)
-    return place
+    return counts, store
 
 
-def _named(name: str, about: dict[str, Any], nbytes: int) -> Place:
+def _named(name: str, about: dict[str, Any], nbytes: int) -> memory.Memory:
     from fastq_loader.extras.share import named  # its imports fail on other systems
 
     try:
@@ -146,7 +81,7 @@ def _named(name: str, about: dict[str, Any], nbytes: int) -> Place:
     except named.Differs as error:
         text = f"cached: name={name!r} holds something else: it is of {error.about}. Use another name"
         raise ValueError(text) from None
-    return Place(os.dup(held), source=source)
+    return memory.Memory(os.dup(held), source)
 
 
 def is_part(limit: int | str) -> bool:

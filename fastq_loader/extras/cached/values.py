@@ -86,11 +86,11 @@ class Encoded:
         if type(value) in PLAIN and sys.getsizeof(value) < _LARGEST:
             self.form: tuple[Any, ...] = _itself.__name__, value
         elif (part := _part(value)) is not None:
-            function, (data, *about) = part
-            self.form, self.parts = (function.__name__, *about), [data]
+            function, data, *about = part
+            self.form, self.parts = (function.__name__, 0, *about), [data]
         else:
-            pickled = self._pickled(value)
-            self.form, self.parts = (_unpickled.__name__,), [pickled, *self.parts]
+            self.form = (_unpickled.__name__,)
+            self.parts = [self._pickled(value), *self.parts]
 
     @property
     def nbytes(self) -> int:
@@ -98,27 +98,19 @@ class Encoded:
         return sum(memoryview(part).nbytes for part in self.parts)
 
     def _pickled(self, value: Any) -> memoryview:
+        """Pickle a value; once more if parts of it are views of the same memory, which stay views of it."""
+        seen: dict[int, set[int]] = {}
         try:
-            try:
-                return self._dump(_Pickler, value)
-            except Exception:
-                if not pickling.sends_by_value:
-                    raise
-                return self._dump(pickling.by_value(_Pickler), value)
+            for shared in (), seen:
+                file = io.BytesIO()
+                self.parts.clear()
+                _Pickler(file, self.parts, seen, {key for key in shared if len(seen[key]) > 1}).dump(value)
+                if all(len(views) == 1 for views in seen.values()):
+                    break
         except (RuntimeError, MemoryError):
             raise
         except Exception as error:
             raise pickling.explain(value, error, "value") from error
-
-    def _dump(self, kind: Any, value: Any) -> memoryview:
-        """Pickle a value; once more if parts of it are views of the same memory, which stay views of it."""
-        seen: dict[int, set[int]] = {}
-        for shared in (), seen:
-            file = io.BytesIO()
-            self.parts.clear()
-            kind(file, self.parts, seen, {key for key in shared if len(seen[key]) > 1}).dump(value)
-            if all(len(views) == 1 for views in seen.values()):
-                break
         return file.getbuffer()
 
 
@@ -141,26 +133,21 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if (part := _part(value)) is not None:
+            function, data, *about = part
             whole = _whole(value)
             key = whole.__array_interface__["data"][0]
-            if len(whole) and value is not self._wholes.get(key):
-                self._seen.setdefault(key, set()).add(id(value))
-            function, (data, *about) = part
-            if key not in self._shared or value is self._wholes.get(key):
-                return function, (pickle.PickleBuffer(data), *about)
+            if value is self._wholes.get(key):
+                return _itself, (pickle.PickleBuffer(data),)
+            self._seen.setdefault(key, set()).add(id(value))
+            if key not in self._shared:
+                return function, (pickle.PickleBuffer(data), 0, *about)
             begin = value.data_ptr() if isinstance(value, torch.Tensor) else value.ctypes.data
             strides = value.stride() if isinstance(value, torch.Tensor) else value.strides
             # The same object each time, so that it is pickled once.
-            whole = self._wholes.setdefault(key, whole)
-            return _view, (whole, begin - key, function.__name__, *about[:-1], strides)
-        if isinstance(value, torch.UntypedStorage):
-            return _storage, (torch.empty(0, dtype=torch.uint8).set_(value),)
-        is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
-        if is_strided and value.untyped_storage().nbytes() > value.nbytes:  # a view: its part alone
-            part = value.clone()
-            vars(part).update(vars(value))
-            return part.__reduce_ex__(5)
+            return function, (self._wholes.setdefault(key, whole), begin - key, *about[:-1], strides)
         kind = type(value)
+        if kind is torch.UntypedStorage:
+            raise pickle.PicklingError("UntypedStorage: the tensors on it would lie elsewhere; return these")
         if kind.__module__.startswith("PIL.") and hasattr(value, "palette"):
             has_frames = hasattr(kind, "n_frames") or "n_frames" in vars(value)
             if has_frames or (value.palette is not None and value.palette.mode != "RGB"):
@@ -172,8 +159,8 @@ class _Pickler(pickle.Pickler):
 
 
 def _part(value: Any) -> Any:
-    """The function that makes a tensor or an array, and its arguments: bytes, and plain values for marshal.
-    None for a value that must be pickled."""
+    """The function that makes a tensor or an array, its bytes, and plain values for marshal. None for a value
+    that must be pickled."""
     dense: Any
     if type(value) is torch.Tensor:
         if not is_leaf(value) or vars(value):  # attributes that a user has set
@@ -182,8 +169,8 @@ def _part(value: Any) -> Any:
         if not dense.is_contiguous():
             dense = dense.clone(memory_format=torch.preserve_format)
         flat = dense.as_strided((dense.numel(),), (1,)) if dense.numel() else dense.reshape(-1)
-        about = PLAIN_DTYPES[value.dtype], tuple(value.shape), dense.stride()
-        return _tensor, (flat.view(torch.uint8).numpy(), *about)
+        data = flat.view(torch.uint8).numpy()
+        return _tensor, data, PLAIN_DTYPES[value.dtype], tuple(value.shape), dense.stride()
     # numpy's pickle loses the byte order of times.
     if type(value) is np.ndarray and (
         is_leaf(value) or (value.dtype.kind in "mM" and value.dtype.metadata is None)
@@ -191,7 +178,7 @@ def _part(value: Any) -> Any:
         dense = value if value.flags.c_contiguous else value.copy("K")
         order = tuple(sorted(range(dense.ndim), key=lambda axis: -dense.strides[axis]))
         flat = dense.transpose(order).reshape(-1)
-        return _array, (flat.view(np.uint8), value.dtype.str, dense.shape, dense.strides)
+        return _array, flat.view(np.uint8), value.dtype.str, dense.shape, dense.strides
     return None
 
 
@@ -231,15 +218,16 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _tensor(data: np.ndarray, name: str, shape: Any, strides: Any) -> torch.Tensor:
+def _tensor(data: np.ndarray, begin: int, name: str, shape: Any, strides: Any) -> torch.Tensor:
     dtype = _DTYPES[name]
-    if not len(data):
+    if 0 in shape:
         return torch.empty_strided(shape, strides, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype).as_strided(shape, strides)
+    count = (len(data) - begin) // dtype.itemsize
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=begin).as_strided(shape, strides)
 
 
-def _array(data: np.ndarray, name: str, shape: Any, strides: Any) -> Any:
-    return np.ndarray(shape, _dtype(name), data, 0, strides)
+def _array(data: np.ndarray, begin: int, name: str, shape: Any, strides: Any) -> Any:
+    return np.ndarray(shape, _dtype(name), data, begin, strides)
 
 
 def _unpickled(pickled: Any, *buffers: Any) -> Any:
@@ -248,19 +236,6 @@ def _unpickled(pickled: Any, *buffers: Any) -> Any:
 
 _dtype = functools.cache(np.dtype)
 _FUNCTIONS: dict[str, Any] = {each.__name__: each for each in (_itself, _tensor, _array, _unpickled)}
-
-
-def _view(whole: np.ndarray, begin: int, form: str, name: str, shape: Any, strides: Any) -> Any:
-    """A tensor or an array in the memory of another one, from a byte on."""
-    if form == _array.__name__:
-        return np.ndarray(shape, _dtype(name), whole, begin, strides)
-    dtype = _DTYPES[name]
-    data = torch.from_numpy(whole).untyped_storage()
-    return torch.empty(0, dtype=dtype).set_(data, begin // dtype.itemsize, shape, strides)
-
-
-def _storage(whole: torch.Tensor) -> Any:
-    return whole.untyped_storage()
 
 
 # ---- records ---------------------------------------------------------------------------------------------

@@ -169,13 +169,14 @@ def test_an_image_that_pickle_would_change_is_refused() -> None:
 
 def test_views_of_the_same_memory_stay_views_of_it() -> None:
     tensor, array = torch.arange(10.0), np.arange(12.0).reshape(3, 4)
-    value = {"a": tensor, "b": tensor[2:5], "c": array, "d": array[1:].T, "e": tensor.untyped_storage()}
+    value = {"a": tensor, "b": tensor[2:5], "c": array, "d": array[1:].T}
     back = again(value)
     assert all(same(back[name], value[name]) for name in "abcd")
     back["a"][2] = back["c"][1, 0] = 7
     assert (back["b"][0], back["d"][0, 0]) == (7, 7)
-    assert torch.tensor([], dtype=torch.float32).set_(back["e"])[:3].tolist() == [0, 1, 7]
     assert sum(part.nbytes for part in map(memoryview, values.Encoded(value).parts[1:])) == 40 + 96
+    with pytest.raises(UnpicklableError, match="UntypedStorage"):
+        values.Encoded([tensor, tensor.untyped_storage()])
 
 
 def test_no_object_of_an_image_is_shared_between_two_hits() -> None:
@@ -202,15 +203,6 @@ def test_a_photograph_that_was_turned_by_its_exif_data_comes_back() -> None:
     for back in (first, second):
         assert (back.size, back.tobytes()) == (turned.size, turned.tobytes())
         assert dict(back.getexif()) == dict(turned.getexif()) == {0x010F: "maker"}
-
-
-def test_a_view_of_a_subclass_stores_its_part() -> None:
-    whole = torch.zeros(100_000).as_subclass(Own)
-    view = whole[:10]
-    pieces, nbytes = values.record(b"", values.Encoded([view]))
-    assert nbytes < 5000
-    assert same(again([view])[0], view)
-    assert sum(map(len, pieces)) == nbytes
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, Own])
