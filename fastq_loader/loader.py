@@ -179,11 +179,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
     def _get_iterator(self) -> Any:
         """Create an iterator; subclasses wrap its return value (torch_geometric, litdata)."""
         resources = resources_of(self)
-        options.check_workers(self)
-        if options.torchs_own(self, resumes=resources.saved is not None):
+        if self.num_workers:
+            options.check_workers(self)
+        if options.torchs_own(self, resumes=resources.place[1] is not None):
             return resources.add_torchs(super()._get_iterator())
         if self.num_workers == 0:
-            return SerialIterator(self)
+            return SerialIterator(self, resources)
         chosen = isinstance(self.num_workers, Auto)  # not by the user
         if not (chosen or options.of(self).workers.is_remote):
             self.check_worker_number_rationality()

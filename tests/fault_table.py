@@ -255,8 +255,8 @@ FAULTS = (
     Fault(
         "what changed in a sampler between two epochs is not noticed",
         "epoch/samplers.py",
-        "return self.still and len(now) == len(self._seen) and all(map(is_, now, self._seen))",
-        "return self.still and len(now) == len(self._seen)",
+        "return self.still and len(seen) == len(self._seen) and all(map(is_, seen, self._seen))",
+        "return self.still and len(seen) == len(self._seen)",
         "row S1",
         "extras/resume/test_samplers.py",
     ),

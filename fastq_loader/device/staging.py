@@ -19,6 +19,7 @@ of an epoch would live on until the garbage collector runs.
 from __future__ import annotations
 
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -288,19 +289,26 @@ class SerialStaging:
 
     Args:
         session: the loader's.
+
+    Attributes:
+        user: returns the iterator that uses it, or None.
     """
 
     def __init__(self, session: DeviceSession) -> None:
         self.session = session
+        self.user: Callable[[], Any] = lambda: None
         self._copies = session.open(in_blocks=False)
         self._buffers = Buffers(session.backend, self._copies, session.policy, session.options.prefetch + 1)
         self._walker = _Walker()
         self._layouts: dict[Any, BatchLayout] = {}
 
     @classmethod
-    def of(cls, session: DeviceSession, idle: list[SerialStaging]) -> SerialStaging:
-        """Return one of `idle`, which no iteration uses any more, or a new one."""
-        staging = idle.pop() if idle else cls(session)
+    def of(cls, session: DeviceSession, made: list[SerialStaging], user: Any) -> SerialStaging:
+        """Return one of a loader's that no iterator uses any more, or a new one."""
+        staging = next((each for each in made if each.user() is None), None)
+        if staging is None:
+            made.append(staging := cls(session))
+        staging.user = weakref.ref(user)
         staging.drain()  # an interrupt may have left a batch behind
         return staging
 

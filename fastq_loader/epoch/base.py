@@ -68,14 +68,19 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         vars(self).update(zip(_NAMES, values, strict=True))
         self._options = options.of(loader)
         self._begin_record(loader, mine, loader.num_workers == 0)
-        self._share_seed(loader)
-        self._session = resources.device_session(mine, self._options.device)
-        on_host = self._session is None  # else batches are page-locked and transformed on their way
-        self._pin_memory, self._pin_memory_device = options.pinning(loader) if on_host else (False, None)
-        self._finishes = on_host and (self._pin_memory or self._options.device is not None)  # device="cpu"
+        self._shared_seed: int | None = None
+        if isinstance(self._dataset, datapipes.GRAPHS):
+            self._share_seed(loader)
+        device, self._session = self._options.device, None
+        self._pin_memory, self._pin_memory_device = False, None
+        if device is not None:
+            self._session = resources.device_session(mine, device)
+        if loader.pin_memory and self._session is None:  # else batches are page-locked on their way
+            self._pin_memory, self._pin_memory_device = options.pinning(loader)
+        self._finishes = self._session is None and (self._pin_memory or device is not None)  # device="cpu"
         self._record.begin(packed=self._num_workers > 0)
         self._base_seed = self._record.draw_base_seed(loader.generator)
-        self._num_yielded = self._record.progress.delivered
+        self._num_yielded = self._record.reached.delivered
         self.outcome: Outcome | None = None
 
     def __iter__(self) -> LoaderIterator:
@@ -130,7 +135,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
     def skip_to(self, batch: int) -> None:
         """Go on at a later batch: draw the indices before it, and load nothing for them. @private"""
-        for _ in islice(self._sampler_iter, batch - self._record.progress.delivered):
+        for _ in islice(self._sampler_iter, batch - self._record.reached.delivered):
             continue
         self._record.reached = Progress(batch)
 
@@ -175,9 +180,10 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             self._log = mine.counters.begin_epoch(*times, loader._auto_collation)
             self._begin_record(loader, mine, same_readers=True)
         self._record.begin(packed=self._num_workers > 0)
-        self._num_yielded = self._record.progress.delivered
+        self._num_yielded = self._record.reached.delivered
         self._IterableDataset_len_called = loader._IterableDataset_len_called
-        self._share_seed(loader)
+        if isinstance(self._dataset, datapipes.GRAPHS):
+            self._share_seed(loader)
 
     def _begin_record(self, loader: Loader, mine: resources.Resources, same_readers: bool) -> None:
         """Create the record of the epoch that begins or resumes; `_epoch_has_begun` makes it the loader's."""
@@ -194,13 +200,14 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     def _epoch_has_begun(self, loader: Loader, mine: resources.Resources) -> None:
         """Make the epoch's record the loader's newest, and drop the loaded state. Not called if the epoch
         could not begin, so the loaded state is then still there."""
-        self._record.has_begun()
+        if self._record.saves:
+            self._record.has_begun()
         if loader.num_workers or loader.pin_memory or self._record.info.wants_epochs:  # else no hint can come
             from fastq_loader.extras.insight.hints import Hints
 
             self._hints = Hints(loader, mine.begun, self._record, self._log)
-        newest, mine.place = mine.record, (self._record, None)
-        if newest is not None:
+        newest, mine.place = mine.place[0], (self._record, None)
+        if newest is not None and newest.saves:
             newest.superseded()
         mine.begun.append(self._record)
 

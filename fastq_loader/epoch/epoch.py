@@ -73,7 +73,7 @@ class Epoch(Iterator[Any]):
         self.info, self.start = info, start
         self.reached, self.in_line = progress, 0
         self._source: deque[Any] = deque([iter(())], maxlen=1)
-        self.drawn, self.ended = progress.head, False
+        self.drawn, self.ended = progress.delivered - len(progress.beyond), False
         self.digest: tuple[int, int] | None = None
         self.first_states: dict[str, Any] = {}
         self.bad_samples: Any = None
@@ -124,8 +124,8 @@ class Epoch(Iterator[Any]):
     # ---- used by an iterator ------------------------------------------------------------------
 
     def draw_base_seed(self, generator: torch.Generator | None) -> int:
-        """Draw the seed of the iteration."""
-        self.start.base_seed = generators.draw_base_seed(generator)
+        """Draw the seed of the iteration: exactly one `random_()` of an int64 tensor, as torch draws it."""
+        self.start.base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
         return self.start.base_seed
 
     def follow_base_seed(self, seed: int) -> int:
@@ -177,7 +177,8 @@ class Epoch(Iterator[Any]):
         """Iterate the sampler. Returns how many indices are still to be skipped."""
         info = self.info
         self.digest = (0, 0) if info.shared else None
-        self.source, skip = sampling.iterate_from(info.sampler, skip, packed=packed, note=self.note)
+        source, skip = sampling.iterate_from(info.sampler, skip, packed=packed, note=self.note)
+        self._source.append(source)
         self._note = self.note if info.shared and not info.by_permutation else None
         return skip
 
@@ -240,7 +241,10 @@ def begin(loader: Loader, index_sampler: Any, newest: Epoch | None, saved: Any, 
         info = SamplerInfo(*parts)
     start = EpochStart(resumes=True)
     if newest is not None:  # even if that is broken off, this is the next one
-        start = EpochStart(newest.start.epoch + 1, newest.shown_position.batches, resumes=True)
+        batches = newest.start.batches + newest.reached.delivered + newest.in_line
+        if newest.shown is not None:
+            batches = newest.shown[1].batches
+        start = EpochStart(newest.start.epoch + 1, batches, resumes=True)
     start.epochs = info.epochs
     if saved is None and not isinstance(loader, Resumable):
         return Epoch(info, start)

@@ -37,7 +37,7 @@ class Resources:
         pools: the pools of workers that its iterators use.
         torchs: torch's own iterators with workers, which run where ours cannot.
         session: the device session, once an iteration has begun, or None.
-        idle: stagings of finished iterations without workers, for reuse.
+        stagings: of its iterations without workers.
         place: `record` and `saved`, each or None, as one immutable tuple, so that other threads can read both
             at once.
         lock, beginning: held, and true, while an epoch of a `StatefulDataLoader` begins.
@@ -55,7 +55,7 @@ class Resources:
         self.pools: weakref.WeakSet[Pool] = weakref.WeakSet()
         self.torchs: weakref.WeakSet[Any] = weakref.WeakSet()
         self.session: DeviceSession | None = None
-        self.idle: list[SerialStaging] = []
+        self.stagings: list[SerialStaging] = []
         self.place: tuple[Epoch | None, Any] = None, saved
         self.lock, self.beginning = threading.RLock(), False
         self.hinted: set[type[LoaderHint]] = set()
@@ -106,8 +106,9 @@ class Resources:
         with the last loader that keeps it."""
         self.close_pools(reason)
         self.kept.clear()
-        while self.idle:
-            self.idle.pop().close()
+        for staging in [each for each in self.stagings if each.user() is None]:
+            self.stagings.remove(staging)
+            staging.close()
 
 
 def of(loader: Any) -> Resources:

@@ -62,17 +62,15 @@ class SamplerInfo:
         self.epochs = epochs(index_sampler)
         self.wants_epochs = wants_epochs(index_sampler)
         self._parts = chain(index_sampler) if self.still else []
-        self._seen = _seen(self._parts, index_sampler, generator, dataset)
+        self._seen = list[Any]()
+        self.hold(index_sampler, generator, dataset)
 
     def hold(self, index_sampler: Any, generator: torch.Generator | None, dataset: Any) -> bool:
         """Whether the facts still hold for these parts of the loader: torch's samplers change only through
         their attributes. A new inspection would take a third of the time of `iter()`."""
-        now = _seen(self._parts, index_sampler, generator, dataset)
-        return self.still and len(now) == len(self._seen) and all(map(is_, now, self._seen))
-
-
-def _seen(parts: list[Any], *more: Any) -> list[Any]:
-    return [*more, *itertools.chain.from_iterable(map(dict.values, map(attrgetter("__dict__"), parts)))]
+        values = itertools.chain.from_iterable(map(dict.values, map(attrgetter("__dict__"), self._parts)))
+        seen, self._seen = self._seen, [index_sampler, generator, dataset, *values]
+        return self.still and len(seen) == len(self._seen) and all(map(is_, seen, self._seen))
 
 
 def chain(index_sampler: Any) -> list[Any]:

@@ -25,7 +25,7 @@ from fastq_loader.epoch.base import LoaderIterator
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.options import Loader
 from fastq_loader.reading import datapipes, fetch, generators
-from fastq_loader.reading.fetch import EndOfStream, LeftOut
+from fastq_loader.reading.fetch import EndOfStream, Fetcher, LeftOut
 from fastq_loader.reading.reader import Reader
 from fastq_loader.scheduling.progress import Progress
 from fastq_loader.statistics.records import CUT, GIVEN, ITER, NOTHING
@@ -43,17 +43,19 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
 
     _profile_name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 
-    def __init__(self, loader: Loader) -> None:
-        mine = resources.of(loader)
-        self._counters, self._idle = mine.counters, mine.idle
+    def __init__(self, loader: Loader, mine: resources.Resources) -> None:
+        self._counters = mine.counters
         super().__init__(loader, mine)
         self._dynamic = self._options.is_dynamic
         if self._timeout != 0 and not isinstance(loader.num_workers, Auto):
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         if self._num_workers != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires num_workers == 0")
-        datapipes.shard(self._dataset, self._world_size, self._rank)
-        self._staging = None if self._session is None else SerialStaging.of(self._session, self._idle)
+        if isinstance(self._dataset, datapipes.GRAPHS):
+            datapipes.shard(self._dataset, self._world_size, self._rank)
+        self._staging = None
+        if self._session is not None:
+            self._staging = SerialStaging.of(self._session, mine.stagings, self)
         self._due: tuple[int, Any] | None = None  # number and index of the next batch
         self._busy = False  # in the middle of a step that cannot be repeated
         self._cut: tuple[Any, ...] | None = None  # a call that was cut short: the arguments of `_take_up`
@@ -65,10 +67,18 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             or self._record.bad_samples is not None
             or self._IterableDataset_len_called is not None
         )
-        rules = vars(options.rules(loader))
+        make_fetcher = Fetcher if self._options.errors is None else options.fetchers(loader)
+        rules = {
+            "iterable": self._dataset_kind == _DatasetKind.Iterable,
+            "auto_collation": self._auto_collation,
+            "drop_last": self._drop_last,
+        }
         saves = "dataset" if self._record.saves else ""
-        self._reader = Reader(self._dataset, self._collate_fn, options.fetchers(loader), rules, saves=saves)
-        with generators.restored() if self._dynamic else generators.UNTOUCHED:
+        self._reader = Reader(self._dataset, self._collate_fn, make_fetcher, rules, saves=saves)
+        if self._dynamic:
+            with generators.restored():
+                self._begin_reading()
+        else:
             self._begin_reading()
         self._epoch_has_begun(loader, mine)
         self._log.record(ITER, time.monotonic_ns())
@@ -76,20 +86,16 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     def _begin_reading(self) -> None:
         """Create the fetcher, and advance it to the position where the epoch begins or resumes."""
         record, reader = self._record, self._reader
-        delivered, state = record.resume[0] if record.resume else (0, None)
+        delivered, state = (record.resume or [(0, None)])[0] if record.saves else (0, None)
         if state is not None:
             state.pop("seed", None)  # the generators of this process are the user's
-        if record.info.iterable and not self._dynamic and record.saved is None:
+        if record.saves and record.info.iterable and not self._dynamic and record.saved is None:
             record.note_shared()  # reading draws from them, and again when it is repeated
         reader.sample_seed = record.start.base_seed
         reader.begin(record.start.epoch, self._base_seed if self._dynamic else None, delivered, state)
         self._dataset_fetcher = reader.fetcher
-        record.pass_delivered(reader)
-
-    def __del__(self) -> None:
-        staging = getattr(self, "_staging", None)
-        if staging is not None:
-            self._idle.append(staging)
+        if record.saves:
+            record.pass_delivered(reader)
 
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)

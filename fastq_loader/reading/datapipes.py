@@ -17,6 +17,8 @@ from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
 from fastq_loader.system.torch_names import sharding_worker_init_fn
 
 InitFn = Callable[[int], Any]
+#: The classes of graphs.
+GRAPHS = IterDataPipe, MapDataPipe
 
 
 def draw_shared_seed(dataset: Any, generator: torch.Generator | None) -> int | None:
@@ -50,12 +52,12 @@ def world_size_and_rank() -> tuple[int, int]:
 
 def shard(dataset: Any, instances: int, instance: int) -> None:
     """Make a graph yield the share of one of `instances` readers; other datasets are left alone."""
-    if isinstance(dataset, (IterDataPipe, MapDataPipe)):
+    if isinstance(dataset, GRAPHS):
         graph_settings.apply_sharding(dataset, instances, instance)
 
 
 def sharding_init_fn(dataset: Any, init_fn: InitFn | None) -> InitFn | None:
     """The `worker_init_fn` that shards a graph over ranks and workers before the user's own."""
-    if not isinstance(dataset, (IterDataPipe, MapDataPipe)):
+    if not isinstance(dataset, GRAPHS):
         return init_fn
     return functools.partial(sharding_worker_init_fn, init_fn, *world_size_and_rank())

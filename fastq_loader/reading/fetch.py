@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fastq_loader.reading.collate import DEFAULT, default
-from fastq_loader.reading.tables import Gatherer, is_table
+from fastq_loader.reading.tables import TABLES, Gatherer, is_table
 from fastq_loader.system.unpatched import time
 
 
@@ -65,9 +65,11 @@ class Fetcher:
         self.auto_collation = auto_collation
         self.collate_fn = collate
         self.drop_last = drop_last
-        self._getitems = auto_collation and not iterable and _has_getitems(dataset)
-        gathers = auto_collation and collate is DEFAULT and is_table(dataset)
-        self._gatherer = Gatherer() if gathers else None
+        # torch, too, requires a true value: datasets set `__getitems__ = None` to opt out.
+        might = auto_collation and not iterable and getattr(dataset, "__getitems__", None)
+        self._getitems = bool(might) and _has_getitems(dataset)
+        might = auto_collation and collate is DEFAULT and type(dataset) in TABLES
+        self._gatherer = Gatherer() if might and is_table(dataset) else None
         self._collate = default if collate is DEFAULT else collate
         if iterable:
             self.dataset_iter = iter(dataset)
@@ -119,9 +121,7 @@ class Fetcher:
 
 
 def _has_getitems(dataset: Any) -> bool:
-    # torch also requires a true value: datasets set `__getitems__ = None` to opt out.
-    if not getattr(dataset, "__getitems__", None):
-        return False
+    """Whether the `__getitems__` of a dataset, which has one, is its own."""
     for kind in type(dataset).__mro__:
         if "__getitems__" in vars(kind):
             return True

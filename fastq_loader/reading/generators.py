@@ -280,11 +280,6 @@ def seed_worker(base_seed: int, worker_id: int) -> int:
     return seed
 
 
-def draw_base_seed(generator: torch.Generator | None) -> int:
-    """The seed of an iteration: exactly one `random_()` of an int64 tensor, as torch draws it."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
-
-
 _BATCH, _SEEDS = struct.Struct("<qq"), struct.Struct("<QQI")
 
 

@@ -69,10 +69,8 @@ def packed(fetcher: Fetcher, **more: Any) -> bytes:
         return pickle.dumps({"position": {"error": f"{type(error).__name__}: {error}"}, **more})
 
 
-def fetcher_at(place: dict[str, Any] | None, dataset: Any, make: Callable[[], Fetcher]) -> Fetcher:
-    """The result of `make`, a fetcher of the dataset, which is restored to `place` unless that is None."""
-    if not place:  # the usual case
-        return make()
+def fetcher_at(place: dict[str, Any], dataset: Any, make: Callable[[], Fetcher]) -> Fetcher:
+    """The result of `make`, a fetcher of the dataset, which is restored to `place`."""
     fetcher = begun_at(place, dataset, make, lambda made: made.dataset_iter)
     fetcher.ended = place.get("ended", False)
     return fetcher

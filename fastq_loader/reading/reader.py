@@ -93,8 +93,9 @@ class Reader:
                 position.fetcher_at({**place, "ended": True}, self.dataset, make)
             place = None
             self._set_generators()  # `iter(dataset)` may draw
-        self.fetcher = position.fetcher_at(place, self.dataset, make)
-        self._set_generators()
+        self.fetcher = position.fetcher_at(place, self.dataset, make) if place else make()
+        if state:
+            self._set_generators()
 
     def _set_generators(self) -> None:
         """Restore the generators, unless batches are still to be read again, which draws from them."""

@@ -61,23 +61,20 @@ def _packed(indices: _Array) -> Indices:
     return tuple.__new__(Indices, (indices.tobytes(),))
 
 
-_TORCHS = {kind: kind.__iter__ for kind in (BatchSampler, RandomSampler)}
+#: torch's own code, which something may replace or wrap.
+_BATCHED, _RANDOM = BatchSampler.__iter__, RandomSampler.__iter__
 
 
 def _cut(index_sampler: Any) -> Any:
     """The sampler whose indices torch's own BatchSampler cuts into batches; None for any other sampler."""
-    return index_sampler.sampler if type(index_sampler) is BatchSampler and _is_torchs(BatchSampler) else None
-
-
-def _is_torchs(kind: type[Any]) -> bool:
-    """Whether a class iterates by torch's own code, which nothing replaces or wraps."""
-    return kind.__iter__ is _TORCHS[kind]
+    is_torchs = type(index_sampler) is BatchSampler and BatchSampler.__iter__ is _BATCHED
+    return index_sampler.sampler if is_torchs else None
 
 
 def is_shuffle(index_sampler: Any) -> bool:
     """Whether it is torch's own BatchSampler over its own shuffle."""
     cut = _cut(index_sampler)
-    return type(cut) is RandomSampler and not cut.replacement and _is_torchs(RandomSampler)
+    return type(cut) is RandomSampler and not cut.replacement and RandomSampler.__iter__ is _RANDOM
 
 
 def _batches(

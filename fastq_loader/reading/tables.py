@@ -29,7 +29,7 @@ _OTHERWISE = (IndexError, TypeError, ValueError, OverflowError, RuntimeError, Bu
 #: Bytes of a row above which concatenations, whose rows are copied three times, are read row by row.
 _LARGE = 32 << 10
 #: The tables, and how many attributes each has; one with more of them is the user's.
-_ATTRIBUTES = {TensorDataset: 1, Subset: 2, StackDataset: 2, ConcatDataset: 2}
+TABLES = {TensorDataset: 1, Subset: 2, StackDataset: 2, ConcatDataset: 2}
 
 
 class Gatherer:
@@ -60,7 +60,7 @@ class Gatherer:
             TypeError, and others of `_OTHERWISE`: the rows have to be read one by one.
         """
         kind = type(dataset)
-        if len(vars(dataset)) != _ATTRIBUTES.get(kind):
+        if len(vars(dataset)) != TABLES.get(kind):
             raise TypeError(f"{kind} is not a table")
         if kind is Subset:
             return self._rows(dataset.dataset, _through(dataset.indices, rows), whole)
