@@ -19,6 +19,7 @@ from fastq_loader.device.staging import DeviceSession, SerialStaging
 from fastq_loader.epoch.epoch import Epoch
 from fastq_loader.errors import IteratorInvalid, LoaderHint
 from fastq_loader.statistics.counters import Counters
+from fastq_loader.system import process_id
 from fastq_loader.workers import stopping
 
 #: Epochs whose batches `replay` can load again.
@@ -40,7 +41,7 @@ class Resources:
         stagings: of its iterations without workers.
         place: `record` and `saved`, each or None, as one immutable tuple, so that other threads can read both
             at once.
-        lock, beginning: held, and true, while an epoch of a `StatefulDataLoader` begins.
+        beginning: true while an epoch of a `StatefulDataLoader` begins.
         hinted: kinds of hints that were issued, and are not issued again.
         chooser: chooses the number of workers of the next epoch, once `num_workers="auto"` needs it.
         bad_samples: records of samples that could not be read, if `errors=` tolerates them.
@@ -57,13 +58,22 @@ class Resources:
         self.session: DeviceSession | None = None
         self.stagings: list[SerialStaging] = []
         self.place: tuple[Epoch | None, Any] = None, saved
-        self.lock, self.beginning = threading.RLock(), False
+        self._lock, self._process, self.beginning = threading.RLock(), process_id.pid, False
         self.hinted: set[type[LoaderHint]] = set()
         self.chooser: Any = None
         self.bad_samples: Any = None
         self.grace = 0.0
         self.kept: dict[str, Any] = {}
         self.begun: deque[Epoch] = deque(maxlen=_REMEMBERED)
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held while an epoch of a `StatefulDataLoader` begins. A forked child has one of its own, because
+        another thread may hold that of its parent."""
+        if self._process != process_id.pid:
+            self._lock, self.beginning = threading.RLock(), False
+            self._process = process_id.pid
+        return self._lock
 
     @property
     def record(self) -> Epoch | None:

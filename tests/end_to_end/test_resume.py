@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from fastq_loader import RoundRobin, StatefulDataLoader, ToDevice
 from fastq_loader.reading import generators
 from tests.support.datasets import Sized
+from tests.support.forking import end_of, fork
 from tests.support.loaders import MANY_WORKERS, seed_all
 from tests.support.samplers import ZOO, SayingIterator, arguments
 from tests.support.thorough import seeds, thorough
@@ -484,3 +486,24 @@ def test_inside_of_iter_a_signal_handler_gets_an_error_and_another_thread_waits(
     assert len(list(loader)) == 3
     thread.join()
     assert len(states) == 1
+
+
+def test_a_child_forked_while_another_thread_is_inside_of_iter_is_not_held_up() -> None:
+    class Waits(IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[int]:
+            began.set()
+            assert goes_on.wait(60)
+            return iter(range(3))
+
+    def asks() -> None:
+        signal.alarm(10)
+        assert loader.state_dict()["_num_yielded"] == 0
+
+    began, goes_on = threading.Event(), threading.Event()
+    loader: StatefulDataLoader[Any] = StatefulDataLoader(Waits())
+    thread = threading.Thread(target=lambda: list(loader))
+    thread.start()
+    assert began.wait(60)
+    assert end_of(fork(asks)) == 0
+    goes_on.set()
+    thread.join()

@@ -48,6 +48,7 @@ class Saved:
         start, now: its parts, where `now` has no digest if the order may be another one.
         progress: of the epoch that it continues; else of the workers only.
         place: state of a stateful sampler; see `reading.position.place_of`.
+        initial_seed: for `samplers.set_initial_seed`, or None.
     """
 
     state: dict[str, Any]
@@ -55,6 +56,7 @@ class Saved:
     now: EpochSnapshot = field(default_factory=EpochSnapshot)
     progress: Progress = START
     place: dict[str, Any] = field(default_factory=dict)
+    initial_seed: int | None = None
 
     @property
     def position(self) -> Position:

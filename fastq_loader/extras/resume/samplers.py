@@ -19,6 +19,9 @@ from fastq_loader.system.attributes import attribute
 _WITH_EPOCHS = (DistributedSampler, ComputedSampler)
 #: Attributes that samplers are compared by, where present.
 COMPARED = ("seed", "initial_seed", "num_replicas", "replacement", "weights_checksum")
+#: The one that is set to its saved value: Accelerate's `SeedableRandomSampler` takes it from torch's global
+#: generator in `prepare()`, which a program may seed afterwards.
+INITIAL_SEED = "initial_seed"
 
 
 def stateful_sampler(index_sampler: Any) -> Stateful | None:
@@ -40,8 +43,17 @@ def asked_sampler(index_sampler: Any) -> Stateful | None:
 def set_epochs(index_sampler: Any, saved: dict[str, int]) -> None:
     """Set these epochs again, on samplers of a known kind."""
     for depth, part in enumerate(chain(index_sampler)):
-        if str(depth) in saved and isinstance(part, _WITH_EPOCHS):
+        known = isinstance(part, _WITH_EPOCHS) or type(attribute(part, INITIAL_SEED)) is int
+        if str(depth) in saved and known and callable(attribute(part, "set_epoch")):
             part.set_epoch(saved[str(depth)])
+
+
+def set_initial_seed(index_sampler: Any, seed: int) -> None:
+    """Set the seed of the sampler in the chain that has this attribute."""
+    for part in chain(index_sampler):
+        if type(attribute(part, INITIAL_SEED)) is int:
+            setattr(part, INITIAL_SEED, seed)
+            return
 
 
 def compared(index_sampler: Any) -> dict[str, Any]:

@@ -75,7 +75,8 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
         _fit(start.states, own)
         _fit(start.first, own)
         progress = Progress(delivered, frozenset(now.beyond), progress.workers)
-    return Saved(state, start, now, progress, place)
+    seed = None if samplers.INITIAL_SEED in ignored else fields[samplers.INITIAL_SEED]
+    return Saved(state, start, now, progress, place, seed)
 
 
 def _delivered(fields: Fields, now: EpochSnapshot) -> int:
@@ -166,6 +167,8 @@ def _compare(fields: Fields, now: Fields, ignored: Container[str]) -> None:
     for name in now:
         if name == "num_workers" or name in ignored or fields[name] == now[name]:
             continue
+        if name == samplers.INITIAL_SEED and None not in (fields[name], now[name]):
+            continue  # `take` sets it
         if "sampler" in ignored and None in (fields[name], now[name]):
             continue  # a field that only one of the two samplers has
         raise ValueError(
@@ -212,6 +215,8 @@ def take(loaded: Saved, loader: Loader) -> None:
     if _DATASET in loaded.state:
         dataset.load_state_dict(copy.deepcopy(loaded.state[_DATASET]))
     generators.set_states(own, states)
+    if loaded.initial_seed is not None:
+        samplers.set_initial_seed(sampler, loaded.initial_seed)
     if not resumes:  # an epoch begins, whose number the user may have set already
         now = epochs_of(sampler)
         epochs = {depth: max(epoch, now.get(depth, 0)) for depth, epoch in epochs.items()}

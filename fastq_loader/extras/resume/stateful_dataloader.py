@@ -105,6 +105,8 @@ class StatefulDataLoader(DataLoader[T_co], Resumable):
             ignore: names of fields in which this loader may differ from the saved one: "dataset_kind",
                 "dataset_length", "batch_size", "sampler", "seed", "initial_seed", "num_replicas",
                 "replacement", "generator", "schedule", "num_workers", "order" (the indices of the sampler).
+                Unless "initial_seed" is among them, a sampler's attribute of that name (Accelerate's
+                `SeedableRandomSampler` has it) is set to the saved value, and not compared.
 
         Raises:
             ValueError: the state is damaged, foreign or of a later version, or does not fit the loader. The

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import DistributedSampler
+import torch
+from torch.utils.data import DistributedSampler, RandomSampler
 
 from fastq_loader import PermutationSampler, StatefulDataLoader
 from fastq_loader.extras.resume.samplers import compared
@@ -78,3 +79,37 @@ def test_the_epoch_set_between_two_epochs_is_in_the_state_of_the_second() -> Non
         other.load_state_dict(one.state_dict())
         assert list(other) == list(iterator)
         assert other.sampler.epoch == epoch  # type: ignore[attr-defined]
+
+
+class SeedableRandomSampler(RandomSampler):
+    """Accelerate's: seeded by torch's global generator when it is made, and by the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__(NUMBERS, generator=torch.Generator())
+        self.initial_seed, self.epoch = torch.initial_seed(), 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator.manual_seed(self.initial_seed + self.epoch)
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_a_seed_from_the_global_generator_is_set_to_that_which_was_saved() -> None:
+    """`prepare()` makes such a sampler, and a program may call `set_seed()` after that."""
+    loaders = []
+    for seed in (1, 2, 3):
+        torch.manual_seed(seed)
+        loaders.append(StatefulDataLoader(NUMBERS, sampler=SeedableRandomSampler()))
+    first, second, third = loaders
+    list(first)
+    iterator = iter(first)
+    next(iterator)
+    state = first.state_dict()
+    second.load_state_dict(state)
+    assert [list(second), list(second)] == [list(iterator), list(first)]
+    third.load_state_dict(state, ignore=("initial_seed",))
+    with pytest.raises(ValueError, match="does not yield the same indices"):
+        iter(third)
