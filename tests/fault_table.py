@@ -296,8 +296,8 @@ FAULTS = (
     Fault(
         "the random numbers of a batch depend on who loads it",
         "reading/reader.py",
-        'number = self._requested * self._readers + self._number if self._rules["iterable"] else seq',
-        "number = self._requested * self._readers + self._number",
+        'number = self.requested * self._readers + self._number if self._rules["iterable"] else seq',
+        "number = self.requested * self._readers + self._number",
         "guarantee: random numbers 2",
         "end_to_end/test_dynamic.py",
     ),
@@ -532,7 +532,7 @@ FAULTS = (
     Fault(
         "a checked hit takes other seeds than one that is not checked",
         "extras/images/sample_seeds.py",
-        "batch.newest = newest\n\n\ndef take",
+        "reader.newest = newest\n\n\ndef take",
         "newest = None\n\n\ndef take",
         "row K1",
         "extras/images/test_encoded.py",

@@ -24,8 +24,8 @@ from fastq_loader.epoch import resources
 from fastq_loader.epoch.base import LoaderIterator
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.options import Loader
-from fastq_loader.reading import datapipes, fetch, generators
-from fastq_loader.reading.fetch import EndOfStream, Fetcher, LeftOut
+from fastq_loader.reading import datapipes, generators
+from fastq_loader.reading.fetch import EndOfStream, Fetcher, LeftOut, loading
 from fastq_loader.reading.reader import Reader
 from fastq_loader.scheduling.progress import Progress
 from fastq_loader.statistics.records import CUT, GIVEN, ITER, NOTHING
@@ -102,14 +102,11 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._due, self._busy, self._cut, self._is_unusual = None, False, None, True
 
     def __next__(self) -> Any:
-        if (
-            self._is_unusual
-            or self.outcome is not None
-            or profiler._is_profiler_enabled
-            or fetch.sample_hook is not None
-        ):
+        if self._is_unusual or self.outcome is not None or profiler._is_profiler_enabled:
             return super().__next__()
-        asked, record = time.monotonic_ns(), self._record
+        asked, record, reader = time.monotonic_ns(), self._record, self._reader
+        reader.seq, reader.requested = record.drawn, reader.requested + 1  # as `Reader.load` does
+        outer, loading.reader = loading.reader, reader
         index = batch = _NOTHING
         try:
             for index in self._indices:  # after a call of `next`, an interrupt would lose the index
@@ -126,6 +123,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             if batch is not _NOTHING or not isinstance(error, Exception):
                 raise
             self._cut = asked, index, batch, error
+        finally:
+            loading.reader = outer
         if batch is _NOTHING:
             return super().__next__()
         record.drawn += 1

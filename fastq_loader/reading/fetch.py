@@ -9,7 +9,8 @@ silently ends the epoch. And a `__getitems__` inherited from `Subset` is not use
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,10 +30,14 @@ class LeftOut(Exception):
 
 Collate = Callable[[Any], Any]
 
-#: Notes which sample is read, once something in this process needs to know it: the module
-#: `extras.images.sample_seeds`, of which `batch_of` is called with the numbers of a batch, and `followed`
-#: with its indices.
-sample_hook: Any = None
+
+class _Loading(threading.local):
+    """What this thread loads: the `Reader` that loads a batch; None outside of a loader."""
+
+    reader: Any = None
+
+
+loading = _Loading()
 
 
 class Fetcher:
@@ -42,6 +47,8 @@ class Fetcher:
     iterator's `_dataset_fetcher`.
 
     Attributes:
+        indices, left: the indices whose samples are read one by one, and an iterator over them, which says
+            which sample is being read: this costs no call for each of them.
         fetched: when the samples of the last batch had been read, in nanoseconds of the monotonic clock.
         dataset_iter, ended: the iterator of an iterable dataset, and whether it ended before a batch was
             full.
@@ -51,6 +58,8 @@ class Fetcher:
         remark: what that could not read, for `ErrorPolicy.judge`; None where there is nothing.
     """
 
+    indices: Any = ()
+    left: Iterator[Any] = iter(())
     dataset_iter: Any = None
     ended = False
     stateful: bool | None = None
@@ -86,6 +95,7 @@ class Fetcher:
                 self.fetched = time.monotonic_ns()
                 return batch
             data = self._read(index)
+            self.indices = ()
             self.fetched = time.monotonic_ns()
             return self._collate(data)
         except StopIteration as stop:
@@ -101,15 +111,17 @@ class Fetcher:
             return dataset.__getitems__(index)
         if not self.auto_collation:
             return dataset[index]
-        return [dataset[i] for i in (index if sample_hook is None else sample_hook.followed(index))]
+        self.indices, self.left = index, iter(index)
+        return [dataset[i] for i in self.left]
 
     def _read_stream(self, index: Any) -> Any:
         if self.ended:
             raise EndOfStream
         data: list[Any] = []
         try:
-            places = index if self.auto_collation else (None,)
-            for _ in places if sample_hook is None else sample_hook.followed(places):
+            self.indices = index if self.auto_collation else (None,)
+            self.left = iter(self.indices)
+            for _ in self.left:
                 data.append(next(self.dataset_iter))  # noqa: PERF401
         except StopIteration:
             self.ended = self.auto_collation

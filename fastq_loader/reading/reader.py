@@ -16,8 +16,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-from fastq_loader.reading import fetch, generators, position
-from fastq_loader.reading.fetch import EndOfStream, Fetcher
+from fastq_loader.reading import generators, position
+from fastq_loader.reading.fetch import EndOfStream, Fetcher, loading
 
 
 class HandedOutBefore(Exception):
@@ -41,12 +41,16 @@ class Reader:
         ended: nothing is left to load in this epoch.
         to_pass: number of batches still to be skipped.
         base_seed: seed from which the seed of every batch is derived; None: batches are not seeded.
-        sample_seed: base seed of the epoch, for `fetch.sample_hook`; set before an epoch begins.
+        sample_seed: base seed of the epoch, for the seeds of samples; set before an epoch begins.
+        seq: number of the batch that is loaded.
+        requested: number of batches that were requested in this epoch.
+        newest: the newest seed of a sample, see `extras.images.sample_seeds`.
     """
 
     fetcher: Fetcher
     base_seed: int | None = None
-    sample_seed = 0
+    sample_seed = seq = 0
+    newest: Any = None
     ended = False
     to_pass = 0
 
@@ -64,7 +68,7 @@ class Reader:
         self._collate, self._make_fetcher, self._rules = collate, make_fetcher, rules
         self._number, self._readers = number, readers
         self._saves = saves
-        self._epoch = self._requested = 0  # its number, and how many of its batches were requested
+        self._epoch = self.requested = 0  # its number
         self._resumed: dict[str, Any] = {}  # the state from which it resumes
 
     def begin(self, epoch: int, base_seed: int | None, delivered: int, state: dict[str, Any] | None) -> None:
@@ -78,7 +82,7 @@ class Reader:
         Raises:
             Exception: whatever user code raises.
         """
-        self.ended, self._requested = False, 0
+        self.ended, self.requested = False, 0
         self.base_seed, self._epoch, self._resumed = base_seed, epoch, state or {}
         self.to_pass = delivered if self._rules["iterable"] else 0
         self._replays = "position" not in self._resumed  # skipped batches have to be read again
@@ -119,38 +123,40 @@ class Reader:
         fetcher = self.fetcher
         if self.base_seed is not None:
             self._seed(self.base_seed, seq)
-        self._requested += 1
-        if self.to_pass:
-            self._skip(seq, index)
+        self.requested += 1
         if self._make_fetcher is not Fetcher:
             fetcher.place = self._epoch, seq
+        self.seq = seq
+        outer, loading.reader = loading.reader, self  # a dataset may read from another loader meanwhile
         try:
-            return self._fetch(seq, index)
+            if self.to_pass:
+                self._skip(index)
+            return fetcher.fetch(index)
         except EndOfStream:
             self.ended = True
             raise
+        finally:
+            loading.reader = outer
 
-    def _fetch(self, seq: int, index: Any) -> Any:
-        if fetch.sample_hook is None:
-            return self.fetcher.fetch(index)
-        of_reader = self._readers, self._number, self._requested
-        numbers = (self.sample_seed, *(of_reader if self._rules["iterable"] else (seq,)))
-        with fetch.sample_hook.batch_of(numbers):
-            return self.fetcher.fetch(index)
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Base seed of the epoch, and number of the batch that is loaded; of an iterable dataset the numbers
+        of readers, of this reader, and of its batch."""
+        of_reader = self._readers, self._number, self.requested
+        return self.sample_seed, *(of_reader if self._rules["iterable"] else (self.seq,))
 
     def _seed(self, base_seed: int, seq: int) -> int:
         """Seed the generators for a batch by its number. For an iterable dataset, count as if no
         reader had ended early: the batch's real number depends on when one ended."""
-        number = self._requested * self._readers + self._number if self._rules["iterable"] else seq
+        number = self.requested * self._readers + self._number if self._rules["iterable"] else seq
         return generators.seed_batch(base_seed, number)
 
-    def _skip(self, seq: int, index: Any) -> NoReturn:
+    def _skip(self, index: Any) -> NoReturn:
         """Skip a batch that was delivered before; if necessary, read it again."""
         if self._replays:
             try:
-                self._fetch(seq, index)
+                self.fetcher.fetch(index)
             except EndOfStream:
-                self.ended = True
                 raise
             except Exception:  # of user code; it was already raised at this position
                 pass

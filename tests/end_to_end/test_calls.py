@@ -29,7 +29,6 @@ from fastq_loader.extras.tracing import trace
 from fastq_loader.ipc.messages import BATCH, Answer
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.reading import fetch
 from fastq_loader.scheduling.in_flight import Batch
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.schedules import Window
@@ -173,12 +172,6 @@ def _sleeps(pid: int) -> bool:
 def _lower_quartile(values: Iterable[float]) -> float:
     ordered = sorted(values)
     return ordered[len(ordered) // 4]
-
-
-@pytest.fixture(autouse=True)
-def _nobody_wants_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another test may have imported `fastq_loader.images`, for which readers keep the place of samples."""
-    monkeypatch.setattr(fetch, "sample_hook", None)
 
 
 @pytest.mark.processes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from inspect import CO_GENERATOR
 from traceback import walk_tb
@@ -20,7 +20,6 @@ from torch.utils.data import get_worker_info
 
 from fastq_loader.errors import add_note, shorten
 from fastq_loader.packing.pickling import dump_exception
-from fastq_loader.reading import fetch
 from fastq_loader.reading.fetch import EndOfStream, Fetcher, LeftOut
 
 #: Replacements tried for one sample, and characters of an error that are recorded.
@@ -81,14 +80,14 @@ class TolerantFetcher(Fetcher):
 
     def _read_each(self, indices: list[Any], read: Callable[[Any], Any] | None) -> list[Any]:
         dataset, data = self.dataset, list[Any]()
-        places, left_out = _followed(indices), 0
+        self.indices, self.left, left_out = indices, iter(indices), 0
         while True:  # samples read before an error are not read again
             try:
                 if read is None:
-                    for index in places:  # faster than `map`
+                    for index in self.left:  # faster than `map`
                         data.append(dataset[index])
                 else:
-                    data.extend(map(read, places))
+                    data.extend(map(read, self.left))
                 if len(data) + left_out == len(indices):
                     break
                 raise StopIteration  # as user code did, which ended the `map`
@@ -99,6 +98,7 @@ class TolerantFetcher(Fetcher):
                 left_out += 1
             else:
                 data.append(self._instead(indices, position, read or partial(operator.getitem, dataset)))
+        self.indices = ()
         if self.bad and not data:
             raise LeftOut
         return data
@@ -154,7 +154,8 @@ class TolerantFetcher(Fetcher):
         if self.ended:
             raise EndOfStream
         data: list[Any] = []
-        for _ in _followed(range(size)):
+        self.indices, self.left = range(size), iter(range(size))
+        for _ in self.left:
             try:
                 data.append(next(self.dataset_iter))
                 self._failed = None
@@ -182,10 +183,6 @@ class TolerantFetcher(Fetcher):
             raise error
         finally:
             del error  # its traceback refers to this frame
-
-
-def _followed(indices: Any) -> Iterator[Any]:
-    return iter(indices) if fetch.sample_hook is None else fetch.sample_hook.followed(indices)
 
 
 def _has_ended_a_generator(entries: TracebackType | None) -> bool:

@@ -21,8 +21,6 @@ from fastq_loader.extras.images import sample_seeds
 from fastq_loader.extras.images.decoders import Header, read_header
 from fastq_loader.memory import allocator
 
-sample_seeds.want()
-
 Ints = np.ndarray[Any, Any]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +35,7 @@ from fastq_loader.extras.tools import trials
 from fastq_loader.extras.tools.leaves import Leaf, difference, digest, leaves
 from fastq_loader.loader import DataLoader
 from fastq_loader.packing.tensors import tensors_of
-from fastq_loader.reading import fetch, generators
+from fastq_loader.reading import generators
 from fastq_loader.system.terminal import printable
 
 #: torch's class, also after `install` has put ours in its place.
@@ -242,7 +243,7 @@ def _cause(loader: Any, probed: str, reproducible: bool, error: str) -> str:
             "after the batches before it and with its original type, and sends functions to its workers that "
             "pickle refuses; see DIFFERENCES.md, in the folder of this package."
         )
-    if fetch.sample_hook is not None:
+    if "fastq_loader.extras.images.encoded" in sys.modules:
         return (
             "Crops and flips of fastq_loader.images differ on purpose: their seeds belong to samples, and "
             "with torch's loader they are drawn from its generator. Compare with scale=None, flip=0."

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from fastq_loader import DataLoader, Dynamic, NotCached, Replace, Skip, StatefulDataLoader, cached, compare
 from fastq_loader.images import DecodeImages, Encoded, EncodedBatch, encoded
+from tests.conftest import run_script
 from tests.support.photographs import file_of, photograph
 from tests.support.thorough import thorough
 
@@ -192,6 +193,30 @@ def test_a_sample_that_cannot_be_read_changes_no_others_seed(errors: Any) -> Non
     found = {number: seed for first, _, at in fragile for number, seed in zip(at, first, strict=True)}
     unread = {number for number in range(24) if number % 5 == 3}
     assert isinstance(errors, Replace) or found == {n: s for n, s in expected.items() if n not in unread}
+
+
+LAZY = """
+import torch
+from fastq_loader import DataLoader
+
+class Lazy:
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        from fastq_loader.images import encoded
+        return encoded(FILE)
+
+FILE = {file!r}
+for workers in (2, 0):
+    torch.manual_seed(0)
+    print([batch.seeds.tolist() for batch in DataLoader(Lazy(), 3, num_workers=workers)])
+"""
+
+
+def test_seeds_do_not_depend_on_when_the_module_is_imported() -> None:
+    with_workers, without = run_script(LAZY.format(file=SMALL)).stdout.splitlines()
+    assert with_workers == without
 
 
 def test_a_streams_seeds_are_those_of_its_worker() -> None:
