@@ -225,8 +225,9 @@ class PinnedCopies(LoaderHint):
 
 class NotCached(LoaderHint):
     """The values of a function passed to `cached` are not stored: it drew from torch's, Python's or numpy's
-    generator, so that cached values would repeat in every epoch; its values cannot be pickled; or one is
-    larger than the whole cache.
+    generator, so that cached values would repeat in every epoch; its values cannot be pickled; one is larger
+    than the whole cache; or the system lacks shared memory. Or a stored value is not what computing it again
+    gives, or it can no longer be computed.
 
     >>> warnings.simplefilter("ignore", NotCached)
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -161,7 +162,13 @@ def test_the_recipes_run(given: Callable[[], dict[str, Any]], capsys: pytest.Cap
 @pytest.mark.parametrize("task", BY_TASK)
 def test_the_page_of_a_task_runs(task: str, given: Callable[[], dict[str, Any]]) -> None:
     for block in BY_TASK[task]:
-        names = {**vars(fastq_loader), "DecodeImages": DecodeImages, **given()}
+        names = {
+            **vars(fastq_loader),
+            "DecodeImages": DecodeImages,
+            "torch": torch,
+            "functools": functools,
+            **given(),
+        }
         run(block, **{**names, "loader": DataLoader(Images(), 64, schedule="dynamic")})
     if task == "slow":
         assert Path("epoch.json").stat().st_size > 0

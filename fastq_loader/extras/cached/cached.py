@@ -59,16 +59,17 @@ class cached:
 
     Args:
         function: function of arguments of type int, str, bytes, float, Path, None and tuples of these, which
-            with their exact types are the key. Its values are tensors, arrays, numbers, texts, PIL images,
-            and lists, tuples, dicts and dataclasses of these; other objects are pickled, which is slower.
+            with their exact types, and as they are passed, are the key. Its values are tensors, arrays,
+            numbers, texts, PIL images, and lists, tuples, dicts and dataclasses of these; other objects are
+            pickled, which is slower.
         limit: largest total size of the values: bytes, a text such as "8GB", or a fraction ("0.5") of the
             available memory of the machine or its container, divided by its ranks; with a path, largest size
             of the file, and a fraction of the free disk space. A full cache stores nothing more: the stored
             values stay, and are hit in every epoch.
         name: name of a cache in memory that all processes of this user on this machine share under it; it
             ends with the last of them.
-        path: folder for the values, which outlives the program, on a disk of this machine; one that cannot
-            be written to is read. `~` is the home folder. Needs lmdb.
+        path: folder for the values, which outlives the program, on a disk of this machine, which can be
+            written to. `~` is the home folder. Needs lmdb.
         version: version of the data or the function, text or number; a cache of another version is refused.
             With a name or a path, needed for a function of a notebook.
         copy: False makes arrays read-only, and avoids copies of large ones. Writing to them all the

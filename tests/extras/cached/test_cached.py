@@ -8,7 +8,6 @@ import gc
 import os
 import pickle
 import random
-import sys
 import threading
 import types
 import warnings
@@ -19,10 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-from fastq_loader import DataLoader, NotCached, cached
+from fastq_loader import NotCached, cached
 from fastq_loader.extras.cached import cached as of_cached
 from fastq_loader.extras.cached import places
-from fastq_loader.extras.cached.cached import caches_of
 from fastq_loader.system import calls
 from tests.conftest import open_descriptors
 
@@ -93,14 +91,6 @@ def test_none_is_a_value_and_errors_are_raised_each_time() -> None:
         with pytest.raises(LookupError, match="7"):
             nothing(7)
     assert calls == [1, 7, 7]
-
-
-def test_a_function_may_call_itself() -> None:
-    def fibonacci(n: int) -> int:
-        return n if n < 2 else again(n - 1) + again(n - 2)
-
-    again = cached(fibonacci, limit="1MB")
-    assert again(60) == 1548008755920
 
 
 @pytest.mark.parametrize(
@@ -303,17 +293,6 @@ def test_a_dataset_that_is_made_anew_frees_the_one_before(monkeypatch: pytest.Mo
         gc.enable()
 
 
-def test_the_caches_of_a_dataset_are_found_below_its_wrappers() -> None:
-    photos = Photos()
-    subset = torch.utils.data.Subset(torch.utils.data.ConcatDataset([photos, Photos()]), range(16))
-    loader = DataLoader(subset, 4)
-    for _ in range(2):
-        list(loader)
-    caches = [each.statistics() for each in caches_of(subset)]
-    assert [(each.hits, each.misses) for each in caches] == [(8, 8), (8, 8)]
-    assert not caches_of(range(3))
-
-
 # ---- whose values these are -------------------------------------------------------------------------------
 
 
@@ -490,43 +469,3 @@ def test_a_part_of_a_disk_is_that_of_the_disk_that_a_link_leads_to(
     monkeypatch.setattr(places.shutil, "disk_usage", lambda path: asked.append(path) or usage)
     assert places.bytes_of("0.5", str(tmp_path / "link" / "new" / "values"), is_shared=True) == 500
     assert asked == [str(tmp_path / "disk")]
-
-
-def test_a_class_that_cannot_be_found_any_more_is_computed_again(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"limit": "1MB", "path": tmp_path / "values"}
-    module = types.ModuleType("of_yesterday")
-    sys.modules["of_yesterday"] = module
-    exec("class Sample: pass", module.__dict__)
-    samples = [module.Sample()]
-    wrapped = cached(sample_of, **options)
-    _samples[:] = samples
-    assert type(wrapped(0)).__module__ == "of_yesterday"
-    del sys.modules["of_yesterday"]
-    _samples[:] = ["a sample of today"]
-    with pytest.warns(
-        UserWarning, match=r"a value of the folder '.*values' cannot be read .*ModuleNotFoundError"
-    ):
-        assert wrapped(0) == "a sample of today"
-    assert wrapped(0) == "a sample of today"
-    counts = wrapped.statistics()
-    assert (counts.damaged, counts.stored, counts.hits) == (1, 2, 1)
-
-
-_samples: list[Any] = []
-
-
-def sample_of(index: int) -> Any:
-    return _samples[index]
-
-
-def test_hints_of_partials_and_objects_have_a_name() -> None:
-    class Drawing:
-        def __call__(self, index: int) -> float:
-            return random.random()
-
-    for function, name in (
-        (Drawing(), r"Drawing"),
-        (functools.partial(lambda scale, index: random.random(), 1), "lambda"),
-    ):
-        with pytest.warns(NotCached, match=rf"{name}.*\(\) draws from random"):
-            cached(function, limit=1000)(1)

@@ -105,15 +105,6 @@ def test_processes_in_step_store_no_copies(store: Memory) -> None:
     assert store.usage()[0] == sum(each + -each % 16 for each in nbytes)
 
 
-def test_a_key_that_another_process_stores_takes_no_room(store: Memory) -> None:
-    held = locks.open_anew(store.fd)
-    assert locks.try_lock(held, memory._KEY_LOCKS, (1 << 62) - 1)
-    assert put(store, 1, value_of(1)) == BUSY
-    os.close(held)
-    assert store.usage()[0] == 0
-    assert put(store, 1, value_of(1)) == STORED
-
-
 def test_threads_of_one_process_may_fill_it_at_once(store: Memory) -> None:
     def fill(start: int) -> None:
         for key in range(start, start + 60):
