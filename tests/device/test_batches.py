@@ -30,6 +30,7 @@ from tests.support.datasets import (
     wrap,
 )
 from tests.support.late_device import Late, image_and_label
+from tests.support.loaders import exactly
 from tests.support.thorough import seeds
 
 pytestmark = [
@@ -131,7 +132,7 @@ def test_device_memory_is_free_when_a_batch_is_dropped(
 
     monkeypatch.setattr(device, "empty", watched)
     with DataLoader(Made(image_and_label, 8), 8, num_workers=workers, device="cuda") as loader:
-        for _ in loader:
+        for _ in exactly(1, loader):
             assert [memory() for memory in made] == [None], "only the fields have it"
 
 
@@ -151,7 +152,7 @@ def test_aliases_stay_aliases(workers: int, late: Late) -> None:
 def test_fields_can_be_written_to_without_spoiling_what_autograd_saved(workers: int, late: Late) -> None:
     late()
     dataset = Made(lambda index: (torch.ones(3), torch.ones(3)), 2)
-    for first, second in DataLoader(dataset, 2, num_workers=workers, device="cuda"):
+    for first, second in exactly(1, DataLoader(dataset, 2, num_workers=workers, device="cuda")):
         weights = torch.ones(3, requires_grad=True)
         loss = (first * weights).sum()  # saves `first`
         second.mul_(2)
@@ -226,7 +227,7 @@ def test_without_workers_buffers_are_kept(late: Late, monkeypatch: pytest.Monkey
 def test_two_iterators_at_once_do_not_mix(workers: int, late: Late) -> None:
     late(seed=workers)
     loader = DataLoader(Made(image_and_label, 20), 2, num_workers=min(workers, 1), device="cuda")
-    for at, batches in enumerate(zip(loader, loader, strict=True)):
+    for at, batches in enumerate(exactly(10, zip(loader, loader, strict=True))):
         for images, labels in batches:
             assert labels.tolist() == [2 * at, 2 * at + 1]
             assert images[:, 1, 1, 1].tolist() == labels.tolist()

@@ -23,6 +23,7 @@ from tests.conftest import wait_until
 from tests.extras.images.test_decode_images import FILES, Photos, loaded
 from tests.support.alarms import Alarm, alarm_after, ring
 from tests.support.late_device import Late
+from tests.support.loaders import distinct, exactly
 
 PIXELS = DecodeImages(16)
 THREAD = "fastq_loader decodes images"
@@ -33,7 +34,7 @@ THREAD = "fastq_loader decodes images"
 def test_encoded_bytes_do_not_cross(workers: int, late: Late) -> None:
     device = late()
     with DataLoader(Photos(), 5, num_workers=workers, device="cuda") as loader:
-        for files, labels in loader:
+        for files, labels in exactly(len(loader), loader):
             assert type(files) is EncodedBatch
             assert PIXELS(files).shape == (len(labels), 3, 16, 16)
     assert device.copies
@@ -43,7 +44,7 @@ def test_encoded_bytes_do_not_cross(workers: int, late: Late) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_transform_decodes_what_workers_would(workers: int, late: Late) -> None:
-    expected = loaded(Photos(PIXELS))
+    expected = distinct(loaded(Photos(PIXELS)))
     late()
     to_device = ToDevice("cuda", transform=PIXELS, prefetch=3)
     found = loaded(Photos(), num_workers=workers, device=to_device)
@@ -136,9 +137,10 @@ def test_a_break_drops_what_is_not_decoded_yet(
                 break
             again = iter(loader)
             gate.set()
-            epochs.append([images for images, _ in again])
+            epochs.append(distinct(images for images, _ in again))
             del again
     assert len(decoded) <= 1 + 1 + 6 or not persistent  # the first, the one that was begun, and all
+    assert len(epochs[0]) == len(epochs[1])
     assert all(map(torch.equal, epochs[1], map(PIXELS, epochs[0])))
     assert wait_until(lambda: not runs(), 5)
 

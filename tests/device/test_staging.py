@@ -227,6 +227,7 @@ def test_a_broken_epoch_leaves_nothing_under_way(persistent: bool, beside: str, 
             assert images[:, 0, 0, 0].tolist() == labels.tolist() == order[2 * at : 2 * at + 2]
             if at == 3 + 6 * epoch:  # further each time: past what was under way at the last break
                 break
+        assert at == 3 + 6 * epoch
     loader.close()
     staged = loader.statistics().staging
     assert (device.registered, staged and staged.pinned_bytes) == ({}, 0)

@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 from fastq_loader import DataLoader
 from tests.conftest import descendants, held_memory
 from tests.support.datasets import Made, assert_same, identity
-from tests.support.loaders import IMAGE, WORKERS, image, image_and_label
+from tests.support.loaders import IMAGE, WORKERS, exactly, image, image_and_label
 from tests.support.thorough import thorough
 
 pytestmark = pytest.mark.processes
@@ -96,7 +96,7 @@ def test_b1_a_batch_is_reused_once_nothing_refers_to_it() -> None:
 def test_b2_ten_times_the_ring_can_be_held_and_let_go_in_any_order() -> None:
     rng = random.Random(0)
     held: list[tuple[int, torch.Tensor]] = []
-    for position, batch in enumerate(DataLoader(Made(image, 600), 2, num_workers=2, prefetch_factor=2)):
+    for position, batch in enumerate(exactly(300, DataLoader(Made(image, 600), 2, num_workers=2))):
         held.append((position, batch))
         while len(held) > 40:
             held.pop(rng.randrange(len(held)))
@@ -158,7 +158,7 @@ def test_b4_batches_are_writable_and_edits_reach_nothing_else(workers: int) -> N
     loader = DataLoader(Made(everything, 24), 4, num_workers=workers, persistent_workers=workers > 0)
     with loader:
         for _ in range(2):
-            for position, batch in enumerate(loader):
+            for position, batch in enumerate(exactly(6, loader)):
                 assert_same(default_collate([everything(4 * position + i) for i in range(4)]), batch)
                 for leaf in batch.values():
                     leaf.add_(1)
@@ -199,7 +199,7 @@ def growing(index: int) -> torch.Tensor:
 def test_b10_batches_that_grow_in_mid_epoch_fit(batch_size: int | None) -> None:
     with DataLoader(Made(growing, 10), batch_size, num_workers=2, persistent_workers=True) as loader:
         for _ in range(2):
-            for index, batch in enumerate(loader):
+            for index, batch in enumerate(exactly(10, loader)):
                 expected = growing(index) if batch_size is None else growing(index)[None]
                 assert batch.dtype == expected.dtype
                 assert torch.equal(batch, expected), f"batch {index} of {SIZES[index]} elements"

@@ -20,6 +20,7 @@ from tests.support import decoded
 from tests.support.datasets import identity
 from tests.support.decoded import Decoded, DecodedStream, OfModule
 from tests.support.gates import Gates
+from tests.support.loaders import distinct
 from tests.support.thorough import seeds, thorough
 
 pytestmark = [
@@ -41,7 +42,7 @@ def epochs(dataset: Any, count: int = 3, **options: Any) -> list[Any]:
     random.seed(7)
     np.random.seed(7)
     loader: Any = StatefulDataLoader(dataset, 4, collate_fn=identity, **options)
-    return [[repr(batch) for batch in loader] for _ in range(count)]
+    return [distinct(repr(batch) for batch in loader) for _ in range(count)]
 
 
 @thorough(after=2)

@@ -40,7 +40,7 @@ from tests.support.datasets import (
     identity,
     namedtuple_sample,
 )
-from tests.support.loaders import WORKERS, image, image_and_label
+from tests.support.loaders import WORKERS, exactly, image, image_and_label
 from tests.support.thorough import thorough
 
 pytestmark = [
@@ -245,7 +245,7 @@ def test_b8_torchs_collate_map_can_be_added_to_and_changed_and_is_left_alone(
     loader = DataLoader(
         Made(warm_image, 4), 2, None, None, None, workers, given, multiprocessing_context=inherited
     )
-    for position, (images, degrees) in enumerate(loader):
+    for position, (images, degrees) in enumerate(exactly(2, loader)):
         assert degrees.tolist() == [2 * position, 2 * position + 1]
         assert_same({"mine": [image(2 * position), image(2 * position + 1)]}, images)
     assert default_collate_fn_map == before
@@ -269,5 +269,5 @@ def shared_list(index: int) -> dict[str, Any]:
 
 def test_b7_an_object_and_its_batch_share_a_list_as_with_torch() -> None:
     for kind in (TorchDataLoader, DataLoader):
-        for batch in kind(Made(shared_list, 4), None, num_workers=1, collate_fn=identity):
+        for batch in exactly(4, kind(Made(shared_list, 4), None, num_workers=1, collate_fn=identity)):
             assert batch["holder"].held is batch["list"]

@@ -18,7 +18,7 @@ from fastq_loader import DataLoader, Dynamic, RoundRobin
 from fastq_loader.scheduling.schedules import Schedule
 from tests.support.datasets import SAMPLES, CountingSampler, Drawing, Made, MapDataset, Stream
 from tests.support.gates import Gates, once
-from tests.support.loaders import MANY_WORKERS, WORKERS, seed_all
+from tests.support.loaders import MANY_WORKERS, WORKERS, distinct, seed_all
 from tests.support.samplers import FailsAt3
 from tests.support.thorough import thorough
 
@@ -48,7 +48,7 @@ def epochs(
     arguments = {"shuffle": "sampler" not in options, "schedule": "dynamic", **options}
     with DataLoader(dataset, batch_size=3, num_workers=workers, **arguments) as loader:
         first = [as_lists(batch) for batch in itertools.islice(iter(loader), stop)]
-        return [first, *([as_lists(batch) for batch in loader] for _ in range(count - 1))]
+        return [distinct(first), *(distinct(map(as_lists, loader), 9) for _ in range(count - 1))]
 
 
 @thorough(after=2)

@@ -15,7 +15,7 @@ import fastq_loader
 from fastq_loader import DataLoader
 from tests.conftest import held_memory
 from tests.support.datasets import Made, Opaque, assert_same, extent, identity
-from tests.support.loaders import IMAGE, WORKERS, image, image_and_label
+from tests.support.loaders import IMAGE, WORKERS, distinct, exactly, image, image_and_label
 from tests.support.thorough import thorough
 
 pytestmark = pytest.mark.processes
@@ -67,7 +67,7 @@ def test_empty_in_a_collate_gives_equal_batches_that_share_nothing(
     collate: Callable[[Any], Any], workers: int
 ) -> None:
     expected = [COLLATES[collate](position) for position in range(8)]
-    kept = list(DataLoader(Made(image_and_label, 32), 4, num_workers=workers, collate_fn=collate))
+    kept = [*exactly(8, DataLoader(Made(image_and_label, 32), 4, num_workers=workers, collate_fn=collate))]
     for position, batch in enumerate(kept):  # all of them at once: no memory was given away
         assert_same(expected[position], batch)
         if collate is stack_twice:
@@ -109,7 +109,7 @@ def keep_a_buffer(batch: Samples) -> list[torch.Tensor]:
 def test_what_a_collate_keeps_and_writes_to_changes_no_delivered_batch(collate: Callable[[Any], Any]) -> None:
     held: collections.deque[tuple[int, Any]] = collections.deque(maxlen=5)
     loader = DataLoader(Made(image_and_label, 80), 4, num_workers=1, collate_fn=collate)
-    for delivered in enumerate(loader):
+    for delivered in enumerate(exactly(20, loader)):
         held.append(delivered)
         for position, (fresh, *first) in held:
             assert torch.equal(fresh, stacked(position))
@@ -139,7 +139,7 @@ class OneBuffer(IterableDataset):
 def test_a_dataset_that_writes_to_its_own_tensor_changes_no_delivered_batch() -> None:
     """torch moves the dataset's own tensor to shared memory, where later writes reach delivered batches."""
     loader = DataLoader(OneBuffer(), batch_size=None, num_workers=1, collate_fn=identity)
-    for index, batch in enumerate(list(loader)):
+    for index, batch in enumerate(distinct(loader)):
         for part in batch:
             assert np.unique(np.asarray(getattr(part, "value", part))).tolist() == [index]
 
@@ -149,6 +149,6 @@ def test_a_dataset_does_not_see_what_the_consumer_writes() -> None:
     loader = DataLoader([zeros] * 30, None, num_workers=1, collate_fn=identity, persistent_workers=True)
     with loader:
         for _ in range(2):
-            for batch in loader:
+            for batch in exactly(30, loader):
                 assert not batch.any()
                 batch.fill_(9)

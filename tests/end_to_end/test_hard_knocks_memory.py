@@ -220,6 +220,7 @@ def test_memory_of_large_batches_goes_back(nbytes: int) -> None:
         kept = [*kept, batch] if number < 6 else []
         if number == 1300:
             assert memfd_bytes() < 20 * nbytes + (2 << 20)
+    assert number == 1399
 
 
 # ---- limits, sandboxes ------------------------------------------------------------------------------

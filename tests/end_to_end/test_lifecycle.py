@@ -38,7 +38,7 @@ from tests.support.crimes import ManyFields, Rows, WorkerReport, load_inside
 from tests.support.datasets import Made
 from tests.support.forking import in_child
 from tests.support.inheritance import AS_ROOT, SURROUNDINGS
-from tests.support.loaders import MANY_WORKERS, PERSISTENT, Trainer, numbers
+from tests.support.loaders import MANY_WORKERS, PERSISTENT, Trainer, exactly, numbers
 from tests.support.sandbox import mounted
 from tests.support.thorough import thorough
 
@@ -214,7 +214,7 @@ def test_p4_the_users_handlers_are_untouched_and_work(persistent: bool) -> None:
         before = [signal.getsignal(number) for number in watched]
         with DataLoader(range(8), batch_size=2, num_workers=2, persistent_workers=persistent) as loader:
             for _ in range(2):
-                for _ in loader:
+                for _ in exactly(4, loader):
                     assert [signal.getsignal(number) for number in watched] == before
                 assert subprocess.run(["true"], check=False).returncode == 0
         assert [signal.getsignal(number) for number in watched] == before

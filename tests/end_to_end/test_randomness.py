@@ -33,7 +33,7 @@ from tests.support.datasets import (
     identity,
 )
 from tests.support.gates import Gates
-from tests.support.loaders import MANY_WORKERS, WORKERS, seed_all, torch_has
+from tests.support.loaders import MANY_WORKERS, WORKERS, exactly, seed_all, torch_has
 from tests.support.thorough import thorough
 
 pytestmark = [pytest.mark.processes, MANY_WORKERS]
@@ -76,9 +76,8 @@ def test_r4_worker_seeds_are_base_plus_id_and_numpys_a_hash_of_both(given: bool)
     torch.manual_seed(0 if given else 11)
     generator = torch.Generator().manual_seed(11) if given else None
     arguments: dict[str, Any] = {"collate_fn": list, "worker_init_fn": draw_in_init}
-    for worker, (sample,) in enumerate(
-        DataLoader(Made(draw_as_worker, 2), num_workers=2, generator=generator, **arguments)
-    ):
+    loader = DataLoader(Made(draw_as_worker, 2), num_workers=2, generator=generator, **arguments)
+    for worker, (sample,) in enumerate(exactly(2, loader)):
         assert (sample["id"], sample["seed"]) == (worker, base + worker)
         seed_all(base + worker, base + worker, _generate_state(base, worker))
         assert [sample["by init"], sample["drawn"]] == [draw(), draw()], "seeds come before worker_init_fn"

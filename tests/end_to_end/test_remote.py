@@ -6,6 +6,7 @@ Far workers, connections, handshakes and frames are the real ones, over loopback
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 import warnings
@@ -27,7 +28,7 @@ from tests.support.crimes import CrimeAt, FailsToUnpickle, raise_os_error
 from tests.support.datasets import SAMPLES, Made, MapDataset, Record, Stream, assert_same, identity
 from tests.support.far_workers import LocalPlacement, far, far_pids
 from tests.support.late_device import late_device
-from tests.support.loaders import MANY_WORKERS, Trainer, seed_all
+from tests.support.loaders import MANY_WORKERS, Trainer, distinct, seed_all
 from tests.support.thorough import thorough
 from tests.support.traces import check as check_trace
 from tests.support.traces import read, tracks
@@ -41,10 +42,7 @@ def taken(workers: str | WorkerKind, dataset: Any, stops: tuple[int | None, ...]
     loader = DataLoader(dataset, num_workers=2, workers=workers, **options)
     found = []
     for stop in stops:
-        for number, batch in enumerate(loader):
-            found.append(batch)
-            if number + 1 == stop:
-                break
+        found += distinct(itertools.islice(loader, stop))
     loader.close()
     return [*found, torch.rand(1)]
 

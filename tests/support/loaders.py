@@ -7,7 +7,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -17,6 +17,9 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fastq_loader.extras.resume.text import dump
 from fastq_loader.reading import generators
+from tests.support.datasets import describe
+
+T = TypeVar("T")
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 PERSISTENT = pytest.mark.parametrize("persistent", [False, True])
@@ -47,6 +50,26 @@ def seed_all(torch_seed: int, *others: Any) -> None:
     torch.manual_seed(torch_seed)
     random.seed(random_seed)
     np.random.seed(numpy_seed)
+
+
+def exactly(count: int, batches: Iterable[T]) -> Iterator[T]:
+    """These batches, of which there are so many: a loop over none would assert nothing. It holds none."""
+    iterator = iter(batches)
+    for number in range(count):
+        try:
+            yield next(iterator)
+        except StopIteration:
+            raise AssertionError(f"{number} batches in place of {count}") from None
+    assert next(iterator, iterator) is iterator, f"more than {count} batches"
+
+
+def distinct(batches: Iterable[T], count: int | None = None) -> list[T]:
+    """These batches, of which there are so many, or some, and no two are equal. If a loader gave nothing, or
+    its first batch again and again, it would still equal itself."""
+    found = list(batches)
+    assert len(found) == (count or max(2, len(found)))
+    assert len({repr(describe(batch)) for batch in found}) == len(found)
+    return found
 
 
 @contextmanager
