@@ -25,7 +25,7 @@ from fastq_loader import RoundRobin, StatefulDataLoader, ToDevice
 from fastq_loader.reading import generators
 from tests.support.datasets import Sized
 from tests.support.forking import end_of, fork
-from tests.support.loaders import MANY_WORKERS, seed_all
+from tests.support.loaders import MANY_WORKERS, distinct, seed_all
 from tests.support.samplers import ZOO, SayingIterator, arguments
 from tests.support.thorough import seeds, thorough
 
@@ -411,7 +411,7 @@ def test_states_that_other_threads_ask_for_meanwhile_are_those_of_one_moment(wor
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:
         thread.start()
-    epochs = [indices(first) for _ in range(2)]
+    epochs = [distinct(indices(first)) for _ in range(2)]
     stopped.set()
     for thread in threads:
         thread.join()
@@ -434,7 +434,7 @@ def test_a_state_from_before_the_first_epoch_has_the_loaders_own_generator(worke
     state = first.state_dict()
     assert resumed(second, state).position == (0, 0, 0)
     torch.rand(3)  # whatever is drawn meanwhile
-    assert indices(first) == indices(second)
+    assert distinct(indices(first)) == indices(second)
 
 
 @thorough(but={"workers": 2})
@@ -461,7 +461,7 @@ def test_workers_that_live_on_begin_from_what_was_loaded(kind: Any) -> None:
     first = loader()
     iterator = iter(first)
     states = [first.state_dict()]
-    epochs = [list(map(plain, iterator))]
+    epochs = [distinct(map(plain, iterator))]
     states.append(first.state_dict())
     epochs.append(list(map(plain, first)))
     for state, wanted in zip(states, epochs, strict=True):

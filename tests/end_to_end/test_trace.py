@@ -42,6 +42,7 @@ def traced(loader: DataLoader[Any], path: Path, epochs: int = 1) -> tuple[list[E
     """The events of so many epochs, and how many batches they gave."""
     with loader.trace(path):
         given = sum(len(list(loader)) for _ in range(epochs))
+        assert given
     loader.close()
     return checked(path), given
 

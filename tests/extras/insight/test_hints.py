@@ -198,12 +198,12 @@ def twice(loader: DataLoader[Any]) -> None:
 def tell_epochs(loader: DataLoader[Any]) -> None:
     for epoch in range(3):
         loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-        iterate(loader)
+        assert iterate(loader) == 32
 
 
 def break_off(loader: DataLoader[Any]) -> None:
-    list(islice(loader, 31))
-    iterate(loader)
+    assert len(list(islice(loader, 31))) == 31
+    assert iterate(loader) == 32
 
 
 def side_by_side(loader: DataLoader[Any]) -> None:

@@ -23,6 +23,7 @@ from fastq_loader.extras.tracing.trace import Recorder
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.records import CLOSE, CUT, END, ITER, PACKED, Record
 from tests.support.forking import end_of, fork
+from tests.support.loaders import exactly
 from tests.support.records import Played, gives, record
 from tests.support.thorough import examples
 from tests.support.traces import Event, asynchronous, batches, check, interval, of, opened, read, tracks
@@ -196,7 +197,7 @@ def test_it_is_written_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path.write_text("x" * 10_000)  # an older file, which is longer
     with ours.trace(path), monkeypatch.context() as patch:
         patch.setattr(trace.os, "write", lambda fd, data: write(fd, data[:30]))
-        for seen, _ in enumerate(ours):
+        for seen, _ in enumerate(exactly(4, ours)):
             assert len(of(opened(path.read_text()), "X", "fetch")) == seen + 1
     check(read(path))
 
