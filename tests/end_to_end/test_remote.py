@@ -42,7 +42,8 @@ def taken(workers: str | WorkerKind, dataset: Any, stops: tuple[int | None, ...]
     loader = DataLoader(dataset, num_workers=2, workers=workers, **options)
     found = []
     for stop in stops:
-        found += distinct(itertools.islice(loader, stop))
+        batches = list(itertools.islice(loader, stop))
+        found += batches if stop in (0, 1) else distinct(batches)
     loader.close()
     return [*found, torch.rand(1)]
 
