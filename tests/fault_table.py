@@ -440,6 +440,22 @@ FAULTS = (
         "row C1",
         "extras/tools/test_comparing.py",
     ),
+    Fault(
+        "the lines of a library are taken for the user's",
+        "extras/profile/profile.py",
+        "if not _is_library(file)]",
+        "]",
+        "row C2",
+        "extras/profile/test_profile.py",
+    ),
+    Fault(
+        "persistent workers are sampled after the block of profile(), too",
+        "workers/reader.py",
+        "            self.sampler.end()\n",
+        "            pass\n",
+        "row C2",
+        "extras/profile/test_profile.py",
+    ),
     # ---- caching and sharing
     Fault(
         "a damaged value of a cache is handed out",

@@ -35,8 +35,8 @@ ROOMS = {
     "integrations": Room("extras.frameworks"),
     "images": Room("extras.images"),
     "extras.tools": Room(
-        "extras.insight extras.images extras.resume loader epoch options workers packing reading ipc "
-        "system errors"
+        "extras.insight extras.images extras.profile extras.resume loader epoch options workers packing "
+        "reading ipc system errors"
     ),
     "extras.frameworks": Room("extras.prefetcher loader epoch options"),
     "extras.recovery": Room("extras.bad_samples extras.resume epoch options scheduling reading errors"),
@@ -55,6 +55,7 @@ ROOMS = {
     "extras.transforms": Room("packing system"),
     "extras.share": Room("memory system"),
     "extras.remote": Room("workers reading memory statistics ipc system errors"),
+    "extras.profile": Room("statistics system"),
     "extras.tracing": Room("statistics system errors"),
     "extras": Room(""),
     "loader": Room("epoch options workers device scheduling reading system"),
@@ -77,7 +78,8 @@ ROOMS = {
 #: Where the core imports an extra, inside of a function: for what a user has asked for, and for hints.
 ASKED_FOR = {
     "loader": "cached.cached insight insight.auto insight.facts insight.snapshots insight.verdict "
-    "recovery.replay tracing.trace",
+    "profile.profile recovery.replay tracing.trace",
+    "workers.reader": "profile.sampler",
     "epoch.base": "insight.hints transforms.transforms",
     "epoch.epoch": "resume.epoch",
 }

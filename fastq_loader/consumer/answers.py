@@ -169,13 +169,16 @@ class Answers:
         return state, pickle.loads(unseal(answer.remarks, token)) if answer.remarks else None
 
     def _record(self, batch: Batch, answer: Answer) -> None:
-        """Record what a worker reports besides its batch: the generators that its dataset has for itself, its
-        state when its part has ended, and digests of its first batches, to detect workers that read the same
-        data. An error gets a digest that equals no other."""
+        """Record what a worker reports besides its batch: the generators that its dataset has for itself,
+        samples of its stack, its state when its part has ended, and digests of its first batches, to detect
+        workers that read the same data. An error gets a digest that equals no other."""
         number = batch.worker
         assert number is not None, "it has answered"
         if batch.remarks is not None:
-            self.log.private_generators.update(batch.remarks[1])
+            _, private, samples = batch.remarks
+            self.log.private_generators.update(private)
+            if samples and self._counters.profile is not None:
+                self._counters.profile.add(samples)
         if batch.worker_state and answer.kind in (ENDED, PASSED, SKIPPED):
             self.end_states[number] = batch.worker_state
         kept = self.log.first_batches.setdefault(number, []) if self._iterable else None

@@ -157,7 +157,9 @@ class EventLoop:
         taken, claimed = self.group.take_back(scheduler.pending_tasks.tickets())
         number = 0 if bad_samples is None else bad_samples.epoch
         sealed = seal(pickle.dumps(list(start.resume)), self.group.token) if start.resume else b""
-        self._epoch = Epoch(scheduler.epoch + 1, *start[1:3], sealed, number, start.sample_seed)
+        self._epoch = Epoch(
+            scheduler.epoch + 1, *start[1:3], sealed, number, start.sample_seed, start.log.profiled
+        )
         self.answers.progress, self.answers.bad_samples = start.done, bad_samples
         self.answers.end_states = {}
         # Tasks of an iterable dataset are sent again, and workers skip batches that were handed out before.

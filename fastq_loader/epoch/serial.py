@@ -65,6 +65,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             or self._finishes
             or self._session is not None
             or self._record.bad_samples is not None
+            or self._counters.profile is not None
             or self._IterableDataset_len_called is not None
         )
         make_fetcher = Fetcher if self._options.errors is None else options.fetchers(loader)
@@ -92,6 +93,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         if record.saves and record.info.iterable and not self._dynamic and record.saved is None:
             record.note_shared()  # reading draws from them, and again when it is repeated
         reader.sample_seed = record.start.base_seed
+        if self._counters.profile is not None:
+            reader.sampler = self._counters.profile.sampler()
         reader.begin(record.start.epoch, self._base_seed if self._dynamic else None, delivered, state)
         self._dataset_fetcher = reader.fetcher
         if record.saves:

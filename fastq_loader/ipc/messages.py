@@ -26,7 +26,7 @@ import msgpack
 
 from fastq_loader.errors import ProtocolError
 
-VERSION = 10
+VERSION = 11
 
 # Kinds of answers.
 BATCH = 0  # the handle is a batch
@@ -86,6 +86,7 @@ class Epoch(NamedTuple):
         resume: the workers' positions in a resumed epoch, as a sealed pickle (see `reading.reader`), or b"".
         number: number of the loader's epoch if `errors` depends on it, else 0.
         sample_seed: base seed of the epoch, for the seeds of samples.
+        profiled: sample the stack while batches are loaded, and send it with the answers.
     """
 
     epoch: int
@@ -94,6 +95,7 @@ class Epoch(NamedTuple):
     resume: bytes = b""
     number: int = 0
     sample_seed: int = 0
+    profiled: bool = False
 
 
 class Space(NamedTuple):

@@ -45,6 +45,7 @@ class Reader:
         seq: number of the batch that is loaded.
         requested: number of batches that were requested in this epoch.
         newest: the newest seed of a sample, see `extras.images.sample_seeds`.
+        sampler: samples the stack inside of its context (`extras.profile`), or None.
     """
 
     fetcher: Fetcher
@@ -53,6 +54,7 @@ class Reader:
     newest: Any = None
     ended = False
     to_pass = 0
+    sampler: Any = None
 
     def __init__(
         self,
@@ -131,6 +133,9 @@ class Reader:
         try:
             if self.to_pass:
                 self._skip(index)
+            if self.sampler is not None:
+                with self.sampler:
+                    return fetcher.fetch(index)
             return fetcher.fetch(index)
         except EndOfStream:
             self.ended = True

@@ -89,6 +89,11 @@ class EpochLog:
         self.drew = self.drew_until = self.device = self.device_until = 0
         self.wait_from = self.wait_until = self.workers = self.head = self.memory = 0
 
+    @property
+    def profiled(self) -> bool:
+        """Whether this epoch, which begins now, is to be profiled."""
+        return self._counters.profile is not None
+
     def record(
         self,
         kind: int,
@@ -274,6 +279,7 @@ class Counters:
         workers: of the live pool, or of the last one. first_epoch: its first epoch.
         sources: live pools of workers on other machines.
         trace: the recorder of the trace that is being written, or None.
+        profile: gets the samples of the workers' stacks (`extras.profile`), or None.
     """
 
     def __init__(self) -> None:
@@ -287,6 +293,7 @@ class Counters:
         self.staging: StagingCounters | None = None
         self.sources: set[StatisticsSource] = set()
         self.trace: Any = None
+        self.profile: Any = None
 
     @property
     def batch_bytes(self) -> float:

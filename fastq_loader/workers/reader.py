@@ -32,9 +32,9 @@ class WorkerReader(Reader):
         failure: exception that user code raised at the start of the worker or of an epoch: the worker cannot
             load anything.
         state: state of the worker after the last loaded batch, as a sealed pickle; b"" if it has no state.
-        remarks: remarks on that batch, as a sealed pickle; b"" without remarks. They are `Fetcher.remark`,
-            and after the first batch the names of generators that the dataset has for itself, although any
-            worker may load any batch.
+        remarks: remarks on that batch, as a sealed pickle; b"" without remarks. They are `Fetcher.remark`;
+            after the first batch the names of generators that the dataset has for itself, although any worker
+            may load any batch; and the samples of the stack, if the epoch is profiled.
         timing: times of that batch, as in `Answer`: fetched, collated.
     """
 
@@ -74,8 +74,15 @@ class WorkerReader(Reader):
         self.ended = False
         self.state = self.remarks = b""
         self.epochs += 1
+        if self.sampler is not None:
+            self.sampler.end()
+            self.sampler = None
         if self.failure is not None:
             return
+        if epoch.profiled:
+            from fastq_loader.extras.profile.sampler import Sampler
+
+            self.sampler = Sampler()
         setup, delivered, state = self._setup, 0, None
         try:
             if self.epochs > 1:
@@ -97,8 +104,10 @@ class WorkerReader(Reader):
             state = self.state_bytes()
             self.state = seal(state, self._setup.token) if state else b""
             self.remarks = b""
-            if fetcher.remark is not None or self._private:
-                self.remarks = seal(pickle.dumps((fetcher.remark, self._private)), self._setup.token)
+            samples = self.sampler and self.sampler.taken()
+            if fetcher.remark is not None or self._private or samples:
+                remarks = fetcher.remark, self._private, samples
+                self.remarks = seal(pickle.dumps(remarks), self._setup.token)
                 fetcher.remark, self._private = None, []
 
     def _seed(self, base_seed: int, seq: int) -> int:

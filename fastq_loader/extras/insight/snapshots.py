@@ -86,6 +86,15 @@ class EpochStatistics:
     wait_p95: float = 0.0
     wait_p99: float = 0.0
 
+    @property
+    def waiting_share(self) -> float:
+        """The part of `seconds` in which the training loop waited inside of `next()`, from 0 to 1."""
+        return self.next_seconds / self.seconds if self.seconds else 0.0
+
+    @property
+    def batches_per_second(self) -> float:
+        return self.batches / self.seconds if self.seconds else 0.0
+
     def spent_on(self, cause: str) -> float:
         """The seconds of one of the causes: "consumer", "workers", "head_of_line", "transport", "memory",
         "sampler", "device_copy" or "start_up".

@@ -104,7 +104,8 @@ class Diagnosis:
 def diagnose(run: RunProfile) -> Diagnosis:
     """Diagnose a run."""
     limits, share = _limits(run)
-    culprit, found = _culprit(run, limits[0]), (*advice(run, limits), *_copies(run.private_bytes))
+    culprit = _culprit(run, limits[0])
+    found = (*advice(run, limits), *_slow_lines(run, limits[0]), *_copies(run.private_bytes))
     settings = _settings(run)
     return Diagnosis(limits[0], share, culprit, found, run.epoch, run.workers, settings)
 
@@ -136,6 +137,16 @@ def _culprit(run: RunProfile, limit: str) -> str | None:
     elif limit == "device_copy" and run.staging is None:
         name, seconds = run.loader.transform, epoch.device_copy_seconds
     return f"{name}: {duration(seconds)} of {duration(epoch.spent_on(limit))}" if name else None
+
+
+def _slow_lines(run: RunProfile, limit: str) -> tuple[str, ...]:
+    """The command that shows what takes so long, if reading samples does."""
+    if limit != "workers" or (run.workers and run.fetching < 0.5):
+        return ()
+    return (
+        "python -m fastq_loader profile my_data:make_loader, or loader.profile(), shows which lines of the "
+        "dataset take the time",
+    )
 
 
 def _copies(private_bytes: Sequence[int]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """The command line: `python -m fastq_loader tune module:make_loader` finds the fastest setting, `compare`
-compares with torch's loader; `replay` loads a batch again; `doctor` checks this machine. TROUBLESHOOTING.md,
-in the folder of this package, covers other problems.
+compares with torch's loader; `profile` shows the slow lines of a dataset; `replay` loads a batch again;
+`doctor` checks this machine. TROUBLESHOOTING.md, in the folder of this package, covers other problems.
 
 Runs in a process of its own, which is the consumer of the loader. As with every `python -m`, modules are
 searched for in the current folder, too.
@@ -22,6 +22,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -29,9 +30,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fastq_loader.errors import shorten
+from fastq_loader.extras.profile.profile import check_pages
 from fastq_loader.extras.resume.stateful_dataloader import StatefulDataLoader
-from fastq_loader.extras.tools import comparing, doctor
+from fastq_loader.extras.tools import comparing, doctor, trials
 from fastq_loader.extras.tools.tuning import checked, tune
+from fastq_loader.loader import DataLoader
 from fastq_loader.system.terminal import printable
 
 
@@ -102,6 +105,12 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--batches", type=int, help="of each epoch, at most; all if it is not given")
     compare.add_argument("--quiet", action="store_true", help="show no progress")
 
+    profile = commands.add_parser("profile", parents=[loader], help="show which lines of a dataset take time")
+    profile.set_defaults(run=_profile)
+    profile.add_argument("--batches", type=int, help="to load, at most; an epoch if it is not given")
+    profile.add_argument("--html", metavar="FILE", help="write a page with all calls")
+    profile.add_argument("--speedscope", metavar="FILE", help="write a file for https://www.speedscope.app")
+
     replay = commands.add_parser("replay", parents=[loader], help="load a batch again, in this process")
     replay.set_defaults(run=_replay)
     replay.add_argument("state", metavar="STATE", help="a file with the state_dict() of that epoch")
@@ -128,6 +137,33 @@ def _compare(loader: Any, quiet: bool, **arguments: Any) -> int:
         comparing.checked(loader, **arguments)
     print(found := comparing.compare(loader, **arguments, progress=not quiet))
     return 0 if found.equal else 1
+
+
+def _profile(loader: Any, batches: int | None, html: str | None, speedscope: str | None) -> int:
+    with _typed():
+        trials.check_loader(loader, comparing.TORCHS, "profile needs a DataLoader")
+    if batches is not None and batches < 1:
+        raise WrongUse(f"--batches {batches} must be 1 or more")
+    if html or speedscope:
+        with _typed():
+            check_pages()
+    if not isinstance(loader, DataLoader):
+        print("This is torch's DataLoader: fastq_loader's is in its place here, with the same arguments.\n")
+        loader = comparing.made_of(loader, DataLoader, {})
+    interrupted = False
+    with loader, loader.profile() as profile:
+        try:
+            for _ in islice(loader, batches):
+                pass
+        except KeyboardInterrupt:  # what was seen is shown
+            interrupted = True
+    print(profile)
+    with _typed():
+        if html:
+            profile.html(html)
+        if speedscope:
+            profile.speedscope(speedscope)
+    return 130 if interrupted else 0
 
 
 def _replay(loader: Any, state: str, batch: int, debug: bool, save: str | None) -> int:
@@ -212,7 +248,7 @@ def _typed(about: str = "") -> Iterator[None]:
     """Raise errors of the block as errors of the command line."""
     try:
         yield
-    except (OSError, TypeError, ValueError) as error:
+    except (ImportError, OSError, TypeError, ValueError) as error:
         raise WrongUse(f"{about}{error}") from error
 
 

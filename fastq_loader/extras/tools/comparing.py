@@ -39,7 +39,7 @@ from fastq_loader.reading import generators
 from fastq_loader.system.terminal import printable
 
 #: torch's class, also after `install` has put ours in its place.
-_TORCHS: Any = torch.utils.data.DataLoader
+TORCHS: Any = torch.utils.data.DataLoader
 #: Seconds between two measurements of memory: the first, their growth factor and the longest. Short passes
 #: are measured often, and long ones are not disturbed.
 _LOOK, _LONGER, _MOST_LOOK = 0.03, 1.5, 0.5
@@ -206,7 +206,7 @@ def _runner(method: str, epochs: int, batches: int | None, progress: bool) -> Ca
 
 def checked(loader: Any, epochs: Any, step_seconds: Any, batches: Any) -> None:
     """Validate the arguments of `compare`, where the errors are described."""
-    trials.check_loader(loader, _TORCHS, "compare needs a DataLoader")
+    trials.check_loader(loader, TORCHS, "compare needs a DataLoader")
     for name, value in (("epochs", epochs), ("batches", 1 if batches is None else batches)):
         if not is_int(value) or value < 1:
             raise ValueError(f"{name}={value!r} must be a number, 1 or more")
@@ -215,14 +215,18 @@ def checked(loader: Any, epochs: Any, step_seconds: Any, batches: Any) -> None:
 
 def _variants(loader: Any) -> list[Any]:
     """torch's loader and ours, set to give equal values; then both with the user's settings, on the host."""
-    kinds: Any = (_TORCHS, type(loader)) if isinstance(loader, DataLoader) else (type(loader), DataLoader)
+    kinds: Any = (TORCHS, type(loader)) if isinstance(loader, DataLoader) else (type(loader), DataLoader)
     plain = {**_VALUES, **_HOST, "num_workers": int(loader.num_workers)}
-    made: list[Any] = []
-    for kind, changed in zip(kinds * 2, (plain, plain, _HOST, _HOST), strict=True):
-        made.append(kind.__new__(kind))
-        vars(made[-1]).update({**vars(loader), "_iterator": None})
-        options.put(made[-1], changed)
-        resources.forget(made[-1])
+    pairs = zip(kinds * 2, (plain, plain, _HOST, _HOST), strict=True)
+    return [made_of(loader, kind, changed) for kind, changed in pairs]
+
+
+def made_of(loader: Any, kind: Any, changed: Mapping[str, Any]) -> Any:
+    """A loader of another class, with changed arguments."""
+    made = kind.__new__(kind)
+    vars(made).update({**vars(loader), "_iterator": None})
+    options.put(made, dict(changed))
+    resources.forget(made)
     return made
 
 
@@ -235,7 +239,7 @@ def _cause(loader: Any, probed: str, reproducible: bool, error: str) -> str:
         )
     if probed:
         return f"Likely cause: {probed} keeps state between its calls."
-    if type(loader) not in (_TORCHS, DataLoader):
+    if type(loader) not in (TORCHS, DataLoader):
         return f"Likely cause: an override in the subclass {type(loader).__qualname__}."
     if error:
         return (
@@ -260,7 +264,7 @@ def _notes(loader: Any, errors: tuple[str, str], seconds: float, batches: int | 
         given = {name: getattr(loader, name, default) for name, default in usual.items()}
         if changed := [f"{name}={value!r}" for name, value in given.items() if value != usual[name]]:
             yield f"{', '.join(changed)}: {text}"
-    if type(loader) not in (_TORCHS, DataLoader):
+    if type(loader) not in (TORCHS, DataLoader):
         yield f"Only one of the two loaders has the overrides of the subclass {type(loader).__qualname__}."
     if batches is not None:
         yield f"At most {batches} batches of each epoch were read."

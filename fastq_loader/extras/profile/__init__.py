@@ -1,0 +1,1 @@
+"""`loader.profile()`: the lines of user code in which workers spend their time."""

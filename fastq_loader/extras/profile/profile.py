@@ -1,0 +1,192 @@
+"""`loader.profile()`: which line of user code takes the time of loading, as a table and as pages.
+
+Runs in the consumer. The samples come with the workers' answers (see `sampler`), so those of workers that die
+are kept, too. pyinstrument (extra `profile`) draws the pages.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from fastq_loader.extras.profile.sampler import Sampler, Stack
+from fastq_loader.statistics.counters import Counters
+from fastq_loader.system.terminal import printable
+
+#: Lines of the table, columns of it, functions of libraries below a line, and the least share to be shown.
+_LINES, _WIDTH, _BELOW, _LEAST = 20, 80, 3, 0.005
+_OWN = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+#: The folder of a library, also on another machine.
+_LIBRARY = re.compile(r".*/(site-packages|dist-packages|lib/python3\.\d+t?)/")
+
+
+@dataclass(frozen=True)
+class ProfiledLine:
+    """A line of code, with the share of the time of loading that it takes.
+
+    Attributes:
+        share: 0 to 1, with all that the line called except for other lines of the user's.
+        function, file: where the line is.
+        line: its number in the file; 0 for a function as a whole.
+        below: the functions of libraries that it called, the longest first; without their own.
+    """
+
+    share: float
+    function: str
+    file: str
+    line: int
+    below: tuple[ProfiledLine, ...] = ()
+
+
+class Profile:
+    """Where the time of loading goes; grows while the block of `loader.profile()` lasts. `print` of it is a
+    table.
+
+    Attributes:
+        seconds: time of loading, of all workers together.
+
+    >>> print(Profile())
+    Nothing was sampled: the block has to contain the begin of an epoch, which takes some time.
+    """
+
+    def __init__(self) -> None:
+        self._seen: defaultdict[Stack, float] = defaultdict(float)
+        self._samplers: list[Sampler] = []
+
+    def add(self, seen: Mapping[Stack, float]) -> None:
+        """Add samples of a reader."""
+        for stack, seconds in seen.items():
+            self._seen[stack] += seconds
+
+    def sampler(self) -> Sampler:
+        """A sampler of the calling thread, which loads without workers."""
+        self.end()
+        self._samplers.append(Sampler(self.add))
+        return self._samplers[-1]
+
+    def end(self) -> None:
+        """End the samplers of this process."""
+        while self._samplers:
+            self._samplers.pop().end()
+
+    @property
+    def seconds(self) -> float:
+        return sum(self._seen.values())
+
+    @property
+    def lines(self) -> tuple[ProfiledLine, ...]:
+        """The lines that take the time, the slowest first. A sample belongs to the innermost line of user
+        code; without one, to the outermost line of a library."""
+        total, found = self.seconds, defaultdict[Any, Any](lambda: defaultdict(float))
+        for stack, seconds in self._seen.items():
+            users = [at for at, (_, file, *_) in enumerate(stack) if not _is_library(file)]
+            others = [at for at, (_, file, *_) in enumerate(stack) if not file.startswith(_OWN)]
+            at = users[-1] if users else others[0] if others else len(stack) - 1
+            called = stack[at + 1][:3] if at + 1 < len(stack) else None
+            found[stack[at] if stack else ("all of loading", "", 0, 0)][called] += seconds
+        made = (
+            ProfiledLine(
+                sum(below.values()) / total,
+                name,
+                file,
+                line,
+                tuple(
+                    ProfiledLine(seconds / total, called[0], called[1], 0)
+                    for called, seconds in sorted(below.items(), key=lambda each: -each[1])
+                    if called is not None
+                ),
+            )
+            for (name, file, _, line), below in found.items()
+        )
+        return tuple(sorted(made, key=lambda each: -each.share))
+
+    def __str__(self) -> str:
+        if not self._seen:
+            return (
+                "Nothing was sampled: the block has to contain the begin of an epoch, which takes some time."
+            )
+        rows = []
+        for line in self.lines:
+            source = linecache.getline(line.file, line.line).strip()
+            rows.append(
+                (line, f"{line.share:6.1%}  {line.function} ({_place(line)}){source and ': '}{source}")
+            )
+            rows += [
+                (each, f"{each.share:6.1%}      {each.function} ({_place(each)})")
+                for each in line.below[:_BELOW]
+            ]
+        shown = [text for line, text in rows if line.share >= _LEAST][: _LINES - 2]
+        head = f"Of {self.seconds:.3g} s of loading, in your lines, and in what they call:"
+        return printable("\n".join([head, "", *(_cut(text) for text in shown)]))
+
+    def html(self, path: str | PathLike[str]) -> None:
+        """Write a page with the tree of all calls. Raises ImportError without pyinstrument, and OSError."""
+        self._write(path, "HTMLRenderer")
+
+    def speedscope(self, path: str | PathLike[str]) -> None:
+        """Write a file for https://www.speedscope.app; raises as `html`."""
+        self._write(path, "SpeedscopeRenderer")
+
+    def _write(self, path: str | PathLike[str], renderer: str) -> None:
+        check_pages()
+        from pyinstrument import renderers
+        from pyinstrument.session import Session
+
+        # Its format: the name, the file and the first line of a function; behind \x01l the line in progress.
+        records = [
+            ([f"{name}\x00{file}\x00{first}\x01l{line}" for name, file, first, line in stack], seconds)
+            for stack, seconds in sorted(self._seen.items())
+            if stack
+        ]
+        about: dict[str, Any] = {"start_time": 0.0, "duration": self.seconds, "cpu_time": self.seconds}
+        about |= {"sample_count": len(records), "target_description": "loading of batches"}
+        about |= {"frame_records": records, "start_call_stack": [""]}
+        Path(path).write_text(
+            getattr(renderers, renderer)().render(Session.from_json(about)), encoding="utf-8"
+        )
+
+
+@contextmanager
+def profiled(counters: Counters) -> Iterator[Profile]:
+    """Profile the epochs of a loader that begin in the block; see `DataLoader.profile`."""
+    if counters.profile is not None:
+        raise RuntimeError("this loader is being profiled already: end that block first")
+    profile = counters.profile = Profile()
+    try:
+        yield profile
+    finally:
+        counters.profile = None
+        profile.end()
+
+
+def check_pages() -> None:
+    """Raise ImportError if pages cannot be written."""
+    try:
+        import pyinstrument  # noqa: F401
+    except ImportError as error:
+        text = "pages need pyinstrument: pip install 'fastq-loader[profile]'; the table needs nothing"
+        raise ImportError(text) from error
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(("<frozen", "<__", _OWN)) or _LIBRARY.match(file) is not None
+
+
+def _place(line: ProfiledLine) -> str:
+    """The file as briefly as possible, and the line."""
+    file = _LIBRARY.sub("", line.file)
+    if file.startswith(os.sep):
+        file = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else os.path.basename(file)
+    return f"{file}:{line.line}" if line.line else file
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"
