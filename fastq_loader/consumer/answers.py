@@ -10,9 +10,10 @@ leaked, even if an error is raised.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, Protocol
 
 from fastq_loader.consumer.outcomes import Handed, Outcome, Raised
 from fastq_loader.device.staging import DeviceSession, Staging
@@ -32,11 +33,40 @@ from fastq_loader.ipc.messages import (
 from fastq_loader.memory.blocks import Extents
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.in_flight import Batch
-from fastq_loader.scheduling.progress import START, Progress
+from fastq_loader.scheduling.progress import Progress
 from fastq_loader.scheduling.scheduler import Scheduler
+from fastq_loader.scheduling.states import READY
 from fastq_loader.statistics.counters import FIRST_BATCHES, Counters, EpochLog
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
+
+
+class PoolEpoch(Protocol):
+    """An epoch of a loader, as its pool of workers needs it; see `epoch.epoch.Epoch`.
+
+    Attributes:
+        saves: whether a state of it can be saved: then its progress is recorded batch by batch.
+        sources: contains the sampler's iterator. `is_plain`: indices may be drawn from it directly.
+    """
+
+    start: Any
+    saves: bool
+    log: Any
+    bad_samples: Any
+    sources: deque[Any]
+    drawn: int
+    ended: bool
+
+    @property
+    def is_plain(self) -> bool: ...
+
+    @property
+    def progress(self) -> Progress: ...
+
+    @property
+    def resume(self) -> Sequence[tuple[int, dict[str, Any] | None]]: ...
+
+    def __next__(self) -> Any: ...
 
 
 class Answers:
@@ -50,7 +80,8 @@ class Answers:
         counters: counters of the loader.
 
     Attributes:
-        progress: progress of the epoch, after the batch that was delivered last.
+        progress: progress of the epoch, after the batch that was delivered last; None where the iterator only
+            has to count the batches.
         log: log of the epoch.
         bad_samples: judge of the epoch if it tolerates bad samples, else None; see `ErrorPolicy`.
         end_states: worker → the state that it sent when its part of an iterable dataset ended in this epoch.
@@ -65,7 +96,7 @@ class Answers:
         unpacker: Unpacker,
         counters: Counters,
     ) -> None:
-        self.progress = START
+        self.progress: Progress | None = None
         self.log = EpochLog(counters, -1)  # a placeholder, until an epoch begins
         self.bad_samples: Any = None
         self.end_states: dict[int, bytes] = {}
@@ -76,34 +107,42 @@ class Answers:
         self._counters = counters
         self._pool = scheduler.pool
         self._iterable = plan.rules.iterable
-        # If batches are delivered in the sampler's order, this saves a second read of the socket.
+        self._in_order = plan.in_order
         self._one_by_one = plan.in_order and not plan.rules.iterable
 
     def start_staging(self, session: DeviceSession) -> None:
         """Copy batches to a device from now on."""
         self.staging = Staging(session, self._unpacker, self._pool.arena.mapping)
 
+    def begin_epoch(self, epoch: PoolEpoch) -> None:
+        """Begin an epoch."""
+        self.log, self.bad_samples, self.end_states = epoch.log, epoch.bad_samples, {}
+        self.progress = epoch.progress if epoch.saves or not self._in_order else None
+
     # ---- from the workers ---------------------------------------------------------------------
 
     def receive(self) -> bool:
         """Pass the answers that have arrived to the scheduler, in the order in which the workers finished.
-        Return False if nothing has arrived. If batches are delivered in the sampler's order, read only one
-        answer: the next one may not be needed yet."""
-        group, arrived = self._group, []
+        Return False if nothing has arrived. If batches are delivered in the sampler's order, stop at the next
+        one: those after it may not be needed yet."""
+        group, in_flight, came, arrived = self._group, self._scheduler.in_flight, False, []
         while (received := group.receive()) is not None:
             number, answer = received
             if type(answer) is not Answer:
                 group.receive_other(number, answer)
                 continue
             group.answered_at[number] = group.offered
-            if self._one_by_one:
-                if self._arrived(number, answer):
-                    return True
-            else:
+            if not self._one_by_one:
                 arrived.append((answer.finished, number, answer))
+                continue
+            came |= self._arrived(number, answer)
+            head = in_flight.batches.get(in_flight.head)
+            if head is not None and head.state == READY:
+                break
         arrived.sort(key=itemgetter(0))
-        came = [self._arrived(number, answer) for _, number, answer in arrived]
-        return True in came
+        for _, number, answer in arrived:
+            came |= self._arrived(number, answer)
+        return came
 
     def _arrived(self, number: int, answer: Answer) -> bool:
         """Check an answer, and pass it to the scheduler. Return whether it was expected."""
@@ -196,11 +235,8 @@ class Answers:
         if self.bad_samples is not None and kind in (BATCH, LEFT_OUT):  # any other is an error already
             remark = None if batch.remarks is None else batch.remarks[0]
             too_many = self.bad_samples.judge(batch.seq, batch.index, remark)
-        if self.progress.workers and batch.worker is not None:
-            progress = self._after_worker(batch)
-        else:
-            progress = self.progress.after(batch.seq)
-        self.progress = progress
+        if self.progress is not None:
+            self.progress = self._after(self.progress, batch)
         try:
             handle = batch.handle
             if handle is None or kind != BATCH:
@@ -223,18 +259,19 @@ class Answers:
             self._counters.batches += 1
             self._counters.bytes += handle.spec.nbytes
             self.log.nbytes += handle.spec.nbytes
-            return Handed(value, progress)
+            return Handed(value, self.progress or 1)
         finally:
             del batch, too_many  # an error's traceback references this frame
 
-    def _after_worker(self, batch: Batch) -> Progress:
-        """Return the progress after a batch, if progress is recorded for each worker."""
-        assert batch.worker is not None, "a worker has loaded it"
+    def _after(self, progress: Progress, batch: Batch) -> Progress:
+        """Return the progress after a batch."""
+        if not progress.workers or batch.worker is None:
+            return progress.after(batch.seq)
         answer, state = batch.answer, batch.worker_state
         # An error is no proof that the worker has no state: it may be that of `state_dict`.
         if answer is None or (answer.kind != BATCH and not state):
-            state = self.progress.workers[batch.worker].state
-        return self.progress.after_worker(batch.worker, state, None if self._iterable else batch.seq)
+            state = progress.workers[batch.worker].state
+        return progress.after_worker(batch.worker, state, None if self._iterable else batch.seq)
 
     def _outcome_without_batch(self, batch: Batch, too_many: BaseException | None) -> Raised | None:
         """Return the outcome if there is no batch: an error, or None if the batch was left out."""
@@ -254,7 +291,7 @@ class Answers:
         return None if error is None else self._raised(batch, error, fatal)
 
     def _raised(self, batch: Batch, error: BaseException, fatal: str | None = None) -> Raised:
-        return Raised(error, self.progress, fatal).at(batch.seq, batch.index, batch.worker)
+        return Raised(error, self.progress or 1, fatal).at(batch.seq, batch.index, batch.worker)
 
     def _unpack(self, batch: Batch, handle: BatchHandle) -> object:
         try:

@@ -58,7 +58,7 @@ class Deaths:
         """The error that ends an iteration because of a death."""
         died = WorkerDied(report)
         died.__cause__ = cause
-        return Raised(died, self._answers.progress, fatal=report)
+        return Raised(died, self._answers.progress or 0, fatal=report)
 
     def who_is_late(self, wait: Wait) -> tuple[int | None, int | None]:
         """Return the worker that has the awaited batch, None if unknown, and the worker that hangs."""
@@ -78,7 +78,7 @@ class Deaths:
             stacks = f"Its Python stacks:\n{self._group.stacks(worker)}"
             text = f"{who} has not answered batch {seq} (indices {indices}). {stacks}"
         error = LoaderTimeout(f"DataLoader timed out after {self._plan.timeout:g} seconds: {text}")
-        return Raised(error, self._answers.progress)
+        return Raised(error, self._answers.progress or 0)
 
     def warn_of_replacement(self, report: str, stacks: str) -> Raised | None:
         """Warn that a worker was replaced. Return the warning, to be raised, if warnings are errors."""
@@ -86,7 +86,7 @@ class Deaths:
         try:
             warn_user(f"{report}; another one was started in its place{after}", WorkerReplaced)
         except WorkerReplaced as warning:  # the loop can go on afterwards
-            return Raised(warning, self._answers.progress)
+            return Raised(warning, self._answers.progress or 0)
         return None
 
 

@@ -12,11 +12,12 @@ way up.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from fastq_loader.consumer.answers import Answers, finished
+from fastq_loader.consumer.answers import Answers, PoolEpoch, finished
 from fastq_loader.consumer.deaths import Deaths
 from fastq_loader.consumer.gate import CLOSED, EXITING, FAILED, INSIDE, OPEN, WAITING, Gate
 from fastq_loader.consumer.outcomes import ENDED, Ended, Outcome, OutcomeSlot
@@ -30,9 +31,9 @@ from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.events import Died, Draw, Finish, IterationFailed, Wait
 from fastq_loader.scheduling.in_flight import Batch
-from fastq_loader.scheduling.progress import START, Progress
+from fastq_loader.scheduling.progress import START
 from fastq_loader.scheduling.scheduler import Scheduler
-from fastq_loader.statistics.counters import Counters, EpochLog
+from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.records import CUT, GIVEN
 from fastq_loader.system import calls
 from fastq_loader.system.unpatched import time
@@ -51,28 +52,6 @@ _DESCRIPTORS = 20, 5
 _SPARE_BATCHES = 2
 #: Nanoseconds between two checks for memory that is not needed any more.
 _TIDY_EVERY = 50_000_000
-
-
-class PoolEpoch(NamedTuple):
-    """An epoch that a pool of workers begins.
-
-    Attributes:
-        sampler: yields indices, without those in `done`.
-        shared_seed, base_seed, sample_seed: see `ipc.messages.Epoch`.
-        log: records the calls of the epoch.
-        done: the positions delivered before the epoch was resumed.
-        resume: for each worker of a resumed epoch, how many of its batches were delivered, and its state.
-        bad_samples: see `Answers`.
-    """
-
-    sampler: Iterator[Any]
-    shared_seed: int | None
-    base_seed: int | None
-    sample_seed: int
-    log: EpochLog
-    done: Progress = START
-    resume: Sequence[tuple[int, dict[str, Any] | None]] = ()
-    bad_samples: Any = None
 
 
 class Closing(Exception):
@@ -96,7 +75,6 @@ class EventLoop:
         self.plan = plan
         self._gate = gate
         self._counters = counters
-        self._sampler: Iterator[Any] = iter(())
         calls.occupy_standard_streams()
         expect_descriptors(_DESCRIPTORS[0] + _DESCRIPTORS[1] * plan.workers)
         arena = Arena(plan.workers)
@@ -114,7 +92,9 @@ class EventLoop:
         unpacker = Unpacker(arena, self.group.token, plan.for_device)
         self.answers = Answers(plan, self.group, self.scheduler, unpacker, counters)
         self.deaths = Deaths(plan, self.group, self.scheduler, self.answers)
-        self._epoch: Epoch | None = None
+        self._epoch: PoolEpoch | None = None
+        self._message: Epoch | None = None  # the start of the epoch, for workers
+        self._sources: deque[Any] = deque()  # contains an iterator of indices
         self._unsent: list[bytes] = []  # encoded shared tasks
         self._tidy_at = 0  # when to check the memory again
         self._now = 0  # when the call under way looked at the clock last
@@ -146,28 +126,30 @@ class EventLoop:
         if session is not None:  # after the workers, which must not inherit anything of the device
             self.answers.start_staging(session)
 
-    def begin_epoch(self, start: PoolEpoch) -> None:
+    def begin_epoch(self, epoch: PoolEpoch) -> None:
         """Begin an epoch, and drop the rest of the previous one."""
-        scheduler, bad_samples = self.scheduler, start.bad_samples
+        scheduler, answers, bad_samples = self.scheduler, self.answers, epoch.bad_samples
         self._drop()
-        self.answers.log = start.log
         self._tidy_at = 0
-        if self.answers.staging is not None:  # before blocks of dropped batches go to others
-            self.pool.drop(self.answers.staging.drain())
+        if answers.staging is not None:  # before blocks of dropped batches go to others
+            self.pool.drop(answers.staging.drain())
         taken, claimed = self.group.take_back(scheduler.pending_tasks.tickets())
         number = 0 if bad_samples is None else bad_samples.epoch
-        sealed = seal(pickle.dumps(list(start.resume)), self.group.token) if start.resume else b""
-        self._epoch = Epoch(
-            scheduler.epoch + 1, *start[1:3], sealed, number, start.sample_seed, start.log.profiled
-        )
-        self.answers.progress, self.answers.bad_samples = start.done, bad_samples
-        self.answers.end_states = {}
+        resume = list(epoch.resume)
+        sealed = seal(pickle.dumps(resume), self.group.token) if resume else b""
+        start, done, log = epoch.start, epoch.progress, epoch.log
+        seed = start.base_seed if self.plan.options.is_dynamic else None
+        head = scheduler.epoch + 1, start.shared_seed, seed
+        self._epoch, self._message = epoch, Epoch(*head, sealed, number, start.base_seed, log.profiled)
+        answers.begin_epoch(epoch)
         # Tasks of an iterable dataset are sent again, and workers skip batches that were handed out before.
-        drawn = START if self.plan.rules.iterable else start.done
-        count = scheduler.begin_epoch(self._epoch.epoch, taken, claimed, drawn)
-        self._sampler = start.sampler
-        self.group.socket.send_all(encode(self._epoch))
+        drawn = START if self.plan.rules.iterable else done
+        count = scheduler.begin_epoch(self._message.epoch, taken, claimed, drawn)
+        self._sources = deque([epoch])
+        self.group.socket.send_all(encode(self._message))
         self._draw(count)
+        if epoch.is_plain:  # from now on
+            self._sources = epoch.sources
         self._gate.phase = OPEN
 
     def next(self, slot: OutcomeSlot, finish: Callable[[Any], Any] | None) -> None:
@@ -277,17 +259,19 @@ class EventLoop:
             answers.log.device_until = now = time.monotonic_ns()
             answers.log.device += now - began
         if self._outcome is None:
-            slot.record_skipped(answers.progress)
+            slot.record_skipped(answers.progress or 1)
 
     def _draw(self, times: int) -> None:
         """Draw indices, and send their tasks. Set `_now`."""
-        scheduler, log, began = self.scheduler, self.answers.log, time.monotonic_ns()
+        scheduler, epoch, began = self.scheduler, self._epoch, time.monotonic_ns()
+        assert epoch is not None, "it has begun"
         self._now = began
         for _ in range(times):
             try:
-                index = next(self._sampler)
+                index = next(self._sources[0])
             except StopIteration:
                 scheduler.exhausted()
+                epoch.ended = True
             except Exception as error:
                 scheduler.draw_failed(error)
             else:
@@ -298,8 +282,11 @@ class EventLoop:
         if self._unsent or self.group.behind:
             self._flush()
         if times:
+            log = epoch.log
             log.drew_until = self._now = now = time.monotonic_ns()
             log.drew += now - began
+            if self._sources is epoch.sources:
+                epoch.drawn = scheduler.in_flight.drawn
 
     def _send(self, worker: int | None, task: Task) -> None:
         try:
@@ -394,9 +381,9 @@ class EventLoop:
 
     def _replace(self, worker: Worker, report: str) -> bool:
         """Start another process for a dead worker. Return False if that failed, which ends the iteration."""
-        assert self._epoch is not None, "batches are loaded in epochs"
+        assert self._message is not None, "batches are loaded in epochs"
         try:
-            self.group.replace(worker.number, self._epoch)
+            self.group.replace(worker.number, self._message)
         except OSError as error:
             report = f"{report}; no other one could be started in its place: {error}"
             self._outcome = self.deaths.end(report, error)
@@ -426,4 +413,4 @@ class EventLoop:
     def _drop(self) -> None:
         """Record that batches of the epoch that were not handed out are dropped."""
         if self._epoch is not None:
-            self.answers.log.drop(time.monotonic_ns())
+            self._epoch.log.drop(time.monotonic_ns())

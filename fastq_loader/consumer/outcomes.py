@@ -14,13 +14,17 @@ from fastq_loader.errors import locate
 from fastq_loader.ipc.messages import decode_index
 from fastq_loader.scheduling.progress import Progress
 
+#: The progress of an epoch after an outcome; or by how many positions it moves on, where batches are
+#: delivered one after the other and nothing else is recorded.
+Moved = Progress | int
+
 
 @dataclass(slots=True, eq=False)
 class Handed:
-    """A batch to return, and the progress of the epoch after it."""
+    """A batch to return, and the progress of the epoch after it, see `Moved`."""
 
     batch: Any
-    progress: Progress
+    progress: Moved
     error: ClassVar[None] = None
     fatal: ClassVar[None] = None
 
@@ -31,12 +35,12 @@ class Raised:
 
     Attributes:
         error: the exception.
-        progress: progress of the epoch after it.
+        progress: progress of the epoch after it, see `Moved`.
         fatal: why the iteration is over with the error; None if the next call continues.
     """
 
     error: BaseException
-    progress: Progress
+    progress: Moved
     fatal: str | None = None
 
     def at(self, seq: int, index: Any, worker: int | None) -> Raised:
@@ -68,5 +72,5 @@ class OutcomeSlot(Protocol):
 
     outcome: Outcome | None
 
-    def record_skipped(self, progress: Progress) -> None:
+    def record_skipped(self, progress: Moved) -> None:
         """Record the progress of the epoch after a batch that was left out."""

@@ -20,7 +20,8 @@ from multiprocessing import parent_process
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
-from fastq_loader.consumer.event_loop import Closing, EventLoop, PoolEpoch
+from fastq_loader.consumer.answers import PoolEpoch
+from fastq_loader.consumer.event_loop import Closing, EventLoop
 from fastq_loader.consumer.gate import CUT_SHORT, EXITING, FAILED, INSIDE, MOVES, OPEN, WAITING, Gate
 from fastq_loader.consumer.outcomes import ENDED, OutcomeSlot
 from fastq_loader.device.staging import DeviceSession
@@ -149,20 +150,20 @@ class Pool:
             self._stay_at_exit()
             raise
 
-    def start_epoch(self, iterator: PoolIterator, start: PoolEpoch) -> None:
+    def start_epoch(self, iterator: PoolIterator, epoch: PoolEpoch) -> None:
         """Begin an epoch, which ends an older one of this pool.
 
         Raises:
             IteratorInvalid: the pool is closed.
         """
         iterator.entrance = self
-        self.call(iterator, self._begin_epoch, iterator, start)
+        self.call(iterator, self._begin_epoch, iterator, epoch)
 
-    def _begin_epoch(self, loop: EventLoop, iterator: PoolIterator, start: PoolEpoch) -> None:
+    def _begin_epoch(self, loop: EventLoop, iterator: PoolIterator, epoch: PoolEpoch) -> None:
         if self._iterator() is not iterator:
             self._replace(_SUPERSEDED)
         self._iterator = weakref.ref(iterator)
-        loop.begin_epoch(start)
+        loop.begin_epoch(epoch)
 
     def _replace(self, over: Over) -> None:
         """End the epoch for its iterator, unless it has ended."""

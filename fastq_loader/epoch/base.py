@@ -23,7 +23,7 @@ from torch.utils.data.dataloader import (
 )
 
 from fastq_loader import options
-from fastq_loader.consumer.outcomes import Ended, Handed, Outcome, Raised
+from fastq_loader.consumer.outcomes import Ended, Handed, Moved, Outcome, Raised
 from fastq_loader.device.page_lock import page_locked
 from fastq_loader.epoch import resources
 from fastq_loader.epoch.epoch import begin
@@ -109,8 +109,12 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
                 self._advance()
             outcome, self.outcome = self.outcome, None
         match outcome:
+            case Handed(progress=int(moved)) | Raised(progress=int(moved)):
+                self._record.in_line += moved
+            case Handed(progress=Progress() as progress) | Raised(progress=Progress() as progress):
+                self._record.reached = progress
+        match outcome:
             case Handed():
-                self._record.reached = outcome.progress
                 self._num_yielded += 1
                 length = self._IterableDataset_len_called
                 iterable = self._dataset_kind == _DatasetKind.Iterable
@@ -119,8 +123,6 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
                     self._warn_about_length(length)
                     self.outcome = None
                 return outcome.batch
-            case Raised():
-                self._record.reached = outcome.progress
             case Ended() if self._record.progress.over:
                 self.outcome = outcome  # an interrupt or a hint may end the calls below
                 if self._bad_samples is not None:
@@ -139,9 +141,9 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             continue
         self._record.reached = Progress(batch)
 
-    def record_skipped(self, progress: Progress) -> None:
+    def record_skipped(self, progress: Moved) -> None:
         """Record the progress after a batch that was left out. @private"""
-        self._record.reached = progress
+        self._record.move(progress)
 
     def poll(self) -> None:
         """Begin the copies of batches that have become ready since the last `next()`, without waiting. Use it
@@ -189,6 +191,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         """Create the record of the epoch that begins or resumes; `_epoch_has_begun` makes it the loader's."""
         self._record = begin(loader, self._index_sampler, *mine.place, same_readers)
         self._record.belongs_to(self)
+        self._record.log = self._log
         errors = self._options.errors
         if errors is not None:
             known = {} if self._record.saved is None else self._record.saved.now.bad_samples

@@ -47,10 +47,11 @@ class Epoch(Iterator[Any]):
         info, start: the arguments.
         reached: progress of the epoch; the iterator sets it after each delivery.
         in_line: number of batches delivered since, one after the other, and not counted there.
-        source: the sampler's iterator: yields indices, or `Indices` in place of a list of int. May be
-            replaced in the middle of an epoch, through an iterator's `_sampler_iter`. It ends with the
-            loader's iterator, as in torch: the loader keeps its last epochs, and a sampler's iterator may
-            hold a permutation, or a `with` block to be left.
+        log: records the calls of the epoch.
+        source: the sampler's iterator, the only one in `sources`: yields indices, or `Indices` in place of a
+            list of int. May be replaced in the middle of an epoch, through an iterator's `_sampler_iter`. It
+            ends with the loader's iterator, as in torch: the loader keeps its last epochs, and a sampler's
+            iterator may hold a permutation, or a `with` block to be left.
         drawn: number of indices drawn, including errors in their places.
         ended: whether the sampler has ended.
         digest: number and `digested` of the indices drawn, or of the permutations of a shuffle; None where
@@ -72,10 +73,11 @@ class Epoch(Iterator[Any]):
     def __init__(self, info: SamplerInfo, start: EpochStart, progress: Progress = START) -> None:
         self.info, self.start = info, start
         self.reached, self.in_line = progress, 0
-        self._source: deque[Any] = deque([iter(())], maxlen=1)
+        self.sources: deque[Any] = deque([iter(())], maxlen=1)
         self.drawn, self.ended = progress.delivered - len(progress.beyond), False
         self.digest: tuple[int, int] | None = None
         self.first_states: dict[str, Any] = {}
+        self.log: Any = None
         self.bad_samples: Any = None
         self.shown: tuple[Callable[[], dict[str, Any]], Position] | None = None
         self._is_first = True  # nothing was drawn
@@ -83,17 +85,24 @@ class Epoch(Iterator[Any]):
 
     @property
     def source(self) -> Iterator[Any]:
-        iterator: Iterator[Any] = self._source[0]
+        iterator: Iterator[Any] = self.sources[0]
         return iterator
 
     @source.setter
     def source(self, iterator: Iterator[Any]) -> None:
-        self._source.append(iterator)
+        self.sources.append(iterator)
+
+    def move(self, progress: Progress | int) -> None:
+        """Record the progress after an outcome, see `consumer.outcomes.Moved`."""
+        if isinstance(progress, int):
+            self.in_line += progress
+        else:
+            self.reached = progress
 
     def belongs_to(self, iterator: Any) -> None:
         """Let `source` end with a loader's iterator. The callback is C code that replaces it: a finalizer in
         Python would handle signals at its entry, where their exceptions are lost."""
-        self._owner = weakref.ref(iterator, self._source.append)
+        self._owner = weakref.ref(iterator, self.sources.append)
 
     @property
     def progress(self) -> Progress:
@@ -189,7 +198,7 @@ class Epoch(Iterator[Any]):
 
     def __next__(self) -> Any:
         try:
-            index = self._draw_first() if self._is_first else next(self._source[0])
+            index = self._draw_first() if self._is_first else next(self.sources[0])
         except StopIteration:
             self.ended = True
             raise

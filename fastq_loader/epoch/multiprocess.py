@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fastq_loader import options
-from fastq_loader.consumer.event_loop import EventLoop, PoolEpoch
+from fastq_loader.consumer.event_loop import EventLoop
 from fastq_loader.consumer.outcomes import Ended
 from fastq_loader.consumer.pool import EXHAUSTED, Over, Pool
 from fastq_loader.epoch import resources
@@ -76,15 +76,12 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         self._start_epoch(loader, self._shared_seed)
 
     def _start_epoch(self, loader: Loader, shared_seed: int | None) -> None:
-        record, log = self._record, self._log
+        record = self._record
         record.start.shared_seed = shared_seed
         record.start.lives_on = self._persistent_workers and not self._options.is_dynamic
-        base_seed = record.start.base_seed if self._options.is_dynamic else None
-        seeds = shared_seed, base_seed, record.start.base_seed
-        start = PoolEpoch(record, *seeds, log, record.progress, record.resume, record.bad_samples)
-        self.pool.start_epoch(self, start)
+        self.pool.start_epoch(self, record)
         self._epoch_has_begun(loader, resources.of(loader))
-        log.record(ITER, time.monotonic_ns())
+        record.log.record(ITER, time.monotonic_ns())
 
     def successor(self) -> MultiprocessIterator:
         """The iterator of the next epoch, not reset yet. It is another object, so that `next()` on this one
