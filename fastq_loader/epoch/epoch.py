@@ -187,7 +187,7 @@ class Epoch(Iterator[Any]):
         info = self.info
         self.digest = (0, 0) if info.shared else None
         source, skip = sampling.iterate_from(info.sampler, skip, packed=packed, note=self.note)
-        self._source.append(source)
+        self.sources.append(source)
         self._note = self.note if info.shared and not info.by_permutation else None
         return skip
 
