@@ -87,18 +87,20 @@ def _parts(a: Any, b: Any, path: str) -> list[tuple[Any, Any, str]]:
     if dataclasses.is_dataclass(a):
         names = [each.name for each in dataclasses.fields(a)]
         return [(getattr(a, name, _NONE), getattr(b, name, _NONE), f"{path}.{name}") for name in names]
+    # What pickle would write: class and arguments, state, members. Before `==`, which may change the state.
+    one, other = (_reduced(each) for each in (a, b))
     # Unequal ones may still be pickled as the same bytes, as objects with NaN.
     if not hasattr(kind, "_fields") and _are_equal(a, b):
         return []
-    # What pickle would write: class and arguments, state, members.
-    one, other = a.__reduce_ex__(4), b.__reduce_ex__(4)
-    if isinstance(one, str):
-        return [(one, other, path)]
-    pairs = zip((f"{path}()", f"{path}.__args__", path, path, path), zip_longest(one, other), strict=False)
-    return [
-        (list(x) if isinstance(x, Iterator) else x, list(y) if isinstance(y, Iterator) else y, name)
-        for name, (x, y) in pairs
-    ]
+    places = f"{path}()", f"{path}.__args__", path, path, path
+    return [(x, y, place) for place, (x, y) in zip(places, zip_longest(one, other), strict=False)]
+
+
+def _reduced(value: Any) -> list[Any]:
+    reduced = value.__reduce_ex__(4)
+    parts = [reduced] if isinstance(reduced, str) else reduced
+    parts = [list(each) if isinstance(each, Iterator) else each for each in parts]
+    return [dict(each) if type(each) is dict else each for each in parts]
 
 
 def _are_equal(a: Any, b: Any) -> bool:

@@ -132,6 +132,16 @@ class Itself:
         return 1
 
 
+class Remembering:
+    """As an array of pandas that notes what `==` found."""
+
+    def __eq__(self, other: Any) -> Any:
+        self.noted = True
+        return [True]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class Grams(float):
     pass
 
@@ -153,7 +163,15 @@ VALUES += [
     Sample(np.arange(3.0)),
 ]
 # Those that are not equal to their copy.
-VALUES += [{float("nan"), 1}, {Itself(), 2}, Itself(), {float("nan"): 1}, Grams("nan"), Decimal("nan")]
+VALUES += [
+    {float("nan"), 1},
+    {Itself(), 2},
+    Itself(),
+    Remembering(),
+    {float("nan"): 1},
+    Grams("nan"),
+    Decimal("nan"),
+]
 VALUES += [array.array("f", [1.0, float("nan")]), [torch.strided, np.ma.masked]]
 
 
