@@ -155,7 +155,7 @@ def test_on_the_shell(
         assert f"batch[1]: float32[{SIZE}, 2], from 0." in capsys.readouterr().out
     stopped = []
     monkeypatch.setattr(
-        "pdb.runcall", lambda method, self, index: stopped.append(index) or method(self, index)
+        "pdb.Pdb.runcall", lambda _, method, self, index: stopped.append(index) or method(self, index)
     )
     assert main([*command, "--pdb"]) == 0
     assert stopped == batches[1, 5][0].tolist()[:1]
