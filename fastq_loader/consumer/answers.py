@@ -220,10 +220,11 @@ class Answers:
                 self._counters.profile.add(samples)
         if batch.worker_state and answer.kind in (ENDED, PASSED, SKIPPED):
             self.end_states[number] = batch.worker_state
-        kept = self.log.first_batches.setdefault(number, []) if self._iterable else None
-        if batch.handle is not None and kept is not None and len(kept) < FIRST_BATCHES:
-            of_error = b"error %d" % answer.seq, 0
-            kept.append(self._unpacker.digest(batch.handle) if answer.kind == BATCH else of_error)
+        if self._iterable and batch.handle is not None:
+            kept = self.log.first_batches.setdefault(number, [])
+            if len(kept) < FIRST_BATCHES:
+                of_error = b"error %d" % answer.seq, 0
+                kept.append(self._unpacker.digest(batch.handle) if answer.kind == BATCH else of_error)
 
     # ---- to the user --------------------------------------------------------------------------
 
