@@ -120,7 +120,7 @@ FAULTS = (
     Fault(
         "a batch shares memory with the tensors that its dataset keeps",
         "packing/pack.py",
-        "copies = self._allocator.copy_held(used) if used else {}",
+        "copies = self._allocator.copy_held(used)",
         "copies = {}",
         "rule 1",
         "end_to_end/test_empty.py",
@@ -194,8 +194,8 @@ FAULTS = (
     Fault(
         "a worker takes a later batch before the one that is wanted next",
         "workers/task_queue.py",
-        'insort(self._tasks, task, key=attrgetter("seq"))',
-        "self._tasks.append(task)",
+        'insort(self.waiting, task, key=attrgetter("seq"))',
+        "self.waiting.append(task)",
         "rule 4",
         "workers/test_main.py",
     ),

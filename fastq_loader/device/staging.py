@@ -39,7 +39,7 @@ from fastq_loader.packing import pickling
 from fastq_loader.packing.spec import REMEMBERED, BatchLayout
 from fastq_loader.packing.tensors import cloned, moved
 from fastq_loader.packing.unpack import Unpacker
-from fastq_loader.packing.walker import TreeFlattener, device_segments, segments_of
+from fastq_loader.packing.walker import TreeFlattener, device_segments, is_leaf, segments_of
 from fastq_loader.statistics.counters import StagingCounters
 
 
@@ -281,7 +281,7 @@ class _Walker(TreeFlattener):
 
     @staticmethod
     def is_leaf(value: Any) -> bool:
-        return not getattr(value, "requires_grad", False) and pickling.is_leaf(value)
+        return not getattr(value, "requires_grad", False) and is_leaf(value)
 
 
 class SerialStaging:

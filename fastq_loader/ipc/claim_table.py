@@ -15,7 +15,9 @@ claiming them itself.
 from __future__ import annotations
 
 import os
+from collections import deque
 
+from fastq_loader.ipc.messages import Task
 from fastq_loader.system import locks
 
 #: Owner of a ticket, in the low bits of its word: 0 is nobody, `worker + 1` a worker, this the consumer.
@@ -65,6 +67,23 @@ class ClaimTable:
         """
         return self._claim(ticket, worker + 1)
 
+    def claim_first(self, tasks: deque[Task], worker: int) -> Task | None:
+        """Claim the first of these tasks that nobody else has, and remove it, and those before it that others
+        have; None without one. A task that another worker is claiming stays: that worker will have claimed it
+        in a moment, or dies before."""
+        at, who = 0, worker + 1
+        while at < len(tasks):
+            task = tasks[at]
+            try:
+                mine = self._claim(task.ticket, who)
+            except Busy:
+                at += 1
+                continue
+            del tasks[at]
+            if mine:
+                return task
+        return None
+
     def take_back(self, ticket: int) -> bool:
         """Withdraw a ticket from the workers. Returns False if the ticket is taken or was never offered.
 
@@ -105,6 +124,10 @@ class ClaimTable:
     def begin(self, worker: int, ticket: int | None) -> None:
         """Record that `worker` starts on a ticket, or has answered it (None)."""
         self._words[self._size + worker] = 0 if ticket is None else ticket + 1
+
+    def word_of(self, worker: int) -> memoryview:
+        """The word that `begin` writes, for a worker that writes it itself."""
+        return self._words[self._size + worker :][:1]
 
     def begun(self, worker: int) -> int | None:
         """The ticket that a worker is working on, or died with; None if it has no ticket."""

@@ -62,7 +62,7 @@ def decode_for_worker(frame: bytes) -> ToWorker | Bundle:
     kind, fields = _opened(frame, _FOR_WORKER, use_list=True)
     try:
         if kind is Task:
-            fields[4] = tuple(map(tuple, fields[4]))
+            fields[4] = tuple(map(tuple, fields[4])) if fields[4] else ()
         elif kind is Space:
             fields[0] = tuple(map(tuple, fields[0]))
         elif kind is Bundle:

@@ -40,7 +40,7 @@ from typing import Any
 import zmq
 
 from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.decoding import Read, decode_for_consumer
+from fastq_loader.ipc.decoding import Read, decode_for_consumer, decode_for_worker
 from fastq_loader.ipc.inbox import Inbox
 from fastq_loader.ipc.limits import expect_descriptors, require_threads
 from fastq_loader.ipc.messages import (
@@ -50,6 +50,7 @@ from fastq_loader.ipc.messages import (
     InBlock,
     Message,
     Task,
+    ToWorker,
     encode,
     encode_task,
 )
@@ -399,6 +400,20 @@ class WorkerSocket(Inbox):
             self._answers.send(frame, unix.MSG_NOSIGNAL)
         except ConnectionError:  # the consumer is gone, and this process ends soon
             return
+
+    def receive(self, block: bool) -> ToWorker | None:
+        if self._frames or process_id.pid != self._pid:
+            return super().receive(block)
+        try:
+            message = decode_for_worker(self._recv(0 if block else _NOBLOCK))
+        except zmq.Again:
+            return None
+        except ProtocolError:
+            return super().receive(block)
+        if type(message) is Bundle:
+            self._frames.extend(message.frames)
+            return super().receive(block)
+        return message  # type: ignore[return-value]  # the usual case: one message, in one function
 
     def _frame(self, block: bool) -> bytes | None:
         try:

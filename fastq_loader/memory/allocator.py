@@ -15,7 +15,9 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
+import weakref
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -42,32 +44,32 @@ class OpenBlock:
         offset, size: its place in the arena, in bytes.
         address: its address in this process.
         cut: number of bytes at its start that are allocated to results.
-        held: has an element for each array in it that user code references; finalizers remove them.
+        holds: weak references to the bases of the arrays in it; user code references one as long as it lives.
         packed: whether it is part of the answer; then it is not reused before the task ends.
         opened: the moment when it was opened, see `forked_children`.
     """
 
-    __slots__ = ("address", "cut", "held", "offset", "opened", "packed", "size")
+    __slots__ = ("address", "cut", "holds", "offset", "opened", "packed", "size")
 
     def __init__(self, offset: int, size: int, address: int) -> None:
         self.offset, self.size, self.address = offset, size, address
-        self.cut, self.held, self.packed = 0, list[None](), False
+        self.cut, self.packed = 0, False
+        self.holds: list[weakref.ref[_Hold]] = []
         self.opened = forked_children.now
 
 
 class _Hold:
     """A reference of user code to a block: the base of an array from `empty_array`."""
 
-    __slots__ = ("__array_interface__", "_held", "_mapping")
+    __slots__ = ("__array_interface__", "__weakref__", "mapping")
 
-    def __init__(self, mapping: Mapping, block: OpenBlock, interface: dict[str, Any]) -> None:
-        self.__array_interface__ = interface
-        self._mapping = mapping  # keeps the address valid
-        self._held = block.held
-        self._held.append(None)
+    __array_interface__: dict[str, Any]
+    mapping: Mapping  # keeps the address valid
 
-    def __del__(self) -> None:
-        self._held.pop()
+
+#: Calls a weak reference: the object, or None.
+_referent = weakref.ref.__call__
+_second = itemgetter(1)
 
 
 class Allocator:
@@ -120,7 +122,9 @@ class Allocator:
         if not grants:
             return  # the usual case for small leaves
         with self._lock:
-            self._idle = sorted([*self._idle, *[(size, offset) for offset, size in grants]])
+            for offset, size in grants:
+                self._idle.append((size, offset))
+            self._idle.sort()
 
     def free_ranges(self, ranges: Extents) -> None:
         """Add ranges (offset, size) in which blocks may be created again."""
@@ -170,24 +174,40 @@ class Allocator:
 
     def empty_array(self, shape: tuple[int, ...], typestr: str, nbytes: int) -> Array | None:
         """Return an uninitialised array in a block; None if it is small, or in a forked child."""
-        if nbytes < SMALLEST or process_id.current() != self._pid:
+        if nbytes < SMALLEST or process_id.pid != self._pid:
             return None
         with self._lock:
-            block = self._partial  # of a batch for a device: behind the previous result
-            start = 0 if block is None else device_aligned(block.cut)
-            if block is None or block.size - start < nbytes:
-                start, wanted = 0, max(nbytes + _SLACK, self.expected) if self.for_device else nbytes
-                block = self._take(wanted)
-                self._partial = block if self.for_device else None
+            start = 0
+            if self.for_device:
+                block, start = self._place_for_device(nbytes)
+            else:
+                block = self._take(nbytes)
             block.cut = start + nbytes
+            hold = _Hold()
+            hold.mapping = self.mapping
             data = block.address + start, False
-            interface = {"version": 3, "data": data, "shape": shape, "typestr": typestr}
-            return np.asarray(_Hold(self.mapping, block, interface))
+            hold.__array_interface__ = {"version": 3, "data": data, "shape": shape, "typestr": typestr}
+            block.holds.append(weakref.ref(hold))
+            return np.asarray(hold)
+
+    def _place_for_device(self, nbytes: int) -> tuple[OpenBlock, int]:
+        """A place for a result behind the previous one, or in a new block: the block, and the start in it."""
+        block = self._partial
+        start = 0 if block is None else device_aligned(block.cut)
+        if block is None or block.size - start < nbytes:
+            start = 0
+            block = self._partial = self._take(max(nbytes + _SLACK, self.expected))
+        return block, start
 
     def block_at(self, address: int) -> OpenBlock | None:
         """The block of this task that contains an address, if any."""
         with self._lock:
-            return next((b for b in self._open.values() if 0 <= address - b.address < b.size), None)
+            block = self._open.get(address - self.mapping.base)  # in most cases it begins there
+            if block is None:
+                for each in self._open.values():
+                    if 0 <= address - each.address < each.size:
+                        return each
+            return block
 
     def is_nontemporal(self, nbytes: int) -> bool:
         """Whether pieces of `nbytes` should be written to a block with non-temporal stores."""
@@ -204,56 +224,50 @@ class Allocator:
 
     # ---- the answer ---------------------------------------------------------------------------
 
-    @property
-    def untouched(self) -> bool:
-        """Whether no block is open or available: then the task has nothing to ship, return or report."""
-        with self._lock:  # a thread of the dataset may be taking a block
-            return not (self._open or self._idle or self._fresh)
-
-    def ship(self, used: Used) -> None:
-        """Mark the blocks of the batch, so that they are not reused before the task is finished."""
-        with self._lock:
-            for offset, _ in used:
-                self._open[offset].packed = True
-
     def copy_held(self, used: Used) -> dict[int, OpenBlock]:
         """Copy the blocks of the batch that user code still references, because it may write to them at any
         time. Return the copies by offset of the original. Called after the worker has dropped its own
         references to the batch."""
         with self._lock:
-            copies, seen = {}, forked_children.seen_before()
+            copies, seen = {}, forked_children.seen_before() if forked_children.living else 0
             for offset, need in used:
                 block = self._open[offset]
-                if block.held or block.opened < seen:
+                if any(map(_referent, block.holds)) or block.opened < seen:
                     copies[offset] = copy = self._take(need)
                     copy.packed = True
                     self.write(copy.offset, block.address, need)
             return copies
 
-    def finish(self, used: Used) -> tuple[list[tuple[int, int]], list[int]]:
+    def finish(self, used: Used) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
         """Finish the task; the answer uses these blocks.
 
         Returns:
             The blocks (offset, size) that the consumer does not know yet, and the offsets of unused blocks,
             which it gets back. Blocks that user code references stay here until it drops them.
         """
-        with self._lock:
-            self._large = sum([need for _, need in used]) >= self._nontemporal_from
-            for offset, _ in used:
+        with self._lock:  # a thread of the dataset may be taking a block
+            if not (self._open or self._idle or self._fresh):
+                return (), ()  # the usual case for small leaves
+            nbytes = 0
+            for offset, need in used:
+                nbytes += need
                 del self._open[offset]
+            self._large = nbytes >= self._nontemporal_from
             self._partial = None
-            self._reclaim()
-            returned = [offset for _, offset in self._idle]
+            if self._open:
+                self._reclaim()
+            fresh, returned = tuple(self._fresh), tuple(map(_second, self._idle))
+            self._fresh.clear()
             self._idle.clear()
-            fresh, self._fresh = self._fresh, []
             return fresh, returned
 
     def _reclaim(self, packed: bool = True) -> None:
         """Free the blocks that are not referenced, here or in a child that user code has forked; those that
         are `packed`, too, or not."""
-        seen = forked_children.seen_before() if self._open else 0
+        seen = forked_children.seen_before()
         for block in list(self._open.values()):
-            if not block.held and block.opened >= seen and (packed or not block.packed):
+            is_held = any(map(_referent, block.holds)) or block.opened < seen
+            if not is_held and (packed or not block.packed):
                 del self._open[block.offset]
                 self._idle.append((block.size, block.offset))
                 if self._partial is block:

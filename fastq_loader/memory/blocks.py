@@ -5,6 +5,7 @@ Pure. Used in the consumer by the pool, in workers by the allocator, and for the
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 FREE, GRANTED, FILLED, HELD = "free", "granted", "filled", "held"
@@ -24,6 +25,7 @@ DEVICE_ALIGNMENT = 256
 SMALLEST = 64 * 1024
 
 
+@lru_cache(1024)
 def size_class(nbytes: int) -> int:
     """The block size for `nbytes`: four steps between powers of two, at least `SMALLEST`.
 

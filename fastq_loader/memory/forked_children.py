@@ -46,28 +46,29 @@ class _Child:
             self.read, self.write = os.pipe()
 
 
-_living: list[_Child] = []
+#: The children that have not been seen to end.
+living: list[_Child] = []
 
 
 def seen_before() -> int:
     """Return a moment: a living child may see each block that was referenced before it, even if only for a
     time. May be called on any thread."""
-    if not _living:
+    if not living:
         return 0
     _remove_ended()
-    return max([child.number for child in _living[:]], default=0)
+    return max([child.number for child in living[:]], default=0)
 
 
 def _remove_ended() -> None:
     """Remove the children that have ended, with their own children, or run another program."""
-    for child in _living[:]:
+    for child in living[:]:
         if child.read >= 0 and calls.readable([child.read], 0):
             _remove(child)
 
 
 def _remove(child: _Child) -> None:
     with contextlib.suppress(ValueError):  # another thread has removed it
-        _living.remove(child)
+        living.remove(child)
         if child.read >= 0:
             os.close(child.read)
 
@@ -75,12 +76,12 @@ def _remove(child: _Child) -> None:
 def _before_fork() -> None:
     _remove_ended()  # else every fork would cost a descriptor while no block is released
     if owners:
-        _living.append(_Child())
+        living.append(_Child())
 
 
 def _after_fork_in_parent() -> None:
     global now
-    for child in reversed(_living):  # a hook of the user's may fork, too
+    for child in reversed(living):  # a hook of the user's may fork, too
         if child.thread == threading.get_ident() and child.number == sys.maxsize:
             child.number = now = _next()
             if child.write >= 0:
@@ -92,10 +93,10 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    for child in _living:  # the ends for writing stay open
+    for child in living:  # the ends for writing stay open
         if child.read >= 0:
             os.close(child.read)
-    _living.clear()
+    living.clear()
     owners.clear()
 
 

@@ -22,7 +22,7 @@ from fastq_loader.ipc.messages import BatchHandle
 from fastq_loader.memory.allocator import Allocator, Used
 from fastq_loader.memory.blocks import DEVICE_ALIGNMENT, SMALLEST, device_aligned
 from fastq_loader.packing import pickling
-from fastq_loader.packing.spec import REMEMBERED, aligned
+from fastq_loader.packing.spec import ALIGNMENT, REMEMBERED
 from fastq_loader.packing.walker import (
     INLINE,
     Span,
@@ -51,7 +51,7 @@ class Packer:
         self._specs: dict[tuple[Any, ...], int] = {}
 
     def pack(self, batch: Any) -> tuple[BatchHandle, Used]:
-        """Put a batch into blocks, and mark these as shipped.
+        """Put a batch into blocks, and mark these as packed: they are not reused before the task is finished.
 
         Returns:
             The handle, and the blocks of its segments, in their order.
@@ -72,12 +72,9 @@ class Packer:
             if walker.objects:
                 value = walker.objects[0] if len(walker.objects) == 1 else tuple(walker.objects)
                 pickled = pickling.dump(value, walker.leaf_in_pickle, batch, self._allocator.for_device)
-            handle, used = self._place(tree, pickled)
+            return self._place(tree, pickled)
         finally:
             walker.clear()
-        if used:
-            self._allocator.ship(used)
-        return handle, used
 
     def copy_held(self, handle: BatchHandle, used: Used) -> tuple[BatchHandle, Used]:
         """Replace blocks that user code still references by copies, in the result of `pack`. To be called
@@ -86,7 +83,7 @@ class Packer:
         Raises:
             MemoryError: the arena is used up.
         """
-        copies = self._allocator.copy_held(used) if used else {}
+        copies = self._allocator.copy_held(used)
         if not copies:
             return handle, used
         segments, shipped = list(handle.segments), list(used)
@@ -120,21 +117,24 @@ class Packer:
 
     def _place(self, tree: Any, pickled: bytes | None, failed: bool = False) -> tuple[BatchHandle, Used]:
         """Put the walker's leaves and the pickled bytes into blocks or the packet. Returns as `pack`."""
+        allocator = self._allocator
         metas, spans = segments_of(self._walker.leaves)
-        sizes = tuple([end - start for start, end in spans])
-        key: tuple[Any, ...] = (tree, metas, sizes)
-        chosen = device_segments(metas) if self._allocator.for_device else []
         placed: dict[int, _Placed] = {}  # by offset of the block
-        if chosen:
+        chosen: list[int] = []
+        device_offsets: tuple[Any, ...] = ()  # one tuple of them, for a device
+        if allocator.for_device and (chosen := device_segments(metas)):
             part, offsets = self._place_for_device(spans, chosen)
+            device_offsets = (offsets,)
             placed[part[0]] = part
-            key = (*key, offsets)
+        sizes: list[int] = []
         small: list[bytes] = []
-        for segment, (start, _) in enumerate(spans):
-            if segment in chosen:
+        for segment, (start, end) in enumerate(spans):
+            size = end - start
+            sizes.append(size)
+            if chosen and segment in chosen:
                 continue
-            if (size := sizes[segment]) < SMALLEST:
-                small.append(ctypes.string_at(start, size).ljust(aligned(size), b"\0"))
+            if size < SMALLEST:
+                small.append(ctypes.string_at(start, size).ljust(-(-size // ALIGNMENT) * ALIGNMENT, b"\0"))
             else:
                 part = self._place_large(start, size, placed)
                 placed[part[0]] = part
@@ -144,15 +144,20 @@ class Packer:
             sealed = [] if pickled is None else [self._token, pickled]
             part = self._place_packet([packet, *sealed], failed)
             placed, packet = {part[0]: part, **placed}, b""
+        key = tree, metas, tuple(sizes), *device_offsets
         spec_id = self._specs.get(key)
         spec = None if spec_id is not None else key  # which is sent, unless the consumer knows it
         if spec_id is None:
             spec_id = len(self._specs)
             if spec_id < REMEMBERED:
                 self._specs[key] = spec_id
-        segments = tuple([part[:3] for part in placed.values()])
-        used = [(offset, need) for offset, _, _, need in placed.values()]
-        return BatchHandle(spec_id, spec, tuple(self._walker.values), packet or None, segments), used
+        segments: list[tuple[int, int, int]] = []
+        used: list[tuple[int, int]] = []
+        for offset, size, start, need in placed.values():
+            segments.append((offset, size, start))
+            used.append((offset, need))
+        values = tuple(self._walker.values)
+        return BatchHandle(spec_id, spec, values, packet or None, tuple(segments)), used
 
     def _place_packet(self, pieces: list[bytes], failed: bool) -> _Placed:
         nbytes = sum(map(len, pieces))
@@ -170,6 +175,7 @@ class Packer:
             # It already lies in a block of this task: no copy. Except for a small part of the block, because
             # the batch would keep all of it.
             if block.size // 4 <= nbytes <= block.size - at:
+                block.packed = True
                 return block.offset, block.size, at, at + nbytes
         block = self._allocator.take(nbytes)
         self._allocator.write(block.offset, start, nbytes)
@@ -203,6 +209,7 @@ class Packer:
                 block, at, begin, end = None, {}, 0, 0
         if block is None:
             block = self._allocator.take(whole)
+        block.packed = True
         for segment in chosen:
             if segment not in at:
                 at[segment] = device_aligned(end)

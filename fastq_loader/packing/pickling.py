@@ -27,58 +27,14 @@ from torch.multiprocessing import reductions
 from torch.nn.utils.rnn import PackedSequence
 
 from fastq_loader.errors import ProtocolError, UnpicklableError, WorkerTraceback, add_note, shorten
+from fastq_loader.packing.walker import COWARDLY, is_leaf
 from fastq_loader.system import torch_names
-
-_COWARDLY = (  # torch/multiprocessing/reductions.py, reduce_tensor
-    "Cowardly refusing to serialize non-leaf tensor which requires_grad, "
-    "since autograd does not support crossing process boundaries.  "
-    "If you just want to transfer the data, call detach() on the tensor "
-    "before serializing (e.g., putting it on the queue)."
-)
-
 
 #: Takes a tensor or array; returns its leaf number, or None for an array that stays in the pickle.
 LeafNumber = Callable[[Any], "int | None"]
 
 # Used for every leaf of every batch: globals are faster than attributes of other modules.
 _TENSOR, _ARRAY, _STRIDED = torch.Tensor, np.ndarray, torch.strided
-
-#: The dtypes, with their names, whose tensors consist of nothing but bytes, a shape and strides. Torch ends
-#: the process if a tensor of another dtype (qint8, …) is made from these alone.
-PLAIN_DTYPES = {
-    it: name
-    for it, name in (
-        (it, str(it).removeprefix("torch.")) for it in vars(torch).values() if type(it) is torch.dtype
-    )
-    if name.startswith(("bool", "uint", "int", "float", "bfloat", "complex", "bits"))
-}
-
-
-def is_leaf(value: Any) -> bool:
-    """Whether a tensor or array is packed as a leaf: strided, on the CPU, of exactly that type.
-
-    Raises:
-        RuntimeError: a tensor that requires grad and is not a leaf of its graph (torch's own text).
-    """
-    if type(value) is _TENSOR:
-        if value.requires_grad:
-            if not value.is_leaf:
-                raise RuntimeError(_COWARDLY)
-            return False
-        return (
-            value.is_cpu
-            and value.layout is _STRIDED
-            and value.dtype in PLAIN_DTYPES
-            and not value.is_nested
-            and not value.is_conj()
-            and not value.is_neg()
-        )
-    if type(value) is not _ARRAY:
-        return False
-    dtype = value.dtype
-    return (
-        dtype.kind in "biufcSUmM" and (dtype.isnative, dtype.metadata) == (True, None) and dtype.itemsize > 0
-    )
 
 
 def _take(leaf: int) -> Any:
@@ -174,7 +130,7 @@ def dump(
     except MemoryError:
         raise
     except Exception as error:
-        if error.args == (_COWARDLY,):
+        if error.args == (COWARDLY,):
             raise
         whole = value if whole is None else whole
         if pickles(whole):  # pickling fails only sometimes, or only here

@@ -27,7 +27,6 @@ import torch
 from fastq_loader.ipc.messages import fits_64_bits
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.memory.nontemporal import address_of
-from fastq_loader.packing.pickling import PLAIN_DTYPES, is_leaf
 from fastq_loader.packing.spec import DEEPEST, contiguous_strides
 
 #: Largest number of parts of a tree that is walked. Parts are the members of its containers, except tensors,
@@ -47,7 +46,24 @@ _TEXTS = frozenset((str, bytes))
 _PLAIN = frozenset((str, bytes, float, bool, type(None)))
 _STRINGS, _INTEGERS = frozenset((str,)), frozenset((int,))
 _CONTAINERS = frozenset((dict, list, tuple))
-_TENSOR, _ARRAY = torch.Tensor, np.ndarray
+_TENSOR, _ARRAY, _STRIDED = torch.Tensor, np.ndarray, torch.strided
+
+#: The dtypes, with their names, whose tensors consist of nothing but bytes, a shape and strides. Torch ends
+#: the process if a tensor of another dtype (qint8, …) is made from these alone.
+PLAIN_DTYPES = {
+    it: name
+    for it, name in (
+        (it, str(it).removeprefix("torch.")) for it in vars(torch).values() if type(it) is torch.dtype
+    )
+    if name.startswith(("bool", "uint", "int", "float", "bfloat", "complex", "bits"))
+}
+
+COWARDLY = (  # torch/multiprocessing/reductions.py, reduce_tensor
+    "Cowardly refusing to serialize non-leaf tensor which requires_grad, "
+    "since autograd does not support crossing process boundaries.  "
+    "If you just want to transfer the data, call detach() on the tensor "
+    "before serializing (e.g., putting it on the queue)."
+)
 
 #: Bytes of the largest element. A segment of several leaves starts at a multiple of this from the start of
 #: the storage, so that the start of each leaf is a multiple of its own element size.
@@ -55,6 +71,33 @@ _LARGEST_ELEMENT = 16
 
 Span = tuple[int, int]
 Metas = tuple[tuple[Any, ...], ...]
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a tensor or array is packed as a leaf: strided, on the CPU, of exactly that type.
+
+    Raises:
+        RuntimeError: a tensor that requires grad and is not a leaf of its graph (torch's own text).
+    """
+    if type(value) is _TENSOR:
+        if value.requires_grad:
+            if not value.is_leaf:
+                raise RuntimeError(COWARDLY)
+            return False
+        return (
+            value.is_cpu
+            and value.layout is _STRIDED
+            and value.dtype in PLAIN_DTYPES
+            and not value.is_nested
+            and not value.is_conj()
+            and not value.is_neg()
+        )
+    if type(value) is not _ARRAY:
+        return False
+    dtype = value.dtype
+    return (
+        dtype.kind in "biufcSUmM" and (dtype.isnative, dtype.metadata) == (True, None) and dtype.itemsize > 0
+    )
 
 
 class _Unwalkable(Exception):
@@ -149,9 +192,19 @@ class TreeFlattener:
         if self._parts > PARTS:
             raise _TooLarge
         self._depth += 1
-        trees = tuple(map(self._walk, parts))
+        trees: list[Any] = []
+        leaf_of, leaves, is_leaf = self._leaf_of, self.leaves, self.is_leaf
+        for part in parts:
+            kind = type(part)
+            if (kind is _TENSOR or kind is _ARRAY) and is_leaf(part):  # as `_walk` and `add_leaf`
+                number = leaf_of.setdefault(id(part), len(leaves))
+                if number == len(leaves):
+                    leaves.append(part)
+                trees.append(("L", number))
+            else:
+                trees.append(self._walk(part))
         self._depth -= 1
-        return trees
+        return tuple(trees)
 
     def _is_flat(self, values: list[Any]) -> bool:
         """Whether a list contains only plain values."""

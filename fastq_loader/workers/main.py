@@ -52,12 +52,14 @@ from fastq_loader.system.unpatched import time
 from fastq_loader.workers import children
 from fastq_loader.workers.config import Setup
 from fastq_loader.workers.reader import WorkerReader
-from fastq_loader.workers.task_queue import TaskQueue
+from fastq_loader.workers.task_queue import GLANCE, TaskQueue
 
-#: Nanoseconds: after a shorter task, the worker does not look for a new epoch before the next task.
-_QUICK = 500_000
+#: Nanoseconds for which a worker with tasks does not look for a new epoch: as much time is spent at most on
+#: batches that nobody wants any more. To look takes as long as to load a small batch.
+_LOOK_EVERY = 1_000_000
 #: Bytes by which an answer may grow when its own block, and blocks returned meanwhile, are added.
 _GROWTH = 16 * 1024
+_NONE: Used = ()
 
 
 def main(setup: Setup) -> None:
@@ -152,42 +154,53 @@ class WorkerLoop:
 
     def __init__(self, setup: Setup, blocks: Allocator, socket: Inbox, claims: ClaimTable) -> None:
         self._setup = setup
-        self._tasks = TaskQueue(claims, setup.plan.shared_tasks, setup.worker)
+        self._token = setup.token
+        self._tasks = tasks = TaskQueue(claims, setup.plan.shared_tasks, setup.worker)
+        self._waiting = tasks.waiting
+        self._is_shared = setup.plan.shared_tasks
+        self._claims = claims
+        #: The task that this worker works on, which is to blame if it dies: its ticket plus 1; else 0.
+        self._at_work = claims.word_of(setup.worker)
         self._allocator = blocks
         self._socket = socket
         self._packer = Packer(blocks, setup.token)
-        self._quick = False  # whether the last task took less than _QUICK
+        self._finished = 0  # time of the last answer
+        self._looked = -1 - _LOOK_EVERY  # the last answer before the last look; a new worker looks first
         self._reader = WorkerReader(setup)
 
     def run(self) -> None:
+        waiting, is_shared, claims, worker = self._waiting, self._is_shared, self._claims, self._setup.worker
         try:
-            while (task := self._next_task()) is not None:
-                self._work(task)
-                self._tasks.begin(None)
+            while True:
+                if (not waiting or self._finished - self._looked > _LOOK_EVERY) and not self._look_ahead():
+                    return
+                task = claims.claim_first(waiting, worker) if is_shared else waiting.popleft()
+                if task is not None:
+                    self._at_work[0] = task.ticket + 1
+                    self._work(task)
+                elif waiting:
+                    time.sleep(GLANCE)
         finally:
             self._reader.close()
 
     # ---- incoming messages --------------------------------------------------------------------
 
-    def _next_task(self) -> Task | None:
-        """Read messages until there is a task to work on, and return it; None: stop."""
-        while True:
-            # After a quick task, looking for a new epoch takes as long as loading a batch that may be stale.
-            if not (self._quick and self._tasks) and not self._look_ahead():
-                return None
-            task = self._tasks.take()
-            if task is not None:
-                return task
-
     def _look_ahead(self) -> bool:
         """Read the messages that have come, and wait for one if there is no task; False: stop."""
+        waiting, is_due = self._waiting, self._finished - self._looked > _LOOK_EVERY
+        if not waiting:
+            self._at_work[0] = 0
         while True:
-            message = self._socket.receive(block=not self._tasks)
+            message = self._socket.receive(not waiting)
             if message is None:
+                self._looked = self._finished
                 return True
             if type(message) is Task:
-                self._tasks.add(message)
-                if self._quick:
+                if self._is_shared:
+                    self._tasks.add(message)
+                else:
+                    waiting.append(message)
+                if not is_due:
                     return True
             elif isinstance(message, Epoch):
                 for task in self._tasks.drop():
@@ -201,51 +214,93 @@ class WorkerLoop:
 
     # ---- one task -----------------------------------------------------------------------------
 
-    def _skip(self, task: Task) -> None:
-        self._answer(task, SKIPPED, self._begin(task))
-
     def _work(self, task: Task) -> None:
-        if self._reader.ended:
+        """Load the batch of a task, and answer it. Everything that a usual batch needs is here; what is
+        unusual was determined when the epoch began, or raises."""
+        reader, allocator, packer = self._reader, self._allocator, self._packer
+        if reader.ended or reader.failure is not None:
+            self._refuse(task)
+            return
+        epoch, seq, attempt, index, grants, _ = task
+        started = time.monotonic_ns()
+        allocator.begin(grants)
+        kind, used = BATCH, _NONE
+        handle: BatchHandle | None = None
+        batch = None
+        try:
+            if type(index) is not list:
+                index = load_index(index, self._token)
+            try:
+                batch = reader.load(seq, index)
+            finally:
+                collated = time.monotonic_ns()
+                if reader.reports:
+                    reader.report()
+            handle, used = packer.pack(batch)
+            batch = None  # user code may reference what is left of it
+            if used:
+                handle, used = packer.copy_held(handle, used)
+        except Exception as error:
+            batch = None
+            kind, handle, used = self._failed(error, handle)
+        fresh, returned = allocator.finish(used)
+        times = reader.fetcher.fetched, collated, allocator.new_memory
+        self._finished = finished = time.monotonic_ns()
+        head = epoch, seq, attempt, kind, started, finished, fresh, returned, handle, ()
+        self._send(Answer(*head, reader.state, *times, reader.remarks), used)
+
+    def _refuse(self, task: Task) -> None:
+        """Answer a task without loading anything: the epoch has ended for this worker, or it cannot work."""
+        failure = None if self._reader.ended else self._reader.failure
+        if failure is None:
             self._skip(task)
             return
-        started = self._begin(task)
-        if self._reader.failure is not None:
-            self._reader.ended = True
-            self._tasks.retire()
-            self._answer(task, BROKEN, started, *self._pack_exception(self._reader.failure))
-        else:
-            kind, handle, used = self._load(task)
-            self._answer(task, kind, started, handle, used, loaded=True)
-
-    def _begin(self, task: Task) -> int:
-        """Let the task's blocks be written to; return the time in nanoseconds."""
+        self._reader.ended = True
+        self._tasks.retire()
         started = time.monotonic_ns()
         self._allocator.begin(task.grants)
-        return started
+        self._answer(task, BROKEN, started, *self._pack_exception(failure))
 
-    def _load(self, task: Task) -> tuple[int, BatchHandle | None, Used]:
-        handle: BatchHandle | None = None
+    def _skip(self, task: Task) -> None:
+        self._allocator.begin(task.grants)
+        self._answer(task, SKIPPED, time.monotonic_ns(), None, _NONE)
+
+    def _answer(self, task: Task, kind: int, started: int, handle: BatchHandle | None, used: Used) -> None:
+        """Answer a task for which nothing was loaded."""
+        fresh, returned = self._allocator.finish(used)
+        head = *task[:3], kind, started, time.monotonic_ns()
+        self._send(Answer(*head, fresh, returned, handle), used)
+
+    def _send(self, answer: Answer, used: Used) -> None:
         try:
-            batch = self._reader.load(task.seq, load_index(task.index, self._setup.token))
-            handle, used = self._packer.pack(batch)
-            del batch
-            return BATCH, *self._packer.copy_held(handle, used)
-        except EndOfStream:
-            return ENDED, None, []
-        except HandedOutBefore:
-            return PASSED, None, []
-        except LeftOut:
-            return LEFT_OUT, None, []
-        except Exception as error:
-            if handle is not None:
-                self._packer.unsend(handle)
-            return ERROR, *self._pack_exception(error)
+            self._socket.send(answer)
+        except Exception as error:  # the answer does not fit into a message
+            if answer.handle is not None:
+                self._packer.unsend(answer.handle)
+            text = self._as_text(error, error)
+            returned = *answer.returned, *[offset for offset, _ in used]
+            self._socket.send(answer._replace(kind=ERROR, returned=returned, handle=text, remarks=b""))
+
+    # ---- errors -------------------------------------------------------------------------------
+
+    def _failed(self, error: Exception, packed: BatchHandle | None) -> tuple[int, BatchHandle | None, Used]:
+        """The kind of the answer for an exception, its handle and its blocks. `packed` is the handle of a
+        batch that is not sent after all."""
+        if isinstance(error, EndOfStream):
+            return ENDED, None, _NONE
+        if isinstance(error, HandedOutBefore):
+            return PASSED, None, _NONE
+        if isinstance(error, LeftOut):
+            return LEFT_OUT, None, _NONE
+        if packed is not None:
+            self._packer.unsend(packed)
+        return ERROR, *self._pack_exception(error)
 
     def _pack_exception(self, error: Exception) -> tuple[BatchHandle, Used]:
         try:
             return self._packer.pack_exception(dump_exception(error, self._setup.worker))
         except Exception as reason:  # no block is left for it, or the error cannot even be described
-            return self._as_text(error, reason), []
+            return self._as_text(error, reason), _NONE
 
     def _as_text(self, error: Exception, reason: Exception) -> BatchHandle:
         try:
@@ -254,33 +309,3 @@ class WorkerLoop:
             text = type(error).__name__
         text = f"{text} (in DataLoader worker process {self._setup.worker}; it could not be sent: {reason!r})"
         return self._packer.pack_text(text, isinstance(error, MemoryError))
-
-    def _answer(
-        self,
-        task: Task,
-        kind: int,
-        started: int,
-        handle: BatchHandle | None = None,
-        used: Used = (),
-        loaded: bool = False,
-    ) -> None:
-        fresh: list[tuple[int, int]] = []
-        returned: list[int] = []
-        if not self._allocator.untouched:
-            fresh, returned = self._allocator.finish(used)
-        state = self._reader.state if loaded else b""
-        costs: tuple[Any, ...] = ()  # the fields of an answer from `fetched` on
-        if loaded:
-            costs = *self._reader.timing, self._allocator.new_memory, self._reader.remarks
-        finished = time.monotonic_ns()
-        self._quick = finished - started < _QUICK
-        head = *task[:3], kind, started, finished, tuple(fresh), tuple(returned), handle
-        answer = Answer(*head, (), state, *costs)
-        try:
-            self._socket.send(answer)
-        except Exception as error:  # the answer does not fit into a message
-            if handle is not None:
-                self._packer.unsend(handle)
-            text = self._as_text(error, error)
-            returned += [offset for offset, _ in used]
-            self._socket.send(answer._replace(kind=ERROR, returned=tuple(returned), handle=text, remarks=b""))

@@ -8,7 +8,6 @@ each batch. The state that a resumed epoch needs from the worker is sent to the 
 from __future__ import annotations
 
 import pickle
-from typing import Any
 
 import torch
 from torch.utils.data._utils import worker as torch_worker
@@ -17,7 +16,6 @@ from fastq_loader.ipc.messages import Epoch, seal, unseal
 from fastq_loader.reading import datapipes, generators
 from fastq_loader.reading.fetch import Fetcher
 from fastq_loader.reading.reader import Reader
-from fastq_loader.system.unpatched import time
 from fastq_loader.workers.config import Setup
 
 
@@ -35,7 +33,7 @@ class WorkerReader(Reader):
         remarks: remarks on that batch, as a sealed pickle; b"" without remarks. They are `Fetcher.remark`;
             after the first batch the names of generators that the dataset has for itself, although any worker
             may load any batch; and the samples of the stack, if the epoch is profiled.
-        timing: times of that batch, as in `Answer`: fetched, collated.
+        reports: whether there may be a state or a remark; determined when an epoch begins.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -45,7 +43,7 @@ class WorkerReader(Reader):
         self.epochs = 0
         self.failure: Exception | None = None
         self.state = self.remarks = b""
-        self.timing = (0, 0)
+        self.reports = False
         self._setup = setup
         self._private: list[str] = []  # see `remarks`
         try:
@@ -93,22 +91,21 @@ class WorkerReader(Reader):
             self.begin(epoch.number, epoch.base_seed, delivered, state)
         except Exception as error:
             self.failure = error
+            return
+        has_policy = self._make_fetcher is not Fetcher
+        self.reports = bool(self._saves or self._private or has_policy or self.sampler)
 
-    def load(self, seq: int, index: Any) -> Any:
-        """Load a batch as any reader does, and record the values that its answer reports."""
-        try:
-            return super().load(seq, index)
-        finally:
-            fetcher = self.fetcher
-            self.timing = fetcher.fetched, time.monotonic_ns()
-            state = self.state_bytes()
-            self.state = seal(state, self._setup.token) if state else b""
-            self.remarks = b""
-            samples = self.sampler and self.sampler.taken()
-            if fetcher.remark is not None or self._private or samples:
-                remarks = fetcher.remark, self._private, samples
-                self.remarks = seal(pickle.dumps(remarks), self._setup.token)
-                fetcher.remark, self._private = None, []
+    def report(self) -> None:
+        """Set the state after the last batch, and the remarks on it."""
+        fetcher = self.fetcher
+        state = self.state_bytes()
+        self.state = seal(state, self._setup.token) if state else b""
+        self.remarks = b""
+        samples = self.sampler and self.sampler.taken()
+        if fetcher.remark is not None or self._private or samples:
+            remarks = fetcher.remark, self._private, samples
+            self.remarks = seal(pickle.dumps(remarks), self._setup.token)
+            fetcher.remark, self._private = None, []
 
     def _seed(self, base_seed: int, seq: int) -> int:
         seed = super()._seed(base_seed, seq)

@@ -26,7 +26,7 @@ IN_USE = Owner()
 
 @pytest.fixture(autouse=True)
 def _no_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked_children, "_living", [])
+    monkeypatch.setattr(forked_children, "living", [])
     monkeypatch.setattr(forked_children, "owners", owners := WeakValueDictionary())
     owners[1] = IN_USE
 
@@ -93,5 +93,5 @@ def test_forks_of_a_process_without_blocks_cost_nothing(monkeypatch: pytest.Monk
     pid = os.fork()
     if pid == 0:
         os._exit(0)
-    assert forked_children._living == []
+    assert forked_children.living == []
     os.waitpid(pid, 0)

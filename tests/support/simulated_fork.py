@@ -12,7 +12,7 @@ class Fork:
 
     def __init__(self, finish: bool = True) -> None:
         forked_children._before_fork()
-        child = forked_children._living[-1]
+        child = forked_children.living[-1]
         self._held = [os.dup(child.write)] if child.write >= 0 else []  # what the child inherits
         if finish:
             self.finish()

@@ -95,7 +95,7 @@ class SimulatedWorker:
     def knows(self) -> list[Task]:
         """The tasks that it could take."""
         queued = [message for message in self.inbox if isinstance(message, Task)]
-        return [*self.tasks._tasks, *queued]
+        return [*self.tasks.waiting, *queued]
 
     def unfinished(self) -> list[Task]:
         return self.knows() if self.task is None else [self.task, *self.knows()]
@@ -107,6 +107,8 @@ class SimulatedWorker:
             if look or not self.tasks:
                 self._look()
             self.task = self.tasks.take()
+            if self.task is not None:
+                self.tasks.begin(self.task)
         return self.task is not None
 
     def _look(self) -> None:

@@ -264,11 +264,11 @@ class SentBlocks(Allocator):
             self.free_ranges(self._kept.space(0))
         super().begin(self._kept.grant(BlockOwner(0)))
 
-    def finish(self, used: Used) -> tuple[list[tuple[int, int]], list[int]]:
+    def finish(self, used: Used) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
         fresh, returned = super().finish(used)
-        self._kept.accept(0, tuple(used), tuple(fresh), tuple(returned))
+        self._kept.accept(0, tuple(used), fresh, returned)
         self.shipped = used
-        return [], []
+        return (), ()
 
 
 class ProxySocket(Inbox):

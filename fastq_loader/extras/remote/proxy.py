@@ -248,11 +248,8 @@ class Proxy:
         handle, used = self._receive_body(connection, answer.handle, frame.body)
         fresh, returned = self._blocks.finish(used)
         self._traffic[self._setup.worker] += frame.nbytes
-        self._socket.send(
-            _at_this_clock(answer, arrived)._replace(
-                fresh=tuple(fresh), returned=tuple(returned), handle=handle
-            )
-        )
+        answer = _at_this_clock(answer, arrived)
+        self._socket.send(answer._replace(fresh=fresh, returned=returned, handle=handle))
         self._due.popleft()
         self._tasks.begin(self._due[0] if self._due else None)
 
