@@ -186,7 +186,9 @@ class Epoch(Iterator[Any]):
         """Iterate the sampler. Returns how many indices are still to be skipped."""
         info = self.info
         self.digest = (0, 0) if info.shared else None
-        source, skip = sampling.iterate_from(info.sampler, skip, packed=packed, note=self.note)
+        source, skip = sampling.iterate_from(
+            info.sampler, skip, passed=self.start.passed, packed=packed, note=self.note
+        )
         self.sources.append(source)
         self._note = self.note if info.shared and not info.by_permutation else None
         return skip

@@ -41,6 +41,8 @@ class EpochStart:
         states: states of the generators that the sampler may draw from, right before it was iterated.
         first: states right before the first index was drawn, where they differ from `states`.
         epochs: see `samplers.epochs`.
+        passed: number of samples before its first batch: the rest of an epoch may be read with another batch
+            size.
     """
 
     epoch: int = 0
@@ -52,6 +54,7 @@ class EpochStart:
     states: dict[str, Any] = field(default_factory=dict)
     first: dict[str, Any] = field(default_factory=dict)
     epochs: dict[str, int] = field(default_factory=dict)
+    passed: int = 0
 
 
 class Owner:

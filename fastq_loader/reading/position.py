@@ -12,12 +12,12 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from types import GeneratorType
+from types import FunctionType, GeneratorType
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 from fastq_loader.reading import generators
 from fastq_loader.reading.fetch import Fetcher
-from fastq_loader.system.attributes import attribute
+from fastq_loader.system.attributes import attribute, own_dict
 
 T = TypeVar("T")
 
@@ -33,7 +33,22 @@ def is_stateful(part: Any) -> TypeGuard[Stateful]:
     """Whether an object can save and restore its position."""
     if type(part) is GeneratorType:  # the usual iterator of a sampler, which has no methods of a user's
         return False
+    return has_methods(part) and not _needs_arguments(part)
+
+
+def has_methods(part: Any) -> bool:
+    """Whether an object has both methods, whatever arguments they take."""
     return callable(attribute(part, "state_dict")) and callable(attribute(part, "load_state_dict"))
+
+
+def _needs_arguments(part: Any) -> bool:
+    """Whether `state_dict` cannot be called without arguments: it is another library's protocol."""
+    method = attribute(part, "state_dict")
+    if type(method) is not FunctionType:
+        return False
+    bound = method is not own_dict(part).get("state_dict")
+    needed = method.__code__.co_argcount - len(method.__defaults__ or ()) - bound
+    return needed > 0 or method.__code__.co_kwonlyargcount > len(method.__kwdefaults__ or ())
 
 
 def is_known(fetcher: Fetcher) -> bool:
@@ -58,15 +73,19 @@ def packed(fetcher: Fetcher, **more: Any) -> bytes:
     """A pickle of the dataset's position between two batches, and of a reader's other fields; b"" if empty.
 
     The "position" includes whether the iterator has "ended" with a batch that was not full. An error of user
-    code is recorded in its place: it must not fail a loader that is only iterated.
+    code is recorded in its place: it must not fail a loader that is only iterated. A state that cannot be
+    copied is left out.
     """
+    if not is_known(fetcher):
+        return pickle.dumps(more) if more else b""
     try:
-        state = dict(more)
-        if is_known(fetcher):
-            state["position"] = {"ended": fetcher.ended, **place_of(fetcher.dataset, fetcher.dataset_iter)}
-        return pickle.dumps(state) if state else b""
+        place = {"ended": fetcher.ended, **place_of(fetcher.dataset, fetcher.dataset_iter)}
     except Exception as error:
         return pickle.dumps({"position": {"error": f"{type(error).__name__}: {error}"}, **more})
+    try:
+        return pickle.dumps({"position": place, **more})
+    except Exception as error:
+        return pickle.dumps({"left_out": f"{type(error).__name__}: {error}", **more})
 
 
 def fetcher_at(place: dict[str, Any], dataset: Any, make: Callable[[], Fetcher]) -> Fetcher:

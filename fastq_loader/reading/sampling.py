@@ -9,11 +9,12 @@ Computed samplers also yield whole batches, from any position on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from fastq_loader.ipc.messages import Indices
 from fastq_loader.reading.computed import is_computed
@@ -26,7 +27,12 @@ _CHUNK = 8192
 
 
 def iterate_from(
-    index_sampler: Any, skip: int, *, packed: bool = False, note: Callable[[torch.Tensor], Any] = id
+    index_sampler: Any,
+    skip: int,
+    *,
+    passed: int = 0,
+    packed: bool = False,
+    note: Callable[[torch.Tensor], Any] = id,
 ) -> tuple[Iterator[Any], int]:
     """`iter(index_sampler)` without the first `skip` indices, if they need not be drawn one by one. Faster
     for torch's own shuffle and for computed samplers.
@@ -37,6 +43,7 @@ def iterate_from(
     Args:
         index_sampler: yields indices, or lists of them.
         skip: how many indices to skip.
+        passed: how many samples to skip before these, only where `counts_samples`.
         packed: yield the batches of a shuffle or computed sampler as `Indices`, the form used in messages.
         note: called with each permutation of a shuffle.
 
@@ -45,15 +52,29 @@ def iterate_from(
     """
     form = _packed if packed else np.ndarray.tolist
     if is_shuffle(index_sampler):
-        return _shuffled(index_sampler, form, skip, note), 0
+        return _shuffled(index_sampler, form, skip * index_sampler.batch_size + passed, note), 0
     if is_computed(index_sampler):
         return index_sampler.iterate_from(skip), 0
     if is_computed(cut := _cut(index_sampler)):
         size = index_sampler.batch_size
-        chunks = cut.chunks(skip * size, size * max(1, _CHUNK // size))
+        chunks = cut.chunks(skip * size + passed, size * max(1, _CHUNK // size))
         if chunks is not None:
             return _batches(chunks, form, size, index_sampler.drop_last), 0
+    if passed:
+        index_sampler = BatchSampler(
+            islice(iter(index_sampler.sampler), passed, None),
+            index_sampler.batch_size,
+            index_sampler.drop_last,
+        )
     return iter(index_sampler), skip
+
+
+def counts_samples(index_sampler: Any) -> bool:
+    """Whether the order of the samples is computed, and is the same for any size of the batches."""
+    cut = _cut(index_sampler)
+    return (
+        is_shuffle(index_sampler) or is_computed(cut) or type(cut) in (SequentialSampler, DistributedSampler)
+    )
 
 
 def _packed(indices: _Array) -> Indices:
@@ -89,12 +110,12 @@ def _batches(
 
 
 def _shuffled(
-    index_sampler: BatchSampler, form: Callable[[_Array], T], skip: int, note: Callable[..., Any]
+    index_sampler: BatchSampler, form: Callable[[_Array], T], to_pass: int, note: Callable[..., Any]
 ) -> Iterator[T]:
     drop_last, size = index_sampler.drop_last, index_sampler.batch_size
     permutations = _permutations(index_sampler.sampler)  # type: ignore[arg-type]
     # Cut as an array: a slice of a tensor takes ten times as long.
-    indices, start, to_pass = np.empty(0, np.int64), 0, skip * size
+    indices, start = np.empty(0, np.int64), 0
     while True:
         while start + size > len(indices):
             following = next(permutations, None)

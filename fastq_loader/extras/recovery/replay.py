@@ -95,6 +95,12 @@ def _remembered(loader: Any, epoch: int | None) -> Saved:
 
 def _of_state(state: Mapping[str, Any], again: Any, epoch: int | None) -> Saved:
     found = saved.read(state, again, ignore=("num_workers",))
+    if found.other_size:
+        raise ValueError(
+            f"batch_size={samplers.batch_size(again._index_sampler)}: the state was saved with "
+            f"{found.state['batch_size']}, so its batches "
+            "have other samples; use a loader with the same"
+        )
     if not found.start.resumes or epoch not in (None, found.position.epoch):
         where = "in the middle of" if found.start.resumes else "before"
         raise ValueError(

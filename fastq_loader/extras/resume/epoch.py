@@ -138,6 +138,8 @@ class ResumableEpoch(Epoch):
             self._set_first()
             ended = self._draw_again(skip + min(head, 1), 0)
             ended |= self._draw_again(0, max(0, saved.now.drawn - head) + saved.now.exhausted)
+            drawn_from = generators.states_of(self.info.own) if saved.other_size else {}
+        generators.set_states(self.info.own, drawn_from)
         found = self.digest
         too_few = ended and wanted is not None and (0 if found is None else found[0]) < wanted[0]
         if self._differs or too_few:
@@ -245,7 +247,7 @@ class ResumableEpoch(Epoch):
         replayed = sum(count for count, state in self.resume if "position" not in (state or {}))
         if replayed and self.info.iterable:
             warn_user(
-                f"Neither the dataset nor its iterator has state_dict and load_state_dict, so "
+                f"Neither the dataset nor its iterator has state_dict() and load_state_dict(state), so "
                 f"{replayed} batches that were handed out before are read again, which takes as "
                 "long as it took before. Give the dataset both methods to go on at once.",
                 UserWarning,

@@ -49,6 +49,7 @@ class Saved:
         progress: of the epoch that it continues; else of the workers only.
         place: state of a stateful sampler; see `reading.position.place_of`.
         initial_seed: for `samplers.set_initial_seed`, or None.
+        other_size: the loader has another batch size than the state, so its draws end elsewhere.
     """
 
     state: dict[str, Any]
@@ -57,6 +58,7 @@ class Saved:
     progress: Progress = START
     place: dict[str, Any] = field(default_factory=dict)
     initial_seed: int | None = None
+    other_size: bool = False
 
     @property
     def position(self) -> Position:

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from fastq_loader.epoch.samplers import TORCHS_OWN, chain, own_generators
+from fastq_loader.reading import sampling
 from fastq_loader.reading.computed import ComputedSampler
 from fastq_loader.reading.position import Stateful, is_stateful
 from fastq_loader.system.attributes import attribute
@@ -46,6 +47,20 @@ def set_epochs(index_sampler: Any, saved: dict[str, int]) -> None:
         known = isinstance(part, _WITH_EPOCHS) or type(attribute(part, INITIAL_SEED)) is int
         if str(depth) in saved and known and callable(attribute(part, "set_epoch")):
             part.set_epoch(saved[str(depth)])
+
+
+def batch_size(index_sampler: Any) -> int | None:
+    """The samples of a batch; also of a `batch_sampler=`, which frameworks pass in place of a size."""
+    size = attribute(index_sampler, "batch_size")
+    return size if type(size) is int else None
+
+
+def counts_samples(index_sampler: Any) -> bool:
+    """See `sampling.counts_samples`; Accelerate's `SeedableRandomSampler` has such an order, too."""
+    is_seeded = (
+        type(index_sampler) is BatchSampler and type(attribute(index_sampler.sampler, INITIAL_SEED)) is int
+    )
+    return is_seeded or sampling.counts_samples(index_sampler)
 
 
 def set_initial_seed(index_sampler: Any, seed: int) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from fastq_loader import options
+from fastq_loader.epoch.epoch import mixed
 from fastq_loader.epoch.fields import EpochStart
 from fastq_loader.epoch.samplers import epochs as epochs_of
 from fastq_loader.epoch.samplers import own_generators
@@ -21,7 +22,7 @@ from fastq_loader.extras.resume.fields import EpochSnapshot, Saved
 from fastq_loader.extras.resume.state import LIBRARY, VERSION, describe, unpack
 from fastq_loader.extras.resume.text import fits
 from fastq_loader.options import Loader
-from fastq_loader.reading import generators, position
+from fastq_loader.reading import generators, position, sampling
 from fastq_loader.reading.position import is_stateful
 from fastq_loader.scheduling.progress import Progress, WorkerProgress
 from fastq_loader.workers.kinds import Auto
@@ -34,6 +35,13 @@ Workers = tuple[WorkerProgress, ...]
 _BESIDES = ("_num_yielded", "_sampler_iter_yielded", "_iterator_finished", "workers", "rest", "checksum")
 #: Key of the state of a map-style dataset; only there if it has one.
 _DATASET = "dataset_state"
+#: How to go on without a state that does not fit, by hand and where a framework loads it.
+_ANEW = (
+    "To begin the epoch anew, load {}; with Accelerate, os.remove(f'{folder}/dl_state_dict.bin') before "
+    "load_state(folder); with Lightning, in on_load_checkpoint(), "
+    "checkpoint['loops']['fit_loop']['state_dict'].pop('combined_loader'); with the Trainer of "
+    "transformers, ignore_data_skip=True"
+)
 #: Keys listed, at most, in the error for a dict that is not a state.
 _KEYS = 10
 
@@ -57,8 +65,13 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
         if name not in fields:
             raise ValueError(f"field {name!r} is missing: the state was cut short")
     start, now = unpack(fields["rest"], fields["checksum"])
-    _compare(fields, described, ignored)
     delivered = _delivered(fields, now)
+    other_size = _counts_samples(fields, loader, now)
+    if other_size:
+        if start.resumes:
+            start, now, delivered = _with_another_size(fields, loader, start, now, delivered)
+        ignored = [*ignored, "batch_size"]
+    _compare(fields, described, ignored)
     finished = start.resumes and fields["_iterator_finished"]  # Accelerate sets it with the last batch
     own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
     _fit(now.generators, own)
@@ -76,7 +89,7 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
         _fit(start.first, own)
         progress = Progress(delivered, frozenset(now.beyond), progress.workers)
     seed = None if samplers.INITIAL_SEED in ignored else fields[samplers.INITIAL_SEED]
-    return Saved(state, start, now, progress, place, seed)
+    return Saved(state, start, now, progress, place, seed, other_size)
 
 
 def _delivered(fields: Fields, now: EpochSnapshot) -> int:
@@ -88,6 +101,29 @@ def _delivered(fields: Fields, now: EpochSnapshot) -> int:
             f"{beyond + now.drawn}"
         )
     return int(delivered)
+
+
+def _counts_samples(fields: Fields, loader: Loader, now: EpochSnapshot) -> bool:
+    """Whether only the batch size differs, and the order of the samples does not depend on it."""
+    sizes = fields["batch_size"], samplers.batch_size(loader._index_sampler)
+    differ = all(map(is_int, sizes)) and sizes[0] != sizes[1]
+    return differ and not now.beyond and samplers.counts_samples(loader._index_sampler)
+
+
+def _with_another_size(
+    fields: Fields, loader: Loader, start: EpochStart, now: EpochSnapshot, delivered: int
+) -> tuple[EpochStart, EpochSnapshot, int]:
+    """The same position with the loader's batch size: the batches begin where the delivered samples end."""
+    saved, size = fields["batch_size"], samplers.batch_size(loader._index_sampler) or 1
+    samples = start.passed + delivered * saved
+    drawn = start.passed + (now.drawn + now.exhausted) * saved  # at least as many
+    passed = samples % size
+    digest = now.digest if sampling.is_shuffle(loader._index_sampler) else None  # else of the batches
+    now = replace(now, drawn=max(min(now.drawn, 1), -(-(drawn - passed) // size)), digest=digest)
+    # Its batches have the numbers of others, and with "dynamic" their random numbers follow from these.
+    seed = mixed(start.base_seed, samples)
+    batches = start.batches + delivered - samples // size
+    return replace(start, passed=passed, base_seed=seed, batches=batches), now, samples // size
 
 
 def _place(fields: Fields, loader: Loader) -> Fields:
@@ -130,7 +166,8 @@ def _workers(
                 f"field 'workers.{number}': the epoch before was broken off, and the position of worker "
                 f"{number} after that was unknown. Use a state from before that, or from after its next batch"
             )
-        if place is None and delivered and _is_stateful(loader, iterable=True):
+        left_out = known.pop("left_out", "")  # such a dataset is read again, like one without the methods
+        if place is None and delivered and not left_out and _is_stateful(loader, iterable=True):
             raise ValueError(
                 f"field 'workers.{number}' is None: the state has no position of the dataset, which has "
                 "state_dict. Use a state that was saved with this dataset"
@@ -147,7 +184,7 @@ def _ours(state: Any) -> Fields:
         keys = ", ".join(map(repr, list(state)[:_KEYS]))
         raise ValueError(
             f"field 'library' is {state.get('library')!r}, not {LIBRARY!r}: this is not a loader's state. If "
-            f"it is a checkpoint that contains one, pass that entry: its keys are {keys}"
+            f"it is a checkpoint that contains one, pass that entry: its keys are {keys}. {_ANEW}"
         )
     if state.get("version") != VERSION or not is_int(state["version"]):
         raise ValueError(
@@ -173,7 +210,8 @@ def _compare(fields: Fields, now: Fields, ignored: Container[str]) -> None:
             continue  # a field that only one of the two samplers has
         raise ValueError(
             f"field {name!r}: {fields[name]!r:.60} was saved, and the loader has {now[name]!r}. Make the "
-            f"loader as it was, or allow the difference with load_state_dict(state, ignore=({name!r},))"
+            f"loader as it was, or allow the difference with load_state_dict(state, ignore=({name!r},)). "
+            f"{_ANEW}"
         )
 
 
@@ -212,7 +250,7 @@ def take(loaded: Saved, loader: Loader) -> None:
     if not resumes and "dataset" in loaded.place:
         with generators.restored({**generators.GLOBAL, **own}, states):
             _put(samplers.stateful_sampler(sampler), sampler, loaded)
-    if _DATASET in loaded.state:
+    if loaded.state.get(_DATASET) is not None:
         dataset.load_state_dict(copy.deepcopy(loaded.state[_DATASET]))
     generators.set_states(own, states)
     if loaded.initial_seed is not None:

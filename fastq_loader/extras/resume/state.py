@@ -21,6 +21,7 @@ from fastq_loader import options
 from fastq_loader.epoch import resources
 from fastq_loader.epoch.fields import EpochStart, Position
 from fastq_loader.epoch.samplers import epochs, own_generators
+from fastq_loader.errors import LoaderHint, warn_user
 from fastq_loader.extras.resume import samplers, text
 from fastq_loader.extras.resume.fields import EpochSnapshot
 from fastq_loader.options import Loader
@@ -58,7 +59,7 @@ def _described(loader: Loader) -> dict[str, Any]:
     parts = loader._index_sampler, loader.generator, loader.dataset
     return {
         "dataset_kind": "iterable" if options.is_iterable(loader) else "map",
-        "batch_size": loader.batch_size,
+        "batch_size": samplers.batch_size(loader._index_sampler),
         **samplers.compared(loader._index_sampler),
         "generator": "/".join(samplers.torchs_generators(*parts)),
         "schedule": "dynamic" if options.of(loader).is_dynamic else "round_robin",
@@ -75,20 +76,41 @@ def _length(loader: Loader) -> dict[str, Any]:
 
 
 def _state_of_dataset(loader: Loader) -> dict[str, Any]:
-    """The state of a map-style dataset that has one. It may be large, and is read only when a state is
-    requested.
+    """The state of a map-style dataset that has one; None if it cannot be copied. It may be large, and is
+    read only when a state is requested.
 
     Raises:
-        RuntimeError: its `state_dict` raised, or the result cannot be copied.
+        RuntimeError: its `state_dict` raised.
     """
-    dataset = loader.dataset
+    dataset: Any = loader.dataset
+    if position.has_methods(dataset) and not position.is_stateful(dataset):
+        _hint_left_out(loader, "its state_dict() needs arguments")
     if options.is_iterable(loader) or not position.is_stateful(dataset):
         return {}
     try:
-        return {"dataset_state": copy.deepcopy(dataset.state_dict())}
+        said = dataset.state_dict()
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise RuntimeError(f"the dataset's state_dict() cannot be used: {why}") from error
+    try:
+        return {"dataset_state": copy.deepcopy(said)}
+    except Exception as error:
+        _hint_left_out(loader, f"its state cannot be copied ({type(error).__name__}: {error})")
+        return {"dataset_state": None}
+
+
+def _hint_left_out(loader: Loader, why: str) -> None:
+    """Issue the hint that the state of the dataset is not saved, once."""
+    hinted = resources.of(loader).hinted
+    if LoaderHint not in hinted:
+        hinted.add(LoaderHint)
+        name, reads = type(loader.dataset).__name__, " and is read from its beginning in a resumed epoch"
+        warn_user(
+            f"The state of {name} is not part of the loader's: {why}. So it does not go on where it stood"
+            f"{reads if options.is_iterable(loader) else ''}; "
+            "give it a state_dict() without arguments that returns plain values",
+            LoaderHint,
+        )
 
 
 def now(loader: Loader) -> dict[str, Any]:
@@ -147,7 +169,7 @@ def state_of(loader: Loader, record: Any) -> dict[str, Any]:
         digest=draws.digest,
         part=samplers.part_of_data(loader._index_sampler),
     )
-    workers = [_worker(*worker) for worker in progress.workers]
+    workers = [_worker(loader, *worker) for worker in progress.workers]
     return {**_whole(constant, progress, now, workers, record), **_said(copy.deepcopy(draws.place))}
 
 
@@ -160,7 +182,7 @@ def _between_epochs(loader: Loader, record: Any) -> dict[str, Any]:
         before, at = EpochStart(), Position()
     else:
         states, progress = generators.states_of(record.info.own), record.progress
-        workers = [_worker(*worker) for worker in progress.workers if record.persistent]
+        workers = [_worker(loader, *worker) for worker in progress.workers if record.persistent]
         before, at = record.start, record.position
     start = EpochStart(
         *(at.epoch, at.batches, False, before.base_seed, before.shared_seed, before.lives_on),
@@ -201,9 +223,11 @@ def _said(place: dict[str, Any]) -> dict[str, Any]:
     return {"_index_sampler_state": place.get("dataset"), "_sampler_iter_state": place.get("iterator")}
 
 
-def _worker(delivered: int, state: bytes) -> tuple[int, dict[str, Any], Any]:
+def _worker(loader: Loader, delivered: int, state: bytes) -> tuple[int, dict[str, Any], Any]:
     worker = pickle.loads(state) if state else {}
     place = worker.pop("position", None)
     if place is not None and "error" in place:
         raise RuntimeError(f"the dataset's state_dict(), or its iterator's, cannot be used: {place['error']}")
+    if "left_out" in worker:
+        _hint_left_out(loader, f"its state cannot be copied ({worker['left_out']})")
     return delivered, worker, place

@@ -24,6 +24,9 @@ class StatefulDataLoader(DataLoader[T_co], Resumable):
     """A `DataLoader` that can be stopped in the middle of an epoch, and resumed. It takes the arguments of
     torchdata's `StatefulDataLoader`, which it replaces.
 
+    A dataset whose `state_dict` takes arguments is not asked, and a state that cannot be copied is left out,
+    with a `LoaderHint`.
+
     A state has a form of its own: states of torchdata's class are refused.
 
     Args:
@@ -76,8 +79,8 @@ class StatefulDataLoader(DataLoader[T_co], Resumable):
 
         Raises:
             Exception: whatever `state_dict` of a sampler raises.
-            RuntimeError: `state_dict` of the dataset or its iterator raised, or its result cannot be copied;
-                or it is called inside of `iter()`, by a signal handler.
+            RuntimeError: `state_dict` of the dataset or its iterator raised; or it is called inside of
+                `iter()`, by a signal handler.
 
         >>> loader = StatefulDataLoader(range(8), 2, shuffle=True)
         >>> batches = [next(iter(loader))]
@@ -100,6 +103,10 @@ class StatefulDataLoader(DataLoader[T_co], Resumable):
         it was saved. A state saved after the last batch gives an epoch without batches; a state saved when
         the epoch was over gives the next epoch.
 
+        With another batch size, the epoch goes on after the samples that were delivered, if the dataset is
+        map-style and its order is computed: without a sampler of the user's, or with `DistributedSampler`,
+        `PermutationSampler` or `WeightedSampler`.
+
         Args:
             state_dict: the result of `state_dict()`, also after a round trip through JSON; `{}` starts anew.
             ignore: names of fields in which this loader may differ from the saved one: "dataset_kind",
@@ -114,9 +121,9 @@ class StatefulDataLoader(DataLoader[T_co], Resumable):
                 yields other indices than before, `iter()` raises it.
             TypeError: `ignore` is not a collection of names.
 
-        >>> StatefulDataLoader(range(8), 4).load_state_dict(StatefulDataLoader(range(8), 2).state_dict())
+        >>> StatefulDataLoader(range(9)).load_state_dict(StatefulDataLoader(range(8)).state_dict())
         Traceback (most recent call last):
-        ValueError: ...batch_size...
+        ValueError: ...dataset_length...
         """
         resources = resources_of(self)
         with resources.lock:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from fastq_loader import PermutationSampler, StatefulDataLoader, WeightedSampler
 from fastq_loader.reading import generators
@@ -42,7 +50,7 @@ def cut(of: dict[str, Any]) -> dict[str, Any]:
 
 DAMAGED: dict[str, tuple[Callable[[], Any], str]] = {
     "no dict": (lambda: [state()], "the state is a list"),
-    "foreign": (lambda: {"model": 1}, "'library'.*its keys are 'model'"),
+    "foreign": (lambda: {"model": 1}, "'library'.*its keys are 'model'.*anew, load {}"),
     "of a later version": (changed("version", to=6), "field 'version' is 6, and this release reads 5"),
     "by the earlier rule": (
         changed("version", to=4),
@@ -75,7 +83,6 @@ def test_what_is_wrong_with_a_state_is_named_and_nothing_is_taken(make: Any, tex
 
 OTHERS: dict[str, tuple[StatefulDataLoader[Any], Any, Any]] = {
     "dataset_length": (loader(length=21), 20, 21),
-    "batch_size": (loader(batch_size=5), 4, 5),
     "sampler": (loader(shuffle=False), "BatchSampler/RandomSampler", "BatchSampler/SequentialSampler"),
     "schedule": (loader(schedule="dynamic"), "round_robin", "dynamic"),
     "generator": (loader(generator=None), "generator", ""),
@@ -90,7 +97,10 @@ OTHERS: dict[str, tuple[StatefulDataLoader[Any], Any, Any]] = {
 @pytest.mark.parametrize(("field", "other"), [(name, other) for name, (other, *_) in OTHERS.items()])
 def test_a_loader_that_iterates_something_else_is_refused_unless_told(field: str, other: Any) -> None:
     _, saved, now = OTHERS[field]
-    with pytest.raises(ValueError, match=f"field '{field}': {saved!r} was saved, and the loader has {now!r}"):
+    text = (
+        f"field '{field}': {saved!r} was saved, and the loader has {now!r}.*epoch anew, load {{}}; with Acc"
+    )
+    with pytest.raises(ValueError, match=text):
         other.load_state_dict(state())
     other.load_state_dict(state(), ignore=(field,))
     assert other.position == (0, 1, 1)
@@ -112,6 +122,59 @@ def test_samplers_with_another_order_are_refused_and_those_of_another_rank_are_n
         else:
             other.load_state_dict(state(one))
             assert other.position == (0, 1, 1)
+
+
+def samples(batches: Iterable[Any]) -> list[int]:
+    return [index for batch in batches for index in batch.tolist()]
+
+
+ORDERS: dict[str, Callable[[int, torch.Generator], dict[str, Any]]] = {
+    "sequential": lambda size, _: {"batch_sampler": BatchSampler(SequentialSampler(range(50)), size, False)},
+    "shuffle": lambda size, generator: {"batch_size": size, "shuffle": True, "generator": generator},
+    "several shuffles": lambda size, generator: {
+        "batch_size": size,
+        "sampler": RandomSampler(range(50), num_samples=130, generator=generator),  # type: ignore[arg-type]
+    },
+    "permutation": lambda size, _: {"batch_size": size, "sampler": PermutationSampler(50, 3)},
+    "distributed": lambda size, _: {
+        "batch_size": size,
+        "sampler": DistributedSampler(range(50), 2, 0),  # type: ignore[arg-type]
+    },
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_another_batch_size_goes_on_after_the_samples_that_were_delivered(order: Any) -> None:
+    """Also where a framework makes a batch sampler; and once more; and the next epoch is the same."""
+
+    def of(size: int, seed: int) -> StatefulDataLoader[Any]:
+        return StatefulDataLoader(torch.arange(50), **order(size, torch.Generator().manual_seed(seed)))
+
+    for stop in (1, 4):
+        whole = of(4, 1)
+        batches = iter(whole)
+        found = samples(islice(batches, stop))
+        told, left = whole.state_dict(), samples(batches)
+        second = of(6, 2)
+        second.load_state_dict(told)
+        assert second.position == (0, stop * 4 // 6, stop)
+        batches = iter(second)
+        found += samples(islice(batches, 1))
+        third = of(5, 3)
+        third.load_state_dict(second.state_dict())
+        assert samples(third) == left[6:]
+        assert samples(batches) == left[6:]
+        assert samples(second) == samples(third) == samples(whole)
+        with pytest.raises(ValueError, match="batch_size=6: the state was saved with 4"):
+            second.replay(0, state=told)
+
+
+def test_another_batch_size_is_refused_where_the_order_may_depend_on_it() -> None:
+    one, other = (
+        StatefulDataLoader(range(20), size, sampler=WeightedRandomSampler([1.0] * 20, 20)) for size in (4, 5)
+    )
+    with pytest.raises(ValueError, match="field 'batch_size': 4 was saved, and the loader has 5"):
+        other.load_state_dict(state(one))
 
 
 def test_names_to_ignore_are_checked() -> None:
