@@ -6,7 +6,7 @@ Pure: sizes and numbers in, rectangles out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,11 +25,24 @@ class Crop(NamedTuple):
     height: int
     width: int
 
-    def scaled(self, down: float, across: float) -> Crop:
-        """The rectangle in the same image at another size, `down` and `across` times as large."""
-        top, left = round(self.top * down), round(self.left * across)
-        bottom, right = round((self.top + self.height) * down), round((self.left + self.width) * across)
-        return Crop(top, left, max(1, bottom - top), max(1, right - left))
+
+class Box(NamedTuple):
+    """A rectangle among the pixels of an array, whose edges may lie within pixels."""
+
+    top: float
+    left: float
+    height: float
+    width: float
+
+
+def another(seeds: Any, views: int = 0, parts: int = 0) -> Any:
+    """The seed, or array of int64 seeds, of further views of a sample: their numbers are other ones.
+
+    Args:
+        views: number of the call for the sample.
+        parts: how often the same image precedes in the structure that is decoded.
+    """
+    return (seeds + ((views * _VIEW + parts * _PART) & _63_BITS)) & _63_BITS
 
 
 def numbers(seed: int) -> Iterator[float]:
@@ -45,7 +58,9 @@ def numbers(seed: int) -> Iterator[float]:
         yield ((mixed ^ (mixed >> 31)) >> 11) / (1 << 53)
 
 
-_64_BITS = (1 << 64) - 1
+_64_BITS, _63_BITS = (1 << 64) - 1, (1 << 63) - 1
+#: Any odd numbers that are no small multiples of each other and of the generator's increment.
+_VIEW, _PART = 0x2545F4914F6CDD1D, 0x5851F42D4C957F2D
 
 
 def random_crop(height: int, width: int, scale: Pair, ratio: Pair, drawn: Iterator[float]) -> Crop:
@@ -74,20 +89,38 @@ class Cut(NamedTuple):
     """How a result is made from an image.
 
     Attributes:
-        crop: the part of the image that is resized.
+        size: height and width of the image for which this was decided.
+        crop: the part of it that is resized.
         shape: height and width that it is resized to.
         middle: the part of that which is the result.
         flipped: whether the result is flipped.
     """
 
+    size: tuple[int, int]
     crop: Crop
     shape: tuple[int, int]
     middle: Crop
     flipped: bool
 
-    def smallest(self, height: int, width: int) -> tuple[int, int]:
-        """The smallest size of the image, of this height and width, whose part need not be enlarged."""
-        return -(-height * self.shape[0] // self.crop.height), -(-width * self.shape[1] // self.crop.width)
+    @property
+    def smallest(self) -> tuple[int, int]:
+        """The smallest size of the image whose part need not be enlarged."""
+        (height, width), crop = self.size, self.crop
+        return -(-height * self.shape[0] // crop.height), -(-width * self.shape[1] // crop.width)
+
+    def box(self, area: Box) -> Box:
+        """The same part of a copy of the image, or of its mask, of any size.
+
+        Args:
+            area: the place of all of the copy in its pixels.
+        """
+        (height, width), crop = self.size, self.crop  # multiplied first: whole numbers stay exact
+        return Box(
+            area.top + crop.top * area.height / height,
+            area.left + crop.left * area.width / width,
+            crop.height * area.height / height,
+            crop.width * area.width / width,
+        )
 
 
 #: For each argument, a function of its value and of all, true if it is valid; and what to give instead.
@@ -128,7 +161,7 @@ _CHECKS: Checks = {
 class CropRule:
     """The arguments of `DecodeImages` that say where an image is cut."""
 
-    size: int | tuple[int, int]
+    size: int | Sequence[int]
     scale: Pair | None = (0.08, 1.0)
     ratio: Pair = (3 / 4, 4 / 3)
     flip: float | None = None
@@ -139,8 +172,10 @@ class CropRule:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Height and width of the results."""
-        return (self.size, self.size) if isinstance(self.size, int) else self.size
+        """Height and width of the results. As torchvision's, a single number may stand in a list."""
+        sides = [self.size] if isinstance(self.size, int) else [*self.size]
+        height, width = sides * 2 if len(sides) == 1 else sides
+        return height, width
 
     @property
     def flips(self) -> float:
@@ -161,4 +196,4 @@ class CropRule:
         else:
             crop = random_crop(height, width, self.scale, self.ratio, drawn)
         top, left = round((shape[0] - self.shape[0]) / 2), round((shape[1] - self.shape[1]) / 2)
-        return Cut(crop, shape, Crop(top, left, *self.shape), next(drawn) < self.flips)
+        return Cut((height, width), crop, shape, Crop(top, left, *self.shape), next(drawn) < self.flips)

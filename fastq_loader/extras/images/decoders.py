@@ -11,13 +11,16 @@ from __future__ import annotations
 import functools
 import importlib
 import io
+import math
 from collections.abc import Callable
 from contextlib import suppress
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastq_loader.extras.images import gpu
+from fastq_loader.extras.images.crops import Box
 
 #: Kinds of files: what pillow decodes; JPEG that simplejpeg decodes; the JPEG that GPUs decode, too.
 OTHER, JPEG, BASELINE = range(3)
@@ -39,18 +42,27 @@ class Header(NamedTuple):
     kind: int
 
 
-@functools.cache
 def library(name: str) -> Any:
     """The module of a library; None if it cannot be imported."""
-    with suppress(ImportError):
-        return importlib.import_module(name)
-    return None
+    return imported(name)[0]
+
+
+@functools.cache
+def imported(name: str) -> tuple[Any, str]:
+    """The module of a library; or None, and why. It is tried once: what fails may take long."""
+    try:
+        return importlib.import_module(name), ""
+    except ModuleNotFoundError:
+        return None, "is not installed"
+    except Exception as error:  # such as of a library that was built for another version of numpy
+        return None, f"cannot be imported ({type(error).__name__}: {error})"
 
 
 def chosen() -> dict[str, str]:
     """The library that decodes each kind of file in this process, and why: the doctor shows it."""
-    others = "pillow" if library("PIL.Image") else "none, because pillow is not installed"
-    jpeg = "simplejpeg" if library("simplejpeg") else "pillow, because simplejpeg is not installed"
+    others = "pillow" if library("PIL.Image") else f"none, because pillow {imported('PIL.Image')[1]}"
+    found, reason = imported("simplejpeg")
+    jpeg = "simplejpeg" if found else f"pillow, because simplejpeg {reason}"
     return {
         "JPEG": jpeg if others == "pillow" else others,
         "other files": others,
@@ -67,18 +79,21 @@ def read_header(data: Any, name: str) -> Header:
     """
     if library("PIL.Image") is None:
         raise ImportError("images need pillow, and simplejpeg for speed: pip install 'fastq-loader[images]'")
-    header = _of_jpeg(data) or _by_pillow(data, name, lambda opened: _of_opened(opened, data))
-    limit = library("PIL.Image").MAX_IMAGE_PIXELS
-    if limit is not None and header.height * header.width > 2 * limit:  # as pillow refuses files
-        raise _refusal(data, name, f"it has more than twice the {limit} pixels of PIL.Image.MAX_IMAGE_PIXELS")
-    return header
+    header, limit = _of_jpeg(data), library("PIL.Image").MAX_IMAGE_PIXELS
+    if header is not None and (limit is None or header.height * header.width <= limit):
+        return header
+    # Of too many pixels it warns, or refuses the file.
+    by_pillow: Header = _by_pillow(data, name, lambda opened: _of_opened(opened, data))
+    return header or by_pillow
 
 
 def _of_jpeg(data: Any) -> Header | None:
     """The header of a JPEG that simplejpeg decodes as pillow does; else None."""
+    if (simplejpeg := library("simplejpeg")) is None:
+        return None
     try:
-        height, width, colors, _ = library("simplejpeg").decode_jpeg_header(data)
-    except (AttributeError, ValueError):  # it is not installed, or this is no JPEG
+        height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:  # this is no JPEG
         return None
     kind = BASELINE if colors == "YCbCr" and _is_baseline(data) else JPEG
     return Header(height, width, kind) if colors in ("YCbCr", "RGB", "Gray") else None
@@ -92,46 +107,65 @@ def _of_opened(opened: Any, data: Any) -> Header:
 def _is_baseline(data: Any) -> bool:
     """Whether the frame of a JPEG is baseline: neither progressive nor of another kind."""
     at = 2
-    with suppress(IndexError):
-        while (marker := data[at + 1]) not in _FRAMES:  # a byte that fills up, or a segment
-            at += 1 if marker == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-        return bool(marker == 0xC0)
+    while at + 1 < len(data):
+        if (marker := data[at + 1]) in _FRAMES:
+            return bool(marker == 0xC0)
+        at += 1 if marker == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4], "big")  # or a segment
     return False
 
 
 def read_orientation(data: Any, name: str) -> int:
     """How an image has to be turned, by its EXIF data: 1 (not at all) to 8. Raises DecodeError."""
     opened, found = _by_pillow(data, name, lambda opened: opened), 1
-    with suppress(Exception):  # damaged EXIF data says nothing; and TIFF is turned by pillow itself
+    try:  # TIFF is turned by pillow itself
         found = 1 if opened.format == "TIFF" else int(opened.getexif().get(0x0112, 1))
+    except Exception as error:
+        if not _is_of_decoder(error):
+            raise  # else the EXIF data are damaged, and say nothing
     return found if 1 <= found <= 8 else 1
 
 
-def decode(data: Any, name: str, kind: int, turn: int, smallest: tuple[int, int]) -> np.ndarray[Any, Any]:
+def decode(
+    data: Any, name: str, header: Header, turn: int, smallest: tuple[int, int]
+) -> tuple[np.ndarray[Any, Any], Box]:
     """Decode an image.
 
     Args:
-        data, name, kind: of the file.
+        data, name, header: of the file.
         turn: its orientation, or 1 for none.
         smallest: height and width that the result must reach: a JPEG may be decoded at 1/8 to 7/8 of its
             size. Zeros decode at full size.
 
     Returns:
-        uint8, shape (height, width, 3), RGB, upright.
+        uint8, shape (height, width, 3), RGB, upright; and the place of the image in them: at a part of its
+        size, the last row or column may lie beyond its edge in part.
 
     Raises:
         DecodeError: it cannot be decoded.
     """
     down, across = smallest[::-1] if turn >= 5 else smallest
-    pixels: Any = None
-    with suppress(AttributeError, ValueError):  # without simplejpeg, or if it refuses a file, pillow decodes
-        if kind != OTHER:
-            pixels = library("simplejpeg").decode_jpeg(data, "RGB", min_height=down, min_width=across)
+    pixels = None
+    if header.kind != OTHER and (simplejpeg := library("simplejpeg")) is not None:
+        with suppress(ValueError):  # pillow decodes some files that it refuses
+            pixels = simplejpeg.decode_jpeg(data, "RGB", min_height=down, min_width=across)
     if pixels is None:
         pixels = _by_pillow(data, name, lambda opened: np.array(opened.convert("RGB")))
+    height, width = _exact_size(pixels.shape, header)
     upright = pixels.transpose(1, 0, 2) if turn >= 5 else pixels  # as `PIL.ImageOps.exif_transpose`
-    rows, columns = -1 if turn in (3, 4, 7, 8) else 1, -1 if turn in (2, 3, 6, 7) else 1
-    return np.ascontiguousarray(upright[::rows, ::columns])
+    height, width = (width, height) if turn >= 5 else (height, width)
+    from_bottom, from_right = turn in (3, 4, 7, 8), turn in (2, 3, 6, 7)
+    top, left = from_bottom * (upright.shape[0] - height), from_right * (upright.shape[1] - width)
+    upright = upright[:: -1 if from_bottom else 1, :: -1 if from_right else 1]
+    return np.ascontiguousarray(upright), Box(top, left, height, width)
+
+
+def _exact_size(shape: tuple[int, ...], header: Header) -> tuple[float, float]:
+    """Height and width of an image in its pixels, whose number libjpeg rounds up."""
+    for eighths in range(7, 0, -1):
+        down, across = header.height * eighths / 8, header.width * eighths / 8
+        if (math.ceil(down), math.ceil(across)) == shape[:2] != header[:2]:
+            return down, across
+    return shape[0], shape[1]
 
 
 def _by_pillow(data: Any, name: str, wanted: Callable[[Any], Any]) -> Any:
@@ -140,8 +174,20 @@ def _by_pillow(data: Any, name: str, wanted: Callable[[Any], Any]) -> Any:
     try:
         return wanted(pillow.open(io.BytesIO(data)))
     except Exception as error:
+        if not _is_of_decoder(error):
+            raise
         unknown = isinstance(error, pillow.UnidentifiedImageError)  # its text has the address of the buffer
         raise _refusal(data, name, "it is no image that pillow knows" if unknown else str(error)) from error
+
+
+def _is_of_decoder(error: Exception) -> bool:
+    """Whether an error says that a file is damaged. Others pass, such as a time limit that a signal handler
+    raises while a file is decoded."""
+    if isinstance(error, (MemoryError, TimeoutError, InterruptedError)):
+        return False
+    *_, (innermost, _) = walk_tb(error.__traceback__)
+    is_pillows = innermost.f_globals.get("__name__", "").startswith("PIL.")
+    return is_pillows or isinstance(error, (OSError, SyntaxError, ValueError, EOFError))
 
 
 def _refusal(data: Any, name: str, reason: str) -> DecodeError:

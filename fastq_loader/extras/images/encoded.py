@@ -18,10 +18,14 @@ import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from fastq_loader.extras.images import sample_seeds
+from fastq_loader.extras.images.crops import another
 from fastq_loader.extras.images.decoders import Header, read_header
 from fastq_loader.memory import allocator
 
 Ints = np.ndarray[Any, Any]
+
+#: The formats of buffers of bytes: unsigned, signed, characters, and numpy's "S1".
+_BYTES = "Bbcs"
 
 
 class Encoded:
@@ -30,20 +34,21 @@ class Encoded:
     Attributes:
         data: the bytes.
         name: the name of the file for errors; "" if it has none.
-        seed: the number from which the random choices for this sample are made; 63 bits.
+        seed: the number from which the next random choices for this sample are made; 63 bits.
         header: its size in pixels, and the kind of file.
+        place: the sample that the seed belongs to; see `sample_seeds.place`.
 
     Raises:
         DecodeError, ImportError: see `encoded`.
     """
 
-    __slots__ = ("_batch", "data", "header", "name", "seed")
-    _not_compared = ("_batch", "seed")  # by `compare`
+    __slots__ = ("data", "header", "name", "place", "seed")
+    _not_compared = ("place", "seed")  # by `compare`
 
     def __init__(self, data: Any, name: str = "", seed: int = 0, header: Header | None = None) -> None:
         self.data, self.name, self.seed = data, name, seed
         self.header = header or read_header(data, name)
-        self._batch = sample_seeds.current()  # the batch that the seed belongs to
+        self.place = sample_seeds.place()
 
     def seed_of_this_batch(self, renews: bool = False) -> int:
         """The seed. A sample that a dataset keeps takes a new one for each batch of this package's loader.
@@ -51,10 +56,17 @@ class Encoded:
         Args:
             renews: whether it takes a new one in any case.
         """
-        now = sample_seeds.current()
-        if renews or now not in (None, self._batch):
-            self.seed, self._batch = sample_seeds.take(), now
+        now = sample_seeds.place()
+        if renews or (now is not None and now[:-1] != (self.place or ())[:-1]):
+            self.seed, self.place = sample_seeds.take(), now
         return self.seed
+
+    def seeds_of_this_batch(self) -> list[int]:
+        return [self.seed_of_this_batch()]
+
+    def advance(self) -> None:
+        """From now on, other random choices are made for this sample, which another call may decode again."""
+        self.seed = another(self.seed, views=1)
 
     def __len__(self) -> int:
         """Number of bytes."""
@@ -68,10 +80,10 @@ class Encoded:
         return hash(self.name)
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return bytes(self.data), self.name, self.seed, self.header, self._batch
+        return bytes(self.data), self.name, self.seed, self.header, self.place
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.data, self.name, self.seed, self.header, self._batch = state
+        self.data, self.name, self.seed, self.header, self.place = state
         self.seed_of_this_batch(sample_seeds.reading.renews)  # here the sample's position is known
 
 
@@ -85,11 +97,13 @@ def encoded(source: str | os.PathLike[str] | Any, name: str | None = None) -> En
     same for any number of workers, any schedule, a restarted worker, a replay and a resumed epoch. A second
     `encoded` of the same sample has a seed of its own. Of an iterable dataset they are the same for one
     number of workers. Outside of this package's loader, and in threads that the dataset starts, it is drawn
-    from torch's global generator.
+    from torch's global generator. If `DecodeImages` decodes a sample twice, the second result has other
+    crops, and they are the same in all these cases, too.
 
     Args:
-        source: path of the file; or its contents as bytes, another buffer of bytes (such as a bytearray, a
-            memoryview or a mapped file), or a uint8 array or tensor of one dimension.
+        source: path of the file; or its contents as bytes; or another buffer of bytes, which is copied (such
+            as a bytearray, a memoryview, a mapped file, a buffer of pyarrow's, or a uint8 array or tensor of
+            one dimension).
         name: the name for errors; by default the path.
 
     The header of the file is read, so that `errors=` of the loader applies to a file without a valid one. A
@@ -111,12 +125,15 @@ def encoded(source: str | os.PathLike[str] | Any, name: str | None = None) -> En
     return Encoded(data, name, sample_seeds.take())  # a broken file takes one, too
 
 
-def _bytes_of(source: Any) -> memoryview:
-    """The contents of a file, without a copy where they lie in one piece. Raises TypeError."""
+def _bytes_of(source: Any) -> bytes:
+    """The contents of a file: a copy of what may change, or be closed. Raises TypeError."""
+    if isinstance(source, bytes):
+        return source
     with suppress(TypeError):
-        view = memoryview(cast(Any, source.numpy()) if isinstance(source, torch.Tensor) else source)
-        if (view.format, view.ndim) == ("B", 1):
-            return view if view.contiguous else memoryview(view.tobytes())
+        given = cast(Any, source.numpy()) if isinstance(source, torch.Tensor) else source
+        with memoryview(given) as view:
+            if view.itemsize == view.ndim == 1 and str(view.format)[-1] in _BYTES:
+                return view.tobytes()
     raise TypeError(f"encoded(source={type(source).__name__}): give a path, bytes, or uint8 of shape (n,)")
 
 
@@ -130,7 +147,7 @@ class EncodedBatch:
         data: array of uint8, shape (total bytes,).
         offsets: array of int64, shape (N + 1,): file i is `data[offsets[i]:offsets[i + 1]]`.
         names: name of each file.
-        seeds: array of int64, shape (N,): seed of each file.
+        seeds: array of int64, shape (N,): seed of the next random choices for each file.
         headers: array of int64, shape (N, 3): height, width and kind of each file.
     """
 
@@ -156,6 +173,14 @@ class EncodedBatch:
     def __iter__(self) -> Iterator[Encoded]:
         return map(self.__getitem__, range(len(self)))
 
+    def seeds_of_this_batch(self) -> list[int]:
+        seeds: list[int] = self.seeds.tolist()
+        return seeds
+
+    def advance(self) -> None:
+        """As `Encoded.advance`."""
+        self.seeds = another(self.seeds, views=1)
+
     def pin_memory(self, device: Any = None) -> EncodedBatch:
         """The batch itself: the decoder reads ordinary memory."""
         return self
@@ -180,6 +205,8 @@ def joined(samples: Sequence[Encoded], *, collate_fn_map: Any = None) -> Encoded
     for sample, begin, end in zip(samples, offsets, offsets[1:], strict=False):
         data[begin:end] = np.frombuffer(sample.data, np.uint8)
     seeds = np.array([sample.seed_of_this_batch() for sample in samples], np.int64)
+    for sample in samples:  # which may be another part of its sample, too
+        sample.seed = another(sample.seed, parts=1)
     sizes = np.array([sample.header for sample in samples], np.int64).reshape(-1, 3)
     return EncodedBatch(data, offsets, tuple(sample.name for sample in samples), seeds, sizes)
 

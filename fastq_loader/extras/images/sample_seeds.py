@@ -35,19 +35,14 @@ class _Reading(threading.local):
 reading = _Reading()
 
 
-def current() -> tuple[int, ...] | None:
-    """The numbers of the batch that this thread reads; None outside of a loader."""
-    return None if loading.reader is None else loading.reader.numbers
-
-
 def place() -> tuple[int, ...] | None:
-    """The numbers of the batch, and the position of the sample in it; None outside of a loader, in its
-    collate function, and where the position is not known (`__getitems__`, indices of other types than list
-    and tuple)."""
-    reader = loading.reader
-    if reader is None or not (size := operator.length_hint(reader.fetcher.indices)):
+    """The numbers of the batch that this thread reads, and the position of the sample in it, from 1 on; None
+    outside of a loader. The position is 0 in the collate function, and where it is not known (`__getitems__`,
+    indices of other types than list and tuple)."""
+    if (reader := loading.reader) is None:
         return None
-    return *reader.numbers, size - operator.length_hint(reader.fetcher.left)
+    size, left = map(operator.length_hint, (reader.fetcher.indices, reader.fetcher.left))
+    return *reader.numbers, size - left if size else 0
 
 
 @contextmanager
@@ -99,13 +94,12 @@ def take() -> int:
     Outside of a loader of this package it is drawn from torch's global generator. Where the position of the
     sample is not known, all seeds of the batch are counted.
     """
-    reader = loading.reader
-    if reader is None and reading.owed is not None:
+    reader, of_sample = loading.reader, place()
+    if of_sample is None and reading.owed is not None:
         reading.owed += 1
         return mixed(torch.random.get_rng_state().numpy().tobytes(), reading.owed)
-    if reader is None:
+    if of_sample is None:
         return int(torch.randint(1 << 62, (), device="cpu")) * 2 + int(torch.randint(2, (), device="cpu"))
-    of_sample = place() or (*reader.numbers, -1)
     before, taken = reader.newest or ((), 0)
     reader.newest = of_sample, taken + 1 if of_sample == before else 1
     return mixed(*of_sample, reader.newest[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ from torch.utils.data import default_collate
 
 from fastq_loader.extras.images import gpu
 from fastq_loader.extras.images.ahead import Ahead
-from fastq_loader.extras.images.decoders import BASELINE, decode
+from fastq_loader.extras.images.decoders import BASELINE, Header, decode
 from fastq_loader.images import DecodeError, DecodeImages, EncodedBatch, encoded
 from tests.conftest import run_script, wait_until
 from tests.extras.images.test_decode_images import FILES
@@ -180,7 +181,9 @@ def test_a_gpu_decodes_baseline_jpeg_in_groups(
 
     def decoded(files: list[Any], stream: Any) -> Any:
         groups.append([photos.index(bytes(file)) for file in files])
-        found = [torch.from_numpy(decode(file, "", BASELINE, 1, (0, 0))).permute(2, 0, 1) for file in files]
+        header = Header(40, 50, BASELINE)
+        arrays = [decode(file, "", header, 1, (0, 0))[0] for file in files]
+        found = [torch.from_numpy(array).permute(2, 0, 1) for array in arrays]
         return () if refused in groups[-1] else found
 
     options = {"exif": True, "interpolation": mode}
@@ -188,9 +191,9 @@ def test_a_gpu_decodes_baseline_jpeg_in_groups(
     stream = SimpleNamespace(device=torch.device("cpu"))
     monkeypatch.setattr(gpu, "working", lambda device: nullcontext(stream))
     monkeypatch.setattr(gpu, "decode", decoded)
-    found = pixels(batch)
+    found = pixels(copy.copy(batch))
     assert groups == [[0, 1], [2, 3], [4, 5]]
-    assert DecodeImages(16, device="cpu", group_bytes=1)(batch).shape == found.shape
+    assert DecodeImages(16, device="cpu", group_bytes=1)(copy.copy(batch)).shape == found.shape
     assert groups[3:] == [[number] for number in range(7)]  # with `exif=False` the last one, too
     monkeypatch.undo()
     differences = (found.int() - DecodeImages(16, **options)(batch).int()).abs()

@@ -40,17 +40,6 @@ def test_areas_are_spread_evenly() -> None:
     assert all(abs(areas[int(len(areas) * share)] - (0.1 + 0.9 * share)) < 0.05 for share in (0.1, 0.5, 0.9))
 
 
-@given(st.integers(2, 500), st.integers(2, 500), st.floats(0.1, 1), st.floats(0.1, 10))
-def test_a_crop_of_a_smaller_copy_is_the_same_part(
-    height: int, width: int, down: float, across: float
-) -> None:
-    crop = crops.Crop(height // 3, width // 3, height // 2, width // 2)
-    scaled = crop.scaled(down, across)
-    assert abs(scaled.top - crop.top * down) <= 0.5
-    assert abs(scaled.left - crop.left * across) <= 0.5
-    assert abs(scaled.top + scaled.height - (crop.top + crop.height) * down) <= 1
-
-
 @pytest.mark.formats
 def test_crops_are_torchvisions(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tests.support.formats")  # lets a torchvision for CUDA be imported

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, default_collate
 
 from fastq_loader import DataLoader, ToDevice
 from fastq_loader.extras.images import crops
+from fastq_loader.extras.images.decoders import Header
 from fastq_loader.images import DecodeImages, Encoded, encoded
 from tests.support.photographs import file_of, photograph
 from tests.support.thorough import seeds
@@ -68,11 +69,10 @@ def test_a_worker_a_batch_and_a_transform_have_the_same_pixels(seed: int) -> Non
 
 def test_a_crop_is_cut_before_it_is_resized() -> None:
     file = encoded(FILES[3])
+    seed = file.seed
     pixels = DecodeImages((20, 30), scale=(0.3, 0.3), flip=0)(file)
     whole = torch.from_numpy(photograph(*SIZES[3], seed=3)).permute(2, 0, 1)
-    top, left, height, width = crops.random_crop(
-        *SIZES[3], (0.3, 0.3), (3 / 4, 4 / 3), crops.numbers(file.seed)
-    )
+    top, left, height, width = crops.random_crop(*SIZES[3], (0.3, 0.3), (3 / 4, 4 / 3), crops.numbers(seed))
     part = whole[None, :, top : top + height, left : left + width]
     (expected,) = interpolate(part, (20, 30), mode="bilinear", antialias=True)
     assert pixels.dtype == torch.uint8
@@ -164,28 +164,129 @@ def test_masks_share_the_crop_of_their_image() -> None:
     assert not torch.equal(*apart)
     together = DecodeImages(30, same_crop=True)(default_collate([(image, mask)]))
     assert torch.equal(*together)
-    one, other = DecodeImages(30, same_crop=True, interpolation=("bilinear", "nearest"))((image, mask))
-    assert not torch.equal(one, other)
-    assert (one.int() - other.int()).abs().float().mean() < 8  # the same part of the image
     two = default_collate([mask, mask])
     for parts, lengths in (((image, two), r"\[1, 2\]"), ((two, image, mask), r"\[2, 1, 1\]")):
         with pytest.raises(ValueError, match=rf"same_crop=True\): the encoded parts have {lengths} images"):
             DecodeImages(30, same_crop=True)(parts)
 
 
+@pytest.mark.parametrize("side", [64, 224])
+@pytest.mark.parametrize("share", [1, 2, 0.5])
+def test_a_mask_of_any_size_is_cut_as_pillow_cuts_it(side: int, share: float) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    height, width = int(375 * share), int(500 * share)
+    down, across = (np.arange(height)[:, None] + 0.5) / height, (np.arange(width)[None, :] + 0.5) / width
+    blobs = np.where(np.sin(40 * across) + np.sin(33 * down) > 0, 255, 0).astype(np.uint8)
+    files = file_of(photograph(375, 500), "JPEG"), file_of(blobs, "PNG")
+    pixels = DecodeImages(side, same_crop=True, interpolation=("bilinear", "nearest"))
+    for seed in range(10):
+        _, mask = pixels((Encoded(files[0], seed=seed), Encoded(files[1])))
+        (top, left, tall, wide), flipped = pixels.cut(375, 500, seed).crop, pixels.cut(375, 500, seed).flipped
+        box = [left * width / 500, top * height / 375]
+        box += [(left + wide) * width / 500, (top + tall) * height / 375]
+        expected = np.array(pillow.fromarray(blobs).resize((side, side), pillow.Resampling.NEAREST, box))
+        found, expected = mask[0].numpy() > 0, (expected[:, ::-1] if flipped else expected) > 0
+        assert (found & expected).sum() / (found | expected).sum() >= 0.99
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("collate", [list, lambda batch: tuple(zip(*batch, strict=True))])
+def test_each_sample_of_a_list_has_a_crop_of_its_own(collate: Any, workers: int) -> None:
+    pixels = DecodeImages(16, same_crop=True, interpolation=("bilinear", "bilinear"))
+    together = loaded(Twice(), num_workers=workers)
+    listed = loaded(Twice(), num_workers=workers, collate_fn=collate)
+    for batch, samples in zip(together, listed, strict=True):
+        found = pixels(samples)
+        first, second = zip(*found, strict=True) if collate is list else found
+        expected, same = pixels(batch)
+        assert torch.equal(expected, same)
+        assert torch.equal(torch.stack(first), expected)
+        assert torch.equal(torch.stack(second), expected)
+    assert len({image.numpy().tobytes() for image in expected}) == len(expected)
+    files = [(encoded(FILES[3]), encoded(FILES[3])) for _ in range(2)]
+    with pytest.raises(ValueError, match="cannot tell which images belong to one sample"):
+        pixels(files)
+
+
+class Twice(Photos):
+    """An image, and its mask."""
+
+    def __getitem__(self, index: int) -> Any:
+        return encoded(self.files[3]), encoded(self.files[3])
+
+
+class Views(Photos):
+    """What `made` makes of an image: two views."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.pixels(encoded(self.files[3]))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_two_calls_are_two_views_wherever_they_are_made(workers: int) -> None:
+    pixels = DecodeImages(16)
+
+    def two(image: Any) -> Any:
+        return pixels(image), pixels(image)
+
+    def both(image: Any) -> Any:
+        return [image, image]
+
+    def same(image: Any) -> Any:
+        return image
+
+    def by_transform(made: Any, transform: Any) -> Any:
+        return loaded(Views(made), num_workers=workers, device=ToDevice("cpu", transform=transform))
+
+    def by_parts(image: Any) -> Any:
+        return pixels(both(image))
+
+    for by_sample, made, transform in ((two, same, two), (by_parts, both, pixels)):
+        for here, there in zip(loaded(Views(by_sample)), by_transform(made, transform), strict=True):
+            assert not any(torch.equal(*views) for views in zip(*here, strict=True))
+            assert all(map(torch.equal, here, there))
+
+
+def test_the_size_of_an_image_is_that_of_its_pixels() -> None:
+    """Before version 11, pillow turns TIFF when its pixels are read, and not its header."""
+    file = Encoded(FILES[3])
+    turned = Encoded(FILES[3], header=Header(file.header.width, file.header.height, file.header.kind))
+    assert torch.equal(DecodeImages(16)(file), DecodeImages(16)(turned))
+
+
+def test_a_size_may_stand_in_a_list() -> None:
+    assert DecodeImages([4])(encoded(FILES[0])).shape == DecodeImages([4, 4])(encoded(FILES[0])).shape
+
+
 def test_a_photograph_may_be_decoded_smaller_than_it_is() -> None:
     pytest.importorskip("simplejpeg")
     file = encoded(file_of(photograph(960, 1280), "JPEG", quality=95))
+    seed = file.seed
     small = DecodeImages(64, scale=(0.5, 1), draft=True)(file)
-    full = DecodeImages(64, scale=(0.5, 1))(file)
+    full = DecodeImages(64, scale=(0.5, 1))(Encoded(file.data, seed=seed))
     assert 0 < (small.int() - full.int()).abs().float().mean() < 4
+
+
+@pytest.mark.parametrize("turn", [1, 3])
+def test_a_photograph_that_is_decoded_smaller_stays_in_its_place(turn: int) -> None:
+    pytest.importorskip("simplejpeg")
+    exif = pytest.importorskip("PIL.Image").Exif()
+    exif[0x0112] = turn
+    wave = (127 + 120 * np.sin(np.arange(1499) / 40)).astype(np.uint8)
+    file = file_of(np.broadcast_to(wave[:, None], (1001, 1499, 3)), "JPEG", quality=95, exif=exif)
+    drafts, full = (DecodeImages(64, flip=0, exif=True, draft=draft) for draft in (True, False))
+    for seed in range(8):
+        found, image = (pixels(Encoded(file, seed=seed))[0].double() for pixels in (drafts, full))
+        slope = (image[:, 2:] - image[:, :-2]) / 2
+        moved = ((found - image)[:, 1:-1] * slope).sum() / (slope**2).sum()
+        assert abs(moved) < 0.05  # pixels of the result
 
 
 def test_normalised_pixels_are_normalizes() -> None:
     mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
     file = encoded(FILES[0])
-    plain = DecodeImages(8)(file)
-    found = DecodeImages(8, mean=mean, std=std, dtype=torch.float16)(file)
+    plain = DecodeImages(8, scale=None)(file)
+    found = DecodeImages(8, scale=None, mean=mean, std=std, dtype=torch.float16)(file)
     expected = (plain / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
     torch.testing.assert_close(found, expected.half())
 
@@ -199,8 +300,10 @@ def test_normalised_pixels_are_normalizes() -> None:
         {"ratio": (2, 1)},
         {"flip": 1.5},
         {"resize": 256},
-        {"std": None, "mean": (1, 2, 3)},
-        {"std": (1, 0, 1), "mean": (1, 2, 3)},
+        {"std": None, "mean": (0.1, 0.2, 0.3)},
+        {"std": (1, 0, 1), "mean": (0.1, 0.2, 0.3)},
+        {"mean": [123.675, 116.28, 103.53], "std": [58.395, 57.12, 57.375]},
+        {"size": [1, 2, 3]},
         {"dtype": torch.uint8},
         {"interpolation": "cubic"},
         {"same_crop": 1},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from fastq_loader.extras.images import decoders, gpu
+from fastq_loader.extras.images import decode_images, decoders, gpu
 from fastq_loader.extras.images.decoders import DecodeError
-from fastq_loader.extras.images.encoded import encoded
+from fastq_loader.images import DecodeImages, encoded
 from tests.support.photographs import KINDS, file_of, photograph
 
 Image = pytest.importorskip("PIL.Image")
@@ -21,10 +22,10 @@ ImageOps = pytest.importorskip("PIL.ImageOps")
 
 def by_us(data: bytes, exif: bool = False, name: str = "", smallest: Any = (0, 0)) -> Any:
     """Our pixels, after the size in the header, turned as the pixels are."""
-    height, width, kind = decoders.read_header(data, name)
+    header = height, width, _ = decoders.read_header(data, name)
     turn = decoders.read_orientation(data, name) if exif else 1
     size = (width, height) if turn >= 5 else (height, width)
-    return size, decoders.decode(data, name, kind, turn, smallest)
+    return size, decoders.decode(data, name, header, turn, smallest)[0]
 
 
 def by_pillow(data: bytes, exif: bool = False) -> Any:
@@ -80,8 +81,8 @@ def test_damaged_files_are_refused_by_name(
 
 
 def without(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    find = decoders.library
-    monkeypatch.setattr(decoders, "library", lambda name: None if name == missing else find(name))
+    find, absent = decoders.imported, (None, "is not installed")
+    monkeypatch.setattr(decoders, "imported", lambda name: absent if name == missing else find(name))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -96,6 +97,41 @@ def test_without_simplejpeg_pixels_are_pillows_to_the_bit(name: str, monkeypatch
         encoded(data)
 
 
+@pytest.mark.parametrize("error", [TimeoutError, InterruptedError, MemoryError, RuntimeError])
+def test_a_time_limit_and_a_lack_of_memory_are_no_damage(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any) -> Any:  # as a signal handler does
+        raise error("too long")
+
+    file = encoded(file_of(photograph(8, 8), "PNG"))
+    monkeypatch.setattr(Image.Image, "convert", stop)
+    with pytest.raises(error, match="too long") as raised:
+        DecodeImages(4)(file)
+    assert type(raised.value) is error
+
+
+def test_a_simplejpeg_that_does_not_load_is_tried_once_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def load(name: str) -> Any:
+        tried.append(name)
+        raise ValueError("numpy.dtype size changed")
+
+    data = file_of(photograph(8, 8), "JPEG")
+    find = functools.cache(decoders.imported.__wrapped__)
+    monkeypatch.setattr(decoders, "library", lambda name: Image if name == "PIL.Image" else find(name)[0])
+    monkeypatch.setattr(decoders, "imported", find)
+    monkeypatch.setattr(decode_images, "imported", find)
+    monkeypatch.setattr(decoders.importlib, "import_module", load)
+    with pytest.warns(UserWarning, match=r"simplejpeg cannot be imported \(ValueError: numpy.dtype"):
+        pixels = DecodeImages(4)
+    assert pixels(encoded(data)).shape == pixels(encoded(data)).shape == (3, 4, 4)
+    assert tried == ["simplejpeg"]
+    monkeypatch.setattr(decoders, "imported", lambda name: (Image, "") if name == "PIL.Image" else find(name))
+    assert "numpy.dtype size changed" in decoders.chosen()["JPEG"]
+
+
 def test_a_file_without_a_name_is_told_by_its_size() -> None:
     with pytest.raises(DecodeError, match="an image of 3 bytes cannot be decoded"):
         encoded(b"abc")
@@ -105,7 +141,7 @@ def test_a_file_without_a_name_is_told_by_its_size() -> None:
 def test_more_pixels_than_pillow_allows_are_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = file_of(photograph(40, 60), kind)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1200)
-    with pytest.warns(Image.DecompressionBombWarning) if kind == "PNG" else pytest.MonkeyPatch.context():
+    with pytest.warns(Image.DecompressionBombWarning, match="2400 pixels"):
         encoded(data)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1199)
     with pytest.raises(DecodeError, match=r"^large cannot be decoded: .*(MAX_IMAGE_PIXELS|exceeds limit)"):

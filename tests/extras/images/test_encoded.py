@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import mmap
+import multiprocessing
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,7 +80,9 @@ def test_files_arrive_as_they_were_read(loader: Any, workers: int) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        *(SMALL, bytearray(SMALL), memoryview(SMALL)),
+        *(SMALL, bytearray(SMALL), memoryview(SMALL), multiprocessing.RawArray("B", SMALL)),
+        *((ctypes.c_char * len(SMALL)).from_buffer_copy(SMALL), memoryview(SMALL).cast("b")),
+        np.frombuffer(SMALL, "S1"),
         np.repeat(np.frombuffer(SMALL, np.uint8), 2)[::2],
         torch.tensor(list(SMALL), dtype=torch.uint8),
     ],
@@ -86,6 +91,20 @@ def test_contents_may_be_given_in_any_form(source: Any) -> None:
     file = encoded(source, name="x")
     assert (bytes(file.data), file.name, len(file)) == (SMALL, "x", len(SMALL))
     assert content(default_collate([file, file])) == [SMALL] * 2
+
+
+def test_contents_that_change_or_are_closed_are_copied(tmp_path: Path) -> None:
+    buffer = bytearray(SMALL)
+    file = encoded(memoryview(buffer)[: len(SMALL)])
+    buffer[:] = bytes(len(SMALL))
+    buffer.clear()
+    (tmp_path / "file").write_bytes(SMALL)
+    with (
+        (tmp_path / "file").open("rb") as opened,
+        mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapped,
+    ):
+        files = [file, encoded(mapped)]
+    assert content(default_collate(files)) == [SMALL] * 2
 
 
 def test_a_path_is_read_and_is_the_name(tmp_path: Path) -> None:
@@ -291,7 +310,7 @@ def test_a_file_that_a_dataset_keeps_has_a_new_seed_in_each_epoch(
 
 
 def test_a_comparison_with_torchs_loader_says_that_crops_differ() -> None:
-    found = compare(DataLoader(Kept(DecodeImages(8)), 5))
+    found = compare(DataLoader(FromCache(DecodeImages(8)), 5))
     assert "differ on purpose" in str(found)
     assert compare(DataLoader(Kept(DecodeImages(8, scale=None)), 5)).equal
     for collate in (None, list):
