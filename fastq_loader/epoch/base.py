@@ -123,7 +123,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
                     self._warn_about_length(length)
                     self.outcome = None
                 return outcome.batch
-            case Ended() if self._record.progress.over:
+            case Ended() if self._record.reached.over:
                 self.outcome = outcome  # an interrupt or a hint may end the calls below
                 if self._bad_samples is not None:
                     self._bad_samples.tell()

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 from zlib import crc32
 
+import numpy as np
 import torch
 
 from fastq_loader.epoch.fields import EpochStart, Position, Resumable
@@ -31,6 +32,7 @@ from fastq_loader.scheduling.progress import START, Progress
 T = TypeVar("T")
 #: Indices that are digested at each end of a batch.
 _ENDS = 8
+_INT64 = np.dtype(np.int64)
 
 
 class Epoch(Iterator[Any]):
@@ -114,7 +116,8 @@ class Epoch(Iterator[Any]):
     def is_plain(self) -> bool:
         """Whether `source` can be iterated directly: torch's samplers, of whose further draws nothing is
         recorded."""
-        return type(self) is Epoch and self.info.still and self._note is None and not self._is_first
+        is_torchs = type(self) is Epoch and self.info.still
+        return is_torchs and self._note is None and not (self._is_first or self.ended)
 
     @property
     def position(self) -> Position:
@@ -214,13 +217,19 @@ class Epoch(Iterator[Any]):
 
     def _draw_first(self) -> Any:
         """Draw the first index. Many samplers draw their whole order then: record the states before."""
-        self._is_first, start, fixed = False, self.start, self.first_states
-        self.first_states = fixed or self.shared_now()  # a state requested meanwhile has these
+        self._is_first, fixed = False, self.first_states
+        if not fixed:
+            self.first_states = now = self.shared_now()  # a state requested meanwhile has these
+            return self._draw_recorded(now)
         with generators.as_at(fixed):
-            own = generators.states_of(self.info.own)
-            start.first |= {name: own[name] for name in generators.moved(start.states, own)}
-            prior = self.shared_now() if fixed else self.first_states
-            return self._recorded(start.first, prior, partial(next, self.source))
+            return self._draw_recorded(self.shared_now())
+
+    def _draw_recorded(self, prior: dict[str, Any]) -> Any:
+        start, own = self.start, self.info.own
+        if own:
+            states = generators.states_of(own)
+            start.first |= {name: states[name] for name in generators.moved(start.states, states)}
+        return self._recorded(start.first, prior, partial(next, self._source[0]))
 
     def _recorded(self, states: dict[str, Any], prior: dict[str, Any], call: Callable[[], T]) -> T:
         """Return the result of `call`, and record in `states` the `prior` states of the shared generators
@@ -228,8 +237,10 @@ class Epoch(Iterator[Any]):
         try:
             return call()
         finally:
-            used = prior if self.info.seeded else generators.moved(prior, self.shared_now())
-            states.update({name: prior[name] for name in used})
+            if self.info.seeded:
+                states.update(prior)
+            elif prior:
+                states |= {name: prior[name] for name in generators.moved(prior, self.shared_now())}
 
     def shared_now(self) -> dict[str, Any]:
         """The states of the shared generators that the sampler may draw from."""
@@ -273,6 +284,8 @@ def mixed(seed: int, *numbers: int) -> int:
 def digested(digest: int, index: Any) -> int:
     """Update a digest with an index, or a batch of indices. Indices that are neither integers nor values that
     `marshal` writes (strings, tuples, …) do not change it."""
+    if type(index) is np.ndarray and index.dtype is _INT64 and index.ndim == 1:  # the same, for a shuffle
+        return crc32(index[-_ENDS:].tobytes(), crc32(index[:_ENDS].tobytes(), digest))
     if type(index) is not list and _kind(index) in _ARRAYS:
         part = index.reshape(-1)  # converted by slices: ten times as fast as by items
         ends = [*part[:_ENDS].tolist(), *part[-_ENDS:].tolist()]

@@ -155,15 +155,14 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             drawn = self._due
             if drawn is not None:  # else the sampler has ended, or failed
                 self._load_drawn()
-        if record.progress.over:
+        if record.reached.over:
             log.end(time.monotonic_ns(), time.process_time_ns())
         elif self.outcome is not None and log.asked:  # else the batch was left out, or is recorded
             now, index = time.monotonic_ns(), drawn and drawn[1]
             # The error gets no name here: its traceback references this frame.
             log.record(GIVEN, now, self._loaded, index, getattr(self.outcome, "error", None))
         if self._may_be_usual and record.is_plain and (self._hints is None or self._hints.due == sys.maxsize):
-            self._indices = record.source
-            self._is_unusual = False
+            self._indices, self._is_unusual = record.source, False
 
     def _take_up(
         self, asked: int, index: Any, batch: Any, error: Exception | None = None
@@ -264,7 +263,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
 
     def _progress_after(self, number: int) -> Progress:
         """The progress of the epoch after a batch, or after the error in its place."""
-        progress = self._record.progress
+        progress = self._record.reached
         if not progress.workers:
             return progress.after(number)
         iterable = self._dataset_kind == _DatasetKind.Iterable

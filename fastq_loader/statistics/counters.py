@@ -74,20 +74,19 @@ class EpochLog:
             worker loads a batch.
     """
 
+    nbytes = batches = _samples = _late = _in_next = _waited = _cpu = 0
+    drew = drew_until = device = device_until = wait_from = wait_until = workers = head = memory = 0
+    bad_samples: Any = None
+    over = False
+
     def __init__(
         self, counters: Counters, epoch: int, now: int = 0, cpu: int = 0, in_batches: bool = True
     ) -> None:
         self.epoch, self._began, self._ended = epoch, now, now
-        self.nbytes = self.batches = self._samples = self._late = self._in_next = self._waited = 0
-        self.bad_samples: Any = None
-        self.over = False
         self.first_batches: dict[int, list[tuple[bytes, int]]] = {}
         self.private_generators: set[str] = set()
         self._counters, self._in_batches = counters, in_batches
-        self._cpu_before, self._cpu = cpu, 0
-        self.asked = now
-        self.drew = self.drew_until = self.device = self.device_until = 0
-        self.wait_from = self.wait_until = self.workers = self.head = self.memory = 0
+        self._cpu_before, self.asked = cpu, now
 
     @property
     def profiled(self) -> bool:

@@ -7,9 +7,8 @@ torch's own iterators run if one was replaced, before or after this package was 
 
 from __future__ import annotations
 
-import contextlib
 from inspect import isfunction
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch.utils.data
@@ -27,7 +26,6 @@ NAMES = [
     for path, kind in _CLASSES.items()
     for name in (path, *(f"{path}.{method}" for method, value in vars(kind).items() if isfunction(value)))
 ]
-_read_all = attrgetter(*NAMES)
 
 
 def _module_of(value: Any) -> str:
@@ -38,15 +36,25 @@ def _module_of(value: Any) -> str:
 
 # What was replaced before this import is not kept.
 _KEPT = tuple(
-    value if _module_of(value).startswith("torch.") else None for value in _read_all(torch.utils.data)
+    value if _module_of(value).startswith("torch.") else None
+    for value in attrgetter(*NAMES)(torch.utils.data)
 )
+
+
+# The classes and what is in them, which takes a third of the time of reading each name.
+_iterators, _fetchers = (
+    itemgetter(*(path.removeprefix(scope) for path in _CLASSES if path.startswith(scope)))
+    for scope in ("dataloader.", "_utils.fetch.")
+)
+_SCOPES: list[Any] = [vars(kind) for kind in _CLASSES.values()]
+_AS_IMPORTED = _iterators(vars(dataloader)), _fetchers(vars(_utils.fetch)), [dict(scope) for scope in _SCOPES]
 
 
 def found() -> str:
     """Return the first patch found, as a clause for a message; "" without a patch."""
-    with contextlib.suppress(AttributeError):  # a class that was replaced may lack a method
-        if _read_all(torch.utils.data) == _KEPT:  # in one call; equal functions and classes are the same
-            return ""
+    now = _iterators(vars(dataloader)), _fetchers(vars(_utils.fetch)), _SCOPES
+    if now == _AS_IMPORTED and None not in _KEPT:
+        return ""
     for name, kept in zip(NAMES, _KEPT, strict=True):
         value = attrgetter(name)(torch.utils.data)
         if value is not kept:
