@@ -229,7 +229,7 @@ class Epoch(Iterator[Any]):
         if own:
             states = generators.states_of(own)
             start.first |= {name: states[name] for name in generators.moved(start.states, states)}
-        return self._recorded(start.first, prior, partial(next, self._source[0]))
+        return self._recorded(start.first, prior, partial(next, self.sources[0]))
 
     def _recorded(self, states: dict[str, Any], prior: dict[str, Any], call: Callable[[], T]) -> T:
         """Return the result of `call`, and record in `states` the `prior` states of the shared generators

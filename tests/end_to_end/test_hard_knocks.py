@@ -21,7 +21,6 @@ from torch.utils.data import Sampler
 from fastq_loader import DataLoader, Dynamic, IteratorInvalid, RoundRobin
 from fastq_loader.epoch.serial import SerialIterator
 from fastq_loader.ipc.sockets import ConsumerSocket
-from fastq_loader.reading import fetch
 from fastq_loader.scheduling.schedules import Schedule
 from tests.conftest import wait_until
 from tests.support.alarms import Alarm, alarm_after, alarm_while_next_waits, ring
@@ -69,17 +68,11 @@ def test_an_alarm_while_next_waits_loses_nothing(
     ids=["no workers", "no workers, usual", "some calls", "each call"],
 )
 def test_an_alarm_at_any_call_of_next_loses_no_batch(
-    workers: int,
-    before: int,
-    events: tuple[str],
-    every: int,
-    goes_on: Callable[[], bool],
-    monkeypatch: pytest.MonkeyPatch,
+    workers: int, before: int, events: tuple[str], every: int, goes_on: Callable[[], bool]
 ) -> None:
     """Where a function of ours begins, and where one in C has returned: Python runs handlers there. The
     iterator goes on after an alarm at the first of these places, and after those where `goes_on` says so;
     after any other it may say that it cannot."""
-    monkeypatch.setattr(fetch, "sample_hook", None)  # another test may have imported `fastq_loader.images`
     for place in itertools.count(1, every):
         calls, must_go_on = 0, place == 1
 
