@@ -71,7 +71,7 @@ ROOMS = {
     "reading": Room("memory ipc system"),
     "memory": Room("system errors", pure="pool blocks"),
     "statistics": Room("ipc system", pure="records snapshots"),
-    "ipc": Room("system errors", pure="messages decoding"),
+    "ipc": Room("system errors", pure="messages"),
     "system": Room(""),
     "errors": Room("", pure="*"),
 }

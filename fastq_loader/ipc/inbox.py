@@ -9,8 +9,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import ClassVar
 
-from fastq_loader.ipc.decoding import decode_for_worker
-from fastq_loader.ipc.messages import Bundle, Message, ToWorker
+from fastq_loader.ipc.messages import Bundle, Message, ToWorker, decode_for_worker
 from fastq_loader.system import process_id
 
 

@@ -1,17 +1,19 @@
 """The wire protocol: a closed set of immutable messages, each one msgpack array in one frame.
 
-Pure: this module encodes messages as bytes and does no I/O; it runs in the consumer and in the workers. Every
-frame begins with the version and the kind. The consumer sends `Task`, `Epoch`, `Space`, `Stop`, and several
-of these together as a `Bundle`; a worker sends `Hello` and `Answer`, a long one as an `InBlock`. A
-worker sends exactly one `Answer` to each of its `Task` messages, also to a task that it skips. A shared task
-belongs to the worker that claims it.
+Pure: this module encodes messages as bytes, decodes them, and does no I/O; it runs in the consumer and in the
+workers. Every frame begins with the version and the kind. The consumer sends `Task`, `Epoch`, `Space`,
+`Stop`, and several of these together as a `Bundle`; a worker sends `Hello` and `Answer`, a long one as an
+`InBlock`. A worker sends exactly one `Answer` to each of its `Task` messages, also to a task that it skips. A
+shared task belongs to the worker that claims it.
 
 An index of plain values is sent as msgpack, a batch of shuffled indices as the bytes of its integers. Any
 other index is sent as one opaque pickled value, so that `dataset[i]` receives exactly the sampler's object
 (msgpack has no np.int64 and no slice, and turns tuples into lists).
 
 Bytes from a frame or from shared memory are unpickled only if they begin with the pool's token: random bytes
-that the workers were started with. `decoding` decodes and checks frames.
+that the workers were started with. So of a frame only the kind and the lengths are checked here. What
+protects memory is checked where it is used: the blocks of a handle by `Unpacker.learn`, and the owners of all
+blocks by `BlockPool.accept`.
 """
 
 from __future__ import annotations
@@ -158,7 +160,6 @@ class Answer(NamedTuple):
         fresh: blocks (offset, size) that the worker made and has not reported to the consumer yet.
         returned: offsets of granted blocks that the handle does not use.
         handle: None for ENDED, SKIPPED, PASSED and LEFT_OUT.
-        used: the blocks of the handle, as (offset, bytes needed). Not sent: the consumer derives it.
         state: the worker's state after this batch, as a sealed pickle (see `reading.reader`), or b"".
         fetched, collated: times at which the samples were loaded and collated, as `started`; 0 if nothing
             was loaded.
@@ -175,7 +176,6 @@ class Answer(NamedTuple):
     fresh: tuple[tuple[int, int], ...]
     returned: tuple[int, ...]
     handle: BatchHandle | None
-    used: tuple[tuple[int, int], ...] = ()
     state: bytes = b""
     fetched: int = 0
     collated: int = 0
@@ -190,7 +190,7 @@ Message = ToWorker | Bundle | Hello | Answer | InBlock
 NUMBERS: dict[type, int] = {
     kind: number for number, kind in enumerate((Task, Epoch, Space, Bundle, Stop, Hello, Answer, InBlock))
 }
-_TASK, _ANSWER = NUMBERS[Task], NUMBERS[Answer]
+_TASK = NUMBERS[Task]
 
 # surrogatepass: file names may have lone surrogates. All threads share the packer: it runs no Python code.
 _PACKER = msgpack.Packer(unicode_errors="surrogatepass")
@@ -232,8 +232,6 @@ def encode(message: Message, token: bytes = b"") -> bytes:
     """
     if type(message) is Task:
         return encode_task(message, token)
-    if type(message) is Answer:
-        return _pack((VERSION, _ANSWER, *message[:9], *message[10:]))
     return _pack((VERSION, NUMBERS[type(message)], *message))
 
 
@@ -278,3 +276,95 @@ def load_index(index: Any, token: bytes) -> Any:
         Exception: whatever unpickling raises.
     """
     return pickle.loads(unseal(index.data, token)) if type(index) is Pickled else decode_index(index)
+
+
+#: Reads bytes of the arena; takes an offset and a number of bytes.
+Read = Callable[[int, int], bytes | memoryview]
+
+#: The kind and the number of fields of each number in a frame.
+_FOR_WORKER: dict[int, tuple[Any, int]] = {
+    NUMBERS[kind]: (kind, len(kind._fields)) for kind in (Task, Epoch, Space, Bundle, Stop)
+}
+_FOR_CONSUMER: dict[int, tuple[Any, int]] = {
+    NUMBERS[kind]: (kind, len(kind._fields)) for kind in (Answer, InBlock, Hello)
+}
+
+
+def _ext_hook(code: int, data: bytes) -> Any:
+    if code == PICKLED_INDEX:
+        return Pickled(data)
+    if code == INTEGERS and len(data) % 8 == 0:
+        return Indices(data)
+    raise ProtocolError(f"unknown extension type {code} of {len(data)} bytes")
+
+
+def decode_for_worker(frame: bytes) -> ToWorker | Bundle:
+    """The message in a frame that the consumer sent.
+
+    Raises:
+        ProtocolError: the frame is not such a message.
+    """
+    kind, fields = _opened(frame, _FOR_WORKER, use_list=True)
+    try:
+        if kind is Task:
+            fields[4] = tuple(map(tuple, fields[4])) if fields[4] else ()
+        elif kind is Space:
+            fields[0] = tuple(map(tuple, fields[0]))
+        elif kind is Bundle:
+            fields[0] = tuple(fields[0])
+    except TypeError as error:
+        raise ProtocolError(f"malformed frame: {error}") from error
+    made: ToWorker | Bundle = tuple.__new__(kind, fields)
+    return made
+
+
+def decode_for_consumer(frame: bytes | memoryview, read: Read | None = None) -> Hello | Answer:
+    """The message in a frame that a worker sent.
+
+    Args:
+        frame: the frame.
+        read: reads an answer's frame from its block; None if a frame must not refer to a block.
+
+    Raises:
+        ProtocolError: the frame is not such a message.
+    """
+    kind, fields = _opened(frame, _FOR_CONSUMER, use_list=False)
+    if kind is InBlock:
+        if read is None:
+            raise ProtocolError("a reference to a block, without blocks")
+        return decode_for_consumer(read(*fields))
+    if kind is Answer:
+        if fields[3] not in KINDS:
+            raise ProtocolError(f"an answer of unknown kind {fields[3]!r:.40}")
+        handle = fields[8]
+        if handle is not None:
+            if type(handle) is not tuple or len(handle) != 5:
+                raise ProtocolError(f"{handle!r:.40} where a handle should be")
+            fields[8] = tuple.__new__(BatchHandle, handle)
+    made: Hello | Answer = tuple.__new__(kind, fields)
+    return made
+
+
+def _opened(
+    frame: bytes | memoryview, kinds: dict[int, tuple[Any, int]], *, use_list: bool
+) -> tuple[Any, list[Any]]:
+    """The kind of a frame, and its fields."""
+    try:
+        # msgpack bounds every length in a frame by the length of the frame.
+        fields = msgpack.unpackb(
+            frame,
+            use_list=use_list,
+            ext_hook=_ext_hook,
+            unicode_errors="surrogatepass",
+            strict_map_key=False,
+        )  # TypeError: a list as a map's key. RecursionError: its hash.
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"not a msgpack frame: {error}") from error
+    try:
+        version, number, *fields = fields
+        kind, count = kinds[number]
+    except (TypeError, ValueError, KeyError):
+        raise ProtocolError(f"unknown message kind in {fields!r:.80}") from None
+    if version != VERSION or len(fields) != count:
+        raise ProtocolError(f"{len(fields)} fields of {kind.__name__}, in version {version!r:.40}")
+    return kind, fields

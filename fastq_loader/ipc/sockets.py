@@ -40,7 +40,6 @@ from typing import Any
 import zmq
 
 from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.decoding import Read, decode_for_consumer, decode_for_worker
 from fastq_loader.ipc.inbox import Inbox
 from fastq_loader.ipc.limits import expect_descriptors, require_threads
 from fastq_loader.ipc.messages import (
@@ -49,8 +48,11 @@ from fastq_loader.ipc.messages import (
     Hello,
     InBlock,
     Message,
+    Read,
     Task,
     ToWorker,
+    decode_for_consumer,
+    decode_for_worker,
     encode,
     encode_task,
 )

@@ -21,15 +21,7 @@ from fastq_loader.errors import describe_index
 from fastq_loader.ipc.messages import BATCH, ENDED, Answer, BatchHandle, Task, decode_index
 from fastq_loader.memory.blocks import Extents
 from fastq_loader.scheduling.events import Died
-from fastq_loader.scheduling.states import (
-    BATCH_TRANSITIONS,
-    HELD,
-    LOST,
-    NEW,
-    READY,
-    SENT,
-    WorkerTable,
-)
+from fastq_loader.scheduling.states import BATCH_TRANSITIONS, HELD, LOST, NEW, READY, SENT, WorkerTable
 
 
 class Batch:

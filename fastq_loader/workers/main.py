@@ -246,7 +246,7 @@ class WorkerLoop:
         fresh, returned = allocator.finish(used)
         times = reader.fetcher.fetched, collated, allocator.new_memory
         self._finished = finished = time.monotonic_ns()
-        head = epoch, seq, attempt, kind, started, finished, fresh, returned, handle, ()
+        head = epoch, seq, attempt, kind, started, finished, fresh, returned, handle
         self._send(Answer(*head, reader.state, *times, reader.remarks), used)
 
     def _refuse(self, task: Task) -> None:

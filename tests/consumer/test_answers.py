@@ -17,7 +17,6 @@ from fastq_loader import DataLoader, Processes
 from fastq_loader.consumer.answers import Answers
 from fastq_loader.errors import PoisonBatch, ProtocolError, WorkerDied, WorkerReplaced
 from fastq_loader.ipc import sockets
-from fastq_loader.ipc.decoding import decode_for_consumer
 from fastq_loader.ipc.messages import (
     BATCH,
     ENDED,
@@ -26,6 +25,7 @@ from fastq_loader.ipc.messages import (
     Answer,
     BatchHandle,
     Hello,
+    decode_for_consumer,
 )
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.scheduling.events import Send

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc import messages
-from fastq_loader.ipc.decoding import decode_for_consumer, decode_for_worker
 from fastq_loader.ipc.messages import (
     KINDS,
     NUMBERS,
@@ -31,6 +30,8 @@ from fastq_loader.ipc.messages import (
     Space,
     Stop,
     Task,
+    decode_for_consumer,
+    decode_for_worker,
     encode,
     load_index,
 )
@@ -210,7 +211,7 @@ MALFORMED = [
 
 
 def test_the_frames_that_the_malformed_ones_are_made_of_are_well_formed() -> None:
-    expected = Answer(1, 2, 0, messages.SKIPPED, 5, 6, (), (), None, (), b"", 7, 8, 9, b"bad")
+    expected = Answer(1, 2, 0, messages.SKIPPED, 5, 6, (), (), None, b"", 7, 8, 9, b"bad")
     assert decode_for_consumer(answer()) == expected
     assert decode_for_consumer(answer(0, [1, None, [], None, []]))
 

@@ -20,10 +20,10 @@ from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import DEAD, GONE, READY
 from tests.support import invariants
 from tests.support.scheduler_machine import SchedulerMachine, arrive
-from tests.support.simulation import REGION, SimulatedArena
+from tests.support.simulation import REGION, Loaded, SimulatedArena
 from tests.support.thorough import examples
 
-Arrived = tuple[int, Answer]
+Arrived = tuple[int, Loaded]
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = examples(
@@ -70,7 +70,7 @@ def answer(send: Send, kind: int = BATCH, worker: int | None = None, nbytes: int
     at = worker * REGION
     used, fresh = (((at, nbytes),), ((at, size_class(nbytes)),)) if nbytes else ((), ())
     task = send.task
-    return worker, Answer(task.epoch, task.seq, task.attempt, kind, 0, 0, fresh, (), None, used)
+    return worker, Loaded(task.epoch, task.seq, task.attempt, kind, 0, 0, fresh, (), None).put_into(used)
 
 
 def delivered(scheduler: Scheduler) -> int:

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastq_loader.ipc.decoding import decode_for_consumer
-from fastq_loader.ipc.messages import BATCH, TOKEN_BYTES, Answer, BatchHandle, encode
+from fastq_loader.ipc.messages import BATCH, TOKEN_BYTES, Answer, BatchHandle, decode_for_consumer, encode
 from fastq_loader.memory.allocator import Allocator, install
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import FREE, SMALLEST, BlockOwner, device_aligned
@@ -24,6 +23,7 @@ from fastq_loader.packing.pack import Packer
 from fastq_loader.packing.spec import BatchLayout
 from fastq_loader.packing.unpack import Unpacker
 from tests.support.invariants import check_pool, states
+from tests.support.simulation import Loaded
 
 LARGE = SMALLEST // 4 + 100  # float32 elements of a tensor that is worth a block
 TOKEN = bytes(range(TOKEN_BYTES))
@@ -84,7 +84,7 @@ class Pair:
         self.specs: dict[int, BatchLayout] = {}
         self.frames: list[bytes] = []
 
-    def pack(self, make: Callable[[], Any]) -> Answer:
+    def pack(self, make: Callable[[], Any]) -> Loaded:
         """The worker's side of one task; `make` is the dataset."""
         self.hear_releases()
         self.ledger.trim(SPARE_BATCHES)
@@ -98,9 +98,9 @@ class Pair:
         self.frames.append(encode(Answer(0, 0, 0, BATCH, 0, 0, tuple(fresh), tuple(returned), handle)))
         decoded = decode_for_consumer(self.frames[-1])
         assert isinstance(decoded, Answer)
-        return decoded._replace(used=tuple(used))
+        return Loaded(*decoded).put_into(used)
 
-    def account(self, answer: Answer) -> BatchHandle:
+    def account(self, answer: Loaded) -> BatchHandle:
         """The consumer's pool hears of a batch; the handle is as it was sent."""
         assert answer.handle is not None
         self.hear_releases()
@@ -112,7 +112,7 @@ class Pair:
         """A handle as it was sent."""
         return self.account(self.pack(lambda: batch))
 
-    def arrive(self, answer: Answer) -> BatchHandle:
+    def arrive(self, answer: Loaded) -> BatchHandle:
         """The consumer hears of a batch."""
         handle, used = self.unpacker.learn(self.specs, self.account(answer))
         assert used == answer.used

@@ -23,7 +23,7 @@ from fastq_loader.scheduling.in_flight import Batch
 from fastq_loader.scheduling.scheduler import DEADLY, Scheduler
 from fastq_loader.scheduling.schedules import Window
 from tests.support import invariants
-from tests.support.simulation import REGION, SimulatedArena, SimulatedWorker, Table
+from tests.support.simulation import REGION, Loaded, SimulatedArena, SimulatedWorker, Table
 
 ASSIGNED, SHARED, ITERABLE = "assigned", "shared", "iterable"
 SIZES = st.lists(st.sampled_from([1000, 70_000, 90_000, 5_000_000]), max_size=3)
@@ -42,7 +42,7 @@ def key_of(one: Task | Answer) -> Key:
     return one.epoch, one.seq
 
 
-def arrive(scheduler: Scheduler, worker: int, answer: Answer, fault: ProtocolError | None = None) -> Batch:
+def arrive(scheduler: Scheduler, worker: int, answer: Loaded, fault: ProtocolError | None = None) -> Batch:
     """An answer that is due has come; its batch."""
     scheduler.claimant = lambda ticket: worker
     batch = scheduler.answered(worker, answer, None, answer.used, fault)

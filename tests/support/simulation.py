@@ -7,6 +7,7 @@ steps that a test interleaves as it likes. Between any two steps it can hang or 
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterable
 
 from fastq_loader.ipc.claim_table import Busy, ClaimTable
 from fastq_loader.ipc.messages import ENDED, SKIPPED, Answer, Epoch, Space, Task
@@ -65,6 +66,16 @@ class Table(ClaimTable):
         return free
 
 
+class Loaded(Answer):
+    """An answer, and the blocks of its batch as (offset, bytes needed)."""
+
+    used: Extents = ()
+
+    def put_into(self, used: Iterable[tuple[int, int]]) -> Loaded:
+        self.used = tuple(used)
+        return self
+
+
 class SimulatedWorker:
     """One worker process, from its start to its death.
 
@@ -85,7 +96,7 @@ class SimulatedWorker:
         self.tasks = TaskQueue(table, shared, number)
         self.inbox: deque[Task | Epoch | Space] = deque()
         self.task: Task | None = None
-        self.answers: deque[Answer] = deque()
+        self.answers: deque[Loaded] = deque()
         self.alive = True
         self.hung = False
         self._space = FreeRanges(space)
@@ -124,7 +135,7 @@ class SimulatedWorker:
                     self._answer(task, SKIPPED, ())
                 self._ended = False
 
-    def finish(self, kind: int, sizes: tuple[int, ...]) -> Answer:
+    def finish(self, kind: int, sizes: tuple[int, ...]) -> Loaded:
         """Answer the task with a batch of leaves of so many bytes."""
         task, self.task = self.task, None
         assert task is not None
@@ -135,7 +146,7 @@ class SimulatedWorker:
         self.tasks.begin(None)
         return answer
 
-    def _answer(self, task: Task, kind: int, sizes: tuple[int, ...]) -> Answer:
+    def _answer(self, task: Task, kind: int, sizes: tuple[int, ...]) -> Loaded:
         grants, used, fresh = list(task.grants), [], []
         for nbytes in sizes:
             wanted = size_class(nbytes)
@@ -152,5 +163,5 @@ class SimulatedWorker:
         written = {offset for offset, _ in used}
         at_hand = [offset for offset, _ in task.grants if offset not in written]
         head = task.epoch, task.seq, task.attempt, kind, self._clock, self._clock
-        self.answers.append(Answer(*head, tuple(fresh), tuple(at_hand), None, tuple(used)))
+        self.answers.append(Loaded(*head, tuple(fresh), tuple(at_hand), None).put_into(used))
         return self.answers[-1]

@@ -32,8 +32,18 @@ from fastq_loader.extras.remote.connection import (
     connect,
 )
 from fastq_loader.ipc.claim_table import ClaimTable
-from fastq_loader.ipc.decoding import decode_for_consumer
-from fastq_loader.ipc.messages import Answer, BatchHandle, Epoch, Hello, Space, Stop, Task, encode, reencode
+from fastq_loader.ipc.messages import (
+    Answer,
+    BatchHandle,
+    Epoch,
+    Hello,
+    Space,
+    Stop,
+    Task,
+    decode_for_consumer,
+    encode,
+    reencode,
+)
 from fastq_loader.ipc.sockets import WorkerSocket
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.system import calls

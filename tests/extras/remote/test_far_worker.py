@@ -32,8 +32,7 @@ from fastq_loader.extras.remote.connection import (
     connect,
 )
 from fastq_loader.extras.remote.far_worker import ProxySocket, SentBlocks
-from fastq_loader.ipc.decoding import decode_for_consumer
-from fastq_loader.ipc.messages import BATCH, Answer, Epoch, Stop, Task, encode
+from fastq_loader.ipc.messages import BATCH, Answer, Epoch, Stop, Task, decode_for_consumer, encode
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import FREE, SMALLEST
 from fastq_loader.packing.pack import Packer
