@@ -22,6 +22,7 @@ Stack = tuple[tuple[str, str, int, int], ...]
 #: Seconds between two samples; and for which the sampled thread may keep the interpreter to itself meanwhile:
 #: with Python's own 5 ms, samples would be taken where it gives way, at the next read or sleep.
 _INTERVAL, _SWITCH = 0.002, 5e-5
+_NANOSECONDS = int(_INTERVAL * 1e9)
 
 
 class Sampler:
@@ -37,7 +38,8 @@ class Sampler:
         self._pid, self._thread = os.getpid(), 0  # 0: none is inside
         self._seen: dict[Stack, float] = {}
         self._lock = threading.Lock()
-        self._over = threading.Event()
+        self._end = threading.Lock()
+        self._end.acquire()
         self._switch = sys.getswitchinterval()
         sys.setswitchinterval(min(self._switch, _SWITCH))
         threading.Thread(target=self._run, name="fastq_profile", daemon=True).start()
@@ -59,19 +61,22 @@ class Sampler:
         return seen
 
     def end(self) -> None:
-        self._over.set()
+        self._end.release()
         sys.setswitchinterval(self._switch)
 
     def _run(self) -> None:
-        before = time.monotonic_ns()
-        while not self._over.wait(_INTERVAL):
-            now = time.monotonic_ns()
-            thread = self._thread
+        due = time.monotonic_ns() + _NANOSECONDS
+        while not self._end.acquire(timeout=max(0.0, (due - time.monotonic_ns()) / 1e9)):
+            thread, stack = self._thread, None
             if thread and (frame := sys._current_frames().get(thread)) is not None:
                 stack = _stack(frame)
+            # A long call in C may have kept this thread from looking, so it is all that were due meanwhile.
+            # The time is read now, because the sampled thread has waited for this one.
+            looks = 1 + (time.monotonic_ns() - due) // _NANOSECONDS
+            due += looks * _NANOSECONDS
+            if stack is not None:
                 with self._lock:
-                    self._seen[stack] = self._seen.get(stack, 0.0) + (now - before) / 1e9
-            before = now
+                    self._seen[stack] = self._seen.get(stack, 0.0) + looks * _INTERVAL
 
 
 def _stack(frame: FrameType | None) -> Stack:
