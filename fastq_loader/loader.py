@@ -147,7 +147,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
     errors: str | ErrorPolicy = "raise"
 
     def __setattr__(self, name: str, value: Any) -> None:
-        made = "_options" in vars(self)
+        made = options.ATTRIBUTE in vars(self)
         if made and name in options.ARGUMENTS and name not in options.own_names(type(self)):
             kind = type(self).__name__
             raise ValueError(f"{name}= cannot be set after a {kind} was made: pass it to the constructor")
@@ -370,20 +370,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
     def __repr__(self) -> str:
         name = f"{type(self).__module__}.{type(self).__qualname__}"
         try:
-            return printable(f"<{name} {self._describe()}>")
+            return printable(f"<{name} {_described(self)}>")
         except Exception as error:  # an attribute does not exist yet, or a subclass's property raises
             return f"<{name} object at {id(self):#x}, not initialised ({type(error).__name__}: {error})>"
-
-    def _describe(self) -> str:
-        resources = resources_of(self)
-        running = "loads on the calling thread"
-        if self.num_workers:
-            running = f"{self.num_workers * resources.running() or 'no'} workers running"
-        return (
-            f"dataset={type(self.dataset).__name__} batch_size={self.batch_size} "
-            f"num_workers={self.num_workers} persistent_workers={self.persistent_workers}: {running}, "
-            f"{resources.counters.epochs} epochs begun, {resources.counters.batches} batches delivered"
-        )
 
     # ---- copies -------------------------------------------------------------------------------
 
@@ -391,3 +380,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         """The arguments, and the loaded state of the next epoch. Workers and counters are not copied, so a
         copy starts idle."""
         return {**vars(self), "_iterator": None}
+
+
+def _described(loader: DataLoader[Any]) -> str:
+    resources = resources_of(loader)
+    running = "loads on the calling thread"
+    if loader.num_workers:
+        running = f"{loader.num_workers * resources.running() or 'no'} workers running"
+    return (
+        f"dataset={type(loader.dataset).__name__} batch_size={loader.batch_size} "
+        f"num_workers={loader.num_workers} persistent_workers={loader.persistent_workers}: {running}, "
+        f"{resources.counters.epochs} epochs begun, {resources.counters.batches} batches delivered"
+    )

@@ -45,13 +45,15 @@ ARGUMENTS: dict[str, Callable[[Any, Any], Any]] = {
     "errors": lambda loader, value: read_errors(value, is_iterable(loader)),
     "workers": lambda loader, value: read_workers(value),
 }
+#: The attribute of a loader that has its options. Users extend the class: no name of ours may be theirs.
+ATTRIBUTE = "_fastq_loader_options"
 #: Options of a loader without the keywords.
 _NONE = Options(RoundRobin(), None, None, Processes())
 
 
 def of(loader: Any) -> Options:
     """The options of a loader; the defaults if its constructor has not run, which frameworks may skip."""
-    options: Options = vars(loader).get("_options", _NONE)
+    options: Options = vars(loader).get(ATTRIBUTE, _NONE)
     return options
 
 
@@ -89,7 +91,7 @@ def put(loader: Any, arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if name not in own_names(type(loader)):
             object.__setattr__(loader, name, value)
-    vars(loader)["_options"] = replace(of(loader), **given)
+    vars(loader)[ATTRIBUTE] = replace(of(loader), **given)
 
 
 def is_iterable(loader: Loader) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import SequentialSampler
 
-from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin, ToDevice
+from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin, StatefulDataLoader, ToDevice
 from tests.conftest import descendants, wait_until
 from tests.support.crimes import Rows
 from tests.support.datasets import SizedStream, Stream, identity
@@ -148,6 +148,15 @@ def eight(workers: int = 2) -> DataLoader[int]:
 
 
 @pytest.mark.processes
+def test_no_private_name_of_ours_can_be_a_subclasss() -> None:
+    """On the class that users extend, and in its instances."""
+    torchs, loader = {*dir(TorchDataLoader), *vars(TorchDataLoader(MAP))}, StatefulDataLoader(MAP)
+    list(loader)
+    ours = {name for name in {*dir(StatefulDataLoader), *vars(loader)} - torchs if name.startswith("_")}
+    own = {name for name in ours if not name.startswith(("__", "_fastq_loader_", "_abc_"))}
+    assert own <= {"_iterator"}, "torch's persistent loaders have that"
+
+
 def test_i10_setting_the_iterator_to_none_ends_persistent_workers() -> None:
     loader = eight()
     assert loader._iterator is None

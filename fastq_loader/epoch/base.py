@@ -17,6 +17,7 @@ from operator import attrgetter
 from typing import Any, NoReturn
 
 from torch.autograd import profiler
+from torch.utils.data import IterDataPipe
 from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
     _DatasetKind,
@@ -69,7 +70,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._options = options.of(loader)
         self._begin_record(loader, mine, loader.num_workers == 0)
         self._shared_seed: int | None = None
-        if isinstance(self._dataset, datapipes.GRAPHS):
+        if isinstance(self._dataset, IterDataPipe):
             self._share_seed(loader)
         device, self._session = self._options.device, None
         self._pin_memory, self._pin_memory_device = False, None
@@ -184,7 +185,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._record.begin(packed=self._num_workers > 0)
         self._num_yielded = self._record.reached.delivered
         self._IterableDataset_len_called = loader._IterableDataset_len_called
-        if isinstance(self._dataset, datapipes.GRAPHS):
+        if isinstance(self._dataset, IterDataPipe):
             self._share_seed(loader)
 
     def _begin_record(self, loader: Loader, mine: resources.Resources, same_readers: bool) -> None:

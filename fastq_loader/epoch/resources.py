@@ -22,6 +22,8 @@ from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import process_id
 from fastq_loader.workers import stopping
 
+#: The attribute of a loader that has them, see `options.ATTRIBUTE`.
+_ATTRIBUTE = "_fastq_loader_resources"
 #: Epochs whose batches `replay` can load again.
 _REMEMBERED = 16
 
@@ -124,16 +126,16 @@ class Resources:
 def of(loader: Any) -> Resources:
     """The runtime state of a loader, created at first use: torchdata's subclass never calls the constructor.
     State copied with another loader's attributes is replaced, except for `saved`."""
-    resources: Resources | None = vars(loader).get("_resources")
+    resources: Resources | None = vars(loader).get(_ATTRIBUTE)
     if resources is None or resources.owner() is not loader:
         saved = None if resources is None else resources.saved
-        resources = vars(loader)["_resources"] = Resources(loader, saved)
+        resources = vars(loader)[_ATTRIBUTE] = Resources(loader, saved)
     return resources
 
 
 def forget(loader: Any) -> None:
     """Give a copy of a loader a runtime state of its own, without the original's loaded state."""
-    vars(loader).pop("_resources", None)
+    vars(loader).pop(_ATTRIBUTE, None)
 
 
 def device_session(resources: Resources, device: ToDevice | None) -> DeviceSession | None:

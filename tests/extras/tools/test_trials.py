@@ -87,7 +87,7 @@ class Special(DataLoader[Any]):
 
 
 def attributes(loader: DataLoader[Any]) -> dict[str, Any]:
-    return {name: value for name, value in vars(loader).items() if not name.startswith("_resources")}
+    return {name: value for name, value in vars(loader).items() if name != "_fastq_loader_resources"}
 
 
 @pytest.fixture
@@ -101,7 +101,13 @@ def test_a_loader_like_another_one_differs_in_its_setting_only(special: Special)
     before = attributes(special)
     new = trials.like(special, Setting(1, 4, dynamic=True, start_method="spawn"))
     changed = {name for name, value in attributes(new).items() if before[name] is not value}
-    names = {"num_workers", "prefetch_factor", "schedule", "_options", "_DataLoader__multiprocessing_context"}
+    names = {
+        "num_workers",
+        "prefetch_factor",
+        "schedule",
+        "_fastq_loader_options",
+        "_DataLoader__multiprocessing_context",
+    }
     assert changed == names
     assert (new.num_workers, new.prefetch_factor, new.schedule) == (1, 4, "dynamic")
     assert new.multiprocessing_context.get_start_method() == "spawn"
