@@ -203,7 +203,7 @@ def _batches() -> Iterator[Finding]:
 
 def _images() -> Iterator[Finding]:
     """The decoders of `fastq_loader.images`. They are needed only there, so nothing has to be changed."""
-    from fastq_loader.extras.images import decoders  # from then on, loaders keep the place of each sample
+    from fastq_loader.extras.images import decoders
 
     for kind, library in decoders.chosen().items():
         yield Finding(NOTE, f"decoder of {kind}", library)
