@@ -410,7 +410,7 @@ FAULTS = (
     Fault(
         "the time of the training step is not counted",
         "extras/insight/causes.py",
-        'found["consumer"] = int(records.given[-1] - records.asked[0]) - inside if len(own) else 0',
+        'found["consumer"] = whole - int(calls.sum())',
         'found["consumer"] = 0',
         "row S2",
         "extras/insight/test_causes.py",

@@ -30,14 +30,15 @@ class Totals(NamedTuple):
     """Exact counts of an epoch or of several.
 
     Attributes:
-        batches: delivered, with errors in their place.
-        seconds: from `iter()` to the end of the last call. cpu_seconds: CPU time of this process meanwhile,
-            as of the last look.
-        samples: the samples of these, as the sampler asked for them.
+        batches: number of batches delivered, errors in their place included.
+        seconds: from `iter()` to the end of the last call.
+        cpu_seconds: CPU time of this process meanwhile, as of the last look.
+        samples: the samples of the batches, as the sampler asked for them.
         bad_samples: number of unreadable samples.
-        next_seconds, wait_seconds: inside of `next()`; waiting for workers, or loading here.
-        late_batches: batches that held up others which were ready.
-        bytes: of the batches in shared memory.
+        next_seconds: the part of `seconds` inside of `next()`.
+        wait_seconds: the part of that in which it waited for workers, or loaded here.
+        late_batches: number of batches that held up others which were ready.
+        bytes: bytes of the batches in shared memory.
     """
 
     batches: int = 0
@@ -104,9 +105,9 @@ class EpochLog:
         """Record that the call under way ends now, or that it took longer than recorded already.
 
         Args:
-            kind: which; see above.
-            now: when.
-            loaded: who loaded the batch, and when.
+            kind: of the record; see `records`.
+            now: the end of the call.
+            loaded: who loaded the batch, and when: the last numbers of the record.
             index: of the batch.
             error: raised in place of the batch.
         """
@@ -115,9 +116,10 @@ class EpochLog:
             self.batches += 1
             self._late += self.head > 0
             if error is None and index is not None:
-                packed = type(index) is Indices
-                one = length_hint(index, 1) if self._in_batches else 1
-                self._samples += len(index.data) // 8 if packed else one
+                if type(index) is Indices:
+                    self._samples += len(index.data) // 8
+                else:
+                    self._samples += length_hint(index, 1) if self._in_batches else 1
         self._waited += self.workers + self.head + self.memory
         if kind != ITER:
             self._in_next += now - asked

@@ -112,24 +112,15 @@ def lost(records: Records, before: Column) -> dict[str, Column]:
         records: of batches, and of calls without one.
         before: when the worker of each batch had finished the previous one; 0 for its first.
     """
-    started, collated, finished = records.started, records.collated, records.finished
     waited = records.workers + records.head + records.memory
-    first = (records.worker >= 0) & (before == 0)
-    start_up = np.where(first, np.clip(started - records.wait_from, 0, waited), 0)
-    # It comes first; so what it leaves of the three kinds of waits is the last part.
+    is_first = (records.worker >= 0) & (before == 0)
+    start_up = np.where(is_first, np.clip(records.started - records.wait_from, 0, waited), 0)
+    # Start-up is the first part of a wait. It is taken from the wait for workers, then from that at the head
+    # of the line, then from that for memory.
     workers = np.maximum(0, records.workers - start_up)
     memory = np.minimum(records.memory, waited - start_up - workers)
     head = waited - start_up - workers - memory
-    since = records.wait_from + start_up
-    until, total = since + workers, np.maximum(1, finished - started)
-    collated = np.clip(collated, started, finished)
-    busy = np.where(before > 0, _overlap(since, until, since, np.minimum(before, started)), 0)
-    loading = _overlap(since, until, started, collated) + busy * ((collated - started) / total)
-    packing = _overlap(since, until, collated, finished) + busy * ((finished - collated) / total)
-    new = np.minimum(1.0, records.new_memory / total)
-    pages = np.minimum(workers, (loading + packing) * new).astype(np.int64)
-    loading = np.minimum(workers - pages, loading * (1 - new)).astype(np.int64)
-    loading = np.where(finished == 0, workers, loading)  # no batch ended the wait
+    loading, pages = _at_work(records, before, records.wait_from + start_up, workers)
     return {
         "start_up": start_up,
         "workers": loading,
@@ -139,23 +130,40 @@ def lost(records: Records, before: Column) -> dict[str, Column]:
     }
 
 
+def _at_work(records: Records, before: Column, since: Column, waited: Column) -> tuple[Column, Column]:
+    """Nanoseconds of waits in which the worker of the batch loaded, and in which it mapped new pages. In the
+    rest it packed, or the batch was on its way. The waits began at `since` and took `waited`."""
+    started, finished, until = records.started, records.finished, since + waited
+    collated, took = np.clip(records.collated, started, finished), np.maximum(1, finished - started)
+    # Until then the worker was at its previous batch, of which it loaded as large a part as of this one.
+    previous_until = np.where(before > 0, np.minimum(before, started), 0)
+    at_previous = _overlap(since, until, since, previous_until)
+    loading = _overlap(since, until, started, collated) + at_previous * ((collated - started) / took)
+    packing = _overlap(since, until, collated, finished) + at_previous * ((finished - collated) / took)
+    mapping = np.minimum(1.0, records.new_memory / took)  # the part of its work in which it mapped pages
+    pages = np.minimum(waited, (loading + packing) * mapping).astype(np.int64)
+    loading = np.minimum(waited - pages, loading * (1 - mapping)).astype(np.int64)
+    return np.where(finished == 0, waited, loading), pages  # 0: no batch ended the wait
+
+
 def by_cause(records: Records) -> tuple[dict[str, int], int]:
     """Nanoseconds of an epoch by cause, from its records in the order of calls, and the part of the
     transport's that was waiting. They add up to the time from the begin of the first call to the end of the
     last one."""
     before = previous(records)
-    if len(records.kind) and records.kind[0] != ITER:  # the first ones were overwritten
+    if len(records.kind) and records.kind[0] != ITER:  # the first records of the epoch were overwritten
         before = np.where(before == 0, records.started, before)
     waits = {cause: int(each.sum()) for cause, each in lost(records, before).items()}
-    inside = int((records.given - records.asked).sum())
-    drew, device = int(records.drew.sum()), int(records.device.sum())
-    found = dict.fromkeys(CAUSES, 0) | waits | {"sampler": drew, "device_copy": device}
+    calls = records.given - records.asked
+    # What a call did besides drawing, copying and waiting is the loader's own work.
+    own = calls - records.drew - records.device - records.workers - records.head - records.memory
     is_start = np.isin(records.kind, (ITER, END, CLOSE))
-    own = records.given - records.asked - records.drew - records.device
-    own = own - records.workers - records.head - records.memory
+    whole = int(records.given[-1] - records.asked[0]) if len(calls) else 0
+    found = dict.fromkeys(CAUSES, 0) | waits
+    found["sampler"], found["device_copy"] = int(records.drew.sum()), int(records.device.sum())
     found["start_up"] += int(own[is_start].sum())
     found["transport"] += int(own[~is_start].sum())
-    found["consumer"] = int(records.given[-1] - records.asked[0]) - inside if len(own) else 0
+    found["consumer"] = whole - int(calls.sum())
     return found, waits["transport"]
 
 
