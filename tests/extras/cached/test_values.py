@@ -152,20 +152,6 @@ def test_views_of_the_same_memory_stay_views_of_it() -> None:
         values.Encoded([tensor, tensor.untyped_storage()])
 
 
-def test_a_photograph_that_was_turned_by_its_exif_data_comes_back() -> None:
-    image_module, ops = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.ImageOps")
-    exif = image_module.Exif()
-    exif[0x0112], exif[0x010F] = 6, "maker"
-    written = io.BytesIO()
-    image_module.new("RGB", (6, 4), "red").save(written, "JPEG", exif=exif)
-    turned = ops.exif_transpose(image_module.open(io.BytesIO(written.getvalue())))
-    read = reader(turned)
-    first, second = read(), read()
-    for back in (first, second):
-        assert (back.size, back.tobytes()) == (turned.size, turned.tobytes())
-        assert dict(back.getexif()) == dict(turned.getexif()) == {0x010F: "maker"}
-
-
 @pytest.mark.parametrize("kind", [torch.Tensor, Own])
 def test_attributes_of_a_tensor_come_back_also_of_a_view(kind: Any) -> None:
     for value in (torch.arange(100).as_subclass(kind)[:10], torch.arange(10).as_subclass(kind)):
