@@ -60,6 +60,8 @@ _LOOK_EVERY = 1_000_000
 #: Bytes by which an answer may grow when its own block, and blocks returned meanwhile, are added.
 _GROWTH = 16 * 1024
 _NONE: Used = ()
+#: Kinds of answers without a batch that are no errors, by the exception of the reader.
+_WITHOUT_BATCH = {EndOfStream: ENDED, HandedOutBefore: PASSED, LeftOut: LEFT_OUT}
 
 
 def main(setup: Setup) -> None:
@@ -204,7 +206,7 @@ class WorkerLoop:
                     return True
             elif isinstance(message, Epoch):
                 for task in self._tasks.drop():
-                    self._skip(task)
+                    self._refuse(task, SKIPPED)
                 self._reader.begin_epoch(message)
             elif isinstance(message, Space):
                 self._allocator.free_ranges(message.ranges)
@@ -219,12 +221,12 @@ class WorkerLoop:
         unusual was determined when the epoch began, or raises."""
         reader, allocator, packer = self._reader, self._allocator, self._packer
         if reader.ended or reader.failure is not None:
-            self._refuse(task)
+            self._refuse(task, SKIPPED if reader.ended else BROKEN)
             return
         epoch, seq, attempt, index, grants, _ = task
         started = time.monotonic_ns()
         allocator.begin(grants)
-        kind, used = BATCH, _NONE
+        kind, used, collated = BATCH, _NONE, 0
         handle: BatchHandle | None = None
         batch = None
         try:
@@ -249,27 +251,17 @@ class WorkerLoop:
         head = epoch, seq, attempt, kind, started, finished, fresh, returned, handle
         self._send(Answer(*head, reader.state, *times, reader.remarks), used)
 
-    def _refuse(self, task: Task) -> None:
-        """Answer a task without loading anything: the epoch has ended for this worker, or it cannot work."""
-        failure = None if self._reader.ended else self._reader.failure
-        if failure is None:
-            self._skip(task)
-            return
-        self._reader.ended = True
-        self._tasks.retire()
+    def _refuse(self, task: Task, kind: int) -> None:
+        """Answer a task without loading anything: SKIPPED, or BROKEN if this worker cannot work."""
         started = time.monotonic_ns()
         self._allocator.begin(task.grants)
-        self._answer(task, BROKEN, started, *self._pack_exception(failure))
-
-    def _skip(self, task: Task) -> None:
-        self._allocator.begin(task.grants)
-        self._answer(task, SKIPPED, time.monotonic_ns(), None, _NONE)
-
-    def _answer(self, task: Task, kind: int, started: int, handle: BatchHandle | None, used: Used) -> None:
-        """Answer a task for which nothing was loaded."""
-        fresh, returned = self._allocator.finish(used)
-        head = *task[:3], kind, started, time.monotonic_ns()
-        self._send(Answer(*head, fresh, returned, handle), used)
+        handle, used = None, _NONE
+        if kind == BROKEN and self._reader.failure is not None:
+            self._reader.ended = True
+            self._tasks.retire()
+            handle, used = self._pack_exception(self._reader.failure)
+        returned = self._allocator.finish(used)
+        self._send(Answer(*task[:3], kind, started, time.monotonic_ns(), *returned, handle), used)
 
     def _send(self, answer: Answer, used: Used) -> None:
         try:
@@ -286,12 +278,9 @@ class WorkerLoop:
     def _failed(self, error: Exception, packed: BatchHandle | None) -> tuple[int, BatchHandle | None, Used]:
         """The kind of the answer for an exception, its handle and its blocks. `packed` is the handle of a
         batch that is not sent after all."""
-        if isinstance(error, EndOfStream):
-            return ENDED, None, _NONE
-        if isinstance(error, HandedOutBefore):
-            return PASSED, None, _NONE
-        if isinstance(error, LeftOut):
-            return LEFT_OUT, None, _NONE
+        for exception, kind in _WITHOUT_BATCH.items():
+            if isinstance(error, exception):
+                return kind, None, _NONE
         if packed is not None:
             self._packer.unsend(packed)
         return ERROR, *self._pack_exception(error)

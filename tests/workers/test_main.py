@@ -13,11 +13,14 @@ from torch.utils.data._utils import worker as torch_worker
 
 from fastq_loader.ipc.claim_table import ClaimTable
 from fastq_loader.ipc.messages import (
+    BATCH,
     BROKEN,
+    ERROR,
     SKIPPED,
     Answer,
     Epoch,
     Message,
+    Pickled,
     Stop,
     Task,
 )
@@ -112,6 +115,11 @@ def test_a_worker_that_could_not_start_leaves_tasks_to_others(arena: Arena, clai
     found = replies(arena, Broken(), epoch(1, 7), *SHARED, shared_tasks=True, init_fn=Broken.start)
     assert kinds(found) == [(0, BROKEN)]
     assert claims.on_offer(2)
+
+
+def test_an_index_that_cannot_be_unpickled_is_an_error_of_its_batch(arena: Arena) -> None:
+    strange = task(0)._replace(index=Pickled(b"not of this pool"))
+    assert kinds(replies(arena, Asked(), epoch(), strange, task(1))) == [(0, ERROR), (1, BATCH)]
 
 
 class Broken:
