@@ -43,11 +43,11 @@ def text_of(page: str) -> str:
 
 
 BLOCKS = {page: re.findall(r"```python\n(.*?)```", text_of(page), re.S) for page in PAGES}
-(PREFETCHERS,) = BLOCKS["fastq_loader/README.md"]
+(PREFETCHERS,) = BLOCKS["fastq_loader/device/INSIDE.md"]
 FIRST, MY_DATA, RECIPES = BLOCKS["README.md"]
 RAY = BLOCKS["fastq_loader/extras/remote/README.md"][0]
 RESUME, PREEMPTION = BLOCKS["fastq_loader/extras/resume/README.md"]
-SLOW, GETITEMS, COLLATE = BLOCKS["fastq_loader/extras/insight/README.md"]
+SLOW, *LOGGERS, GETITEMS, COLLATE = BLOCKS["fastq_loader/extras/insight/README.md"]
 BAD, REPLAY = BLOCKS["fastq_loader/reading/README.md"]
 #: With the names that the README's recipes import.
 BY_TASK = {
@@ -97,6 +97,7 @@ def test_there_is_no_block_that_is_not_run() -> None:
         RAY,
         RESUME,
         PREEMPTION,
+        *LOGGERS,  # extras/insight/test_loggers.py
         *of_tasks,
     }
     for room in ("bench", "fastq_loader", "tests"):
