@@ -91,7 +91,8 @@ def _cases(options: argparse.Namespace, folder: Path) -> list[Case]:
     options.rounds = min(options.blocks, PROGRAM_ROUNDS)
     of_programs = command.parse(["all", "--rounds", str(options.rounds)])
     of_steady, of_starts = steady.cases(options, folder), starts.cases(options, folder)
-    return [*of_steady, *of_starts, *programs.cases(tuple(PROGRAMS), of_programs, folder)]
+    names = [name for name, program in PROGRAMS.items() if programs.device() or not program.on_device]
+    return [*of_steady, *of_starts, *programs.cases(names, of_programs, folder)]
 
 
 def refusal(runs: Sequence[Row]) -> str:

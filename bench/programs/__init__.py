@@ -9,6 +9,7 @@ tables.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -21,8 +22,14 @@ LABELS = {
     ON_DISK: "fastq_loader, cached, path=",
     "in_workers": "fastq_loader, in workers",
     "prefetcher": "torch, our Prefetcher",
+    "torchvision": "torch, with torchvision",
 }
 """Of loaders whose names do not say it."""
+
+
+_TORCHVISION = (
+    {"torchvision": "bench.programs.photographs:with_torchvision"} if find_spec("torchvision") else {}
+)
 
 
 class Program(NamedTuple):
@@ -33,6 +40,8 @@ class Program(NamedTuple):
         workers: the numbers of workers that it is run with.
         turns: how often a round runs it: more than once where a run takes a fraction of a second.
         loaders: name in rows and on the command line → where to find the second argument of its `train`.
+        on_device: whether it shows what a device does, and has no row in the README without one.
+        apart: loaders whose random numbers, so losses, are other ones than those of the rest.
         part: for a program that runs with little memory, the function of `data` that makes a folder of a few
             of its rows: what it needs without the others is measured.
     """
@@ -44,6 +53,8 @@ class Program(NamedTuple):
     epochs: int = 3
     turns: int = 1
     loaders: Mapping[str, str] = LOADERS
+    on_device: bool = False
+    apart: Sequence[str] = ()
     part: str = ""
 
 
@@ -66,9 +77,12 @@ PROGRAMS = {
         "photographs",
         {"nbytes": 500_000, "width": 120},
         loaders={
+            "torch": "bench.programs.photographs:with_pillow",
+            **_TORCHVISION,
             "fastq_loader": "bench.programs.photographs:on_device",
             "in_workers": "bench.programs.photographs:in_workers",
         },
+        apart=("torch", "torchvision"),
     ),
     "prefetch": Program(
         "images normalised on the device, beside the step",
@@ -79,6 +93,7 @@ PROGRAMS = {
             "fastq_loader": "bench.programs.prefetch:on_device",
             "prefetcher": "bench.programs.prefetch:with_prefetcher",
         },
+        on_device=True,
     ),
     "csv_table": Program(
         *("a small table and a small model", "small_table", {"rows": 200}),

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from bench.output.figures import BASELINE
 from bench.output.layout import say
 from bench.peers import Unsupported
@@ -99,8 +101,14 @@ def _plan(name: str, workers: int, options: Namespace, folder: Path) -> Plan:
         for loader in program.loaders
         if options.loader in (None, loader)
     ]
-    facts: Row = {"description": program.about, "epochs": epochs, "notes": [limited] if limited else []}
+    about = f"{program.about}, on {device() or 'the CPU'}" if program.on_device else program.about
+    facts: Row = {"description": about, "epochs": epochs, "notes": [limited] if limited else []}
     return Plan(facts, lanes)
+
+
+def device() -> str:
+    """The name of the accelerator that programs train on; "" without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
 def _needed(name: str, program: Program, own: Path) -> int:
