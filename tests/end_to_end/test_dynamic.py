@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from fastq_loader import DataLoader, Dynamic, RoundRobin
 from fastq_loader.scheduling.schedules import Schedule
@@ -140,3 +140,13 @@ def test_the_head_of_the_line_is_never_queued_behind_another_batch(tmp_path: Pat
         rows = list(DataLoader(dataset, batch_size=None, num_workers=2, schedule=Dynamic(window=14)))
     assert [index for index, _ in rows] == list(range(14))
     assert {worker for _, worker in rows[1:]} == {1 - rows[0][1]}
+
+
+class DrawsAlone(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[Any]:
+        return (torch.rand(1).item() for _ in range(4))
+
+
+def test_no_two_workers_of_a_stream_draw_the_same_numbers() -> None:
+    drawn = [float(number) for number in DataLoader(DrawsAlone(), None, num_workers=2, schedule="dynamic")]
+    assert len(set(drawn)) == len(drawn) == 8

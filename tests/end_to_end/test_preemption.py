@@ -258,3 +258,21 @@ def test_an_error_says_why_preemption_is_impossible() -> None:
     thread.start()
     thread.join()
     assert "main thread" in str(raised[0])
+
+
+def test_contexts_may_be_nested_and_keep_the_first_signal() -> None:
+    called: list[int] = []
+    numbers = signal.SIGUSR1, signal.SIGTERM
+    before = [signal.signal(number, lambda number, _: called.append(number)) for number in numbers]
+    try:
+        with loader() as ours, preemption(ours) as outer, preemption(ours) as inner:
+            with inner:
+                signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGTERM)
+            assert outer.signal == inner.signal == signal.SIGUSR1
+        assert called == [*numbers]
+        signal.raise_signal(signal.SIGTERM)
+        assert called == [*numbers, signal.SIGTERM]
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

@@ -15,6 +15,7 @@ from fastq_loader.memory.blocks import size_class
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.events import Died, IterationFailed, Send, Wait
 from fastq_loader.scheduling.in_flight import Batch
+from fastq_loader.scheduling.progress import Progress
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import DEAD, GONE, READY
@@ -196,3 +197,9 @@ def test_the_check_finds_what_is_wrong(breakage: str) -> None:
     BREAKAGES[breakage](scheduler)
     with pytest.raises(AssertionError):
         invariants.check(scheduler)
+
+
+def test_a_resumed_epoch_gives_no_batch_the_number_of_one_that_was_delivered() -> None:
+    scheduler, _ = started()
+    sends = begin(scheduler, done=Progress(4, frozenset({3, 4})))
+    assert [send.task.seq for send in sends] == [2, 5, 6, 7]

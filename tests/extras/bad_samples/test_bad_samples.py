@@ -321,3 +321,15 @@ def test_a_batch_that_is_left_out_passes_pinning_prefetching_and_a_device(
             assert '"total": 1' in ahead.state_dict()["rest"]
             assert loader.statistics().bad_samples > 1
         gc.collect()
+
+
+def test_a_resumed_epoch_counts_the_samples_that_were_read_before() -> None:
+    """3 of 4,000 are allowed, and 3 of the last 1,000 are not."""
+    first, second = (
+        StatefulDataLoader(Files(4000, frozenset({3997, 3998, 3999})), 100, errors=Skip(limit=0.001))
+        for _ in range(2)
+    )
+    for _ in islice(iter(first), 30):
+        state = first.state_dict()
+    second.load_state_dict(state)
+    assert sum(map(len, second)) == 997

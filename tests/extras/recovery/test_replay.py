@@ -183,3 +183,12 @@ def test_on_the_shell(
 
 def torchs_own() -> Any:
     return torch.utils.data.DataLoader(range(8))
+
+
+def test_the_log_of_bad_samples_is_not_written_again(tmp_path: Path) -> None:
+    log = tmp_path / "bad"
+    loader = make("sequential", 0, dataset=Drawn((1,)), errors=Skip(path=log))
+    list(loader)
+    text = log.read_text()
+    assert loader.replay(0)[0].tolist() == [0, *range(2, SIZE)]
+    assert log.read_text() == text != ""

@@ -113,3 +113,23 @@ def test_a_seed_from_the_global_generator_is_set_to_that_which_was_saved() -> No
     third.load_state_dict(state, ignore=("initial_seed",))
     with pytest.raises(ValueError, match="does not yield the same indices"):
         iter(third)
+
+
+def test_an_epoch_that_was_set_before_a_state_is_loaded_counts_unless_it_is_an_earlier_one() -> None:
+    first = StatefulDataLoader(NUMBERS, sampler=PermutationSampler(N))
+    first.sampler.set_epoch(2)  # type: ignore[union-attr]
+    list(first)
+    state = first.state_dict()
+    for epoch, expected in ((3, 3), (1, 2)):
+        second = StatefulDataLoader(NUMBERS, sampler=PermutationSampler(N))
+        second.sampler.set_epoch(epoch)  # type: ignore[union-attr]
+        second.load_state_dict(state)
+        assert second.sampler.epoch == expected  # type: ignore[union-attr]
+
+
+def test_a_resumed_epoch_gets_no_hint_that_it_repeats_its_order() -> None:
+    loader = StatefulDataLoader(range(80), sampler=PermutationSampler(80))
+    batches = iter(loader)
+    left = [next(batches) for _ in range(40)] and loader.state_dict()
+    loader.load_state_dict(left)
+    assert len(list(loader)) == 40

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Sampler
 
 from fastq_loader import LoaderHint, PermutationSampler, StatefulDataLoader
+from fastq_loader.scheduling.progress import Progress, WorkerProgress
 from tests.support.datasets import MapDataset, Stream
 from tests.support.samplers import Says
 
@@ -152,3 +153,40 @@ def test_a_state_from_the_middle_of_the_first_draw_begins_with_that_draw() -> No
     other.load_state_dict(state)
     torch.set_rng_state(of_torch)
     assert list(other) == batches
+
+
+class Consumes(Says):
+    """Takes its state apart."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.epoch_now = state.pop("at"), state.pop("epoch")
+
+
+class ConsumesTable(MapDataset):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        state.clear()
+
+
+def test_a_state_that_was_loaded_is_the_callers() -> None:
+    def loader() -> StatefulDataLoader[Any]:
+        return StatefulDataLoader(ConsumesTable("tensors", 20), 4, sampler=Consumes(20))
+
+    first = loader()
+    state = stopped(first, 2)
+    list(first)
+    for each in (state, first.state_dict()):
+        kept = json.dumps(each)
+        other = loader()
+        other.load_state_dict(each)
+        list(other)
+        assert json.dumps(each) == kept
+
+
+def test_the_state_at_the_end_of_a_stream_is_that_after_its_last_batch_unless_it_is_said() -> None:
+    workers = WorkerProgress(2, b"a"), WorkerProgress(1, b"b")
+    assert Progress(3, workers=workers).at_end({0: b"end"}) == Progress(
+        3, workers=(WorkerProgress(0, b"end"), WorkerProgress(0, b"b")), over=True
+    )

@@ -161,3 +161,11 @@ def test_keys_that_share_a_digest_are_told_apart(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("fastq_loader.extras.share.containers._digest", lambda key: 7)
     shared = SharedMapping({"a": 1, "b": 2}, 0)
     assert (shared["a"], shared["b"], shared.get("c")) == (1, 2, None)
+
+
+def test_numbers_of_several_types_keep_their_types() -> None:
+    for values in ([1, 2.5, 3], [2.5, 1], [True, 2], [0.5, True], [1, None, 2.5]):
+        assert same(SharedSequence(values, 0)[:], values)
+        mapping = dict.fromkeys(values, "a")
+        assert same(dict(SharedMapping(mapping, 0)), mapping)
+    assert same(list(SharedMapping({True: 0, 2: 1}, 0)), [True, 2])
