@@ -185,7 +185,9 @@ class cached:
             return self._function(*args, **kwargs)
         # In memory, values belong to one object; a folder and a name are shared by all.
         given = args
-        if self._in_class and not self._options.is_shared:
+        if self._in_class and self._options.is_shared:
+            given = args[1:]
+        elif self._in_class:
             number, is_new = instances.number_of(args[0])
             given = (number, *args[1:])
             if is_new and get_worker_info() is not None:

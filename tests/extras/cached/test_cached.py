@@ -376,6 +376,17 @@ def test_a_method_may_be_cached_in_its_class(kind: Any) -> None:
     assert pickle.loads(pickle.dumps(kind.decode)) is kind.decode
 
 
+def test_a_method_that_is_cached_in_its_class_may_have_a_folder(tmp_path: Path) -> None:
+    class Kept(Plain):
+        @functools.partial(cached, limit="1MB", path=tmp_path / "values")
+        def decode(self, index: int) -> int:
+            return index * self.scale
+
+    assert [Kept(2).decode(7), Kept(2).decode(7), Kept.decode.statistics().hits] == [14, 14, 1]
+    with pytest.warns(NotCached, match=r"14 and 21.*version=str\(root\)"):
+        assert Kept(3).decode(7) == 21
+
+
 def test_objects_that_cannot_be_told_apart_are_refused() -> None:
     class Alike:
         __slots__ = ()
