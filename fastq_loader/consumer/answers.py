@@ -66,8 +66,6 @@ class PoolEpoch(Protocol):
     @property
     def resume(self) -> Sequence[tuple[int, dict[str, Any] | None]]: ...
 
-    def __next__(self) -> Any: ...
-
 
 class Answers:
     """The answers of one pool's workers.

@@ -184,8 +184,10 @@ class EventLoop:
                 self._deliver(batch, slot)
                 self._draw(scheduler.to_draw)
         outcome, self._outcome = self._outcome, None
-        if batch is None:
-            self._record_end(outcome)
+        if isinstance(outcome, Ended):
+            log.end(time.monotonic_ns(), time.process_time_ns())
+        elif batch is None:
+            log.record(GIVEN, time.monotonic_ns(), error=outcome.error)
         else:
             if finish is not None:
                 outcome = finished(outcome, finish, batch)
@@ -210,13 +212,6 @@ class EventLoop:
         # torch does not replace workers. Where they are replaced, every later call raises IteratorInvalid.
         slot.outcome, self._gate.reason = outcome, outcome.fatal
         self._gate.end = CLOSED if self.plan.restarts else FAILED
-
-    def _record_end(self, outcome: Outcome) -> None:
-        """Record an outcome that is not that of a batch."""
-        if isinstance(outcome, Ended):
-            self.answers.log.end(time.monotonic_ns(), time.process_time_ns())
-        else:
-            self.answers.log.record(GIVEN, time.monotonic_ns(), error=outcome.error)
 
     def _tidy(self, now: int) -> None:
         """Do the work that is not needed for every batch."""
