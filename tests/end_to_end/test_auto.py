@@ -12,7 +12,7 @@ from fastq_loader.epoch import resources
 from fastq_loader.extras.insight import auto
 from fastq_loader.workers.kinds import Auto
 from tests.support.datasets import MapDataset
-from tests.support.loaders import PERSISTENT, seed_all
+from tests.support.loaders import PERSISTENT, distinct, seed_all
 from tests.support.thorough import is_thorough, thorough
 
 pytestmark = pytest.mark.processes
@@ -51,7 +51,7 @@ def test_the_batches_are_those_of_any_fixed_number(decisions: list[int], persist
         numbers: list[Any] = []
         epochs = []
         for _ in range(4):
-            epochs.append(contents(loader))
+            epochs.append(distinct(contents(loader)))
             numbers.append(loader.num_workers)
     after = torch.rand(1)
     assert numbers[1:] == [0, 3, 3 if persistent else 1], "workers that stay are not judged by their start"

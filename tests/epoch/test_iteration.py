@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, Sampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
-from fastq_loader import DataLoader, IteratorInvalid, StatefulDataLoader
+from fastq_loader import DataLoader, IteratorInvalid, StatefulDataLoader, options
 from fastq_loader.epoch import base
 from tests.conftest import acquired, belongings, descendants, of_kind, wait_until
-from tests.support.datasets import FaultyDataset, Made, SizedStream
-from tests.support.loaders import collector_off, torch_has
+from tests.support.datasets import FaultyDataset, Made, SizedStream, Stream
+from tests.support.loaders import WORKERS, collector_off, torch_has
 from tests.support.samplers import Says
 from tests.support.thorough import thorough
 
@@ -78,6 +78,40 @@ def test_i9b_pinning_without_an_accelerator_warns_in_torchs_words(workers: int, 
         assert texts(ours) == texts(warned(iterate, make(TorchDataLoader, **given)))
     assert len(ours) == (2 if device else 1)
     assert {(file, line) for _, file, line in ours} == {(__file__, iterate.__code__.co_firstlineno + 1)}
+
+
+@WORKERS
+def test_batches_are_page_locked_where_there_is_an_accelerator(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "pinning", lambda loader: (True, None))
+    monkeypatch.setattr("fastq_loader.epoch.base.page_locked", lambda batch, device: (batch.tolist(), device))
+    assert list(make(DataLoader, pin_memory=True, batch_size=2, num_workers=workers)) == [
+        ([0, 1], None),
+        ([2, 3], None),
+    ]
+
+
+@WORKERS
+def test_an_interrupt_in_the_warning_about_a_length_costs_no_batch(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    loader = make(DataLoader, dataset=SizedStream("tensors", [4], told=2), num_workers=workers)
+    expected = [str(batch) for batch in make(DataLoader, dataset=Stream("tensors", [4]))]
+    assert len(loader) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        iterator = iter(loader)
+        found = [next(iterator), next(iterator)]
+        monkeypatch.setattr(warnings, "showwarning", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+        warnings.simplefilter("ignore")
+        found += iterator
+    assert list(map(str, found)) == expected
 
 
 def test_i9b_more_workers_than_cpus_warn_at_construction_as_torch_does() -> None:

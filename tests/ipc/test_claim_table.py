@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from fastq_loader.ipc.claim_table import WORKERS, Busy, ClaimTable, slots
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.scheduling.in_flight import Batch, PendingTasks
+from fastq_loader.system import locks
 from tests.support.forking import end_of, fork
 from tests.support.invariants import check_tasks
 from tests.support.thorough import examples
@@ -92,6 +93,22 @@ def test_a_slot_serves_one_ticket_at_a_time(shared: SharedTable) -> None:
     claims.offer(largest := (1 << 48) - 1)
     assert claims.claim(largest, WORKERS - 1)
     assert claims.holder(largest) == WORKERS - 1
+
+
+def test_a_ticket_that_was_claimed_just_before_the_lock_is_taken(
+    shared: SharedTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared.claims.offer(7)
+    lock, other = locks.try_lock, shared.other()
+
+    def lock_later(*place: int) -> bool:
+        monkeypatch.setattr(locks, "try_lock", lock)
+        assert other.claim(7, 5)
+        return lock(*place)
+
+    monkeypatch.setattr(locks, "try_lock", lock_later)
+    assert not shared.claims.claim(7, 3)
+    assert shared.claims.holder(7) == 5
 
 
 def test_a_ticket_that_another_process_is_claiming_is_busy(shared: SharedTable) -> None:

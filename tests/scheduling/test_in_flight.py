@@ -68,4 +68,5 @@ def test_a_consumer_that_was_stopped_gives_each_head_one_grace() -> None:
     patience.forget()
     assert not any(patience.is_over(message=True) for _ in range(2)), "no batch is waited for"
     each = Timeout(1, of_head=False)
+    assert [each.seconds(0, 0, now) for now in (5, 6, 9)] == [1, 1, 1], "each wait has its own"
     assert not any(each.is_over(message=True) for _ in range(3))

@@ -40,6 +40,12 @@ def test_areas_are_spread_evenly() -> None:
     assert all(abs(areas[int(len(areas) * share)] - (0.1 + 0.9 * share)) < 0.05 for share in (0.1, 0.5, 0.9))
 
 
+def test_a_crop_of_the_full_width_is_drawn() -> None:
+    drawn = [crops.random_crop(200, 100, (0.5, 0.5), (1, 1), crops.numbers(seed)) for seed in range(20)]
+    assert {(crop.height, crop.width) for crop in drawn} == {(100, 100)}
+    assert len({crop.top for crop in drawn}) > 10, "and not the middle"
+
+
 @pytest.mark.formats
 def test_crops_are_torchvisions(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tests.support.formats")  # lets a torchvision for CUDA be imported

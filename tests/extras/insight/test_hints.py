@@ -159,6 +159,12 @@ def test_each_kind_comes_once_at_the_users_line_and_says_what_was_seen(kind: typ
     assert re.search(text, str(warning.message))
 
 
+@pytest.mark.usefixtures("easily_told")
+def test_auto_is_not_told_of_tiny_batches() -> None:
+    loader: Any = DataLoader(range(4), num_workers="auto", schedule="dynamic")  # type: ignore[arg-type]
+    assert TinyBatches not in [warning.category for warning in told(iterate, loader)]
+
+
 def only(kind: type[LoaderHint]) -> None:
     warnings.simplefilter("ignore")
     warnings.simplefilter("error", kind)

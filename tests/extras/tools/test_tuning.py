@@ -134,6 +134,12 @@ def test_no_more_workers_are_tried_than_are_allowed(most: int) -> None:
     assert Machine(decoding()).best(Setting(8, 2), most_workers=most).num_workers <= most, "nor recommended"
 
 
+def test_the_spread_is_half_of_the_range_of_the_rates() -> None:
+    row = tuning.Row(Setting(1), slices=[Measured(8.0, 1.0), Measured(12.0, 1.0), Measured(20.0, 2.0)])
+    assert (row.rate, row.spread) == (10.0, 0.2)
+    assert tuning.Row(Setting(1), slices=[Measured(8.0, 1.0)]).spread is None
+
+
 def test_a_setting_that_fails_has_a_row_and_is_not_tried_again() -> None:
     error, eight = RuntimeError("no"), Setting(8, 2)
     played = Machine(decoding(), fails={eight: error})
