@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +12,9 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from fastq_loader import DataLoader, Processes
+from fastq_loader import DataLoader
 from fastq_loader.consumer.answers import Answers
-from fastq_loader.errors import PoisonBatch, ProtocolError, WorkerDied, WorkerReplaced
+from fastq_loader.errors import ProtocolError, WorkerDied
 from fastq_loader.ipc import sockets
 from fastq_loader.ipc.messages import (
     BATCH,
@@ -179,57 +178,6 @@ class Breaking:
             return message
         changed = self.change(self.noise, msgpack.unpackb(frame, strict_map_key=False))
         return decode_for_consumer(changed if isinstance(changed, bytes) else msgpack.packb(changed))
-
-
-def other_blocks(noise: random.Random, fields: list[Any]) -> list[Any]:
-    """Other blocks or another spec than the worker named, in an answer that is due."""
-    fresh, returned, handle = fields[8:11]
-    what = noise.randrange(5)
-    if what == 0:
-        fields[10] = noise.choice((None, [1 << 40, None, [], None, []]))
-    elif what == 1:
-        handle[1] = noise.choice((1 << 30, [], ["V", [], []], 7))
-    elif what == 2:
-        noise.choice(handle[4])[0] += noise.choice((1, SMALLEST, 1 << 40))
-    elif what == 3:
-        fresh.append(noise.choice(([0, 7], [1 << 50, SMALLEST])))
-    else:
-        returned.append(noise.choice((7, 1 << 50)))
-    return fields
-
-
-def anything(noise: random.Random, fields: list[Any]) -> Any:
-    """Any number of the answer but its times changed, or bytes of the frame cut off."""
-    if noise.random() < 0.3:
-        frame: bytes = msgpack.packb(fields)
-        return frame[: noise.randrange(len(frame))]
-    if noise.random() < 0.5:
-        return other_blocks(noise, fields)
-    fields[noise.randrange(6)] = noise.choice((0, 1, 7, 1 << 20, 1 << 62))
-    return fields
-
-
-@pytest.mark.processes
-def test_with_restarts_a_run_gets_over_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refused answer may take a spec along; the batches that name it later are refused as well."""
-    breaking = Breaking(0.1, anything)
-    monkeypatch.setattr(sockets, "decode_for_consumer", breaking)
-    loader = DataLoader(
-        Items(), batch_size=None, num_workers=2, schedule="dynamic", workers=Processes(max_restarts=1000)
-    )
-    refused = 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", WorkerReplaced)
-        iterator = iter(loader)
-        for index in range(40):
-            try:
-                assert is_item(next(iterator), index)
-            except (ProtocolError, PoisonBatch):
-                refused += 1
-        assert next(iterator, None) is None
-    assert loader.statistics().rejected_frames >= max(refused, 1)
-    assert loader.statistics().worker_restarts > 0
-    loader.close()
 
 
 @pytest.mark.processes

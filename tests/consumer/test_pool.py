@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import sys
 import threading
@@ -13,17 +12,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
-import fastq_loader
 from fastq_loader import DataLoader
 from fastq_loader.system import interrupts, process_id
 from fastq_loader.workers.stopping import Stopping
 from tests.conftest import descendants, wait_until
-from tests.support.datasets import Made
 from tests.support.forking import end_of, fork
 from tests.support.gates import LIMIT
-from tests.support.thorough import thorough
 
 pytestmark = pytest.mark.processes
 
@@ -88,17 +83,6 @@ def test_an_interrupt_while_an_iterator_is_dropped_leaves_no_worker(monkeypatch:
     held.clear()
     assert reported == [KeyboardInterrupt]
     assert wait_until(lambda: not descendants(), LIMIT)
-
-
-@thorough()
-def test_sizes_that_vary_use_the_same_addresses_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The address range here is a fraction of what 200 batches would take if it were used once."""
-    monkeypatch.setattr("fastq_loader.system.calls._LARGEST", 128 << 20)
-    sizes = random.Random(1).choices(range(1000, 4_000_000), k=200)
-    ragged = Made(lambda index: fastq_loader.empty((sizes[index],), torch.uint8), 200)
-    with DataLoader(ragged, batch_size=None, num_workers=2) as loader:
-        assert [batch.nbytes for batch in loader] == sizes
-        assert loader.statistics().arena_bytes <= 128 << 20
 
 
 def test_the_collector_closes_nothing_in_a_child_that_was_just_forked() -> None:

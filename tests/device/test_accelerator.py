@@ -259,22 +259,6 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> HostBackend:
     return HostBackend()
 
 
-def test_a_failed_registration_is_cleared(backend: HostBackend) -> None:
-    backend.code = 304
-    with pytest.raises(PinFailed, match="cudaHostRegister of 4096 bytes failed with error 304"):
-        backend.register(1 << 20, 4096)
-    assert backend.clearings == 1
-    backend.unregister(1 << 20)
-    assert backend.clearings == 2
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
-def test_memory_that_cannot_be_pinned_is_said_to(backend: HostBackend) -> None:
-    with pytest.raises(PinFailed, match="torch could not page-lock 4096 bytes"):
-        backend.pinned(4096)
-    assert backend.clearings == 1
-
-
 def test_the_proof_fails_where_copies_do_nothing(
     backend: HostBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -199,10 +199,6 @@ def test_a_batch_is_one_copy_and_its_fields_are_aligned(workers: int, late: Late
     assert staging.copied_bytes < 1.1 * 24 * sum(value.nbytes for value in fields(0).values()) + 6 * 51 * 256
 
 
-def add_one(batch: Any) -> Any:
-    return [batch[0] + 1, batch[1]]
-
-
 def staging_of(loader: DataLoader[Any]) -> Any:
     return loader.statistics().staging
 

@@ -18,7 +18,7 @@ from fastq_loader import DataLoader, Processes, Skip, StatefulDataLoader, cached
 from tests.conftest import running_script, wait_until
 from tests.support import decoded
 from tests.support.datasets import identity
-from tests.support.decoded import Decoded, DecodedStream, OfModule
+from tests.support.decoded import Decoded, OfModule
 from tests.support.gates import Gates
 from tests.support.loaders import distinct
 from tests.support.thorough import seeds, thorough
@@ -87,12 +87,6 @@ def test_caches_of_a_module_and_of_a_class_are_one_for_all_workers(method: str) 
     assert OfModule.decode.statistics().values >= length
 
 
-def test_a_stream_has_a_cache_like_everybody() -> None:
-    dataset = DecodedStream(LENGTH, {"limit": "1MB"})
-    assert epochs(dataset, num_workers=2) == epochs(DecodedStream(LENGTH, None), num_workers=2)
-    assert dataset.samples.decode.statistics().hits == 2 * LENGTH  # type: ignore[attr-defined]
-
-
 @seeds(1, 6)
 def test_workers_that_die_and_samples_that_cannot_be_read_change_nothing(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
@@ -112,20 +106,6 @@ def test_workers_that_die_and_samples_that_cannot_be_read_change_nothing(seed: i
     plain = Decoded(LENGTH, None, tmp_path / "without", deadly, broken)
     kept = Decoded(LENGTH, {"limit": limit, **place}, tmp_path / "with", deadly, broken)
     assert epochs(kept, **options) == epochs(plain, **options), f"seed {seed}, {place}, {limit}, {options}"
-
-
-def test_a_resumed_epoch_goes_on_with_the_cache() -> None:
-    def run(dataset: Any) -> list[str]:
-        torch.manual_seed(3)
-        options: dict[str, Any] = {"num_workers": 2, "schedule": "dynamic", "shuffle": True}
-        loader: Any = StatefulDataLoader(dataset, 4, collate_fn=identity, **options)
-        iterator = iter(loader)
-        begun = [repr(next(iterator)) for _ in range(3)]
-        other: Any = StatefulDataLoader(dataset, 4, collate_fn=identity, **options)
-        other.load_state_dict(loader.state_dict())
-        return begun + [repr(batch) for batch in other]
-
-    assert run(Decoded(LENGTH, {"limit": "1MB"})) == run(Decoded(LENGTH, None))
 
 
 FILLS = """

@@ -318,53 +318,6 @@ def test_7_a_child_that_comes_back_from_user_code_is_gone(
     assert capfd.readouterr().err == ""
 
 
-#: Handlers of SIGCHLD. The second one does not print: it may run in the middle of itself.
-DAEMON = """
-    import multiprocessing, os, pathlib, signal, tempfile, warnings
-    from fastq_loader import DataLoader, Processes, WorkerReplaced
-    from tests.end_to_end.test_restarts import Doomed
-    from tests.support.crimes import exit_with_7, kill_itself
-
-    def reap(*_):
-        os.write(1, multiprocessing.current_process().name.encode() + b" ")
-        os.waitpid(-1, os.WNOHANG)
-
-    warnings.simplefilter("ignore", DeprecationWarning)
-    warnings.simplefilter("ignore", WorkerReplaced)
-    for handler in (signal.SIG_IGN, reap):
-        signal.signal(signal.SIGCHLD, handler)
-        for what in {crimes}:
-            folder = pathlib.Path(tempfile.mkdtemp(dir={folder!r}))
-            dataset = Doomed(folder, -1 if what is None else 7, what, times=2)
-            loader = DataLoader(
-                dataset, 2, num_workers=2, multiprocessing_context={method!r}, persistent_workers=True,
-                workers=Processes({restarts}),
-            )
-            assert [len(list(loader)) for _ in range(2)] == [12, 12]
-            loader.close()
-            assert not multiprocessing.active_children()
-"""
-
-
-@pytest.mark.parametrize(
-    ("method", "crimes", "restarts"),
-    [
-        ("fork", "(None, kill_itself, exit_with_7)", 3),
-        ("fork", "(None,)", 0),
-        ("spawn", "(kill_itself,)", 3),
-        ("forkserver", "(exit_with_7,)", 3),
-    ],
-)
-@thorough(after=1)
-def test_9_somebody_else_may_take_exit_codes_and_a_handler_runs_in_no_helper(
-    method: str, crimes: str, restarts: int, tmp_path: Path
-) -> None:
-    source = DAEMON.format(method=method, crimes=crimes, restarts=restarts, folder=str(tmp_path))
-    result = run_script(source, timeout=40, warm=True)
-    assert (result.stderr, result.returncode, result.left) == ("", 0, ())
-    assert set(result.stdout.split()) == {"MainProcess"}
-
-
 SILENT = """
     import os, pathlib, sys, traceback, warnings
     {change}

@@ -6,13 +6,11 @@ import gc
 import inspect
 import os
 import random
-import sys
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
-from types import FrameType
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,6 @@ from torch.utils.data import IterableDataset, Sampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from fastq_loader import DataLoader, IteratorInvalid, StatefulDataLoader, options
-from fastq_loader.epoch import base
 from tests.conftest import acquired, belongings, descendants, of_kind, wait_until
 from tests.support.datasets import FaultyDataset, Made, SizedStream, Stream
 from tests.support.loaders import WORKERS, collector_off, torch_has
@@ -182,31 +179,6 @@ def test_an_iterator_is_not_kept_alive_by_an_error_that_it_raised(workers: int) 
         watched = weakref.ref(iterator)
         del iterator
         assert watched() is None
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("fails", [False, True])
-def test_no_call_comes_between_taking_an_outcome_and_returning_it(workers: int, fails: bool) -> None:
-    """An interrupt comes at a call: it would lose the batch, or the error."""
-    dataset = FaultyDataset("tensors", 3, frozenset({1} if fails else ()), LookupError)
-    iterator = iter(DataLoader(dataset, num_workers=workers))
-    next(iterator)
-    iterator._advance()
-    events: list[str] = []
-
-    def look(frame: FrameType, event: str, argument: Any) -> None:
-        caller = frame.f_back if event == "call" else frame
-        if event in ("call", "c_call") and caller is not None and caller.f_code is code:
-            events.append(event)
-
-    code = base.LoaderIterator.__next__.__code__
-    sys.setprofile(look)
-    try:
-        with pytest.raises(LookupError) if fails else nullcontext():
-            iterator.__next__()
-    finally:
-        sys.setprofile(None)
-    assert not events
 
 
 def draw(index: int) -> Any:

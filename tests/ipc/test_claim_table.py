@@ -13,16 +13,11 @@ from contextlib import closing, contextmanager, suppress
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fastq_loader.ipc.claim_table import WORKERS, Busy, ClaimTable, slots
 from fastq_loader.memory.arena import AVAILABLE
-from fastq_loader.scheduling.in_flight import Batch, PendingTasks
 from fastq_loader.system import locks
 from tests.support.forking import end_of, fork
-from tests.support.invariants import check_tasks
-from tests.support.thorough import examples
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
@@ -125,42 +120,6 @@ def test_a_ticket_that_another_process_is_claiming_is_busy(shared: SharedTable) 
         assert shared.claims.claim(8, 3)
     assert shared.claims.claiming(7) is None
     assert shared.claims.claim(7, 3)
-
-
-@examples(100)
-@given(
-    st.integers(2, 5),
-    st.lists(st.tuples(st.sampled_from("oocaad"), st.integers(0, 20)), min_size=20, max_size=60),
-)
-def test_numbers_come_round_past_batches_that_are_late(size: int, steps: list[tuple[str, int]]) -> None:
-    """Every task that is to be answered can be claimed, or it is known who has claimed it."""
-    with closing(SharedTable(size)) as shared:
-        pending, claims = PendingTasks(size), shared.claims
-        claimed: dict[int, int] = {}  # ticket → worker
-
-        def offer(seq: int) -> None:
-            pending.add(1, batch := Batch(seq, None, None))
-            claims.offer(batch.ticket)
-
-        for number, (step, pick) in enumerate(steps):
-            worker = pick % 3
-            mine = [batch for batch in pending.values() if claimed.get(batch.ticket) == worker]
-            if step == "o" and len(pending) < size:
-                offer(number)
-            elif step == "c" and pending:
-                ticket = pending.tickets()[pick % len(pending)]
-                assert claims.claim(ticket, worker) == (ticket not in claimed)
-                claimed.setdefault(ticket, worker)
-            elif step == "a" and mine:
-                pending.settle(1, mine[pick % len(mine)].seq)
-            elif step == "d":
-                for batch in mine:
-                    pending.settle(1, batch.seq)
-                    offer(batch.seq)
-            check_tasks(pending)
-            for ticket in pending.tickets():
-                assert claims.holder(ticket) == claimed.get(ticket)
-                assert claims.on_offer(ticket) == (ticket not in claimed)
 
 
 @pytest.mark.processes

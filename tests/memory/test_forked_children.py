@@ -85,13 +85,3 @@ def test_without_descriptors_a_child_counts_for_ever() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert born < seen_before()
     assert forked_children.now >= seen_before()
-
-
-@pytest.mark.processes
-def test_forks_of_a_process_without_blocks_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(IN_USE, "leased", False)
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    assert forked_children.living == []
-    os.waitpid(pid, 0)

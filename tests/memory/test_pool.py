@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -325,22 +325,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
 TestLedger = LedgerMachine.TestCase
 TestLedger.settings = examples(80, stateful_step_count=50)
-
-
-def test_pages_go_back_after_the_device_has_forgotten_them() -> None:
-    pool = new_pool()
-    arena: Any = pool.arena
-    pool.drop(write(pool, 0, B, B))
-    assert not pool.trim(1, arena.forget)
-    assert pool.trim(0, arena.forget)
-    forget, punch = call.forget, call.mapping.punch
-    assert [each for each in arena.mock_calls if each[0] != "mapping.region"] == [
-        forget(0),
-        punch(0, B),
-        forget(B),
-        punch(B, B),
-    ]
-    assert pool.usage() == (0, 0, 0)
 
 
 SIZES = st.lists(st.integers(1, 1 << 20), min_size=1, max_size=4)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fastq_loader.errors import UnpicklableError
 from fastq_loader.memory.allocator import empty
 from fastq_loader.memory.arena import AVAILABLE
-from fastq_loader.packing.walker import BATCHES_UNWALKED, INLINE, PARTS, TreeFlattener
+from fastq_loader.packing.walker import BATCHES_UNWALKED, INLINE, PARTS
 from tests.support.datasets import (
     Colour,
     Count,
@@ -318,13 +318,3 @@ def test_a_tree_of_many_containers_comes_out_as_it_went_in(pair: Pair, boxes: in
         assert_same(small, pair.trip(small))
     del result
     assert pair.idle()
-
-
-@pytest.mark.parametrize("large", [[[1, {}]] * PARTS, ["x" * 2 * INLINE]], ids=["parts", "text"])
-def test_after_a_batch_that_is_too_large_to_walk_the_next_ones_are_not_tried(large: Any) -> None:
-    """Walking annotations in vain took a third of a worker's time."""
-    flattener, walked = TreeFlattener(), []
-    for batch in [large, *[[1.5]] * (BATCHES_UNWALKED + 1)]:
-        flattener.clear()
-        walked.append(flattener.walk(batch) == "v")
-    assert walked == [False] * (BATCHES_UNWALKED + 1) + [True]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck
 
-from fastq_loader.errors import PoisonBatch
-from fastq_loader.ipc.messages import BATCH, ERROR, Answer
+from fastq_loader.ipc.messages import BATCH
 from fastq_loader.memory.blocks import size_class
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.events import Died, IterationFailed, Send, Wait
@@ -18,7 +17,6 @@ from fastq_loader.scheduling.in_flight import Batch
 from fastq_loader.scheduling.progress import Progress
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.schedules import Window
-from fastq_loader.scheduling.states import DEAD, GONE, READY
 from tests.support import invariants
 from tests.support.scheduler_machine import SchedulerMachine, arrive
 from tests.support.simulation import REGION, Loaded, SimulatedArena
@@ -128,22 +126,6 @@ def test_a_wait_says_whether_a_worker_has_nothing_to_do_because_the_window_is_fu
     assert not wait.blocked, "there is nothing more to do"
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_batch_of_which_three_workers_died_fails_at_its_position(shared: bool) -> None:
-    scheduler, sends = started(shared_tasks=shared, restarts=5)
-    for deaths in (1, 2, 3):
-        sends_again = scheduler.died(Died(1, 1, f"died for the {deaths}. time"))
-        again = [(seq, attempt) for _, seq, attempt in of(sends_again)]
-        assert ((1, deaths) in again) == (deaths < 3)
-        assert (3, 0 if shared else deaths) in again, "the others go on"
-    arrive(scheduler, *answer(sends[0], worker=0))
-    assert delivered(scheduler) == 0
-    deliver: Any = scheduler.wanted()
-    assert isinstance(deliver.error, PoisonBatch)
-    said = "batch 1 (indices 1) was given up: 3 workers died of it, and the last died for the 3. time"
-    assert (deliver.seq, str(deliver.error)) == (1, said)
-
-
 @pytest.mark.parametrize(
     ("in_order", "lost"), [(True, 1), (True, None), (False, 0), (False, 1), (False, None)]
 )
@@ -155,48 +137,6 @@ def test_a_death_is_reported_after_what_came_before(in_order: bool, lost: int | 
     assert scheduler.died(Died(1, lost)) is None
     assert delivered(scheduler) == first
     assert scheduler.wanted() == IterationFailed(1, lost, lost)
-
-
-@pytest.mark.parametrize("in_order", [True, False])
-def test_the_next_batches_that_have_come_are_known_beforehand(in_order: bool) -> None:
-    scheduler, sends = started(in_order=in_order)
-    came = [answer(sends[1]), answer(sends[2], ERROR), answer(sends[3]), answer(sends[0])]
-
-    def upcoming(count: int) -> list[Answer | None]:
-        return [batch.answer for batch in scheduler.in_flight.upcoming(count)]
-
-    for each in came[:3]:
-        arrive(scheduler, *each)
-    expected = [] if in_order else [came[0][1], came[2][1]]
-    assert upcoming(9) == expected, "what is behind a late batch is not handed out next"
-    arrive(scheduler, *came[3])
-    scheduler.wanted()
-    expected = [came[at][1] for at in ((0, 2) if in_order else (2, 3))]
-    assert upcoming(9) == expected
-    assert upcoming(1) == expected[:1]
-
-
-BREAKAGES: dict[str, Callable[[Scheduler], Any]] = {
-    "an answer is lost": lambda scheduler: scheduler.pending_tasks.settle(1, 1),
-    "a batch is delivered twice": lambda scheduler: scheduler.in_flight.take(),
-    "a block is filled for no batch": lambda scheduler: scheduler.in_flight.batches.pop(0),
-    "an answer is forgotten": lambda scheduler: setattr(scheduler.in_flight.batches[1], "state", READY),
-    "a batch that is gone is kept": lambda scheduler: setattr(scheduler.in_flight.batches[1], "state", GONE),
-    "the window is too wide": lambda scheduler: setattr(scheduler.window, "size", 5),
-    "too much is asked for": lambda scheduler: vars(scheduler.window).update(size=1, widest=1),
-    "a worker is dead": lambda scheduler: scheduler._worker_table._states.__setitem__(1, DEAD),
-    "an assigned task is shared": lambda scheduler: setattr(scheduler.in_flight.batches[1], "worker", None),
-}
-
-
-@pytest.mark.parametrize("breakage", BREAKAGES)
-def test_the_check_finds_what_is_wrong(breakage: str) -> None:
-    scheduler, sends = started()
-    arrive(scheduler, *answer(sends[0], nbytes=100_000))
-    invariants.check(scheduler)
-    BREAKAGES[breakage](scheduler)
-    with pytest.raises(AssertionError):
-        invariants.check(scheduler)
 
 
 def test_a_resumed_epoch_gives_no_batch_the_number_of_one_that_was_delivered() -> None:

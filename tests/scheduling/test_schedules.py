@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fastq_loader import Dynamic, RoundRobin
 from fastq_loader.ipc.claim_table import WORKERS
@@ -20,7 +17,6 @@ from fastq_loader.scheduling.schedules import (
     Window,
     read_schedule,
 )
-from tests.support.thorough import examples
 
 
 def test_short_forms_and_configurations_mean_the_same() -> None:
@@ -54,73 +50,6 @@ def test_what_is_not_true_or_false_is_named() -> None:
 def test_what_is_no_schedule_is_named(value: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"schedule=.* is unknown: use 'round_robin', 'dynamic'"):
         read_schedule(value)
-
-
-@dataclass
-class InFlight:
-    window: Window
-    under_way: int = 0
-    unanswered: int = 0
-
-    def ask(self, batches: int) -> None:
-        for _ in range(batches):
-            self.under_way += 1
-            self.unanswered += 1
-            self.window.widen_to(self.under_way)
-
-    def hand_out(self) -> None:
-        self.under_way -= 1
-        self.unanswered = min(self.unanswered, self.under_way)
-        self.ask(max(self.window.size - self.under_way, 0))
-
-
-STEPS = st.lists(
-    st.one_of(
-        st.tuples(st.just("answer"), st.integers(1, 20)),
-        st.tuples(st.just("late"), st.sampled_from([0.0, 1.0, 7.5, 100.0])),
-        st.tuples(st.just("hand out"), st.integers(1, 200)),
-        st.tuples(st.just("drained"), st.just(0)),
-    ),
-    max_size=40,
-)
-
-
-@examples(200)
-@given(
-    st.integers(1, 12),
-    st.integers(0, 40),
-    st.sampled_from([0, 20, 200, 1 << 30]),
-    STEPS,
-)
-def test_it_stays_between_its_bounds_whatever_happens(
-    least: int, widest: int, budget: int, steps: list[tuple[str, float]]
-) -> None:
-    window = Window(least, widest, budget)
-    in_flight = InFlight(window)
-    in_flight.ask(window.size)
-    for what, amount in steps:
-        if what == "answer":
-            in_flight.unanswered = max(in_flight.unanswered - int(amount), 0)
-        elif what == "late":
-            before = max(in_flight.under_way, window.size)
-            room = window.room(in_flight.under_way, in_flight.unanswered, amount)
-            assert not room or (before + room) * amount <= budget, "past the budget"
-            assert room <= max(least - in_flight.unanswered, 0), "more than keeps the workers busy"
-            size = window.size
-            in_flight.ask(room)
-            assert window.size == max(size, in_flight.under_way)
-            if not room and in_flight.unanswered < least and before < window.widest:
-                assert (before + 1) * amount > budget, "workers idle without a reason"
-        elif what == "hand out":
-            for _ in range(min(int(amount), in_flight.under_way)):
-                size = window.size
-                in_flight.hand_out()
-                assert window.size <= size
-        else:  # the sampler had nothing more for a while
-            in_flight.under_way = in_flight.unanswered = 0
-            in_flight.ask(1)
-        assert least <= window.size <= window.widest == max(least, widest)
-        assert in_flight.under_way <= window.widest
 
 
 @pytest.mark.parametrize(

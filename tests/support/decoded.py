@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from fastq_loader import cached
 
@@ -61,16 +61,6 @@ class Decoded(Dataset[Any]):
         sample["mean"] += torch.rand(())
         sample["name"] += random.choice("ab")
         return sample
-
-
-class DecodedStream(IterableDataset[Any]):
-    def __init__(self, length: int, options: dict[str, Any] | None) -> None:
-        self.samples = Decoded(length, options)
-
-    def __iter__(self) -> Any:
-        info = torch.utils.data.get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        return (self.samples[index] for index in range(first, len(self.samples), step))
 
 
 def _decode(index: int) -> Any:

@@ -19,7 +19,6 @@ from fastq_loader.workers.kinds import read_workers
 from fastq_loader.workers.local_pool import LocalPool
 from fastq_loader.workers.payload import Payload
 from tests.conftest import open_descriptors, run_script
-from tests.support.crimes import CountsPickling
 from tests.support.thorough import is_thorough
 from tests.support.worker_setup import make_plan
 
@@ -73,19 +72,6 @@ def send(thing: Any) -> Any:
         return loads(bytes(reduction.ForkingPickler.dumps(thing)))
     finally:
         set_spawning_popen(None)  # type: ignore[arg-type]
-
-
-def test_they_are_pickled_once_until_all_workers_were_started() -> None:
-    dataset = CountsPickling(4)
-    sent = Payload(dataset, max, None)
-    arrived = [send(sent)]
-    dataset.length = 5  # who starts later sees it as it was
-    arrived.append(send(sent))
-    assert [len(one.open()["dataset"]) for one in arrived] == [4, 4]
-    assert dataset.pickled == 1
-    sent.unseal()
-    assert len(send(sent).open()["dataset"]) == 5
-    sent.unseal()
 
 
 def test_a_tensor_goes_to_every_worker_as_a_descriptor_though_its_owner_is_gone() -> None:
