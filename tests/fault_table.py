@@ -282,7 +282,7 @@ FAULTS = (
         "if not state and last == UNKNOWN:",
         "if False:",
         "row S1",
-        "end_to_end/test_resume.py",
+        "extras/resume/test_state.py",
     ),
     Fault(
         "a resumed epoch numbers a batch as one that was delivered",
@@ -932,5 +932,31 @@ FAULTS = (
         "self.outcome = None; self._warn_about_length(length)",
         "row I7",
         "epoch/test_iteration.py",
+    ),
+    Fault(
+        "after a timeout the next call does not wait",
+        "consumer/event_loop.py",
+        "        self.deaths.timeout.forget()\n",
+        "        self.deaths.timeout.was_over = True\n",
+        "row P12",
+        "end_to_end/test_iterators.py",
+    ),
+    Fault(
+        "a batch is blamed for each worker that it was lost with",
+        "scheduling/scheduler.py",
+        "        if event.seq is not None:\n"
+        "            self._deaths[event.seq] = self._deaths.get(event.seq, 0) + 1\n",
+        "        for batch in lost:\n"
+        "            self._deaths[batch.seq] = self._deaths.get(batch.seq, 0) + 1\n",
+        "guarantee: death",
+        "end_to_end/test_restarts.py",
+    ),
+    Fault(
+        "a loader inside of a dataset changes the seeds of the samples",
+        "reading/reader.py",
+        "loading.reader = outer",
+        "loading.reader = None",
+        "guarantee: random numbers",
+        "extras/images/test_encoded.py",
     ),
 )

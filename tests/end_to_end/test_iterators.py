@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -151,19 +152,22 @@ def test_i3_i4_an_epoch_after_a_break_drops_late_answers_and_waits_for_no_other(
         assert loader.statistics().stale_answers >= 1
 
 
-def test_i5_iteration_goes_on_after_a_timeout(tmp_path: Path) -> None:
-    """One is certain, by the clock. On a busy machine there are others, which lose nothing either."""
+@pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
+def test_i5_iteration_goes_on_after_a_timeout(schedule: Any, tmp_path: Path) -> None:
+    """Two are certain, by the clock. On a busy machine there are others, which lose nothing either."""
     gates, found, late = Gates(tmp_path), list[int](), 0
-    iterator = iter(DataLoader(Gated(6, gates, {2}), num_workers=2, timeout=0.3))
+    iterator = iter(DataLoader(Gated(6, gates, {2}), num_workers=2, timeout=0.3, schedule=schedule))
     while len(found) < 6:
+        began = time.monotonic()
         try:
             found.append(next(iterator).item())
         except LoaderTimeout:
-            late += 1
-            if len(found) == 2:
+            assert time.monotonic() - began > 0.29, "each call waits for the whole of it"
+            late += len(found) == 2
+            if late == 2:
                 gates.open(2)
     assert found == list(range(6))
-    assert late
+    assert late >= 2
     assert next(iterator, None) is None
 
 

@@ -52,6 +52,14 @@ class AtOnce(Files):
         return [self[index] for index in indices]
 
 
+class Nested(Files):
+    """It reads from another loader for each sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        list(DataLoader(Files(), 12))
+        return super().__getitem__(index)
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = torch.utils.data.get_worker_info()
@@ -175,6 +183,10 @@ def test_no_two_samples_and_no_two_epochs_share_a_seed() -> None:
     epochs = [seeds_of(loader), seeds_of(loader)]
     every = [seed for epoch in epochs for batch in epoch for seeds in batch[:2] for seed in seeds]
     assert len(set(every)) == len(every) == 2 * 2 * len(FILES)
+
+
+def test_a_loader_inside_of_a_dataset_changes_no_seed() -> None:
+    assert seeds_of(seeded(Nested())) == seeds_of(seeded(Files()))
 
 
 def test_seeds_draw_from_no_generator() -> None:

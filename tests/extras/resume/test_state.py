@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Sampler
 
 from fastq_loader import LoaderHint, PermutationSampler, StatefulDataLoader
-from fastq_loader.scheduling.progress import Progress, WorkerProgress
+from fastq_loader.scheduling.progress import UNKNOWN, Progress, WorkerProgress
 from tests.support.datasets import MapDataset, Stream
 from tests.support.samplers import Says
 
@@ -190,3 +190,8 @@ def test_the_state_at_the_end_of_a_stream_is_that_after_its_last_batch_unless_it
     assert Progress(3, workers=workers).at_end({0: b"end"}) == Progress(
         3, workers=(WorkerProgress(0, b"end"), WorkerProgress(0, b"b")), over=True
     )
+
+
+def test_after_a_break_one_batch_without_a_state_tells_that_no_worker_has_one() -> None:
+    after = Progress(workers=(WorkerProgress(0, UNKNOWN),) * 2).after_worker(0, b"", None)
+    assert after.workers == (WorkerProgress(1, b""), WorkerProgress(0, b""))
