@@ -184,21 +184,15 @@ def find(fault: Fault, copy: Copy, every: bool = False) -> Found:
             if not again.tests:
                 return Found(fault, (), seconds, f"not when it is run again: {', '.join(run.tests)}")
             run = again
-    if note and run.tests != (HANG,) and copy.run(*run.tests, limit=_FILE) != GREEN:
-        return Found(fault, (), seconds, f"{run.tests[0]} fails without it, too")
-    return Found(fault, run.tests, seconds, note)
+    names = (fault.found_by,) if run.tests == (HANG,) else run.tests
+    without = copy.run(*names, limit=_ALL if every else _FILE, every=every)
+    tests = tuple(test for test in run.tests if test not in without.tests)
+    return Found(fault, tests, seconds, note if tests else f"{', '.join(names)} fails without it, too")
 
 
-def find_all(faults: Sequence[Fault], jobs: int, baseline: bool, every: bool = False) -> Iterator[Found]:
-    """Look for these faults, in so many copies at once; before that, for files that are red without any."""
+def find_all(faults: Sequence[Fault], jobs: int, every: bool = False) -> Iterator[Found]:
+    """Look for these faults, in so many copies at once."""
     copies: SimpleQueue[Copy] = SimpleQueue()
-
-    def green(file: str) -> Run:
-        copy = copies.get()
-        try:
-            return copy.run(file, limit=_FILE)
-        finally:
-            copies.put(copy)
 
     def found(fault: Fault) -> Found:
         copy = copies.get()
@@ -211,16 +205,8 @@ def find_all(faults: Sequence[Fault], jobs: int, baseline: bool, every: bool = F
         made = list(pool.map(Copy, [Path(folder, str(number)) for number in range(jobs)]))
         for copy in made:
             copies.put(copy)
-        red: dict[str, str] = {}
         try:
-            if baseline:
-                files = list(dict.fromkeys(fault.found_by for fault in faults))
-                runs = zip(files, pool.map(green, files), strict=True)
-                red = {file: ", ".join(run.tests) or run.why for file, run in runs if run != GREEN}
-            for fault in faults:
-                if fault.found_by in red:
-                    yield Found(fault, (), 0.0, f"{fault.found_by} fails without it: {red[fault.found_by]}")
-            yield from pool.map(found, [fault for fault in faults if fault.found_by not in red])
+            yield from pool.map(found, faults)
         except BaseException:  # Ctrl-C, which the tests do not get: their sessions are others
             pool.shutdown(wait=False, cancel_futures=True)
             for copy in made:
@@ -240,7 +226,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="every test that finds a fault, not the first")
     parser.add_argument("--places", action="store_true", help="only look for the places")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="copies at once (default: 2)")
-    parser.add_argument("--no-baseline", action="store_true", help="do not run the files without a fault")
     options = parser.parse_args(argv)
     faults = [
         fault
@@ -262,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1 if misplaced else 0
     print(line(*_HEADER), flush=True)
     lost = 0
-    for found in find_all(faults, options.jobs, not options.no_baseline, options.all):
+    for found in find_all(faults, options.jobs, options.all):
         fault, lost = found.fault, lost + (not found.tests)
         where = ", ".join(found.tests) or "NOTHING"
         where += f" ({found.note})" if found.note else ""

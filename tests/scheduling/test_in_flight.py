@@ -53,9 +53,6 @@ def test_of_a_head_it_ends_at_a_fixed_moment(heads: list[tuple[int, int, int]], 
         if (seq, attempt) != last:
             last, since = (seq, attempt), now
         assert patience.seconds(seq, attempt, now) == max(since + timeout - now, 0)
-    patience.forget()
-    if last is not None:
-        assert patience.seconds(*last, now + 1) == timeout
 
 
 def test_a_consumer_that_was_stopped_gives_each_head_one_grace() -> None:
