@@ -39,6 +39,7 @@ from fastq_loader.scheduling.states import READY
 from fastq_loader.statistics.counters import FIRST_BATCHES, Counters, EpochLog
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
+from fastq_loader.workers.worker import Worker
 
 
 class PoolEpoch(Protocol):
@@ -129,22 +130,23 @@ class Answers:
             if type(answer) is not Answer:
                 group.receive_other(number, answer)
                 continue
-            group.answered_at[number] = group.offered
+            worker = group.workers[number]
+            worker.answered_at = group.offered
             if not self._one_by_one:
-                arrived.append((answer.finished, number, answer))
+                arrived.append((answer.finished, worker, answer))
                 continue
-            came |= self._arrived(number, answer)
+            came |= self._arrived(worker, answer)
             head = in_flight.batches.get(in_flight.head)
             if head is not None and head.state == READY:
                 break
         arrived.sort(key=itemgetter(0))
-        for _, number, answer in arrived:
-            came |= self._arrived(number, answer)
+        for _, worker, answer in arrived:
+            came |= self._arrived(worker, answer)
         return came
 
-    def _arrived(self, number: int, answer: Answer) -> bool:
+    def _arrived(self, worker: Worker, answer: Answer) -> bool:
         """Check an answer, and pass it to the scheduler. Return whether it was expected."""
-        worker, handle, fault = self._group.workers[number], answer.handle, None
+        number, handle, fault = worker.number, answer.handle, None
         used: Extents = ()
         state, remarks, grown = b"", None, self._pool.grown
         try:

@@ -146,7 +146,7 @@ class EventLoop:
         drawn = START if self.plan.rules.iterable else done
         count = scheduler.begin_epoch(self._message.epoch, taken, claimed, drawn)
         self._sources = deque([epoch])
-        self.group.socket.send_all(encode(self._message))
+        self.group.socket.send_all(self.group.lines, encode(self._message))
         self._draw(count)
         if epoch.is_plain:  # from now on
             self._sources = epoch.sources
@@ -222,8 +222,8 @@ class EventLoop:
         spare = _SPARE_BATCHES + (0 if staging is None else 2 * staging.ahead)
         if self.pool.trim(window + spare, None if staging is None else staging.forget):
             for worker in self.group.workers:
-                if not worker.is_dead and (space := self.pool.space(worker.number)):
-                    self.group.socket.send(worker.number, Space(space))
+                if worker.line is not None and (space := self.pool.space(worker.number)):
+                    self.group.socket.send(worker.line, Space(space))
 
     # ---- the next batch -----------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class EventLoop:
                 if batch is not None and batch.task is not None:
                     batch.sent = began
                     self._send(batch.worker, batch.task)
-        if self._unsent or self.group.behind:
+        if self._unsent or self.group.some_behind:
             self._flush()
         if times:
             log = epoch.log
@@ -289,7 +289,9 @@ class EventLoop:
                 self._unsent.append(encode_task(task, self.group.token))
                 self.group.offer_claim(task.ticket)
             else:
-                self.group.send_task(worker, task)
+                line = self.group.workers[worker].line
+                assert line is not None, "no task is made for a dead worker"
+                self.group.send_task(line, task)
         except Exception as error:  # whatever pickling the index raises
             self.scheduler.undeliverable(task, error)
 
@@ -300,11 +302,11 @@ class EventLoop:
         if self._unsent:
             group.offer(self._unsent)
             self._unsent.clear()
-        if group.behind and (workers := group.reading_again()):
+        if group.some_behind and (lines := group.reading_again()):
             tasks = [batch.task for batch in self.scheduler.pending_tasks.values() if batch.task is not None]
             on_offer = [task for task in tasks if group.claims.on_offer(task.ticket)]
-            for worker in workers:
-                group.socket.send_frames(worker, [encode_task(task, group.token) for task in on_offer])
+            if on_offer:
+                group.socket.send_all(lines, *[encode_task(task, group.token) for task in on_offer])
 
     # ---- copies to a device -------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ import secrets
 import select
 import socket as unix
 import threading
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import zmq
@@ -85,10 +85,6 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
         zmq.HANDSHAKE_IVL,  # a stopped process must not lose its connection
     ):
         socket.setsockopt(option, 0)
-
-
-def _together(frames: Sequence[bytes]) -> bytes:
-    return frames[0] if len(frames) == 1 else encode(Bundle(tuple(frames)))
 
 
 #: Lines that a forked child of the consumer inherits.
@@ -181,7 +177,6 @@ class ConsumerSocket:
         self._send = super(zmq.Socket, self._socket).send
         _configure(self._socket)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # never: the address may be a stranger's by then
-        self._lines: dict[int, Line] = {}  # by worker; without dead ones
         self._at: dict[int, Line] = {}  # by descriptor; only lines that are read from
         self._epoll = select.epoll()
         self._epoll.register(self._wake, select.EPOLLIN)
@@ -196,7 +191,7 @@ class ConsumerSocket:
             OSError: there are no free descriptors.
         """
         for line in lines:
-            self._lines[line.worker] = self._at[line.descriptor] = line
+            self._at[line.descriptor] = line
             self._epoll.register(line.descriptor, select.EPOLLIN)
             self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, line.name)
             self._socket.connect(line.endpoint)
@@ -213,45 +208,34 @@ class ConsumerSocket:
             self._epoll.unregister(line.descriptor)  # closing is not enough: a forked child may have a copy
             line.close()
 
-    def disconnect(self, worker: int) -> None:
-        """Disconnect a dead worker: send it nothing more, and ignore anything that it sent."""
-        line = self._lines.pop(worker)
+    def disconnect(self, line: Line) -> None:
+        """Disconnect a dead worker, and ignore anything that it sent."""
         with contextlib.suppress(zmq.ZMQError):  # zmq has noticed that it ended
             self._socket.disconnect(line.endpoint)
         self._drop(line)
-        self._ready, self._broken = [], [other for other in self._broken if other != worker]
+        line.close()  # also one that an interrupt kept from being read
+        self._ready, self._broken = [], [other for other in self._broken if other != line.worker]
 
-    def send(self, worker: int, message: Message) -> None:
-        """Queue a message.
+    def send(self, line: Line, message: Message) -> None:
+        """Queue a message for a worker."""
+        self.send_all([line], encode(message))
+
+    def send_task(self, line: Line, task: Task) -> None:
+        """Queue a task for a worker.
 
         Raises:
             Exception: whatever pickling raises for the index of a task.
         """
-        self.send_frame(worker, encode(message, self._token))
-
-    def send_task(self, worker: int, task: Task) -> None:
-        """Queue a task; see `send`."""
         frame = encode_task(task, self._token)  # first: no message is begun if this fails
-        self._send(self._lines[worker].name, _NOBLOCK_MORE)
+        self._send(line.name, _NOBLOCK_MORE)
         self._send(frame, _NOBLOCK)
 
-    def send_frame(self, worker: int, frame: bytes) -> None:
-        """Queue an encoded message."""
-        self._send(self._lines[worker].name, _NOBLOCK_MORE)
-        self._send(frame, _NOBLOCK)
-
-    def send_frames(self, worker: int, frames: Sequence[bytes]) -> None:
-        """Queue encoded messages, as one."""
-        if frames:
-            self.send_frame(worker, _together(frames))
-
-    def send_all(self, *frames: bytes, but: Container[int] = ()) -> None:
-        """Queue the same encoded messages, as one, for every worker except those in `but`."""
-        frame = _together(frames)
-        for worker, line in self._lines.items():
-            if worker not in but:
-                self._send(line.name, _NOBLOCK_MORE)
-                self._send(frame, _NOBLOCK)
+    def send_all(self, lines: Iterable[Line], *frames: bytes) -> None:
+        """Queue the same encoded messages, as one, for several workers."""
+        frame = frames[0] if len(frames) == 1 else encode(Bundle(frames))
+        for line in lines:
+            self._send(line.name, _NOBLOCK_MORE)
+            self._send(frame, _NOBLOCK)
 
     def receive(self) -> tuple[int, Hello | Answer | None] | None:
         """The next message, as (worker, message); None if nothing is waiting. The message is None if the
@@ -327,7 +311,7 @@ class ConsumerSocket:
     def close(self) -> None:
         # Not left to the context, which finds its sockets through weak references. These are dead when the
         # garbage collector frees a loader, and the context would wait for the socket for ever.
-        for line in list(self._lines.values()):
+        for line in list(self._at.values()):
             self._drop(line)
         self._epoll.close()
         self._socket.close(linger=0)

@@ -8,7 +8,6 @@ what happens to the batches of a dead worker.
 from __future__ import annotations
 
 import secrets
-import sys
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -23,7 +22,7 @@ from fastq_loader.ipc.messages import (
     Stop,
     encode,
 )
-from fastq_loader.ipc.sockets import ConsumerSocket
+from fastq_loader.ipc.sockets import ConsumerSocket, Line
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.statistics.counters import Counters
@@ -69,8 +68,7 @@ class WorkerGroup:
         token: a secret shared with these workers only, see `messages`.
         workers: the workers' records, by number.
         offered: number of shared tasks that were sent.
-        answered_at: worker → value of `offered` when its last answer arrived.
-        behind: workers that were not sent all of them, because they are busy, and have many to read.
+        some_behind: whether a worker is behind.
     """
 
     def __init__(self, plan: Plan, blocks: BlockPool, counters: Counters) -> None:
@@ -84,8 +82,7 @@ class WorkerGroup:
         self._claims: ClaimTable | None = None
         self._unread = max(plan.window.widest, _UNREAD)
         self.offered = 0
-        self.answered_at = [0] * plan.workers
-        self.behind: set[int] = set()
+        self.some_behind = False
 
     def start(self, base_seed: int, shared_seed: int | None) -> None:
         """Start the workers. `stop` undoes it, also after an error or an interrupt half-way.
@@ -105,7 +102,7 @@ class WorkerGroup:
         self._socket = ConsumerSocket(self.token, frame_at)
         self.send_task, self.receive = self._socket.send_task, self._socket.receive
         _in_use.add(self._socket)
-        self._socket.connect(*[worker.line for worker in self.workers if worker.line is not None])
+        self._socket.connect(*self.lines)
         for worker in self.workers:
             self._socket.watch(worker.descriptor)
         self._pool.count_in(self._counters)
@@ -114,6 +111,11 @@ class WorkerGroup:
     def socket(self) -> ConsumerSocket:
         assert self._socket is not None, "the group was started, and not closed"
         return self._socket
+
+    @property
+    def lines(self) -> list[Line]:
+        """The connections to the workers that are not dead."""
+        return [worker.line for worker in self.workers if worker.line is not None]
 
     # ---- one worker ---------------------------------------------------------------------------
 
@@ -171,9 +173,9 @@ class WorkerGroup:
             cause = f"was ended, because {worker.why},"
         worker.die(cause, torch_text)
         self.socket.unwatch(worker.descriptor)
-        self.socket.disconnect(number)
-        self.behind.discard(number)
-        self.answered_at[number] = sys.maxsize  # it is sent nothing
+        if worker.line is not None:
+            self.socket.disconnect(worker.line)
+        worker.line, worker.is_behind = None, False
         return worker
 
     def replace(self, number: int, epoch: Epoch) -> None:
@@ -190,10 +192,10 @@ class WorkerGroup:
         self.socket.watch(worker.descriptor)
         self.socket.connect(worker.line)
         self.claims.begin(number, None)  # clears the dead worker's last task
-        self.answered_at[number] = self.offered
+        worker.answered_at = self.offered
         worker.counters.replaced(worker.pid)
         self._counters.worker_restarts += 1
-        self.socket.send(number, epoch)
+        self.socket.send(worker.line, epoch)
 
     # ---- shared tasks ---------------------------------------------------------------------------
 
@@ -201,22 +203,30 @@ class WorkerGroup:
         """Send encoded shared tasks to all workers, but not to a busy one that may have many to read: its
         unread messages take memory, and the others load them. The worker that answered last is never passed
         over, because no window has more tasks."""
-        if self.offered - min(self.answered_at) > self._unread:
-            self.behind.update(filter(self._passed_over, range(len(self.workers))))
+        lines, offered, unread = [], self.offered, self._unread
+        for worker in self.workers:
+            if worker.line is None:
+                continue
+            if offered - worker.answered_at > unread and self._is_busy(worker):
+                worker.is_behind = self.some_behind = True
+            if not worker.is_behind:
+                lines.append(worker.line)
         self.offered += len(tasks)
-        self.socket.send_all(*tasks, but=self.behind)
+        self.socket.send_all(lines, *tasks)
 
-    def reading_again(self) -> list[int]:
+    def reading_again(self) -> list[Line]:
         """The workers that are no longer passed over, and are to be sent the tasks on offer."""
-        ready = [worker for worker in self.behind if not self._passed_over(worker)]
-        for worker in ready:
-            self.answered_at[worker] = self.offered
-            self.behind.discard(worker)
-        return ready
+        lines = []
+        for worker in self.workers:
+            caught_up = self.offered - worker.answered_at <= self._unread
+            if worker.is_behind and worker.line is not None and (caught_up or not self._is_busy(worker)):
+                worker.answered_at, worker.is_behind = self.offered, False
+                lines.append(worker.line)
+        self.some_behind = any(worker.is_behind for worker in self.workers)
+        return lines
 
-    def _passed_over(self, number: int) -> bool:
-        is_busy = not self.workers[number].is_up or self.claims.begun(number) is not None
-        return is_busy and self.offered - self.answered_at[number] > self._unread
+    def _is_busy(self, worker: Worker) -> bool:
+        return not worker.is_up or self.claims.begun(worker.number) is not None
 
     # ---- claims -------------------------------------------------------------------------------
 
@@ -255,7 +265,7 @@ class WorkerGroup:
 
     def dismiss(self) -> None:
         """Send `Stop` to the workers, after they have answered everything. `stop` does the rest."""
-        self.socket.send_all(encode(Stop()))
+        self.socket.send_all(self.lines, encode(Stop()))
 
     def stop(self, patience: float) -> None:
         """Let the workers finish their work for `patience` seconds, and then end them; 0 ends them now.

@@ -39,7 +39,9 @@ class Worker:
         number: number of the worker, from 0.
         state: see `TRANSITIONS`.
         child: current process; None before the first one.
-        line: connections to the process; None before the first one.
+        line: connections to the process; None before the first one, and after a death.
+        answered_at: number of shared tasks that had been sent when its last answer arrived.
+        is_behind: it was not sent all of them, because it is busy, and has many to read.
         specs: specs of the batches that the process has sent.
         counters: the loader's counters of the worker, set when it was started.
         why: why this side ended the process; "" if it did not.
@@ -53,6 +55,7 @@ class Worker:
         self.state = NEW
         self.child: Child | None = None
         self.line: Line | None = None
+        self.answered_at, self.is_behind = 0, False
         self.specs: dict[int, BatchLayout] = {}
         self.counters: WorkerCounters
         self.why = self.cause = self.torch_text = ""

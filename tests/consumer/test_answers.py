@@ -46,7 +46,7 @@ class Group:
         self.answers = answers
         self.token = b""
         self.evicted: list[int] = []
-        self.offered, self.answered_at = 0, [0, 0]
+        self.offered = 0
         self.workers = [Worker(number) for number in range(2)]
         for worker in self.workers:
             worker.counters = WorkerCounters(worker.number, 0)

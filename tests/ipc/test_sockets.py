@@ -40,9 +40,13 @@ def read(offset: int, nbytes: int) -> bytes:
     return bytes(MEMORY[offset : offset + nbytes])
 
 
+#: The connections of a test, by worker.
+LINES: dict[int, Line] = {}
+
+
 def open_ends(consumer: ConsumerSocket, worker: int = 0) -> dict[str, int]:
     """The ends of a worker that the consumer has connected to."""
-    line = Line(worker)
+    line = LINES[worker] = Line(worker)
     ends = {name: os.dup(end) for name, end in line.ends.items()}
     line.close_ends("answers")
     consumer.connect(line)
@@ -102,12 +106,11 @@ def broken(consumer: ConsumerSocket, timeout: float) -> list[int]:
 def test_messages_reach_the_worker_that_they_are_for(
     consumer: ConsumerSocket, worker: WorkerSocket, other: WorkerSocket
 ) -> None:
-    consumer.send(0, EPOCHS[0])
-    consumer.send_all(encode(EPOCHS[1]), encode(EPOCHS[2]))
-    consumer.send_all(encode(EPOCHS[3]), but={1})
-    consumer.send_frames(1, [encode(EPOCHS[4])])
-    consumer.send_frames(1, [])
-    consumer.send_all(encode(Stop()))
+    consumer.send(LINES[0], EPOCHS[0])
+    consumer.send_all(LINES.values(), encode(EPOCHS[1]), encode(EPOCHS[2]))
+    consumer.send(LINES[0], EPOCHS[3])
+    consumer.send(LINES[1], EPOCHS[4])
+    consumer.send_all(LINES.values(), encode(Stop()))
     assert [worker.receive(block=True) for _ in range(5)] == [*EPOCHS[:4], Stop()]
     assert [other.receive(block=True) for _ in range(4)] == [EPOCHS[1], EPOCHS[2], EPOCHS[4], Stop()]
     assert worker.receive(block=False) is None
@@ -123,12 +126,12 @@ def test_nothing_reaches_the_process_that_replaces_a_worker_but_what_is_its_own(
 ) -> None:
     dead = start(consumer)
     dead.send(ANSWER)
-    consumer.send(0, EPOCHS[0])
+    consumer.send(LINES[0], EPOCHS[0])
     assert consumer.wait_for_message(5)
-    consumer.disconnect(0)
+    consumer.disconnect(LINES[0])
     dead.close()
     ends = open_ends(consumer)
-    consumer.send(0, EPOCHS[1])  # it is not up yet
+    consumer.send(LINES[0], EPOCHS[1])  # it is not up yet
     with closing(WorkerSocket(ends, os.getpid(), in_memory, 2)) as successor:
         assert successor.receive(block=True) == EPOCHS[1]
         successor.send(Hello(1))
@@ -167,7 +170,7 @@ def test_a_worker_can_wait_for_more_than_messages(consumer: ConsumerSocket, work
     os.write(write, b"!")
     assert worker.wait([read], block=True) == [read]
     os.read(read, 1)
-    consumer.send_frames(0, [encode(epoch) for epoch in EPOCHS])
+    consumer.send_all([LINES[0]], *[encode(epoch) for epoch in EPOCHS])
     assert worker.wait([read], block=True) == []
     assert worker.receive(block=False) == EPOCHS[0]
     assert worker.wait([read], block=True) == [], "the rest of a bundle was received already"
@@ -237,7 +240,7 @@ def test_a_worker_that_waits_for_room_goes_on_when_the_consumer_is_gone(
     """Nobody reads, and there is no room for so many answers. Others may hold the consumer's end."""
     sent: list[None] = []
     thread = threading.Thread(target=lambda: [sent.append(worker.send(ANSWER)) for _ in range(9999)])
-    held = os.dup(consumer._lines[0].descriptor)
+    held = os.dup(LINES[0].descriptor)
     thread.start()
     assert wait_until(lambda: len(sent) > 100, 60)
     assert len(sent) < 9999
@@ -267,7 +270,7 @@ def test_a_worker_whose_line_is_closed_before_it_is_up_ends(begins: bool, consum
 def test_a_forked_child_of_the_consumer_leaves_its_lines_alone_and_keeps_what_a_worker_needs(
     consumer: ConsumerSocket, worker: WorkerSocket
 ) -> None:
-    started, starting = consumer._lines[0], Line(1)
+    started, starting = LINES[0], Line(1)
     names = {os.readlink(f"/proc/self/fd/{end}") for end in starting.ends.values()}
     others = {os.readlink(f"/proc/self/fd/{line.descriptor}") for line in (started, starting)}
 
@@ -286,7 +289,7 @@ def test_a_forked_child_of_the_consumer_leaves_its_lines_alone_and_keeps_what_a_
 
 def test_a_worker_drops_garbage(consumer: ConsumerSocket, worker: WorkerSocket) -> None:
     for frame in [*GARBAGE, encode(EPOCHS[1])]:
-        consumer.send_frame(0, frame)
+        consumer.send_all([LINES[0]], frame)
     assert worker.receive(block=True) == EPOCHS[1]
 
 
@@ -295,7 +298,7 @@ def test_where_each_peer_is_taken_for_the_process_that_asks_the_consumer_can_con
 ) -> None:
     """As gVisor answers SO_PEERCRED."""
     with closing(WorkerSocket(open_ends(consumer), 1, in_memory, 2)) as worker:
-        consumer.send(0, EPOCHS[1])
+        consumer.send(LINES[0], EPOCHS[1])
         assert worker.receive(block=True) == EPOCHS[1]
 
 
@@ -321,7 +324,7 @@ def test_a_worker_accepts_no_process_but_its_consumer(consumer: ConsumerSocket) 
     with closing(WorkerSocket(ends, os.getpid(), in_memory, 2)) as worker:
         assert [end_of(intruder) for intruder in intruders] == [0, 0]
         assert worker.receive(block=False) is None
-        consumer.send(0, EPOCHS[1])
+        consumer.send(line, EPOCHS[1])
         assert worker.receive(block=True) == EPOCHS[1]
 
 
@@ -338,7 +341,7 @@ def test_nobody_can_take_the_place_of_a_dead_worker(consumer: ConsumerSocket) ->
         stranger.bind(b"\0" + line.name)
         stranger.listen()
         stranger.settimeout(0.2)
-        consumer.send(0, EPOCHS[0])
+        consumer.send(LINES[0], EPOCHS[0])
         with pytest.raises(TimeoutError):
             stranger.accept()
     assert broken(consumer, 5) == [0]

@@ -19,11 +19,8 @@ class Socket:
     def __init__(self) -> None:
         self.sent: list[tuple[int, Any]] = []
 
-    def send(self, worker: int, message: Any) -> None:
-        self.sent.append((worker, message))
-
-    def send_all(self, *frames: bytes, but: Any = ()) -> None:
-        self.sent += [(worker, frame) for worker in range(2) if worker not in but for frame in frames]
+    def send_all(self, lines: list[Any], *frames: bytes) -> None:
+        self.sent += [(line.worker, frame) for line in lines for frame in frames]
 
     def unwatch(self, descriptor: int) -> None: ...
 
@@ -50,6 +47,7 @@ class PlayedPool:
 
     def launch(self, worker: Worker, space: Any = None) -> None:
         worker.child = Played(700 + worker.number)  # type: ignore[assignment]
+        worker.line = SimpleNamespace(worker=worker.number)  # type: ignore[assignment]
         worker.begin()
 
     def death(self, worker: Worker) -> tuple[str, str]:
@@ -91,12 +89,12 @@ def test_a_busy_worker_that_has_much_to_read_is_passed_over_until_it_answers() -
     workers.claims.begin(0, 5)
     for ticket in range(10):
         workers.offer([b"%d" % ticket])
-        workers.answered_at[1] = workers.offered
+        workers.workers[1].answered_at = workers.offered
     assert [frame for worker, frame in socket.sent if worker == 0] == [b"0", b"1"]
     assert len([frame for worker, frame in socket.sent if worker == 1]) == 10
-    assert (workers.behind, workers.reading_again()) == ({0}, [])
+    assert (workers.some_behind, workers.reading_again()) == (True, [])
     workers.claims.begin(0, None)
-    assert (workers.reading_again(), workers.behind) == ([0], set())
+    assert ([line.worker for line in workers.reading_again()], workers.some_behind) == ([0], False)
     workers.offer([b"11"])
     assert socket.sent[-2:] == [(0, b"11"), (1, b"11")]
     workers.claims.begin(0, 6)
@@ -104,7 +102,7 @@ def test_a_busy_worker_that_has_much_to_read_is_passed_over_until_it_answers() -
         workers.mark_dead(number)
     workers.offer([b"12", b"13", b"14"])
     workers.offer([b"15"])
-    assert not workers.behind
+    assert not workers.some_behind
 
 
 def killed(workers: WorkerGroup) -> list[int]:
