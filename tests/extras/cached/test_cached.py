@@ -9,7 +9,6 @@ import os
 import pickle
 import random
 import threading
-import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -402,20 +401,6 @@ def test_objects_that_cannot_be_told_apart_are_refused() -> None:
         Alike().decode(1)
 
 
-@functools.partial(cached, limit="1MB")
-def decorated(index: int) -> Any:
-    """A decoded sample."""
-    return index + 1
-
-
-def test_a_decorated_function_is_one_object_however_it_travels() -> None:
-    assert decorated(1) == 2
-    assert decorated.__doc__ == "A decoded sample."
-    for again in (pickle.loads(pickle.dumps(decorated)), copy.copy(decorated), copy.deepcopy(decorated)):
-        assert again.statistics() == decorated.statistics()
-    assert pickle.loads(pickle.dumps(decorated)) is decorated
-
-
 # ---- what draws -------------------------------------------------------------------------------------------
 
 
@@ -464,15 +449,3 @@ def test_the_first_limit_holds(place: str, tmp_path: Path) -> None:
     first(1)
     with pytest.warns(UserWarning, match=r"limit=4000 is not used: the cache has had 90000 bytes"):
         assert cached(read, limit=4000, **options).statistics().limit == 90_000
-
-
-def test_a_part_of_a_disk_is_that_of_the_disk_that_a_link_leads_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "disk")
-    asked: list[str] = []
-    usage = types.SimpleNamespace(free=1000)
-    monkeypatch.setattr(places.shutil, "disk_usage", lambda path: asked.append(path) or usage)
-    assert places.bytes_of("0.5", str(tmp_path / "link" / "new" / "values"), is_shared=True) == 500
-    assert asked == [str(tmp_path / "disk")]

@@ -8,7 +8,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import io
 import itertools
 import os
 import pickle
@@ -31,6 +30,7 @@ pytest.importorskip("lmdb")
 from fastq_loader import cached
 from fastq_loader.extras.images.encoded import encoded
 from tests.support.forking import end_of, fork
+from tests.support.photographs import file_of, photograph
 from tests.support.thorough import seeds
 
 Options = dict[str, Any]
@@ -248,21 +248,6 @@ class Sample:
     about: dict[str, Any]
 
 
-@functools.cache
-def photograph(file_format: str) -> bytes:
-    image_module = pytest.importorskip("PIL.Image")
-    pixels = np.random.default_rng(3).integers(0, 255, (40, 30, 3), np.uint8)
-    file = io.BytesIO()
-    image_module.fromarray(pixels).save(file, file_format)
-    return file.getvalue()
-
-
-def opened(file_format: str, mode: str) -> Any:
-    image = pytest.importorskip("PIL.Image").open(io.BytesIO(photograph(file_format)))
-    return image.convert(mode) if mode else np.asarray(image)
-
-
-FORMATS = ["JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM", "TGA", "JPEG2000", "ICO", "PCX", "SGI"]
 PURE: list[Callable[[int], Any]] = [
     lambda index: torch.arange(300_000.0).sin().abs().sum() * index,
     lambda index: (torch.arange(40_000.0).cos().view(200, 200) @ torch.ones(200, 200)) + index,
@@ -274,18 +259,15 @@ PURE: list[Callable[[int], Any]] = [
     lambda index: Sample(torch.full((3, 4), index).T, {"nan": np.array([np.nan, index]), "list": [None, 2j]}),
     lambda index: np.ma.masked_less(np.arange(9.0), index),
     lambda index: torch.eye(4).to_sparse() * index,
-    lambda index: encoded(photograph("JPEG")) if index else photograph("JPEG"),
-    *(
-        partial(lambda name, mode, index: opened(name, mode), name, mode)
-        for name in FORMATS
-        for mode in ("RGB", "")
-    ),
+    lambda index: encoded(file_of(photograph(4, 5, index), "PNG")),
+    lambda index: pytest.importorskip("PIL.Image").fromarray(photograph(4, 5, index)),
 ]
 
 
 @seeds(12, 100)
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_a_pure_function_raises_no_alarm(seed: int, tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
     rng = random.Random(seed)
     places: list[Options] = [{}, {"path": tmp_path / "values", "version": 1}, {"copy": False}]
     wrapped = cached(PURE[seed % len(PURE)], limit="9MB", **rng.choice(places))

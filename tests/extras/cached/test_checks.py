@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import collections
 import dataclasses
-import functools
 import importlib
 import pickle
 import random
@@ -25,7 +24,6 @@ from fastq_loader import DataLoader, NotCached, cached
 from fastq_loader.extras.cached import checks, counters
 from fastq_loader.extras.cached.equal import Incomparable, difference
 from tests.support.forking import end_of, fork
-from tests.support.thorough import thorough
 
 # ---- which hits -------------------------------------------------------------------------------------------
 
@@ -40,16 +38,6 @@ def passed(shared: counters.Counters) -> counters.Counters:
     return shared
 
 
-def test_the_first_hits_of_a_cache_are_checked_over_all_processes() -> None:
-    shared = counts()
-    made = [checks.Checks(1, shared, joins_earlier=False) for _ in range(2)]
-    due = [made[number % 2].due(b"key", made[0].writer, 0.1) for number in range(checks.FIRST)]
-    for each in due:
-        assert each is not None
-        made[0].done(each, 1.0)
-    assert made[1].due(b"key", made[0].writer, 0.1) is None
-
-
 def test_the_first_hit_on_each_writer_is_checked_once_in_a_program() -> None:
     shared = passed(counts())
     for _ in range(2):  # the second process with the same worker's number
@@ -60,16 +48,6 @@ def test_the_first_hit_on_each_writer_is_checked_once_in_a_program() -> None:
             if check is not None:
                 process.done(check, 1.0)
             assert process.due(b"key", writer, 0.1) is None
-
-
-def test_of_a_folder_the_writers_of_one_earlier_program_are_one() -> None:
-    process = checks.Checks(1, passed(counts()), joins_earlier=True)
-    check = process.due(b"key", 7 << 16 | 3, 0.0)
-    assert check is not None
-    process.done(check, 1.0)
-    assert process.due(b"key", 7 << 16 | 4, 0.0) is None
-    assert process.due(b"key", 8 << 16 | 4, 0.0) is not None
-    assert process.due(b"key", process.writer + 1, 0.0) is not None, "of this program each counts"
 
 
 def test_a_check_of_a_slow_value_waits_for_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,23 +309,6 @@ def test_the_mark_holds_in_all_processes_and_not_in_the_next_program(tmp_path: P
 
 
 @pytest.mark.processes
-@thorough(but={"method": "spawn"})
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_objects_that_a_dataset_holds_have_their_values_in_all_workers(method: str) -> None:
-    dataset = torch.utils.data.ConcatDataset([Numbers(1), Numbers(2)])
-    before = Numbers.decode.statistics()
-    loader = DataLoader(dataset, 4, num_workers=2, multiprocessing_context=method, shuffle=True)
-    for _ in range(2):
-        values = torch.cat(list(loader)).tolist()
-        assert sorted(values) == sorted(
-            [float(index) for index in range(8)] + [2.0 * index for index in range(8)]
-        )
-    after = Numbers.decode.statistics()
-    assert (after.misses - before.misses, after.hits - before.hits) == (16, 16)
-    assert after.unshared == before.unshared
-
-
-@pytest.mark.processes
 def test_a_folder_of_a_module_has_one_count_of_hits_in_all_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,18 +336,3 @@ class Called(torch.utils.data.Dataset[Any]):
 
     def __len__(self) -> int:
         return 32
-
-
-class Numbers(torch.utils.data.Dataset[Any]):
-    def __init__(self, scale: int) -> None:
-        self.scale = scale
-
-    @functools.partial(cached, limit="1MB")
-    def decode(self, index: int) -> torch.Tensor:
-        return torch.tensor(float(index * self.scale))
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.decode(index)
-
-    def __len__(self) -> int:
-        return 8

@@ -90,21 +90,6 @@ def test_values_can_use_their_share_of_a_limit(store: Memory, nbytes: int, share
     assert os.fstat(store.fd).st_blocks * 512 < 1.1 * limit + (1 << 16), "the index included"
 
 
-@pytest.mark.processes
-def test_processes_in_step_store_no_copies(store: Memory) -> None:
-    def child(seed: int) -> None:
-        rng = random.Random(seed)
-        for key in sorted(range(100), key=lambda key: key // 10 * 10 + rng.random()):
-            if get(store, key) is None:
-                put(store, key, value_of(key))
-
-    for pid in [fork(partial(child, seed)) for seed in range(4)]:
-        assert end_of(pid) == 0
-    assert check(store, range(100)) == 100
-    nbytes = [values.record(repr(key).encode(), values.Encoded(value_of(key)))[1] for key in range(100)]
-    assert store.usage()[0] == sum(each + -each % 16 for each in nbytes)
-
-
 def test_threads_of_one_process_may_fill_it_at_once(store: Memory) -> None:
     def fill(start: int) -> None:
         for key in range(start, start + 60):
@@ -193,23 +178,6 @@ def test_room_is_given_back_where_a_write_fails(store: Memory, monkeypatch: pyte
     assert store.usage() == before
     assert check(store, [1, 100]) == 1
     assert put(store, 100, value_of(100)) == STORED
-
-
-def test_an_interrupt_after_a_value_is_there_takes_nothing_away(
-    store: Memory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    enter = Memory._enter
-
-    def interrupt(*arguments: Any) -> str:
-        enter(*arguments)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Memory, "_enter", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        put(store, 1, value_of(1))
-    monkeypatch.undo()
-    assert put(store, 2, value_of(2)) == STORED
-    assert check(store, [1, 2]) == 2
 
 
 def interrupted(store: Any, rounds: int, seed: int) -> None:

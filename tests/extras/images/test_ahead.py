@@ -6,7 +6,6 @@ import copy
 import os
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -18,65 +17,11 @@ from torch.utils.data import default_collate
 from fastq_loader.extras.images import gpu
 from fastq_loader.extras.images.ahead import Ahead
 from fastq_loader.extras.images.decoders import BASELINE, Header, decode
-from fastq_loader.images import DecodeError, DecodeImages, EncodedBatch, encoded
-from tests.conftest import run_script, wait_until
+from fastq_loader.images import DecodeImages, EncodedBatch, encoded
+from tests.conftest import run_script
 from tests.extras.images.test_decode_images import FILES
 from tests.support.alarms import alarm_after, ring
 from tests.support.photographs import file_of, photograph
-
-
-class Gated:
-    """Decodes numbers: their squares, or an error. The first one waits until `gate` is set."""
-
-    def __init__(self) -> None:
-        self.gate, self.began = threading.Event(), []
-        self.ahead = Ahead(self.decode, lambda number, found: (number, found))
-
-    def decode(self, number: int) -> int:
-        self.began.append(number)
-        assert self.gate.wait(5)
-        if number == 3:
-            raise DecodeError("photo 3 cannot be decoded")
-        return number**2
-
-
-@pytest.fixture
-def gated() -> Iterator[Gated]:
-    made = Gated()
-    yield made
-    made.gate.set()
-    made.ahead.close()
-
-
-def test_a_batch_that_is_dropped_is_not_begun(gated: Gated) -> None:
-    waiting = [gated.ahead.begin(number) for number in range(5)]
-    assert wait_until(lambda: gated.began == [0], 5)
-    del waiting[1:3]
-    gated.gate.set()
-    waiting[-1]()
-    assert gated.began == [0, 3, 4]
-
-
-def test_the_end_waits_for_the_batch_that_is_decoded(gated: Gated) -> None:
-    first, second = gated.ahead.begin(0), gated.ahead.begin(1)
-    thread = gated.ahead._thread
-    assert thread is not None
-    assert wait_until(lambda: gated.began == [0], 5)
-    del second
-    threading.Timer(0.1, gated.gate.set).start()
-    gated.ahead.close()
-    assert not thread.is_alive()
-    assert first() == (0, 0)
-    assert gated.began == [0]
-    gated.ahead.close()
-    assert gated.ahead.begin(2)() == (2, 4)  # begins another one
-
-
-def test_the_end_does_not_wait_for_ever(gated: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "PATIENCE", 0.01)
-    gated.ahead.begin(0)
-    gated.ahead.close()
-    assert not gated.gate.is_set()
 
 
 @pytest.mark.processes

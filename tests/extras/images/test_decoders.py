@@ -191,14 +191,3 @@ def test_the_decoder_of_gpus_is_chosen_by_what_loads(
         return
     assert decode is not None
     assert decode(["a"], device="cuda:1") == ["a in RGB on cuda:1"]
-
-
-def test_the_choice_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "decoder", lambda: (None, "as on the CPU, because ..."))
-    shown = decoders.chosen()
-    assert shown["baseline JPEG on GPUs"] == "as on the CPU, because ..."
-    assert shown["other files"] == "pillow"
-    without(monkeypatch, "simplejpeg")
-    assert decoders.chosen()["JPEG"] == "pillow, because simplejpeg is not installed"
-    without(monkeypatch, "PIL.Image")
-    assert {*decoders.chosen().values()} > {"none, because pillow is not installed"}

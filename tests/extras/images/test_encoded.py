@@ -146,12 +146,6 @@ def test_slices_and_pickles_have_their_own_part_only() -> None:
         batch[2]
 
 
-def test_no_library_takes_a_batch_apart() -> None:
-    batch = default_collate([encoded(SMALL)])
-    assert not isinstance(batch, (tuple, list, torch.Tensor))
-    assert batch.to("meta") is batch.pin_memory() is batch
-
-
 SHUFFLED = {"shuffle": True, "batch_size": 5}
 
 

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader import DataLoader, Processes
-from fastq_loader.epoch import resources
-from fastq_loader.extras.insight import auto, machine
-from fastq_loader.extras.insight.auto import Chooser, Measurement, remember
+from fastq_loader.extras.insight import machine
+from fastq_loader.extras.insight.auto import Measurement, remember
 from fastq_loader.extras.insight.auto import decide as decide_within
 from fastq_loader.extras.insight.auto import given as number_given
 from fastq_loader.extras.insight.chooser import Limits, most_workers, numbers
@@ -102,24 +101,6 @@ def test_an_epoch_without_workers_does_not_tell_what_they_add() -> None:
     seen = [Measurement(2, 0.021, with_workers), Measurement(0, 0.001, alone)]
     assert decide(seen, 4.0, 64) == 0
     assert decide([Measurement(0, 0.05, replace(alone, loads=(0.05,)))], 4.0, 64) == 4
-
-
-@pytest.mark.parametrize(("number", "persistent", "most"), [(0, False, 7), (2, False, 7), (2, True, 9)])
-def test_workers_and_their_batches_fit_into_memory(
-    monkeypatch: pytest.MonkeyPatch, number: int, persistent: bool, most: int
-) -> None:
-    """In 3.2 GB those of 134 MB, with three batches of 100 MB each; workers that stay have theirs already."""
-    monkeypatch.setattr(machine, "memory_bytes", lambda: 4_000_000_000)
-    monkeypatch.setattr(machine, "local_ranks", lambda *_: 1)
-    monkeypatch.setattr(auto, "decide", lambda seen, limits: (seen[-1].costs, limits))
-    loader = DataLoader(EIGHT)
-    list(loader)
-    counters = resources.of(loader).counters
-    counters.bytes = 100_000_000 * counters.batches
-    costs, limits = Chooser().next_number(number, counters, 2, persistent)  # type: ignore[misc]
-    assert limits.own == Setting(number, dynamic=True)
-    allowed = [each for each in range(20) if limits.allow(replace(limits.own, num_workers=each), costs)]
-    assert allowed == list(range(most + 1))
 
 
 @pytest.mark.parametrize(("cpus", "number"), [(0.25, 1), (1.0, 1), (2.0, 2), (3.5, 4), (96.0, 8)])

@@ -61,31 +61,6 @@ def test_the_slower_side_wins(costs: Costs, load: float, workers: int, prefetch:
     assert found == pytest.approx(max(consumer, (load + costs.pack) / workers), rel=0.05)
 
 
-@examples(100)
-@given(COSTS, TIMES, WORKERS)
-def test_in_a_window_of_one_only_the_step_runs_beside_loads(costs: Costs, load: float, workers: int) -> None:
-    costs = replace(costs, loads=(load,))
-    between = costs.draw + costs.overhead + costs.device
-    found = seconds_per_batch(costs, Setting(workers, fixed_window=1), MANY)
-    assert found == pytest.approx(max(costs.step, load + costs.pack) + between, rel=0.01)
-
-
-@examples(100)
-@given(COSTS, WORKERS, PREFETCH, st.booleans(), st.floats(0.5, 8))
-def test_the_limits_are_kept(costs: Costs, workers: int, prefetch: int, dynamic: bool, cpus: float) -> None:
-    found = seconds_per_batch(costs, Setting(workers, prefetch, dynamic), cpus)
-    assert found >= 0.999 * (costs.draw + costs.overhead + costs.device + costs.step)
-    assert found * ENDS >= (costs.load + costs.pack) / workers
-    assert found >= costs.cpu / cpus
-
-
-@examples(100)
-@given(COSTS, WORKERS, WORKERS)
-def test_more_workers_are_never_slower_where_there_are_cpus(costs: Costs, some: int, more: int) -> None:
-    few, many = (seconds_per_batch(costs, Setting(n, dynamic=True), MANY) for n in sorted((some, more)))
-    assert many <= few * ENDS
-
-
 def test_turns_wait_for_a_slow_batch_and_dynamic_goes_on() -> None:
     costs = Costs((0.01,) * 9 + (0.2,))
     assert seconds_per_batch(costs, Setting(2), MANY) == pytest.approx(0.023, rel=0.1)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 
-from fastq_loader import DataLoader, RoundRobin, ToDevice
+from fastq_loader import DataLoader, ToDevice
 from fastq_loader.extras.insight import verdict
 from fastq_loader.extras.insight.model import Costs, LoaderFacts, RunProfile, Setting
 from fastq_loader.extras.insight.snapshots import CAUSES, EpochStatistics, LateBatch, WorkerStatistics
@@ -19,7 +19,7 @@ from fastq_loader.extras.insight.verdict import Diagnosis, diagnose
 from fastq_loader.statistics.snapshots import StagingStatistics
 from tests.support.datasets import Stream, identity
 from tests.support.limited import Naps
-from tests.support.thorough import examples, thorough
+from tests.support.thorough import examples
 
 LIMITS = {*CAUSES, "balanced", "unknown"}
 
@@ -206,29 +206,6 @@ def test_arguments_that_matter(evidence: Any, arguments: dict[str, Any], expecte
     assert found.cpus > 0
     assert found.costs is not None
     assert found.workers == ()
-
-
-@thorough(after=3)
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("arguments", "setting"),
-    [
-        ({}, Setting(2, 2)),
-        ({"prefetch_factor": 5, "schedule": RoundRobin(window=3)}, Setting(2, 5, False, 3)),
-        ({"schedule": "dynamic"}, Setting(2, 2, True)),
-        ({"in_order": False}, Setting(2, 2, True)),
-        ({"schedule": "dynamic", "dataset": Stream("tensors", [5, 5])}, Setting(2, 2, False)),
-    ],
-)
-def test_the_setting_is_that_of_the_run(evidence: Any, arguments: dict[str, Any], setting: Setting) -> None:
-    with run(num_workers=2, **arguments) as loader:
-        found = evidence(loader)
-        assert found.setting == setting
-        assert len(found.workers) == 2
-        loader.num_workers = 0
-        list(loader)
-        found = evidence(loader, 1)
-        assert (found.setting.num_workers, found.workers) == (0, ()), "of an epoch without workers"
 
 
 def test_what_workers_have_for_themselves_is_a_line_where_it_is_much() -> None:

@@ -23,7 +23,6 @@ from tests.support.samplers import (
     FailsAt3,
     OneList,
     ReadsAhead,
-    SayingIterator,
     Says,
     Users,
     arguments,
@@ -128,33 +127,6 @@ def test_a_sampler_that_says_where_it_stands_may_be_read_ahead_by_workers(kind: 
         assert_goes_on(make, whole, stop)
 
 
-class Interrupted(SayingIterator):
-    """Raises in the place of its sixth index, and goes on."""
-
-    def __next__(self) -> Any:
-        index = super().__next__()
-        if index == 5:
-            raise KeyError(index)
-        return index
-
-
-class SaysAndRaises(Users):
-    def __iter__(self) -> Iterator[int]:
-        return Interrupted(list(range(self.length)))
-
-
-@pytest.mark.processes
-@thorough()
-@pytest.mark.parametrize("at", [5, 4, 6])
-def test_an_error_of_a_sampler_that_was_drawn_and_not_handed_out_keeps_its_place(at: int) -> None:
-    def make(seed: int) -> StatefulDataLoader[Any]:
-        return StatefulDataLoader(Numbers(), None, sampler=SaysAndRaises(N), num_workers=2, prefetch_factor=4)
-
-    whole, stops = run(make)
-    assert whole[0] == [*range(5), "error", *range(6, N)]
-    assert_goes_on(make, whole, stops[at])
-
-
 class SaysTuples(Says):
     def order(self) -> list[Any]:
         return [("item", index) for index in range(self.length)]
@@ -243,16 +215,6 @@ def test_an_order_that_does_not_come_back_is_an_error(
     assert second.position == (1, given_out, 2 * given_out), "it is still to be resumed"
     second.load_state_dict(told, ignore=("order",))
     assert len(list(second)) == -(-N // (batch_size or 1)) - given_out
-
-
-def test_a_sampler_that_has_become_shorter_is_an_error() -> None:
-    first, second = (StatefulDataLoader(Numbers(), None, sampler=range(n)) for n in (10, 5))
-    iterator = iter(first)
-    for _ in range(7):
-        next(iterator)
-    second.load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match="field 'order'"):
-        iter(second)
 
 
 class CannotSay(Says):

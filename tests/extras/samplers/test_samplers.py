@@ -337,20 +337,3 @@ def test_ranks_see_all_items_wherever_the_generator_is_or_refuse(graph: Any, kin
             assert sorted(seen()) == list(range(n))
     else:
         assert sorted(seen()) == list(range(n))
-
-
-@pytest.mark.parametrize("is_hidden", [False, True])
-def test_a_sampler_behind_many_objects_is_drawn_again(is_hidden: bool) -> None:
-    """One that repeats its order passes, as if its generator is an attribute, which is not drawn from."""
-    generator = random.Random(7)
-    before = generator.getstate()
-    many = graphs.many_objects(1500)
-    sampler = Anywhere(60, generator, ([], "nothing", True))
-    vars(sampler).update(data=many, chain=None if is_hidden else generator)
-    if is_hidden:
-        many.append(graphs.Plain(rng=generator))
-        with pytest.raises(RuntimeError, match="does not repeat its order"):
-            list(Distributed(sampler, num_replicas=2, rank=0))
-    else:
-        assert len(list(Distributed(sampler, num_replicas=2, rank=0))) == 30
-        assert generator.getstate() == before

@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from multiprocessing.reduction import ForkingPickler
 from types import ModuleType
 from typing import Any
 
@@ -86,34 +85,15 @@ class Special(DataLoader[Any]):
         self.colour = colour
 
 
-def attributes(loader: DataLoader[Any]) -> dict[str, Any]:
-    return {name: value for name, value in vars(loader).items() if name != "_fastq_loader_resources"}
-
-
-@pytest.fixture
-def special() -> Special:
-    options: dict[str, Any] = {"num_workers": 2, "prefetch_factor": 5, "persistent_workers": True}
-    options |= {"timeout": 9, "multiprocessing_context": "fork", "worker_init_fn": print}
-    return Special(Made(float, 8), "red", **options)
-
-
-def test_a_loader_like_another_one_differs_in_its_setting_only(special: Special) -> None:
-    before = attributes(special)
+def test_a_loader_like_another_one_differs_in_its_setting_only() -> None:
+    options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork", "worker_init_fn": print}
+    special = Special(Made(float, 8), "red", timeout=9, **options)
     new = trials.like(special, Setting(1, 4, dynamic=True, start_method="spawn"))
-    changed = {name for name, value in attributes(new).items() if before[name] is not value}
-    names = {
-        "num_workers",
-        "prefetch_factor",
-        "schedule",
-        "_fastq_loader_options",
-        "_DataLoader__multiprocessing_context",
-    }
-    assert changed == names
+    assert (type(new), new.colour, new.timeout, new.worker_init_fn) == (Special, "red", 9, print)  # type: ignore[attr-defined]
     assert (new.num_workers, new.prefetch_factor, new.schedule) == (1, 4, "dynamic")
     assert new.multiprocessing_context.get_start_method() == "spawn"
-    assert type(new) is Special
-    assert attributes(special) == before
-    assert trials.like(special, Setting(2, 5)).multiprocessing_context is special.multiprocessing_context
+    assert (special.num_workers, special.prefetch_factor, special.schedule) == (2, 2, "round_robin")
+    assert trials.like(special, Setting(2, 2)).multiprocessing_context is special.multiprocessing_context
 
 
 @thorough(after=1)
@@ -164,17 +144,6 @@ def test_a_spawned_trial_has_the_classes_of_a_notebook(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "__main__", main)
     exec(SQUARES, vars(main))
     loader = DataLoader(main.Squares(), 2, num_workers=1, multiprocessing_context="spawn")
-    assert measure(loader, Setting(0, 2, start_method="spawn")).batches > 0
-
-
-def test_a_spawned_trial_takes_the_functions_that_the_loader_takes() -> None:
-    pytest.importorskip("cloudpickle")
-    loader = DataLoader(
-        Made(float, 8), 2, multiprocessing_context="spawn", num_workers=1, collate_fn=lambda _: 7
-    )
-    task = trials._Trial(loader, 0.0, 0.01)
-    with pytest.raises(AttributeError, match="lambda"):
-        ForkingPickler.dumps(task)
     assert measure(loader, Setting(0, 2, start_method="spawn")).batches > 0
 
 
@@ -241,18 +210,3 @@ def test_it_ends_with_its_workers_when_the_consumer_is_interrupted_or_dies(end: 
     code, said = (-9, "") if number == signal.SIGKILL else (0, "interrupted {}\n")
     assert result[:3] == (code, f"asleep\nasleep\n{said}", "")
     assert not result.left
-
-
-def rate(loader: DataLoader[Any], *epochs: tuple[Any, ...], step: float = 0.0) -> tuple[float, float]:
-    return trials._rate(loader, [trials._Times(*epoch) for epoch in epochs], step) or (0.0, 1.0)
-
-
-def test_a_rate_is_taken_between_two_batches_of_the_same_worker() -> None:
-    loader: DataLoader[Any] = DataLoader(Made(float, 8), num_workers=2, persistent_workers=True)
-    came = [number // 2 * 1.0 for number in range(14)]  # two at a time, each second
-    for length in range(9, 14):
-        batches, seconds = rate(loader, (0.0, came[:length], []))
-        assert batches / seconds == 2.0
-    came = [0.0, *[9.0 + number / 100 for number in range(9)]]
-    batches, seconds = rate(loader, (0.0, came, []), step=1.0)
-    assert seconds / batches == pytest.approx(1.008), "those behind a late one come at once, and are no rate"
