@@ -33,12 +33,6 @@ class Fault:
     promise: str
     found_by: str
 
-    @property
-    def room(self) -> str:
-        """The room of the package in which it lies."""
-        folders = self.file.removesuffix(".py").split("/")
-        return ".".join(folders[: 1 + (folders[0] == "extras")])
-
 
 FAULTS = (
     # ---- torch's loader
@@ -940,16 +934,6 @@ FAULTS = (
         "        self.deaths.timeout.was_over = True\n",
         "row P12",
         "end_to_end/test_iterators.py",
-    ),
-    Fault(
-        "a batch is blamed for each worker that it was lost with",
-        "scheduling/scheduler.py",
-        "        if event.seq is not None:\n"
-        "            self._deaths[event.seq] = self._deaths.get(event.seq, 0) + 1\n",
-        "        for batch in lost:\n"
-        "            self._deaths[batch.seq] = self._deaths.get(batch.seq, 0) + 1\n",
-        "guarantee: death",
-        "end_to_end/test_restarts.py",
     ),
     Fault(
         "a loader inside of a dataset changes the seeds of the samples",

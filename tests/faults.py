@@ -10,7 +10,6 @@ that file hangs. A test that fails without the fault as well finds nothing.
     python -m tests.faults --all                  each test that fails, for each fault (takes hours)
     python -m tests.faults packing "dead worker"  faults with one of these texts in any of their fields
     python -m tests.faults --list                 the table of faults
-    python -m tests.faults --places               only check that each place occurs exactly once
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _OF_PLACES = "tests/test_faults.py"
 _MARK = "PLANTED_FAULTS"
 #: A failed test in pytest's summary.
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
-_HEADER = ("fault", "room", "promise", "found by", "seconds")
+_HEADER = ("fault", "file", "promise", "found by", "seconds")
 
 
 class Found(NamedTuple):
@@ -224,7 +223,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("which", nargs="*", help="texts in the name, file, promise or test file of a fault")
     parser.add_argument("--list", action="store_true", help="print the table and run nothing")
     parser.add_argument("--all", action="store_true", help="every test that finds a fault, not the first")
-    parser.add_argument("--places", action="store_true", help="only look for the places")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="copies at once (default: 2)")
     options = parser.parse_args(argv)
     faults = [
@@ -237,21 +235,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.list:
         print(line(*_HEADER[:-1]))
         for fault in faults:
-            print(line(fault.name, fault.room, fault.promise, fault.found_by))
+            print(line(fault.name, fault.file, fault.promise, fault.found_by))
         return 0
     misplaced = {fault.name: wrong for fault in faults if (wrong := place_of(fault))}
     for name, wrong in misplaced.items():
         print(f"{name}: {wrong}")
-    if options.places or misplaced:
-        print(f"{len(faults) - len(misplaced)} of {len(faults)} places are there")
-        return 1 if misplaced else 0
+    if misplaced:
+        return 1
     print(line(*_HEADER), flush=True)
     lost = 0
     for found in find_all(faults, options.jobs, options.all):
         fault, lost = found.fault, lost + (not found.tests)
         where = ", ".join(found.tests) or "NOTHING"
         where += f" ({found.note})" if found.note else ""
-        print(line(fault.name, fault.room, fault.promise, where, f"{found.seconds:.0f}"), flush=True)
+        print(line(fault.name, fault.file, fault.promise, where, f"{found.seconds:.0f}"), flush=True)
     print(f"{len(faults) - lost} of {len(faults)} faults are found")
     return 1 if lost else 0
 

@@ -158,16 +158,13 @@ def test_a_batch_that_ends_three_workers_is_given_up_at_its_place(
     assert len(of_kind(caught, WorkerReplaced)) == 3
 
 
-@pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
-def test_a_successor_that_dies_at_its_start_does_not_count_against_the_batch(
-    schedule: str, tmp_path: Path
-) -> None:
+def test_a_successor_that_dies_at_its_start_does_not_count_against_the_batch(tmp_path: Path) -> None:
     def init(_: int) -> None:
         if 0 < len(list(tmp_path.iterdir())) < 3:
             Gates(tmp_path).arrive("start")
             kill_itself(0)
 
-    loader = replacing(Doomed(tmp_path, 7), 3, num_workers=1, schedule=schedule, worker_init_fn=init)
+    loader = replacing(Doomed(tmp_path, 7), 3, num_workers=1, schedule="round_robin", worker_init_fn=init)
     with pytest.warns(WorkerReplaced) as caught:
         assert indices_of(loader, []) == PAIRS
     assert ["batch 3 " in str(each.message) for each in of_kind(caught, WorkerReplaced)] == [
