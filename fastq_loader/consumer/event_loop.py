@@ -209,7 +209,7 @@ class EventLoop:
         """Store the outcome that ends the iteration, and end the pool in the same step."""
         if self._gate.end == EXITING:  # the exit has ended the workers
             raise Closing
-        # torch does not replace workers. Where they are replaced, every later call raises IteratorInvalid.
+        # Without restarts later calls raise StopIteration, as in torch; with restarts, IteratorInvalid.
         slot.outcome, self._gate.reason = outcome, outcome.fatal
         self._gate.end = CLOSED if self.plan.restarts else FAILED
 

@@ -1,8 +1,8 @@
 """The gate of a pool of workers: whether a call may enter, as one table of moves.
 
-Pure. Two write to a gate: the call that is inside, which holds the pool's lock, and whoever ends the pool,
-on any thread and in signal handlers. So an end is stored apart, where no call overwrites it. The event loop
-waits, leaves and fails by an assignment: a call would be one more place for an interrupt.
+Pure. `phase` is written by the call inside, which holds the pool's lock; `end` by whoever ends the pool, on
+any thread and in signal handlers. The event loop waits, leaves and fails by an assignment: a call would be
+one more place for an interrupt.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class PoolIterator(OutcomeSlot, Protocol):
     """An iterator over an epoch of a pool.
 
     Attributes:
-        entrance: what it calls. The pool replaces itself there when the epoch is over.
+        entrance: what it calls. The pool replaces itself there when the epoch ends early.
     """
 
     entrance: Pool | Over

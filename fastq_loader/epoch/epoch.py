@@ -1,9 +1,9 @@
 """One epoch of a loader: the order of its indices, its start and its progress.
 
-Runs in the consumer, on the thread that calls `iter()` and `next()`. References neither an iterator nor
-workers. What `replay` needs is recorded: the states of generators right before the sampler drew from them,
-and the number and a digest of the draws. `extras.resume.epoch` records what a state needs besides, for
-loaders that have a state.
+Runs in the consumer, on the thread that calls `iter()` and `next()`. Holds no loader's iterator alive. What
+`replay` needs is recorded: the states of generators right before the sampler drew from them, and the number
+and a digest of the draws. `extras.resume.epoch` records what a state needs besides, for loaders that have a
+state.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
 Runs in the consumer. Uses no process, thread, socket or shared memory; order, random numbers and errors
 follow the same rules as with workers.
 
-What is unusual (a device, page-locking, bad samples, a dynamic schedule, a resumed epoch, samplers that are
-not torch's, a hint that is due) is determined once in an epoch, with its first batch. An unusual call goes
-the way of `LoaderIterator.__next__`; so do the first and the last call of an epoch, and the one after an
-error or an interrupt. As with torch, an iterator is for one thread.
+A call is unusual, and goes the way of `LoaderIterator.__next__`, with a device, page-locking, bad samples, a
+dynamic schedule, a profile, an iterable dataset whose length was asked for, a loader that has a state or is
+resumed, samplers that are not torch's, or hints that are still to come. So are the first and the last call of
+an epoch, and the one after an error or an interrupt. Each unusual call determines whether the next may be a
+usual one. As with torch, an iterator is for one thread.
 """
 
 from __future__ import annotations

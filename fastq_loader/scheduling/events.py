@@ -1,6 +1,6 @@
 """Records passed between the scheduler, which decides, and the event loop, which acts.
 
-Pure, immutable, and without behaviour. Records without fields are not tuples: all empty tuples are equal.
+Pure, immutable, and without behaviour. Empty records are dataclasses, because empty tuples are equal.
 """
 
 from __future__ import annotations

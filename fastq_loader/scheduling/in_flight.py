@@ -1,8 +1,9 @@
 """The batches in flight, in one of two orders of delivery, and the unanswered tasks.
 
 Pure. A batch enters when its index is drawn and leaves when it is delivered, in order (`InOrder`) or as it
-comes (`AsTheyCome`). The end of a worker's part of an iterable dataset is an event, which takes effect when
-it is processed, and not when it arrives: then batches that will never arrive are skipped. So is a death.
+comes (`AsTheyCome`). A worker's death and the end of its part of an iterable dataset are events: they take
+effect when they are processed, not when they arrive. After such an end, batches that will never arrive are
+skipped.
 
 `PendingTasks` contains unanswered tasks of this epoch and of older ones. A ticket is the number under which
 one attempt at a batch is claimed; it is never reused. The claim table is a ring: the slot of a ticket is its

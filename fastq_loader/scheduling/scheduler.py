@@ -4,10 +4,11 @@ Pure: no socket, clock or process; the event loop carries out its decisions, on 
 and workers, with their transition tables, are in `states`; the two orders of delivery are in `in_flight`.
 
 The order is torch's (`_MultiProcessingDataLoaderIter`): tasks go to the active workers in turn, one index is
-drawn for every batch that is delivered, arrivals are processed one at a time and only while the
-wanted batch is missing, and a worker whose part of an iterable dataset has ended loses its turn. Two things
-differ on purpose: an error of the sampler or of an index takes the position of its batch instead of
-overtaking the batches before it, and a dead worker is reported at the position of the batch that it lost.
+drawn for every batch that is delivered (shared tasks: a group at a time), arrivals are processed one at a
+time and only while the wanted batch is missing, and a worker whose part of an iterable dataset has ended
+loses its turn. Two things differ on purpose: an error of the sampler or of an index takes the position of its
+batch instead of overtaking the batches before it, and a dead worker is reported at the position of the batch
+that it lost.
 
 A *shared* task is sent to all workers, and the first free one claims it. The claimant becomes known when its
 answer arrives, or when it has died. With `restarts` a dead worker is replaced, and its unanswered tasks are

@@ -1,8 +1,8 @@
 """The tasks that a worker has received and not begun.
 
-Runs in a worker, on its main thread. Assigned tasks all belong to the worker, which takes them in the order
-in which they came. Shared tasks are sent to every worker, and each worker takes the lowest unclaimed one: the
-batch that is wanted next never waits behind another one.
+Runs in a worker, on its main thread, or in a proxy. Assigned tasks all belong to the worker, which takes them
+in the order in which they came. Shared tasks are sent to every worker, and each worker takes the lowest
+unclaimed one: the batch that is wanted next never waits behind another one.
 """
 
 from __future__ import annotations
