@@ -114,6 +114,9 @@ def test_the_readme_is_short_and_leads_to_each_task() -> None:
     assert all("# " in recipe and len(recipe.splitlines()) <= 5 for recipe in recipes)
     assert {"GPU", "cache", "stop and resume", "too slow"} <= set(re.findall(r"\[([^]]*)\]\(", text))
     linked = set(re.findall(r"\]\(([^)#:]+)", text))
+    linked |= {
+        f"fastq_loader/{page}" for page in re.findall(r"\]\(([^)#:]+)", text_of("fastq_loader/README.md"))
+    }
     assert {page for page in PAGES if page.startswith("fastq_loader/")} <= linked, "a page that nobody finds"
 
 
