@@ -193,6 +193,14 @@ FAULTS = (
         "rule 4",
         "workers/test_main.py",
     ),
+    Fault(
+        "an interrupt that comes while a worker is forked is thrown away",
+        "workers/worker_pool.py",
+        "without_signals(*(() if self.forks else KEPT_OUT))",
+        "without_signals(*KEPT_OUT)",
+        "guarantee: interrupts",
+        "end_to_end/test_hard_knocks.py",
+    ),
     # ---- consumer
     Fault(
         "an interrupt while next() waits ends the iteration",

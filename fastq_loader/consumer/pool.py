@@ -107,8 +107,10 @@ class Pool:
         self._usual = _nobody  # the same, if nothing has happened that its next call has to be checked for
         self._counters = counters
         self._processes: list[BaseProcess] = []  # the workers, once the loop is gone
-        self._loop: EventLoop | None = EventLoop(plan, counters, self.gate)
+        self._loop: EventLoop | None = None
         try:
+            with interrupts.without_signals():  # it has descriptors, which an interrupt would leave
+                self._loop = EventLoop(plan, counters, self.gate)
             self._loop.start(base_seed, shared_seed, session)
         except BaseException:
             self.gate.shut("close", "its workers could not be started")
@@ -239,10 +241,11 @@ class Pool:
 
     def _shut_down(self) -> None:
         self._usual = _nobody
-        if self._loop is not None:
-            self._processes = self.processes()
-            self._loop.shut_down(self._patience())
-            self._loop = None
+        with interrupts.without_signals():
+            if self._loop is not None:
+                self._processes = self.processes()
+                self._loop.shut_down(self._patience())
+                self._loop = None
         if self.gate.end != EXITING:  # else see `_stay_at_exit`
             self._replace(EXHAUSTED if self.gate.end == FAILED else Over(str(self._ended())))
         _pools.discard(self)

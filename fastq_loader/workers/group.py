@@ -27,6 +27,7 @@ from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import calls, process_id
+from fastq_loader.system.interrupts import without_signals
 from fastq_loader.system.unpatched import time
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.stopping import BRIEF
@@ -99,7 +100,8 @@ class WorkerGroup:
         self._pool.start(arena, self.token, base_seed, shared_seed)
         # The zmq context has threads, so it is made after the forks.
         frame_at = partial(_frame_at, arena.mapping)  # holds no object of the user's
-        self._socket = ConsumerSocket(self.token, frame_at)
+        with without_signals():  # an interrupt would leave its descriptors
+            self._socket = ConsumerSocket(self.token, frame_at)
         self.send_task, self.receive = self._socket.send_task, self._socket.receive
         _in_use.add(self._socket)
         self._socket.connect(*self.lines)

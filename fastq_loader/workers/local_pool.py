@@ -23,6 +23,7 @@ from typing import Any
 
 from fastq_loader.errors import warn_user
 from fastq_loader.packing.pickling import explain, hint, pickles
+from fastq_loader.system.interrupts import without_signals
 from fastq_loader.system.multiprocessing_names import starter
 from fastq_loader.workers import interpreters, zygote
 from fastq_loader.workers.children import Child, Stacks
@@ -62,8 +63,9 @@ class LocalPool(WorkerPool):
         plan = self._plan
         self._context = multiprocessing.get_context() if plan.context is None else plan.context
         self.forks = self._context.get_start_method() == "fork"
-        self._stacks = Stacks()
-        self._held.append(self._stacks)
+        with without_signals():
+            self._stacks = Stacks()
+            self._held.append(self._stacks)
         assert self._setup is not None, "the pool is starting"
         self._setup = replace(self._setup, descriptors=Descriptors(stacks=self._stacks.write_end))
         method = _INTERPRETERS.get(starter(self._context.Process))

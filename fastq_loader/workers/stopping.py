@@ -103,7 +103,7 @@ class Stopping:
 
     def _step(self) -> float:
         """Take the steps that are due now. Returns the time (of `time.monotonic`) of the next one."""
-        with self._lock:
+        with self._lock, without_signals():  # each is released once
             descriptors = [leaving.child.descriptor for leaving in self._leaving]
             ended = set(readable(descriptors, 0)) if descriptors else set[int]()
             now = time.monotonic()

@@ -132,9 +132,10 @@ class WorkerPool(ABC):
         before = worker.child
         with without_signals():
             worker.line = line = Line(worker.number)
-        # Signals are blocked between the fork and the setting of handlers.
+        # Signals are blocked between the fork and the setting of handlers; and all, where Python's own hooks
+        # run after the fork, which lose an exception. A fresh interpreter would start with this mask.
         expect_descriptors(_DESCRIPTORS)
-        with without_signals(*KEPT_OUT):
+        with without_signals(*KEPT_OUT), without_signals(*(() if self.forks else KEPT_OUT)):
             own = {"worker": worker.number, "space": space}
             worker.child = child = self._child(self._setup_for(own, **line.ends))
             try:

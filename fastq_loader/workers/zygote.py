@@ -195,7 +195,8 @@ def copy_of_consumer(context: Any, make: Callable[..., BaseProcess]) -> Zygote:
         child.start()
         return child
 
-    return Zygote(start)
+    with without_signals(*KEPT_OUT), without_signals():  # it has the first ones blocked until `serve`
+        return Zygote(start)
 
 
 def fork_copy(zygote: Zygote, process: BaseProcess, own: Any, passed: Sequence[int] = ()) -> Forked:

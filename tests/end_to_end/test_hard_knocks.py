@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
+import random
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import FrameType
@@ -18,7 +21,7 @@ import pytest
 import torch
 from torch.utils.data import Sampler
 
-from fastq_loader import DataLoader, Dynamic, IteratorInvalid, RoundRobin
+from fastq_loader import DataLoader, Dynamic, IteratorInvalid, Processes, RoundRobin
 from fastq_loader.epoch.serial import SerialIterator
 from fastq_loader.ipc.sockets import ConsumerSocket
 from fastq_loader.scheduling.schedules import Schedule
@@ -245,3 +248,51 @@ def test_threads_that_share_an_iterator_see_every_batch_and_the_end(persistent: 
             seen = list(threads.map(take, [iter(loader)] * 6))
             assert sorted(chain.from_iterable(seen)) == torch.arange(400).reshape(-1, 2).tolist()
     loader.close()
+
+
+#: Called once in this process, by the last of Python's own hooks after a fork, where exceptions are lost.
+_in_fork: list[Callable[[], None]] = []
+os.register_at_fork(after_in_parent=lambda: _in_fork and _in_fork.pop()())
+
+MODES: dict[str, dict[str, Any]] = {
+    "fork": {},
+    "restarts": {"workers": Processes(max_restarts=3)},
+    "spawn": {"multiprocessing_context": "spawn", "persistent_workers": True},
+    "dynamic": {"schedule": "dynamic"},
+    "serial": {"num_workers": 0},
+}
+
+
+class Masked:
+    """Samples: the signals that are blocked where they are loaded."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        return len(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+
+@pytest.mark.parametrize("mode", ["fork", "restarts"])
+def test_an_interrupt_during_a_fork_is_raised(mode: str) -> None:
+    """torch's loader, as Python, prints it and goes on. Workers have no signal blocked by it."""
+    loader = DataLoader(Masked(), 4, **{"num_workers": 1, **MODES[mode]})
+    with alarm_after(LIMIT, ring):
+        _in_fork.append(partial(signal.raise_signal, signal.SIGALRM))
+        with pytest.raises(Alarm):
+            iter(loader)
+    assert torch.cat(list(loader)).tolist() == [Masked()[0]] * 12
+
+
+@pytest.mark.parametrize("mode", MODES)
+@thorough(but={"mode": "restarts"})
+def test_interrupts_at_random_moments_are_all_raised(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leave nothing behind (a check of all these tests)."""
+    lost: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda it: lost.append(it.object))
+    moments = random.Random(0)
+    with DataLoader(Masked(), 4, **{"num_workers": 2, **MODES[mode]}) as loader:
+        for _ in range(60 if mode != "restarts" else 15):
+            with pytest.raises(Alarm), alarm_after(moments.uniform(1e-4, 0.1), ring):
+                assert all(len(list(loader)) == 3 and not lost for _ in itertools.count())
+    assert lost == []
