@@ -45,6 +45,7 @@ class Reader:
         seq: number of the batch that is loaded.
         requested: number of batches that were requested in this epoch.
         newest: the newest seed of a sample, see `extras.images.sample_seeds`.
+        worker_info: torch's, of the worker that this reader is in, or None: its seed is that of the batch.
         sampler: samples the stack inside of its context (`extras.profile`), or None.
     """
 
@@ -54,6 +55,7 @@ class Reader:
     newest: Any = None
     ended = False
     to_pass = 0
+    worker_info: Any = None
     sampler: Any = None
 
     def __init__(
@@ -150,11 +152,13 @@ class Reader:
         of_reader = self._readers, self._number, self.requested
         return self.sample_seed, *(of_reader if self._rules["iterable"] else (self.seq,))
 
-    def _seed(self, base_seed: int, seq: int) -> int:
+    def _seed(self, base_seed: int, seq: int) -> None:
         """Seed the generators for a batch by its number. For an iterable dataset, count as if no
         reader had ended early: the batch's real number depends on when one ended."""
         number = self.requested * self._readers + self._number if self._rules["iterable"] else seq
-        return generators.seed_batch(base_seed, number)
+        seed = generators.seed_batch(base_seed, number)
+        if self.worker_info is not None:  # torch's class does not let its attributes be set
+            object.__setattr__(self.worker_info, "seed", seed)
 
     def _skip(self, index: Any) -> NoReturn:
         """Skip a batch that was delivered before; if necessary, read it again."""

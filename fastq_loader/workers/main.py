@@ -189,7 +189,7 @@ class WorkerLoop:
 
     def _look_ahead(self) -> bool:
         """Read the messages that have come, and wait for one if there is no task; False: stop."""
-        waiting, is_due = self._waiting, self._finished - self._looked > _LOOK_EVERY
+        waiting, tasks, is_due = self._waiting, self._tasks, self._finished - self._looked > _LOOK_EVERY
         if not waiting:
             self._at_work[0] = 0
         while True:
@@ -198,14 +198,14 @@ class WorkerLoop:
                 self._looked = self._finished
                 return True
             if type(message) is Task:
-                if self._is_shared:
-                    self._tasks.add(message)
+                if self._is_shared and (tasks.retired or (waiting and message.seq < waiting[-1].seq)):
+                    tasks.add(message)
                 else:
                     waiting.append(message)
                 if not is_due:
                     return True
             elif isinstance(message, Epoch):
-                for task in self._tasks.drop():
+                for task in tasks.drop():
                     self._refuse(task, SKIPPED)
                 self._reader.begin_epoch(message)
             elif isinstance(message, Space):

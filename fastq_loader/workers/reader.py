@@ -59,7 +59,7 @@ class WorkerReader(Reader):
         self.dataset = datapipes.apply_seed(parts["dataset"], setup.shared_seed)
         self._collate, self._make_fetcher = parts["collate_fn"], parts["make_fetcher"]
         # User code gets it from torch.utils.data.get_worker_info().
-        torch_worker._worker_info = torch_worker.WorkerInfo(
+        torch_worker._worker_info = self.worker_info = torch_worker.WorkerInfo(
             id=setup.worker, num_workers=setup.plan.workers, seed=seed, dataset=self.dataset
         )
         if parts["worker_init_fn"] is not None:
@@ -106,12 +106,6 @@ class WorkerReader(Reader):
             remarks = fetcher.remark, self._private, samples
             self.remarks = seal(pickle.dumps(remarks), self._setup.token)
             fetcher.remark, self._private = None, []
-
-    def _seed(self, base_seed: int, seq: int) -> int:
-        seed = super()._seed(base_seed, seq)
-        # torch's class does not let its attributes be set. User code that has the object sees the new seed.
-        object.__setattr__(torch_worker._worker_info, "seed", seed)
-        return seed
 
     def close(self) -> None:
         """Clear the worker info at the worker's end. The dataset is freed with the reader, so that its

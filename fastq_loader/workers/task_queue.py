@@ -28,7 +28,8 @@ class TaskQueue:
         worker: the worker's number.
 
     Attributes:
-        waiting: the tasks. If all belong to this worker, they may be added and taken there, too.
+        waiting: the tasks. One that belongs to this worker, or follows the last, may be added there, too.
+        retired: whether shared tasks are left to the other workers.
     """
 
     def __init__(self, claims: ClaimTable, shared: bool, worker: int) -> None:
@@ -36,14 +37,14 @@ class TaskQueue:
         self._shared = shared
         self._worker = worker
         self.waiting: deque[Task] = deque()  # popped from the left, also from a wide window
-        self._retired = False
+        self.retired = False
 
     def __len__(self) -> int:
         return len(self.waiting)
 
     def add(self, task: Task) -> None:
         """Add a task. One that is sent again may be lower than tasks that came before it."""
-        if self._retired:
+        if self.retired:
             return
         if self.waiting and task.seq < self.waiting[-1].seq and self._shared:
             insort(self.waiting, task, key=attrgetter("seq"))
@@ -60,13 +61,13 @@ class TaskQueue:
         """Drop all tasks, because the epoch ends. Returns the tasks that only this worker can answer."""
         tasks = [] if self._shared else list(self.waiting)
         self.waiting.clear()
-        self._retired = False  # a worker that cannot work reports it again at the first task that it claims
+        self.retired = False  # a worker that cannot work reports it again at the first task that it claims
         return tasks
 
     def retire(self) -> None:
         """Leave shared tasks to the other workers, because this worker cannot work."""
         if self._shared:
-            self._retired = True
+            self.retired = True
             self.waiting.clear()
 
     def take(self) -> Task | None:
