@@ -67,7 +67,7 @@ class EventLoop:
         gate: shows where a call is, and ends with a worker's failure. The pool enters it before each call.
 
     Attributes:
-        pool: the memory that the workers write to.
+        blocks: the memory that the workers write to.
         group, answers, deaths: the workers, what they send, and how they end.
     """
 
@@ -78,17 +78,17 @@ class EventLoop:
         calls.occupy_standard_streams()
         expect_descriptors(_DESCRIPTORS[0] + _DESCRIPTORS[1] * plan.workers)
         arena = Arena(plan.workers)
-        self.pool = BlockPool(arena)
+        self.blocks = BlockPool(arena)
         self.scheduler = Scheduler(
             plan.workers,
-            self.pool,
+            self.blocks,
             replace(plan.window),
             in_order=plan.in_order,
             shared_tasks=plan.shared_tasks,
             restarts=plan.restarts,
             slots=slots(arena.mapping.claims),
         )
-        self.group = WorkerGroup(plan, self.pool, counters)
+        self.group = WorkerGroup(plan, self.blocks, counters)
         unpacker = Unpacker(arena, self.group.token, plan.for_device)
         self.answers = Answers(plan, self.group, self.scheduler, unpacker, counters)
         self.deaths = Deaths(plan, self.group, self.scheduler, self.answers)
@@ -132,7 +132,7 @@ class EventLoop:
         self._drop()
         self._tidy_at = 0
         if answers.staging is not None:  # before blocks of dropped batches go to others
-            self.pool.drop(answers.staging.drain())
+            self.blocks.drop(answers.staging.drain())
         taken, claimed = self.group.take_back(scheduler.pending_tasks.tickets())
         number = 0 if bad_samples is None else bad_samples.epoch
         resume = list(epoch.resume)
@@ -170,10 +170,10 @@ class EventLoop:
         log.asked = now
         if now >= self._tidy_at:
             self._tidy(now)
-        if self.pool.arena.released:
-            self.pool.collect()
+        if self.blocks.arena.released:
+            self.blocks.collect()
         if self.answers.staging is not None:
-            self.pool.drop(self.answers.staging.reap())
+            self.blocks.drop(self.answers.staging.reap())
         scheduler, batch = self.scheduler, None
         # As in torch, the next index is drawn after a batch was unpickled.
         while self._outcome is None:
@@ -216,13 +216,13 @@ class EventLoop:
     def _tidy(self, now: int) -> None:
         """Do the work that is not needed for every batch."""
         self._tidy_at = now + _TIDY_EVERY
-        self.pool.collect()  # also blocks that waited for a forked child to end
+        self.blocks.collect()  # also blocks that waited for a forked child to end
         window, staging = self.scheduler.window.size, self.answers.staging
         self._counters.window = window
         spare = _SPARE_BATCHES + (0 if staging is None else 2 * staging.ahead)
-        if self.pool.trim(window + spare, None if staging is None else staging.forget):
+        if self.blocks.trim(window + spare, None if staging is None else staging.forget):
             for worker in self.group.workers:
-                if worker.line is not None and (space := self.pool.space(worker.number)):
+                if worker.line is not None and (space := self.blocks.space(worker.number)):
                     self.group.socket.send(worker.line, Space(space))
 
     # ---- the next batch -----------------------------------------------------------------------
@@ -313,7 +313,7 @@ class EventLoop:
     def poll(self) -> None:
         """Begin the copies of batches that have become ready, without waiting for anything."""
         if (staging := self.answers.staging) is not None:
-            self.pool.drop(staging.reap())
+            self.blocks.drop(staging.reap())
             self._stage_ahead(staging, wait=False)
         self._gate.phase = OPEN
 
@@ -397,7 +397,7 @@ class EventLoop:
         failure: Exception | None = None
         if self.answers.staging is not None:  # copies read the blocks until they have run
             try:
-                self.pool.drop(self.answers.staging.close())
+                self.blocks.drop(self.answers.staging.close())
             except Exception as error:  # from the device; after an interrupt the next call does the rest
                 failure = error
             self.answers.staging = None

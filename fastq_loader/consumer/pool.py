@@ -307,10 +307,10 @@ class Pool:
         if not self._inside() and self._lock.acquire(blocking=False):
             try:
                 if self._loop is not None:
-                    loop.pool.collect()
+                    loop.blocks.collect()
             finally:
                 self._lock.release()
-        return loop.pool.usage()
+        return loop.blocks.usage()
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
