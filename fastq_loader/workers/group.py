@@ -77,8 +77,8 @@ class WorkerGroup:
         self._shared_tasks = plan.shared_tasks
         self._blocks = blocks
         self._counters = counters
-        self._pool: WorkerPool = plan.options.workers.make_pool(plan)
-        self.workers: list[Worker] = self._pool.workers
+        self._worker_pool: WorkerPool = plan.options.workers.make_pool(plan)
+        self.workers: list[Worker] = self._worker_pool.workers
         self._socket: ConsumerSocket | None = None
         self._claims: ClaimTable | None = None
         self._unread = max(plan.window.widest, _UNREAD)
@@ -97,7 +97,7 @@ class WorkerGroup:
         _in_use.add(arena)
         self._claims = claims = ClaimTable(arena.fd, arena.mapping.claims)
         self.holder, self.offer_claim = claims.holder, claims.offer  # called for every batch
-        self._pool.start(arena, self.token, base_seed, shared_seed)
+        self._worker_pool.start(arena, self.token, base_seed, shared_seed)
         # The zmq context has threads, so it is made after the forks.
         frame_at = partial(_frame_at, arena.mapping)  # holds no object of the user's
         with without_signals():  # an interrupt would leave its descriptors
@@ -107,7 +107,7 @@ class WorkerGroup:
         self._socket.connect(*self.lines)
         for worker in self.workers:
             self._socket.watch(worker.descriptor)
-        self._pool.count_in(self._counters)
+        self._worker_pool.count_in(self._counters)
 
     @property
     def socket(self) -> ConsumerSocket:
@@ -137,7 +137,7 @@ class WorkerGroup:
     def stacks(self, number: int) -> str:
         """Return the current Python stacks of a worker."""
         worker = self.workers[number]
-        return self._pool.stacks(worker) if worker.is_up else "  (it is still starting)"
+        return self._worker_pool.stacks(worker) if worker.is_up else "  (it is still starting)"
 
     # ---- deaths -------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class WorkerGroup:
         """Record how a worker died, and close the connection to it. The worker has ended, and everything that
         it had sent was received."""
         worker = self.workers[number]
-        cause, torch_text = self._pool.death(worker)
+        cause, torch_text = self._worker_pool.death(worker)
         if worker.why:
             cause = f"was ended, because {worker.why},"
         worker.die(cause, torch_text)
@@ -189,7 +189,7 @@ class WorkerGroup:
         worker = self.workers[number]
         if worker.failed_starts >= _FAILED_STARTS:
             raise OSError(f"{_FAILED_STARTS} processes in a row ended before they were up")
-        self._pool.launch(worker, self._blocks.clear_space(number))
+        self._worker_pool.launch(worker, self._blocks.clear_space(number))
         assert worker.line is not None, "it was started"
         self.socket.watch(worker.descriptor)
         self.socket.connect(worker.line)
@@ -276,27 +276,27 @@ class WorkerGroup:
         releases everything but the blocks that users reference. May be called again when an interrupt cut it
         short.
         """
-        if patience and self._socket is not None and not self._pool.stopped:
+        if patience and self._socket is not None and not self._worker_pool.stopped:
             while (received := self._socket.receive()) is not None:
                 if isinstance(received[1], Hello):
                     self.workers[received[0]].move("hello")
             self.dismiss()
         after = (self._disconnect, self._close_memory)
-        self._pool.stop(lambda worker: self._patience(worker, patience), self._counters, after)
-        if self._pool.ended:  # perhaps by `kill_all`, which releases nothing
+        self._worker_pool.stop(lambda worker: self._patience(worker, patience), self._counters, after)
+        if self._worker_pool.ended:  # perhaps by `kill_all`, which releases nothing
             self._disconnect()
             self._close_memory()
 
     def kill_all(self) -> None:
         """End the workers while another thread is in the event loop. May be called on any thread."""
-        self._pool.stop(lambda worker: 0, self._counters)
+        self._worker_pool.stop(lambda worker: 0, self._counters)
 
     def _patience(self, worker: Worker, patience: float) -> float:
         """Seconds that a worker gets to finish. One that is still importing modules has nothing to finish,
         and does not read its socket."""
         if self._socket is None:
             return 0
-        return patience if worker.is_up or self._pool.forks else min(patience, BRIEF)
+        return patience if worker.is_up or self._worker_pool.forks else min(patience, BRIEF)
 
     def _disconnect(self) -> None:
         """Close the sockets and the claim table. All workers have ended."""

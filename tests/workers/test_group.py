@@ -113,7 +113,7 @@ def restart(workers: WorkerGroup, number: int) -> Worker:
     """Another process, which is not up yet."""
     worker = workers.workers[number]
     worker.die("", "")
-    workers._pool.launch(worker)
+    workers._worker_pool.launch(worker)
     return worker
 
 
@@ -129,6 +129,6 @@ def test_a_worker_that_does_not_get_up_three_times_in_a_row_is_given_up(hangs: b
             workers.evict(1, "it did not answer")
         workers.mark_dead(1)
         if worker.failed_starts < 3:
-            workers._pool.launch(worker)
+            workers._worker_pool.launch(worker)
     with pytest.raises(OSError, match="3 processes in a row ended before they were up"):
         workers.replace(1, Epoch(1, None))
