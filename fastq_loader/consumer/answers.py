@@ -22,8 +22,8 @@ from fastq_loader.ipc.messages import (
     BATCH,
     BROKEN,
     EMPTY,
-    ENDED,
     LEFT_OUT,
+    PART_ENDED,
     PASSED,
     SKIPPED,
     Answer,
@@ -193,7 +193,7 @@ class Answers:
         if (handle is None) != (kind in EMPTY):
             found = "without" if handle is None else "with"
             raise ProtocolError(f"an answer of kind {kind} {found} a handle")
-        if kind in (ENDED, PASSED) and not self._iterable:
+        if kind in (PART_ENDED, PASSED) and not self._iterable:
             raise ProtocolError(f"worker {number} answers with kind {kind} for a map-style dataset")
         fresh = dict(answer.fresh)
         for offset, size, _ in () if handle is None else handle.segments:
@@ -218,7 +218,7 @@ class Answers:
             self.log.private_generators.update(private)
             if samples and self._counters.profile is not None:
                 self._counters.profile.add(samples)
-        if batch.worker_state and answer.kind in (ENDED, PASSED, SKIPPED):
+        if batch.worker_state and answer.kind in (PART_ENDED, PASSED, SKIPPED):
             self.end_states[number] = batch.worker_state
         if self._iterable and batch.handle is not None:
             kept = self.log.first_batches.setdefault(number, [])

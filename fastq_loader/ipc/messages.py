@@ -33,15 +33,15 @@ VERSION = 11
 # Kinds of answers.
 BATCH = 0  # the handle is a batch
 ERROR = 1  # the handle is an exception that the user's code raised
-ENDED = 2  # the worker's part of an iterable dataset is exhausted; no handle
+PART_ENDED = 2  # the worker's part of an iterable dataset is exhausted; no handle
 SKIPPED = 3  # not fetched: the epoch was abandoned, or the worker's part had ended; no handle
 BROKEN = 4  # the handle is the exception that keeps this worker from working at all
 PASSED = 5  # passed over: the batch was handed out before the epoch was resumed; no handle
 LEFT_OUT = 6  # no sample of the batch could be read, and none need be; no handle
 
-KINDS = (BATCH, ERROR, ENDED, SKIPPED, BROKEN, PASSED, LEFT_OUT)
+KINDS = (BATCH, ERROR, PART_ENDED, SKIPPED, BROKEN, PASSED, LEFT_OUT)
 #: Kinds without a handle.
-EMPTY = (ENDED, SKIPPED, PASSED, LEFT_OUT)
+EMPTY = (PART_ENDED, SKIPPED, PASSED, LEFT_OUT)
 
 #: Bytes of a pool's token.
 TOKEN_BYTES = 16
@@ -159,7 +159,7 @@ class Answer(NamedTuple):
         started, finished: nanoseconds of the monotonic clock, which all processes of a machine share.
         fresh: blocks (offset, size) that the worker made and has not reported to the consumer yet.
         returned: offsets of granted blocks that the handle does not use.
-        handle: None for ENDED, SKIPPED, PASSED and LEFT_OUT.
+        handle: None for PART_ENDED, SKIPPED, PASSED and LEFT_OUT.
         state: the worker's state after this batch, as a sealed pickle (see `reading.reader`), or b"".
         fetched, collated: times at which the samples were loaded and collated, as `started`; 0 if nothing
             was loaded.

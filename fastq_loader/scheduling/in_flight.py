@@ -19,7 +19,7 @@ from itertools import islice, takewhile
 from typing import Any
 
 from fastq_loader.errors import describe_index
-from fastq_loader.ipc.messages import BATCH, ENDED, Answer, BatchHandle, Task, decode_index
+from fastq_loader.ipc.messages import BATCH, PART_ENDED, Answer, BatchHandle, Task, decode_index
 from fastq_loader.memory.blocks import Extents
 from fastq_loader.scheduling.events import Died
 from fastq_loader.scheduling.states import BATCH_TRANSITIONS, HELD, LOST, NEW, READY, SENT, WorkerTable
@@ -68,7 +68,7 @@ class Batch:
     @property
     def is_end(self) -> bool:
         """Whether its answer is the end of its worker's part of an iterable dataset."""
-        return self.answer is not None and self.answer.kind == ENDED
+        return self.answer is not None and self.answer.kind == PART_ENDED
 
     def move(self, event: str) -> None:
         self.state = BATCH_TRANSITIONS[self.state, event]
@@ -153,7 +153,7 @@ class InOrder(InFlight):
     def add(self, batch: Batch) -> None:
         """A batch has arrived, or has failed."""
         answer = batch.answer
-        if self._from_an_end_on or (answer is not None and answer.kind == ENDED):
+        if self._from_an_end_on or (answer is not None and answer.kind == PART_ENDED):
             if batch.state == READY:
                 batch.move("hold")
             self._from_an_end_on.append(batch)

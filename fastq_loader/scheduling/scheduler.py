@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from fastq_loader.errors import PoisonBatch, ProtocolError
-from fastq_loader.ipc.messages import ENDED, SKIPPED, Answer, BatchHandle, Task
+from fastq_loader.ipc.messages import PART_ENDED, SKIPPED, Answer, BatchHandle, Task
 from fastq_loader.memory.blocks import BlockOwner, Extents
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.events import Died, Draw, Finish, IterationFailed, Send, Wait
@@ -245,7 +245,7 @@ class Scheduler:
             self.pool.drop(offset for offset, _ in used)
         elif answer.kind != SKIPPED:  # else its batch is removed when it is at the head
             batch.answer, batch.handle, batch.used = answer, handle, used
-            if answer.kind != ENDED:  # which is an event to process
+            if answer.kind != PART_ENDED:  # which is an event to process
                 batch.state = BATCH_TRANSITIONS[batch.state, "answer"]
             self.in_flight.add(batch)
         return batch

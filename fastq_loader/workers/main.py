@@ -23,9 +23,9 @@ from fastq_loader.ipc.inbox import Inbox
 from fastq_loader.ipc.messages import (
     BATCH,
     BROKEN,
-    ENDED,
     ERROR,
     LEFT_OUT,
+    PART_ENDED,
     PASSED,
     SKIPPED,
     Answer,
@@ -61,7 +61,7 @@ _LOOK_EVERY = 1_000_000
 _GROWTH = 16 * 1024
 _NONE: Used = ()
 #: Kinds of answers without a batch that are no errors, by the exception of the reader.
-_WITHOUT_BATCH = {EndOfStream: ENDED, HandedOutBefore: PASSED, LeftOut: LEFT_OUT}
+_WITHOUT_BATCH = {EndOfStream: PART_ENDED, HandedOutBefore: PASSED, LeftOut: LEFT_OUT}
 
 
 def main(setup: Setup) -> None:

@@ -18,8 +18,8 @@ from fastq_loader.errors import ProtocolError, WorkerDied
 from fastq_loader.ipc import sockets
 from fastq_loader.ipc.messages import (
     BATCH,
-    ENDED,
     ERROR,
+    PART_ENDED,
     SKIPPED,
     Answer,
     BatchHandle,
@@ -111,7 +111,7 @@ def test_answers_of_an_older_epoch_are_counted() -> None:
 
 
 MISFITS: list[Any] = [
-    {"kind": ENDED, "handle": None},  # the end of a map-style dataset
+    {"kind": PART_ENDED, "handle": None},  # the end of a map-style dataset
     *({"kind": SKIPPED}, {"handle": None}, {"kind": ERROR, "handle": None}),
     # A block of another size, and one that is not there.
     *({"handle": BatchHandle(0, None, (), None, (block,))} for block in ((20 * B, 2 * B, 1), (40 * B, B, 1))),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fastq_loader.errors import PoisonBatch, ProtocolError
-from fastq_loader.ipc.messages import BATCH, BROKEN, ENDED, ERROR, SKIPPED, Answer, Epoch, Space, Task
+from fastq_loader.ipc.messages import BATCH, BROKEN, ERROR, PART_ENDED, SKIPPED, Answer, Epoch, Space, Task
 from fastq_loader.memory.blocks import GRANTED, HELD, Extents
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.events import Died, Draw, Finish, IterationFailed, Send, Wait
@@ -254,7 +254,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.finish(worker, data.draw(st.sampled_from(self.kinds())), tuple(sizes))
 
     def kinds(self) -> list[int]:
-        return [BATCH, BATCH, BATCH, ERROR, ENDED if self.kind == ITERABLE else BROKEN]
+        return [BATCH, BATCH, BATCH, ERROR, PART_ENDED if self.kind == ITERABLE else BROKEN]
 
     def finish(self, worker: SimulatedWorker, kind: int, sizes: tuple[int, ...]) -> None:
         assert worker.task is not None
@@ -297,7 +297,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         batch = arrive(self.scheduler, worker.number, answer)
         assert batch.error is None
         assert (batch.answer is answer) == (answer.epoch == self.epoch and answer.kind != SKIPPED)
-        if answer.epoch == self.epoch and answer.kind not in (ENDED, SKIPPED):
+        if answer.epoch == self.epoch and answer.kind not in (PART_ENDED, SKIPPED):
             self.ready.add(answer.seq)
 
     @rule(data=st.data(), hung=SELDOM)

@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 
 from fastq_loader.ipc.claim_table import Busy, ClaimTable
-from fastq_loader.ipc.messages import ENDED, SKIPPED, Answer, Epoch, Space, Task
+from fastq_loader.ipc.messages import PART_ENDED, SKIPPED, Answer, Epoch, Space, Task
 from fastq_loader.memory.blocks import Extents, FreeRanges, size_class
 from fastq_loader.workers.task_queue import TaskQueue
 
@@ -141,8 +141,8 @@ class SimulatedWorker:
         assert task is not None
         if self._ended:
             kind = SKIPPED
-        self._ended = self._ended or kind == ENDED
-        answer = self._answer(task, kind, () if kind in (SKIPPED, ENDED) else sizes)
+        self._ended = self._ended or kind == PART_ENDED
+        answer = self._answer(task, kind, () if kind in (SKIPPED, PART_ENDED) else sizes)
         self.tasks.begin(None)
         return answer
 
