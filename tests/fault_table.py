@@ -246,10 +246,10 @@ FAULTS = (
     Fault(
         "the seed is drawn before the sampler's",
         "epoch/base.py",
-        "        self._record.begin(packed=self._num_workers > 0)\n"
-        "        self._base_seed = self._record.draw_base_seed(",
-        "        self._base_seed = self._record.draw_base_seed(loader.generator)\n"
-        "        self._record.begin(packed=self._num_workers > 0)\n        int(",
+        "        self._epoch.begin(packed=self._num_workers > 0)\n"
+        "        self._base_seed = self._epoch.draw_base_seed(",
+        "        self._base_seed = self._epoch.draw_base_seed(loader.generator)\n"
+        "        self._epoch.begin(packed=self._num_workers > 0)\n        int(",
         "row R1",
         "epoch/test_iteration.py",
     ),

@@ -79,9 +79,9 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         if loader.pin_memory and self._session is None:  # else batches are page-locked on their way
             self._pin_memory, self._pin_memory_device = options.pinning(loader)
         self._finishes = self._session is None and (self._pin_memory or device is not None)  # device="cpu"
-        self._record.begin(packed=self._num_workers > 0)
-        self._base_seed = self._record.draw_base_seed(loader.generator)
-        self._num_yielded = self._record.reached.delivered
+        self._epoch.begin(packed=self._num_workers > 0)
+        self._base_seed = self._epoch.draw_base_seed(loader.generator)
+        self._num_yielded = self._epoch.reached.delivered
         self.outcome: Outcome | None = None
 
     def __iter__(self) -> LoaderIterator:
@@ -111,9 +111,9 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             outcome, self.outcome = self.outcome, None
         match outcome:
             case Handed(progress=int(moved)) | Raised(progress=int(moved)):
-                self._record.in_line += moved
+                self._epoch.in_line += moved
             case Handed(progress=Progress() as progress) | Raised(progress=Progress() as progress):
-                self._record.reached = progress
+                self._epoch.reached = progress
         match outcome:
             case Handed():
                 self._num_yielded += 1
@@ -124,7 +124,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
                     self._warn_about_length(length)
                     self.outcome = None
                 return outcome.batch
-            case Ended() if self._record.reached.over:
+            case Ended() if self._epoch.reached.over:
                 self.outcome = outcome  # an interrupt or a hint may end the calls below
                 if self._bad_samples is not None:
                     self._bad_samples.tell()
@@ -138,13 +138,13 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
     def skip_to(self, batch: int) -> None:
         """Go on at a later batch: draw the indices before it, and load nothing for them. @private"""
-        for _ in islice(self._sampler_iter, batch - self._record.reached.delivered):
+        for _ in islice(self._sampler_iter, batch - self._epoch.reached.delivered):
             continue
-        self._record.reached = Progress(batch)
+        self._epoch.reached = Progress(batch)
 
     def record_skipped(self, progress: Moved) -> None:
         """Record the progress after a batch that was left out. @private"""
-        self._record.move(progress)
+        self._epoch.move(progress)
 
     def poll(self) -> None:
         """Begin the copies of batches that have become ready since the last `next()`, without waiting. Use it
@@ -182,54 +182,54 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             times = time.monotonic_ns(), time.process_time_ns()
             self._log = mine.counters.begin_epoch(*times, loader._auto_collation)
             self._begin_record(loader, mine, same_readers=True)
-        self._record.begin(packed=self._num_workers > 0)
-        self._num_yielded = self._record.reached.delivered
+        self._epoch.begin(packed=self._num_workers > 0)
+        self._num_yielded = self._epoch.reached.delivered
         self._IterableDataset_len_called = loader._IterableDataset_len_called
         if isinstance(self._dataset, IterDataPipe):
             self._share_seed(loader)
 
     def _begin_record(self, loader: Loader, mine: resources.Resources, same_readers: bool) -> None:
         """Create the record of the epoch that begins or resumes; `_epoch_has_begun` makes it the loader's."""
-        self._record = begin(loader, self._index_sampler, *mine.place, same_readers)
-        self._record.belongs_to(self)
-        self._record.log = self._log
+        self._epoch = begin(loader, self._index_sampler, *mine.place, same_readers)
+        self._epoch.belongs_to(self)
+        self._epoch.log = self._log
         errors = self._options.errors
         if errors is not None:
-            known = {} if self._record.saved is None else self._record.saved.now.bad_samples
+            known = {} if self._epoch.saved is None else self._epoch.saved.now.bad_samples
             self._bad_samples = mine.bad_samples = mine.bad_samples or errors.records(known)
-            epoch, in_batches = self._record.position.epoch, loader._auto_collation
-            self._record.bad_samples = errors.judge(self._bad_samples, epoch, in_batches, known)
-            self._log.bad_samples = self._record.bad_samples
+            epoch, in_batches = self._epoch.position.epoch, loader._auto_collation
+            self._epoch.bad_samples = errors.judge(self._bad_samples, epoch, in_batches, known)
+            self._log.bad_samples = self._epoch.bad_samples
 
     def _epoch_has_begun(self, loader: Loader, mine: resources.Resources) -> None:
         """Make the epoch's record the loader's newest, and drop the loaded state. Not called if the epoch
         could not begin, so the loaded state is then still there."""
-        if self._record.saves:
-            self._record.has_begun()
-        if loader.num_workers or loader.pin_memory or self._record.info.wants_epochs:  # else no hint can come
+        if self._epoch.saves:
+            self._epoch.has_begun()
+        if loader.num_workers or loader.pin_memory or self._epoch.info.wants_epochs:  # else no hint can come
             from fastq_loader.extras.insight.hints import Hints
 
-            self._hints = Hints(loader, mine.begun, self._record, self._log)
-        newest, mine.place = mine.place[0], (self._record, None)
+            self._hints = Hints(loader, mine.begun, self._epoch, self._log)
+        newest, mine.place = mine.place[0], (self._epoch, None)
         if newest is not None and newest.saves:
             newest.superseded()
-        mine.begun.append(self._record)
+        mine.begun.append(self._epoch)
 
     def _share_seed(self, loader: Loader) -> None:
-        if self._record.saved is not None:
-            self._shared_seed = self._record.start.shared_seed
+        if self._epoch.saved is not None:
+            self._shared_seed = self._epoch.start.shared_seed
         else:
             self._shared_seed = datapipes.draw_shared_seed(self._dataset, loader.generator)
-            self._record.start.shared_seed = self._shared_seed
+            self._epoch.start.shared_seed = self._shared_seed
         self._dataset = datapipes.apply_seed(self._dataset, self._shared_seed)
 
     @property
     def _sampler_iter(self) -> Iterator[Any]:
-        return map(decode_index, self._record)
+        return map(decode_index, self._epoch)
 
     @_sampler_iter.setter
     def _sampler_iter(self, indices: Iterator[Any]) -> None:
-        self._record.source = self._indices = indices
+        self._epoch.source = self._indices = indices
 
     def _next_index(self) -> Any:
         return next(self._sampler_iter)

@@ -49,12 +49,12 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             raise AssertionError("num_workers must be greater than 0 for MultiProcessingDataLoaderIter")
         if self._prefetch_factor <= 0:
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
-        for_device, saves = mine.session is not None, self._record.saves
+        for_device, saves = mine.session is not None, self._epoch.saves
         plan = options.plan(loader, for_device, saves, mine.grace, mine.kept)
-        self.pool = Pool(plan, self._record.pool_seed, self._shared_seed, mine.counters, mine.session)
+        self.pool = Pool(plan, self._epoch.pool_seed, self._shared_seed, mine.counters, mine.session)
         mine.pools.add(self.pool)
         shared_seed = self._shared_seed
-        if not (self._options.is_dynamic or self._record.continues_workers):
+        if not (self._options.is_dynamic or self._epoch.continues_workers):
             # torch resets a new iterator, which draws once more: it calls iter() of the sampler a second
             # time, and draws a second seed for a datapipe graph, which this epoch does not use. A dynamic
             # schedule draws as without workers.
@@ -70,13 +70,13 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             return
         super()._reset(loader, first_iter)
         if self._options.is_dynamic:
-            self._base_seed = self._record.draw_base_seed(loader.generator)
+            self._base_seed = self._epoch.draw_base_seed(loader.generator)
         else:
-            self._record.follow_base_seed(self._base_seed)
+            self._epoch.follow_base_seed(self._base_seed)
         self._start_epoch(loader, self._shared_seed)
 
     def _start_epoch(self, loader: Loader, shared_seed: int | None) -> None:
-        record = self._record
+        record = self._epoch
         record.start.shared_seed = shared_seed
         record.start.lives_on = self._persistent_workers and not self._options.is_dynamic
         self.pool.start_epoch(self, record)
@@ -100,8 +100,8 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
     def _end(self) -> None:
         """The epoch is over, or a worker's failure has ended it. May be called again after an interrupt."""
         if self.entrance is self.pool:
-            if not self._record.progress.over:
-                self._record.end(self.pool.end_states())
+            if not self._epoch.progress.over:
+                self._epoch.end(self.pool.end_states())
             self.entrance = EXHAUSTED
         if not self._persistent_workers and self.pool.usable:
             self.pool.close("it was exhausted")

@@ -65,7 +65,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             self._dynamic
             or self._finishes
             or self._session is not None
-            or self._record.bad_samples is not None
+            or self._epoch.bad_samples is not None
             or self._counters.profile is not None
             or self._IterableDataset_len_called is not None
         )
@@ -75,7 +75,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             "auto_collation": self._auto_collation,
             "drop_last": self._drop_last,
         }
-        saves = "dataset" if self._record.saves else ""
+        saves = "dataset" if self._epoch.saves else ""
         self._reader = Reader(self._dataset, self._collate_fn, make_fetcher, rules, saves=saves)
         if self._dynamic:
             with generators.restored():
@@ -87,7 +87,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
 
     def _begin_reading(self) -> None:
         """Create the fetcher, and advance it to the position where the epoch begins or resumes."""
-        record, reader = self._record, self._reader
+        record, reader = self._epoch, self._reader
         delivered, state = (record.resume or [(0, None)])[0] if record.saves else (0, None)
         if state is not None:
             state.pop("seed", None)  # the generators of this process are the user's
@@ -108,7 +108,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     def __next__(self) -> Any:
         if self._is_unusual or self.outcome is not None or profiler._is_profiler_enabled:
             return super().__next__()
-        asked, record, reader = time.monotonic_ns(), self._record, self._reader
+        asked, record, reader = time.monotonic_ns(), self._epoch, self._reader
         reader.seq, reader.requested = record.drawn, reader.requested + 1  # as `Reader.load` does
         outer, loading.reader = loading.reader, reader
         index = batch = _NOTHING
@@ -139,7 +139,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     def _advance(self) -> None:
         if self._session is not None:
             self._session.refuse_capture()
-        record, log, drawn = self._record, self._log, None
+        record, log, drawn = self._epoch, self._log, None
         if record.in_line:
             progress = record.progress
             record.reached, record.in_line = progress, 0
@@ -170,7 +170,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     ) -> tuple[int, Any] | None:
         """Take up a usual call that an exception ended: store its batch or its error in `outcome`, or the
         number and the index, which it returns, in `_due`."""
-        record, log = self._record, self._log
+        record, log = self._epoch, self._log
         number, now, fetched = record.drawn, time.monotonic_ns(), self._dataset_fetcher.fetched
         outcome: Outcome | None = None
         due, busy = None, False
@@ -197,7 +197,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         if not isinstance(error, EndOfStream):
             return self._raised(error, number, index)
         said = self._reader.state_bytes()
-        self._record.end({0: said} if said else {})
+        self._epoch.end({0: said} if said else {})
         return ENDED
 
     def _load_drawn(self) -> None:
@@ -209,15 +209,15 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             return
         try:
             batch = self._load(*drawn)
-            if self._record.bad_samples is not None:
+            if self._epoch.bad_samples is not None:
                 fetcher = self._dataset_fetcher
                 remark, fetcher.remark = fetcher.remark, None
-                too_many = self._record.bad_samples.judge(*drawn, remark)
+                too_many = self._epoch.bad_samples.judge(*drawn, remark)
                 del remark
             if too_many is not None:
                 outcome = self._raised(too_many, *drawn)
             elif batch is _LEFT_OUT:
-                self._record.reached = self._progress_after(drawn[0])  # the last call
+                self._epoch.reached = self._progress_after(drawn[0])  # the last call
             else:
                 if self._staging is not None:
                     batch = self._stage(self._staging, batch)
@@ -244,12 +244,12 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     def _draw(self) -> None:
         """Store the number and index of the next batch in `_due`, or the sampler's error in `outcome`."""
         self._busy = True
-        order, began = self._record, time.monotonic_ns()
+        order, began = self._epoch, time.monotonic_ns()
         try:
             index = next(order)
         except StopIteration as stop:
             self.outcome = Ended(stop)
-            self._record.end({})
+            self._epoch.end({})
         except Exception as error:
             self.outcome = self._raised(error, order.drawn - 1)  # an error takes a position, too
         else:
@@ -264,7 +264,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
 
     def _progress_after(self, number: int) -> Progress:
         """The progress of the epoch after a batch, or after the error in its place."""
-        progress = self._record.reached
+        progress = self._epoch.reached
         if not progress.workers:
             return progress.after(number)
         iterable = self._dataset_kind == _DatasetKind.Iterable
