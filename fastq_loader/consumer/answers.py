@@ -151,7 +151,7 @@ class Answers:
         state, remarks, grown = b"", None, self._pool.grown
         try:
             if handle is not None and answer.kind not in EMPTY:
-                handle, used = self._unpacker.learn(worker.specs, handle)
+                handle, used = self._unpacker.check(worker.specs, handle)
             if used or handle is None or answer.kind != BATCH:
                 self._check(number, answer, handle)
             if answer.state or answer.remarks:

@@ -12,7 +12,7 @@ other index is sent as one opaque pickled value, so that `dataset[i]` receives e
 
 Bytes from a frame or from shared memory are unpickled only if they begin with the pool's token: random bytes
 that the workers were started with. So of a frame only the kind and the lengths are checked here. What
-protects memory is checked where it is used: the blocks of a handle by `Unpacker.learn`, and the owners of all
+protects memory is checked where it is used: the blocks of a handle by `Unpacker.check`, and the owners of all
 blocks by `BlockPool.accept`.
 """
 

@@ -44,7 +44,7 @@ class Unpacker:
         self._token = token
         self._arena = arena
 
-    def learn(
+    def check(
         self, specs: dict[int, BatchLayout], handle: BatchHandle
     ) -> tuple[BatchHandle, tuple[tuple[int, int], ...]]:
         """Check a handle, and replace its spec, or the number of one, by the compiled spec. Returns the
@@ -72,15 +72,15 @@ class Unpacker:
             if handle.spec_id < REMEMBERED:
                 specs[handle.spec_id] = spec
         # Like `_replace`, but several times as fast.
-        learned: BatchHandle = tuple.__new__(BatchHandle, (handle[0], spec, *handle[2:]))
+        checked: BatchHandle = tuple.__new__(BatchHandle, (handle[0], spec, *handle[2:]))
         in_message = not (spec.tails or spec.objects or handle.segments)
         fits = in_message and len(handle.values) == spec.values
         if fits and len(handle.packet or b"") >= spec.packet_bytes:
-            return learned, ()  # nothing else to check
-        return learned, self._used(learned)
+            return checked, ()  # nothing else to check
+        return checked, self._used(checked)
 
     def _used(self, handle: BatchHandle) -> tuple[tuple[int, int], ...]:
-        """The blocks that a handle needs, see `learn`. Raises ProtocolError."""
+        """The blocks that a handle needs, see `check`. Raises ProtocolError."""
         spec, segments, packet = handle.spec, handle.segments, handle.packet
         boxed = bool(spec.objects or (packet is None and spec.packet_bytes))  # the packet lies in a block
         expected = boxed + len(spec.tails), spec.values
@@ -100,7 +100,7 @@ class Unpacker:
 
     def part(self, handle: BatchHandle) -> tuple[int, int, int, int] | None:
         """The part of a batch that goes to a device: offset and size of its block, start in the block, and
-        length. None if the batch has no such part. The handle comes from `learn`."""
+        length. None if the batch has no such part. The handle comes from `check`."""
         spec: BatchLayout = handle.spec
         if not spec.on_device.leaves:
             return None
@@ -108,7 +108,7 @@ class Unpacker:
 
     def digest(self, handle: BatchHandle) -> tuple[bytes, int]:
         """A digest of the values, the packet and the first 64 KiB of each segment, which is equal for equal
-        batches of two workers; and the number of bytes read. The handle is from `learn`, not unpacked yet."""
+        batches of two workers; and the number of bytes read. The handle is from `check`, not unpacked yet."""
         spec: BatchLayout = handle.spec
         pieces: list[Any] = [repr(handle.values).encode(), handle.packet or b""]
         ranges = []
@@ -126,7 +126,7 @@ class Unpacker:
         return found, sum(map(len, pieces))
 
     def open(self, handle: BatchHandle) -> tuple[Sequence[int], Sequence[int], bytes]:
-        """Prepare to unpack a batch. The handle comes from `learn`.
+        """Prepare to unpack a batch. The handle comes from `check`.
 
         Returns:
             Offsets of the blocks that the batch will have leases on, offsets of the blocks that are copied
@@ -152,7 +152,7 @@ class Unpacker:
         """Build a batch.
 
         Args:
-            handle: the handle from `learn`.
+            handle: the handle from `check`.
             pickled: the bytes from `open`.
             memory: device memory with the part for a device; None if batches stay on the host.
 
@@ -196,7 +196,7 @@ class Unpacker:
         return spec.build(leaves, iter(handle.values), objects)
 
     def exception(self, handle: BatchHandle) -> BaseException:
-        """The exception in a handle from `learn`.
+        """The exception in a handle from `check`.
 
         Raises:
             ProtocolError: the handle has no exception, or its bytes do not begin with this pool's token.

@@ -39,7 +39,7 @@ class Batch:
         sent: when its task was sent first, in nanoseconds of the monotonic clock; 0 before.
         task: the task, as sent last.
         answer: the worker's answer, once it has arrived.
-        handle: that of the answer, with its layout; see `Unpacker.learn`.
+        handle: that of the answer, with its layout; see `Unpacker.check`.
         used: the blocks that it lies in, as (offset, bytes needed).
         worker_state, remarks: those of the answer, unsealed; b"" and None without any.
         loaded: who loaded it, and when; see `statistics.records.Record` from `seq` on.

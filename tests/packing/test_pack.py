@@ -191,7 +191,7 @@ def test_pickled_bytes_never_travel_in_the_message(pair: Pair) -> None:
         assert handle.packet is None
         assert secret.encode() not in pair.frames[-1]
         assert b"tests.support.datasets" not in pair.frames[-1]
-        assert_same(batch, pair.deliver(pair.learn(handle)))
+        assert_same(batch, pair.deliver(pair.check(handle)))
 
 
 # ---- tensors that are no plain leaves ---------------------------------------------------------------

@@ -28,7 +28,7 @@ def put_together(unpacker: Unpacker, handle: BatchHandle) -> Any:
 
 
 def receive(pair: Pair, handle: BatchHandle) -> Any:
-    return put_together(pair.unpacker, pair.learn(handle))
+    return put_together(pair.unpacker, pair.check(handle))
 
 
 # ---- specs ------------------------------------------------------------------------------------------
@@ -40,11 +40,11 @@ def test_the_first_specs_are_remembered_and_any_later_one_comes_with_each_batch(
 
     sizes = range(REMEMBERED + 9)
     pair.packer.unsend(sent(REMEMBERED))
-    waiting = [pair.learn(sent(size)) for size in sizes]
+    waiting = [pair.check(sent(size)) for size in sizes]
     assert [put_together(pair.unpacker, handle).numel() for handle in waiting] == list(sizes)
     assert {size for size in sizes if sent(size).spec is None} == {*sizes[:REMEMBERED]}
     assert len(pair.specs) == REMEMBERED
-    assert put_together(pair.unpacker, pair.learn(sent(REMEMBERED - 1))).numel() == REMEMBERED - 1
+    assert put_together(pair.unpacker, pair.check(sent(REMEMBERED - 1))).numel() == REMEMBERED - 1
 
 
 def test_the_workers_specs_are_told_apart() -> None:
@@ -54,12 +54,12 @@ def test_the_workers_specs_are_told_apart() -> None:
         for number in range(2):
             handle, _ = Packer(Allocator(arena.mapping, number), TOKEN).pack((number,) * (number + 1))
             assert handle.spec_id == 0
-            unpacker.learn(specs[number], handle)
+            unpacker.check(specs[number], handle)
         for number, values in ((0, (5,)), (1, (5, 6))):
-            named, _ = unpacker.learn(specs[number], BatchHandle(0, None, values, None, ()))
+            named, _ = unpacker.check(specs[number], BatchHandle(0, None, values, None, ()))
             assert put_together(unpacker, named) == values
         with pytest.raises(ProtocolError, match="which its worker has not sent"):
-            unpacker.learn({}, BatchHandle(0, None, (5,), None, ()))
+            unpacker.check({}, BatchHandle(0, None, (5,), None, ()))
     finally:
         arena.retire([])
 
@@ -126,9 +126,9 @@ def test_where_there_is_no_device_a_batch_for_one_is_refused() -> None:
         ((offset, size, _),) = handle.segments
         for into in (size - 799, size, -1):
             with pytest.raises(ProtocolError):
-                pair.learn(handle._replace(segments=((offset, size, into),)))
+                pair.check(handle._replace(segments=((offset, size, into),)))
         with pytest.raises(ProtocolError, match="packed a batch for a device"):
-            Unpacker(pair.arena, TOKEN).learn({}, handle)
+            Unpacker(pair.arena, TOKEN).check({}, handle)
 
 
 # ---- digests ----------------------------------------------------------------------------------------

@@ -114,13 +114,13 @@ class Pair:
 
     def arrive(self, answer: Loaded) -> BatchHandle:
         """The consumer hears of a batch."""
-        handle, used = self.unpacker.learn(self.specs, self.account(answer))
+        handle, used = self.unpacker.check(self.specs, self.account(answer))
         assert used == answer.used
         return handle
 
-    def learn(self, handle: BatchHandle) -> BatchHandle:
+    def check(self, handle: BatchHandle) -> BatchHandle:
         """A handle that is ready to be unpacked."""
-        return self.unpacker.learn(self.specs, handle)[0]
+        return self.unpacker.check(self.specs, handle)[0]
 
     def deliver(self, handle: BatchHandle) -> Any:
         if self.allocator.for_device:
