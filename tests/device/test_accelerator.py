@@ -226,9 +226,9 @@ print(backend.on_side(lambda: torch.accelerator.current_stream() == backend.side
 
 
 class HostBackend(TorchBackend):
-    """The host in a device's place. Attributes: what libcudart says, how often an error was cleared."""
+    """The host in a device's place. Attributes: what libcudart says."""
 
-    code = clearings = 0
+    code = 0
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -247,7 +247,7 @@ class HostBackend(TorchBackend):
         return 1 - known
 
     def _clear_error(self) -> None:
-        self.clearings += 1
+        """There is no context that keeps one."""
 
     # Nothing is queued, so there is nothing to wait for.
     record = wait = synchronize = current_stream = Mock()

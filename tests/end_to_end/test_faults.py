@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader, ToDevice
 from fastq_loader.errors import WorkerDied
+from fastq_loader.workers import stopping
 from tests.conftest import descendants, wait_until
 from tests.support import crimes
 from tests.support.crimes import Crime, CrimeAt, CrimeInIter, CrimeInStream, FailsToUnpickle, Rows
@@ -246,11 +247,12 @@ UNPICKLING = "this dataset does not survive the journey", "__setstate__"
         (range(12), 1, INIT, "worker 0 cannot start", "init_raises"),
         (range(12), 2, {**INIT, "persistent_workers": True}, "worker 0 cannot start", "init_raises"),
         (range(12), 2, {"worker_init_fn": crimes.init_raises_in_worker_1}, "worker 1 cannot start", ""),
+        (range(12), 2, {**INIT, "schedule": "dynamic"}, "worker 0 cannot start", "init_raises"),
         (CrimeInIter(), 2, {}, "no stream to read", "__iter__"),
         (FailsToUnpickle(), 2, FORKSERVER, *UNPICKLING),
         pytest.param(FailsToUnpickle(), 2, SPAWN, *UNPICKLING, marks=thorough()),
     ],
-    ids=["init", "every init", "one init", "iter", "unpickling", "unpickling, spawned"],
+    ids=["init", "every init", "one init", "dynamic", "iter", "unpickling", "unpickling, spawned"],
 )
 def test_p7_what_fails_at_the_start_surfaces_once(
     dataset: Any, workers: int, options: dict[str, Any], text: str, where: str, capfd: Any
@@ -310,6 +312,7 @@ def test_p12_a_timeout_says_so_in_torchs_words_and_shows_where_the_worker_is(
 ) -> None:
     gates = Gates(tmp_path)
     end_timeout_when(lambda: any(map(at_rest, gates.arrived("crime"))), monkeypatch)
+    monkeypatch.setattr(stopping, "ORDERLY", 0.1)
     dataset = CrimeAt(partial(arrive_and, crime, gates), at=4)
     loader = DataLoader(dataset, 2, num_workers=2, timeout=1000, schedule=schedule)
     found = outcomes(loader, limit=4)

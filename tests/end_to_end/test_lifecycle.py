@@ -607,16 +607,16 @@ class EndsSlowly:
             time.sleep(self.seconds)
 
 
-@pytest.mark.parametrize(("method", "loaders"), [("spawn", 3), pytest.param("spawn", 75, marks=thorough())])
+@thorough()
 @pytest.mark.timeout(600)
-def test_p1_loaders_begin_on_any_thread_while_the_last_ones_workers_end(method: str, loaders: int) -> None:
+def test_p1_loaders_begin_on_any_thread_while_the_last_ones_workers_end() -> None:
     """The last loader's interpreter ends then, on the thread that waits for its workers."""
 
     def work(seed: int) -> None:
         random = Random(seed)
-        for _ in range(loaders):
+        for _ in range(75):
             seconds = random.random() * 0.3
-            loader: Any = DataLoader(EndsSlowly(seconds), num_workers=1, multiprocessing_context=method)
+            loader: Any = DataLoader(EndsSlowly(seconds), num_workers=1, multiprocessing_context="spawn")
             assert numbers(loader) == [[0], [1]]
             del loader
             time.sleep(max(seconds - 0.15 + random.random() * 0.1, 0))

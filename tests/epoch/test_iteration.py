@@ -147,28 +147,6 @@ def test_r1_the_sampler_draws_before_the_seed_of_the_iteration_is_drawn() -> Non
     assert found[0] == found[1]
 
 
-class GoesOn(Sampler[int]):
-    """Its iterator has more after its end."""
-
-    def __iter__(self) -> Iterator[int]:
-        self.numbers: Iterator[Any] = iter([3, None, 1])
-        return self
-
-    def __next__(self) -> int:
-        if (number := next(self.numbers)) is None:
-            raise StopIteration
-        return int(number)
-
-
-@pytest.mark.parametrize("kind", [TorchDataLoader, DataLoader])
-def test_an_end_comes_as_often_as_with_torch(kind: Any) -> None:
-    iterator = iter(make(kind, batch_size=None, sampler=GoesOn()))
-    for expected in (3, 1):
-        assert next(iterator) == expected
-        with pytest.raises(StopIteration):
-            next(iterator)
-
-
 @thorough(but={"workers": 1})
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_iterator_is_not_kept_alive_by_an_error_that_it_raised(workers: int) -> None:

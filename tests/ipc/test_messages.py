@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -125,15 +125,6 @@ def test_the_dataset_receives_the_samplers_index(index: Any) -> None:
     assert type(travel(index)) is type(index)
 
 
-def test_plain_indices_travel_without_a_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: Any) -> NoReturn:
-        raise AssertionError("a plain index was pickled")
-
-    monkeypatch.setattr(pickle, "dumps", refuse)
-    for index in (3, "name", b"raw", 0.5, True, None, list(range(64)), ["a", 1, None]):
-        assert_same(index, travel(index), "index")
-
-
 opened: list[int] = []
 
 
@@ -215,15 +206,6 @@ def test_malformed_frames_are_refused(frame: bytes) -> None:
     for decode in (decode_for_worker, decode_for_consumer):
         with pytest.raises(ProtocolError):
             decode(frame)
-
-
-def test_each_side_refuses_the_messages_of_its_own() -> None:
-    for message in (Hello(1), Answer(0, 0, 0, 2, 0, 0, (), (), None)):
-        with pytest.raises(ProtocolError, match="kind"):
-            decode_for_worker(encode(message))
-    for other in (Stop(), Epoch(0, None), Space(((0, 65536),)), Task(0, 0, 0, [1], ()), Bundle(())):
-        with pytest.raises(ProtocolError, match="kind"):
-            decode_for_consumer(encode(other))
 
 
 def decodes_or_refuses(frame: bytes) -> None:

@@ -164,20 +164,6 @@ def test_one_wait_serves_messages_descriptors_and_a_wake_up(
     consumer.wake()  # its descriptor may be another's
 
 
-def test_a_worker_can_wait_for_more_than_messages(consumer: ConsumerSocket, worker: WorkerSocket) -> None:
-    read, write = os.pipe()
-    assert worker.wait([read], block=False) == []
-    os.write(write, b"!")
-    assert worker.wait([read], block=True) == [read]
-    os.read(read, 1)
-    consumer.send_all([LINES[0]], *[encode(epoch) for epoch in EPOCHS])
-    assert worker.wait([read], block=True) == []
-    assert worker.receive(block=False) == EPOCHS[0]
-    assert worker.wait([read], block=True) == [], "the rest of a bundle was received already"
-    for end in (read, write):
-        os.close(end)
-
-
 def test_a_forked_child_of_a_worker_cannot_use_its_socket(
     consumer: ConsumerSocket, worker: WorkerSocket
 ) -> None:
@@ -326,25 +312,6 @@ def test_a_worker_accepts_no_process_but_its_consumer(consumer: ConsumerSocket) 
         assert worker.receive(block=False) is None
         consumer.send(line, EPOCHS[1])
         assert worker.receive(block=True) == EPOCHS[1]
-
-
-def test_nobody_can_take_the_place_of_a_dead_worker(consumer: ConsumerSocket) -> None:
-    """The name is taken until zmq has connected, and nobody connects to it later."""
-    line = Line(0)
-    ends = {name: os.dup(end) for name, end in line.ends.items()}
-    with socket.socket(socket.AF_UNIX) as stranger:
-        with pytest.raises(OSError, match="in use"):
-            stranger.bind(b"\0" + line.name)
-        line.close_ends("answers")
-        consumer.connect(line)
-        WorkerSocket(ends, os.getpid(), in_memory, 2).close()
-        stranger.bind(b"\0" + line.name)
-        stranger.listen()
-        stranger.settimeout(0.2)
-        consumer.send(LINES[0], EPOCHS[0])
-        with pytest.raises(TimeoutError):
-            stranger.accept()
-    assert broken(consumer, 5) == [0]
 
 
 def test_a_broken_connection_is_named_once(

@@ -82,19 +82,6 @@ def test_any_fields_from_anywhere(batches: list[Any]) -> None:
         assert pair.idle()
 
 
-def test_everything_is_in_one_block_and_stays_where_it_was_made(pair: Pair) -> None:
-    def make() -> Any:
-        return {"mask": filled(100_000, 1), "image": filled(400_000, 2), "label": torch.arange(7)}
-
-    for batch in range(4):
-        pair.copied.clear()
-        handle = pair.arrive(pair.pack(make))
-        assert len(handle.segments) == 1
-        assert pair.copied == ([100_000, 56] if batch == 0 else [56])
-        assert contents(pair.deliver(handle).values()) == [[1], [2], list(range(7))]
-    assert len(pair.ledger) <= 4
-
-
 def test_what_lies_between_is_not_copied_for_ever(pair: Pair) -> None:
     """A small field behind a large temporary: the part that is copied is not much larger than the fields."""
 
@@ -131,25 +118,6 @@ def test_what_lies_beside_a_tensor_in_its_block_is_not_overwritten(kind: str, pa
     for _ in range(4):
         assert contents(pair.run(make)) == expected[kind]
         assert all(values == [7] for values in contents(kept))
-
-
-@pytest.mark.parametrize(
-    ("batch", "there"),
-    [
-        ([np.arange(100_000), np.arange(5), Opaque([torch.arange(4), "x"]), torch.arange(6), b"b"], [2, 3]),
-        (["a", np.arange(3)], []),
-        ([torch.empty(0), torch.empty(0, 3, dtype=torch.int8), torch.empty(2, 0).t()], [0, 1, 2]),
-    ],
-    ids=["all kinds", "no tensors", "empty tensors"],
-)
-def test_tensors_go_over_and_all_else_stays_on_the_host(batch: Any, there: list[int], pair: Pair) -> None:
-    handle = pair.arrive(pair.pack(lambda: batch))
-    assert [leaf.number for leaf in handle.spec.on_device.leaves] == there
-    assert (pair.unpacker.part(handle) is None) == (not there)
-    result = pair.deliver(handle)
-    assert_same(batch, result)
-    assert all(part.flags.writeable for part in result if isinstance(part, np.ndarray))
-    assert pair.idle()
 
 
 class Marked(torch.Tensor):

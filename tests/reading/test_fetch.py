@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, Subset
 from torch.utils.data._utils import fetch as torch_fetch
 
-from fastq_loader.reading.fetch import EndOfStream, Fetcher
-from tests.support.thorough import examples
+from fastq_loader.reading.fetch import Fetcher
 
 
 class Squares(Dataset[int]):
@@ -59,23 +55,6 @@ class DoubledAgain(DoubledInBatches):
     pass
 
 
-class Stream(IterableDataset[int]):
-    """Yields its turns; an exception among them is raised, and more may follow."""
-
-    def __init__(self, *turns: Any) -> None:
-        self.turns = turns
-        self.iterated = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.iterated += 1
-        return map(self.take, self.turns)
-
-    def take(self, turn: Any) -> int:
-        if isinstance(turn, Exception):
-            raise turn
-        return int(turn)
-
-
 def fetcher(
     dataset: Any, collate: Any = tuple, *, auto_collation: bool = True, drop_last: bool = False
 ) -> Fetcher:
@@ -115,15 +94,6 @@ def test_a_batch_is_asked_for_at_once_where_the_dataset_has_a_way(
         assert torch_fetch._MapDatasetFetcher(dataset, True, tuple, False).fetch(index) == expected
 
 
-def test_without_auto_collation_the_index_goes_through_as_it_is() -> None:
-    class Same(Batched):
-        def __getitem__(self, index: Any) -> Any:
-            return index
-
-    index = object()
-    assert fetcher(Same(), lambda data: data, auto_collation=False).fetch(index) is index
-
-
 def stop(*arguments: Any) -> Any:
     raise StopIteration
 
@@ -135,24 +105,3 @@ def test_a_stop_iteration_of_user_code_is_an_error(place: str) -> None:
     with pytest.raises(RuntimeError, match="raised StopIteration") as caught:
         fetching.fetch([1, 2])
     assert isinstance(caught.value.__cause__, StopIteration)
-
-
-@examples(100)
-@given(st.integers(0, 20), st.integers(1, 6), st.booleans(), st.booleans())
-def test_a_stream_is_cut_as_torch_cuts_it(
-    count: int, batch_size: int, drop_last: bool, auto_collation: bool
-) -> None:
-    streams = Stream(*range(count)), Stream(*range(count))
-    ours = fetcher(streams[0], repr, auto_collation=auto_collation, drop_last=drop_last)
-    theirs = torch_fetch._IterableDatasetFetcher(streams[1], auto_collation, repr, drop_last)
-    index = list(range(batch_size)) if auto_collation else None
-    for _ in range(count + 3):
-        try:
-            expected = theirs.fetch(index)
-        except StopIteration:
-            with pytest.raises(EndOfStream) as caught:
-                ours.fetch(index)
-            assert caught.value.__cause__ is None
-        else:
-            assert ours.fetch(index) == expected
-    assert streams[0].iterated == 1

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck
 from fastq_loader.ipc.messages import BATCH
 from fastq_loader.memory.blocks import size_class
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.scheduling.events import Died, IterationFailed, Send, Wait
+from fastq_loader.scheduling.events import Send, Wait
 from fastq_loader.scheduling.in_flight import Batch
 from fastq_loader.scheduling.progress import Progress
 from fastq_loader.scheduling.scheduler import Scheduler
@@ -124,19 +124,6 @@ def test_a_wait_says_whether_a_worker_has_nothing_to_do_because_the_window_is_fu
     wait = scheduler.wanted()
     assert isinstance(wait, Wait)
     assert not wait.blocked, "there is nothing more to do"
-
-
-@pytest.mark.parametrize(
-    ("in_order", "lost"), [(True, 1), (True, None), (False, 0), (False, 1), (False, None)]
-)
-def test_a_death_is_reported_after_what_came_before(in_order: bool, lost: int | None) -> None:
-    """That of an idle worker is reported when there is nothing else to do."""
-    scheduler, sends = started(shared_tasks=True, in_order=in_order)
-    first = 0 if in_order else 3
-    arrive(scheduler, *answer(sends[first], worker=0))
-    assert scheduler.died(Died(1, lost)) is None
-    assert delivered(scheduler) == first
-    assert scheduler.wanted() == IterationFailed(1, lost, lost)
 
 
 def test_a_resumed_epoch_gives_no_batch_the_number_of_one_that_was_delivered() -> None:

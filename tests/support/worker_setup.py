@@ -13,15 +13,12 @@ from fastq_loader.workers.kinds import Processes
 from fastq_loader.workers.payload import Descriptors, Payload
 from tests.support.pair import TOKEN
 
-MAP_STYLE = Rules(iterable=False, auto_collation=False, drop_last=False)
-STREAM = Rules(iterable=True, auto_collation=False, drop_last=False)
-
 
 def make_plan(dataset: Any, collate_fn: Any = None, init_fn: Any = None, **fields: Any) -> Plan:
     """A plan as torch's defaults give it, but for some fields."""
     given: dict[str, Any] = {
         "payload": Payload(dataset, collate_fn or as_it_is, init_fn),
-        "rules": MAP_STYLE,
+        "rules": Rules(iterable=False, auto_collation=False, drop_last=False),
         "workers": 1,
         "prefetch": 2,
         "in_order": True,

@@ -167,7 +167,7 @@ def test_workers_are_forked_from_an_interpreter_that_has_none_of_the_users_modul
     long = tmp_path / ("long" * 30)
     long.mkdir()
     folders = {"spawn": long, "forkserver": long, "others": tmp_path}
-    arguments = [["spawn"], ["forkserver"], *([["forkserver", "others"]] if is_thorough else [])]
+    arguments = [["forkserver"], *([["spawn"], ["forkserver", "others"]] if is_thorough else [])]
     runs = [(str(tmp_path), each, {"TMPDIR": str(folders[each[-1]])}) for each in arguments]
     result = run_script(f"from tests.support.programs import at_once; exec(at_once(*{runs}))", warm=True)
     assert (result.returncode, result.stderr, result.left) == (0, "", ()), result
