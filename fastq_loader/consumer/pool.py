@@ -104,7 +104,7 @@ class Pool:
         #: Whether this thread is inside a call: then a signal handler is the caller.
         self._inside: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
         self._iterator: Callable[[], PoolIterator | None] = _nobody  # that of the current epoch
-        self._usual = _nobody  # the same, if nothing has happened that its next call has to be checked for
+        self._unchecked = _nobody  # the same, unless its next call has to be checked
         self._counters = counters
         self._processes: list[BaseProcess] = []  # the workers, once the loop is gone
         self._loop: EventLoop | None = None
@@ -131,12 +131,12 @@ class Pool:
         nested = self._inside()
         try:
             with self._lock:
-                if self._usual() is not iterator:
+                if self._unchecked() is not iterator:
                     if iterator.entrance is not self:  # it ended while this thread waited for the lock
                         iterator.entrance.call(iterator, step, *arguments)
                         return
                     self._admit(nested)
-                self._usual, loop = _nobody, self._loop
+                self._unchecked, loop = _nobody, self._loop
                 assert loop is not None, "it is not closed"
                 try:
                     step(loop, *arguments)
@@ -144,7 +144,7 @@ class Pool:
                     self._leave_by(error)
                     raise
                 if self.gate.end is None:
-                    self._usual = _nobody if nested else self._iterator
+                    self._unchecked = _nobody if nested else self._iterator
                 elif self.gate.end != EXITING:
                     self._shut_down()
                     loop.answers.log.record(CLOSE, time.monotonic_ns())
@@ -229,7 +229,7 @@ class Pool:
             return
         loop = self._loop
         if loop is not None:
-            self._usual = _nobody
+            self._unchecked = _nobody
             self.gate.shut("close", reason)
             loop.group.wake()  # the call that waits now, or else the next one
             if self._inside():  # called by a signal handler: the interrupted call will shut down
@@ -240,7 +240,7 @@ class Pool:
             stopping.wait(self._counters)
 
     def _shut_down(self) -> None:
-        self._usual = _nobody
+        self._unchecked = _nobody
         with interrupts.without_signals():
             if self._loop is not None:
                 self._processes = self.processes()
@@ -262,7 +262,7 @@ class Pool:
         """Close the pool at exit. If a daemon thread is inside, leave it there and kill the workers."""
         if self._pid != process_id.current():
             return
-        self._usual = _nobody
+        self._unchecked = _nobody
         self.gate.shut("exit", "the process is exiting")
         if self._lock.acquire(blocking=False):
             self._lock.release()
