@@ -174,7 +174,7 @@ class cached:
             self._checks = Checks(self.program, self._counters, self._options.path is not None)
             self._pid = process_id.current()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._pid != process_id.pid:
             self._enter()
             if self.memory is None:

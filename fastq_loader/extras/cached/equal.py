@@ -120,7 +120,11 @@ def _of_tensors(a: torch.Tensor, b: torch.Tensor, path: str, around: _Around) ->
         elif each.is_floating_point() and each.dtype.itemsize == 1:
             each = each.view(torch.uint8)
         plain.append(each.cpu().resolve_conj().resolve_neg().numpy())
-    return _of_numbers(plain[0], plain[1], path, _HALF_CLOSE if a.dtype in _HALF else _CLOSE)
+    close = _HALF_CLOSE if a.dtype in _HALF else _CLOSE
+    # A pickle of a tensor has the attributes that somebody gave it.
+    return _of_numbers(plain[0], plain[1], path, close) or _difference(
+        vars(a), vars(b), f"{path}.__dict__", around
+    )
 
 
 def _of_arrays(a: Any, b: Any, path: str, around: _Around) -> str:

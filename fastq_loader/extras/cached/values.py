@@ -218,11 +218,21 @@ def _itself(value: Any) -> Any:
     return value
 
 
+class _Writable:
+    """The memory of a read-only array, which nobody else has, as that of one that can be written to."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self._data = data
+        self.__array_interface__ = {**data.__array_interface__, "data": (data.ctypes.data, False)}
+
+
 def _tensor(data: np.ndarray, begin: int, name: str, shape: Any, strides: Any) -> torch.Tensor:
     dtype = _DTYPES[name]
     if 0 in shape:
         return torch.empty_strided(shape, strides, dtype=dtype)
     count = (len(data) - begin) // dtype.itemsize
+    if not data.flags.writeable:  # as arrays are without a copy; tensors are not, and torch would warn
+        data = np.asarray(_Writable(data))
     return torch.frombuffer(data, dtype=dtype, count=count, offset=begin).as_strided(shape, strides)
 
 

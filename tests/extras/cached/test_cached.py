@@ -120,8 +120,8 @@ def test_a_value_that_cannot_be_pickled_comes_as_it_is_and_is_named() -> None:
 def test_without_copies_arrays_are_read_only_and_writing_all_the_same_changes_one_value(
     place: str, size: int, tmp_path: Path
 ) -> None:
-    where = {} if place == "memory" else {"path": tmp_path / "values"}
-    wrapped = cached(np.full, limit="9MB", copy=False, **where)  # a large value is mapped
+    where = [{} if place == "memory" else {"path": tmp_path / name} for name in "ab"]
+    wrapped = cached(np.full, limit="9MB", copy=False, **where[0])  # a large value is mapped
     for _ in range(2):
         array = wrapped(size, 3.0)
         with pytest.raises(ValueError, match="read-only"):
@@ -131,6 +131,11 @@ def test_without_copies_arrays_are_read_only_and_writing_all_the_same_changes_on
         torch.from_numpy(array[1:]).div_(2)
     assert array[:2].tolist() == [3.0, 1.5]
     assert wrapped(size, 3.0)[:2].tolist() == [3.0, 3.0]
+    tensors = cached(torch.full, limit="9MB", copy=False, **where[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # tensors can be written to, and torch says nothing
+        for _ in range(3):
+            assert tensors((size,), 3.0).div_(2)[1] == 1.5
 
 
 # ---- arguments --------------------------------------------------------------------------------------------

@@ -265,7 +265,6 @@ PURE: list[Callable[[int], Any]] = [
 
 
 @seeds(12, 100)
-@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_a_pure_function_raises_no_alarm(seed: int, tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     rng = random.Random(seed)

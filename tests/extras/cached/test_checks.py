@@ -126,6 +126,13 @@ class Grams(float):
 
 Pair = collections.namedtuple("Pair", "left right")
 
+
+def named(scale: int) -> torch.Tensor:
+    tensor = torch.zeros(2)
+    tensor.scale = scale  # type: ignore[attr-defined]
+    return tensor
+
+
 VALUES: list[Any] = [1, 1.5, float("nan"), "a", b"b", None, True, 2j, range(3), int, len, slice(1, 2)]
 VALUES += [[1, 2.0], (1,), {"a": 1}, {1, 2}, frozenset("ab"), Pair(1, np.arange(3))]
 VALUES += [collections.OrderedDict(a=1), collections.deque([1, np.arange(2)]), torch.float32]
@@ -173,6 +180,7 @@ DIFFERENCES: list[Any] = [
     (torch.zeros(2), torch.ones(2), r"value\[0\]: 0\.0 and 1\.0"),
     (torch.zeros(2), torch.zeros(1, 2), r"\(2,\).*\(1, 2\)"),
     (torch.zeros(2), torch.zeros(2).half(), "float32.*float16"),
+    (named(1), named(2), r"value\.__dict__\['scale'\]: 1 and 2"),
     (Sample(np.arange(3.0)), Sample(np.arange(3.0) + 1), r"value\.image\[0\]: 0\.0 and 1\.0"),
     *((Held(3), Held(4), r"\['value'\]: 3 and 4"), (Pair(1, 2), Pair(1, 3), "2 and 3")),
     (collections.deque([1]), collections.deque([2]), r"value\[0\]: 1 and 2"),
