@@ -10,8 +10,8 @@ import linecache
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -54,7 +54,7 @@ class Profile:
         seconds: time of loading, of all workers together.
 
     >>> print(Profile())
-    Nothing was sampled: the block has to contain the begin of an epoch, which takes some time.
+    Nothing was sampled: the block has to contain the begin of an epoch with batches that take time.
     """
 
     def __init__(self) -> None:
@@ -110,17 +110,13 @@ class Profile:
 
     def __str__(self) -> str:
         if not self._seen:
-            return (
-                "Nothing was sampled: the block has to contain the begin of an epoch, which takes some time."
-            )
+            return "Nothing was sampled: the block has to contain the begin of an epoch with batches that take time."
         rows = []
         for line in self.lines:
             source = linecache.getline(line.file, line.line).strip()
-            rows.append(
-                (line, f"{line.share:6.1%}  {line.function} ({_place(line)}){source and ': '}{source}")
-            )
+            rows.append((line, f"{line.share:6.1%}  {line.function}{_place(line)}{source and ': '}{source}"))
             rows += [
-                (each, f"{each.share:6.1%}      {each.function} ({_place(each)})")
+                (each, f"{each.share:6.1%}      {each.function}{_place(each)}")
                 for each in line.below[:_BELOW]
             ]
         shown = [text for line, text in rows if line.share >= _LEAST][: _LINES - 2]
@@ -154,17 +150,21 @@ class Profile:
         )
 
 
-@contextmanager
-def profiled(counters: Counters) -> Iterator[Profile]:
-    """Profile the epochs of a loader that begin in the block; see `DataLoader.profile`."""
-    if counters.profile is not None:
-        raise RuntimeError("this loader is being profiled already: end that block first")
-    profile = counters.profile = Profile()
-    try:
-        yield profile
-    finally:
-        counters.profile = None
-        profile.end()
+class Profiling(AbstractContextManager[Profile]):
+    """Profiles the epochs of a loader that begin in its block, each block anew; see `DataLoader.profile`."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+
+    def __enter__(self) -> Profile:
+        if self._counters.profile is not None:
+            raise RuntimeError("this loader is being profiled already: end that block first")
+        self._profile = self._counters.profile = Profile()
+        return self._profile
+
+    def __exit__(self, *_: object) -> None:
+        self._counters.profile = None
+        self._profile.end()
 
 
 def check_pages() -> None:
@@ -181,11 +181,13 @@ def _is_library(file: str) -> bool:
 
 
 def _place(line: ProfiledLine) -> str:
-    """The file as briefly as possible, and the line."""
+    """The file as briefly as possible, and the line, in parentheses; "" for what has no file."""
+    if not line.file:
+        return ""
     file = _LIBRARY.sub("", line.file)
     if file.startswith(os.sep):
         file = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else os.path.basename(file)
-    return f"{file}:{line.line}" if line.line else file
+    return f" ({file}:{line.line})" if line.line else f" ({file})"
 
 
 def _cut(text: str) -> str:

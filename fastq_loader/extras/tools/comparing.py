@@ -20,6 +20,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import count, islice
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import torch.utils.data
@@ -153,7 +154,8 @@ def compare(
         epochs: number of epochs in each pass.
         step_seconds: seconds of the training step after each batch, simulated by sleeping in timed passes.
         batches: the most batches to read of each epoch; None for all.
-        progress: write a line to stderr every 5 seconds.
+        progress: write a line to stderr every 5 seconds. False writes only one, if the number of batches is
+            unknown: such a stream may have no end.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
@@ -196,8 +198,9 @@ def _runner(method: str, epochs: int, batches: int | None, progress: bool) -> Ca
             most, wait = max(most, processes.proportional(pid)), min(wait * _LONGER, _MOST_LOOK)
             return wait
 
-        about = f"compare: pass {next(number)}, {name}" if progress else ""
-        task = _LoaderRun(loader, name, seeds, epochs, batches, step, keep, about)
+        place = next(number)
+        about = f"compare: pass {place}, {name}" if progress or place == 1 else ""
+        task = _LoaderRun(loader, name, seeds, epochs, batches, step, keep, about, not progress)
         seen: PassResult = trials.in_child(task, method, look=look)
         return seen._replace(costs=replace(seen.costs, memory_bytes=most))
 
@@ -211,6 +214,15 @@ def checked(loader: Any, epochs: Any, step_seconds: Any, batches: Any) -> None:
         if not is_int(value) or value < 1:
             raise ValueError(f"{name}={value!r} must be a number, 1 or more")
     check_seconds("step_seconds", step_seconds)
+    if loader.num_workers and (method := trials.start_method(loader)) != "fork":
+        for name in ("collate_fn", "worker_init_fn"):
+            try:
+                ForkingPickler.dumps(getattr(loader, name))
+            except Exception as error:  # pickle raises many kinds
+                raise ValueError(
+                    f"torch's DataLoader cannot send {name} to workers under {method!r}, so there is nothing "
+                    f"to compare ({error}): define it with `def` at the top of a module"
+                ) from error
 
 
 def _variants(loader: Any) -> list[Any]:
@@ -317,6 +329,7 @@ class _LoaderRun(trials.Task):
     step: float | None
     keep: int | None
     about: str  # begins the lines of progress; "" for none
+    quiet: bool  # the only line is that the length is unknown
 
     def run(self) -> None:
         self.seen = PassResult([], [], ComparisonRow(self.name), {})
@@ -354,14 +367,15 @@ class _LoaderRun(trials.Task):
             self._note(self._states(), f"the end of epoch {epoch}: generators")
 
     def _report(self, epoch: int) -> None:
-        self.until = time.monotonic() + _SILENCE
+        self.until = math.inf if self.quiet else time.monotonic() + _SILENCE
         text = f"{self.about}: {self.came:,} batches, in epoch {epoch + 1} of {self.epochs}"
         try:
             of_all = self.batches or len(self.loader)
         except Exception:  # it has no length, or the dataset's `__len__` raises
             trials.report(f"{text}, whose length is unknown: --batches N, or batches=N, ends it earlier")
         else:
-            trials.report(f"{text}, each of {of_all:,}")
+            if not self.quiet:
+                trials.report(f"{text}, each of {of_all:,}")
 
     def _note(self, value: Any, path: str) -> None:
         if self.step is None:

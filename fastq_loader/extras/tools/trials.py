@@ -202,7 +202,7 @@ def in_child(
     receiver, sender = context.Pipe(duplex=False)
     payload = Payload(task.loader.dataset, None, None)  # what workers can be sent, a trial can
     payload.parts["task"] = task
-    child = Child(context.Process(target=_run, args=(sender, payload, os.getpid())))
+    child, up = Child(context.Process(target=_run, args=(sender, payload, os.getpid()))), False
     with receiver, sender:
         try:
             # A Ctrl-C between the fork and the child's own handler would print a traceback there.
@@ -211,6 +211,7 @@ def in_child(
             sender.close()
             sources = receiver.fileno(), child.descriptor
             receiver.recv()  # it is up: the time of imports does not count
+            up = True
             while look is not None and not calls.readable(sources, look(child.pid)):
                 pass
             if not calls.readable(sources, patience):
@@ -221,7 +222,7 @@ def in_child(
             raise RuntimeError(f"the process of a trial {child.death()[0]} before it sent a result") from None
         finally:
             payload.unseal()
-            _end(child)
+            _end(child, _PATIENCE if up else 0.0)  # until it is up it blocks SIGINT, and has no workers
     if isinstance(answer, bytes):
         raise load_exception(answer)
     return answer
@@ -233,14 +234,14 @@ def _interrupt(child: Child) -> None:
         os.kill(child.pid, signal.SIGINT)
 
 
-def _end(child: Child) -> None:
+def _end(child: Child, patience: float) -> None:
     """End a child and its workers. Another interrupt ends it at once; the workers notice that."""
     if not child.pid:
         child.release()
         return
     try:
         _interrupt(child)
-        calls.readable([child.descriptor], _PATIENCE)
+        calls.readable([child.descriptor], patience)
     finally:
         with contextlib.suppress(ProcessLookupError):  # it had no group yet
             os.killpg(child.pid, signal.SIGKILL)

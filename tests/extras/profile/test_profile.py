@@ -135,10 +135,11 @@ class Profiled(Timed):
 
 def test_the_users_own_profiler_goes_on() -> None:
     loader = DataLoader(Profiled(), 4)
-    alone = torch.cat(list(loader))
-    with loader.profile() as profile:
-        assert torch.cat(list(loader)).equal(alone)
-    assert profile.lines[0].function.endswith("__getitem__")
+    alone, blocks = torch.cat(list(loader)), loader.profile()
+    for _ in range(2):  # each block is a profile of its own
+        with blocks as profile:
+            assert torch.cat(list(loader)).equal(alone)
+        assert profile.lines[0].function.endswith("__getitem__")
 
 
 def test_a_sample_belongs_to_the_innermost_line_of_the_user() -> None:
@@ -156,6 +157,9 @@ def test_a_sample_belongs_to_the_innermost_line_of_the_user() -> None:
         " 50.0%      open (PIL/Image.py)",
         " 20.0%  crop (crops.py:2)",
     ]
+    profile = Profile()
+    profile.add({(): 1.0})
+    assert str(profile).endswith("\n100.0%  all of loading")
 
 
 def make_torchs() -> Any:
@@ -178,6 +182,25 @@ def test_the_command_takes_torchs_loader_and_writes_pages(
     assert main(["profile", name, "--batches", "3", "--html", str(page), "--speedscope", str(graph)]) == 0
     assert "Sleeps.__getitem__" in page.read_text()
     assert "Sleeps.__getitem__" in str(json.loads(graph.read_text())["shared"])
+
+
+class Broken(Sleeps):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) if index < 8 else 1 / 0
+
+
+BROKEN, EMPTY = DataLoader(Broken(), 4), DataLoader([], 4)
+
+
+def test_the_command_shows_what_came_before_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        main(["profile", f"{__name__}:BROKEN"])
+    assert "Sleeps.__getitem__ (" in capsys.readouterr().out
+    assert main(["profile", f"{__name__}:EMPTY"]) == 0
+    assert "the loader gave no batch" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(["profile", f"{__name__}:BROKEN", "--html", "/nonexistent/b.html"])
+    assert "--html '/nonexistent/b.html': there is no folder '/nonexistent'" in capsys.readouterr().err
 
 
 def test_pages_without_their_library_are_an_error_before_anything_is_loaded(
