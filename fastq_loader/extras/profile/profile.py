@@ -54,7 +54,7 @@ class Profile:
         seconds: time of loading, of all workers together.
 
     >>> print(Profile())
-    Nothing was sampled: the block has to contain the begin of an epoch with batches that take time.
+    Nothing was sampled: the block needs the begin of an epoch with batches that take some time.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,9 @@ class Profile:
 
     def __str__(self) -> str:
         if not self._seen:
-            return "Nothing was sampled: the block has to contain the begin of an epoch with batches that take time."
+            return (
+                "Nothing was sampled: the block needs the begin of an epoch with batches that take some time."
+            )
         rows = []
         for line in self.lines:
             source = linecache.getline(line.file, line.line).strip()
