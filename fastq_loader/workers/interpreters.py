@@ -49,7 +49,10 @@ def interpreter(method: str) -> Zygote:
     with _lock:
         zygote = _running.get(key)
         if zygote is None or zygote.has_ended:
-            zygote = _running[key] = Zygote(partial(_start_interpreter, method))
+            resource_tracker.ensure_running()  # before signals are blocked: it unblocks them
+            mask = {*signal.pthread_sigmask(signal.SIG_BLOCK, ()), *KEPT_OUT}  # until it has its handlers
+            with without_signals():  # an interrupt would leave a child that nobody has
+                zygote = _running[key] = Zygote(partial(_start_interpreter, method, mask))
     return zygote
 
 
@@ -66,18 +69,16 @@ def _forget() -> None:
 process_id.in_forked_children(_forget)
 
 
-def _start_interpreter(method: str, connection: Connection) -> Child:
+def _start_interpreter(method: str, mask: set[int], connection: Connection) -> Child:
     preload = multiprocessing_names.preloaded() if method == "forkserver" else []
     # Python's fork server imports the user's `__main__` from 3.12.8, 3.13.1 and 3.14 on.
     imports_main = (3, 12, 8) <= sys.version_info < (3, 13) or sys.version_info >= (3, 13, 1)
     main = _preparation().get("init_main_from_path") if imports_main else None
-    arguments = connection.fileno(), os.getpid(), method, preload, main
+    arguments = connection.fileno(), os.getpid(), method, mask, preload, main
     make = partial(contexts.SpawnProcess, target=_interpreter_main, args=arguments)
     process = multiprocessing_names.unnumbered(partial(make, name="fastq_loader: zygote"))
     child = Child(process, signal.SIGKILL, lambda process: _InterpreterPopen(process, connection.fileno()))
-    resource_tracker.ensure_running()  # before signals are blocked: it unblocks them
-    with without_signals(*KEPT_OUT):  # until the child has its handlers
-        child.start()
+    child.start()
     # While the child imports, it cannot watch the consumer. So the kernel kills it if the other end closes.
     with contextlib.suppress(OSError):  # a sandbox forbids it, or the child has ended
         fcntl.fcntl(connection, fcntl.F_SETSIG, signal.SIGKILL)
@@ -196,9 +197,10 @@ def _run_pickled_process(method: str, request: Any, passed: list[int], sentinel:
 
 
 def _interpreter_main(
-    connection: int, consumer: int, method: str, preload: list[str], main: str | None
+    connection: int, consumer: int, method: str, mask: set[int], preload: list[str], main: str | None
 ) -> None:
     """Entry point of an interpreter."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     import fastq_loader.workers.main  # noqa: F401 - imports torch, too
 
     # As `multiprocessing.forkserver.main` does.
