@@ -323,3 +323,21 @@ def test_p12_a_timeout_says_so_in_torchs_words_and_shows_where_the_worker_is(
         assert "DataLoader timed out after 1000 seconds" in str(error)
         for pattern in (crime.__name__, r"worker \d\b", r"indices\D*\b4\b\D+\b5\b"):
             assert re.search(pattern, text_of(error))
+
+
+class Sent:
+    """An index that cannot be made in another process."""
+
+    def __reduce__(self) -> Any:
+        return _made_in, (os.getpid(),)
+
+
+def _made_in(process: int) -> Any:
+    if os.getpid() != process:
+        raise ValueError("no index")
+
+
+def test_an_index_that_cannot_be_unpickled_in_a_worker_is_an_error_of_its_batch() -> None:
+    data = DataLoader(Made(torch.tensor, 9), batch_size=None, sampler=[3, Sent(), 5], num_workers=1)
+    first, error, last = outcomes(data)
+    assert (first, str(error), last) == (3, "no index", 5)
