@@ -30,8 +30,8 @@ _BYTE = np.dtype(np.uint8)
 #: Bytes of a value from which on it is no part of the head: marshal has 31 bits for a length.
 _LARGEST = 1 << 30
 _WORD, _ALIGNMENT = 8, 16
-#: Bytes of a part from which on mapping its pages takes no more time than a copy (2 MiB: 372 and 362 us; 1 MiB:
-#: 159 and 120), on a machine with 2 cores.
+#: Bytes of a part from which on mapping its pages takes no more time than a copy: 2 MiB 372 and 362 us,
+#: 1 MiB 159 and 120, on a machine with 2 cores.
 MAPPED = 2 << 20
 #: Words of a block of `checksum`, and bytes from which on data have blocks.
 _BLOCK, _LARGE = 512, 1 << 15

@@ -16,9 +16,23 @@ from fastq_loader.extras.bad_samples.fetcher import TolerantFetcher
 from fastq_loader.extras.bad_samples.policies import Replace, Skip, Tolerance
 from fastq_loader.reading.error_policy import read_errors
 from fastq_loader.reading.fetch import EndOfStream, LeftOut
-from tests.reading.test_fetch import Stream
 
 SIZE = 50
+
+
+class Stream(IterableDataset[int]):
+    """Yields its turns; an exception among them is raised, and more may follow."""
+
+    def __init__(self, *turns: Any) -> None:
+        self.turns = turns
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self.take, self.turns)
+
+    def take(self, turn: Any) -> int:
+        if isinstance(turn, Exception):
+            raise turn
+        return int(turn)
 
 
 class Broken(Exception):
