@@ -287,17 +287,20 @@ def test_an_interrupt_during_a_fork_is_raised(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @thorough(but={"mode": "restarts"})
 def test_interrupts_at_random_moments_are_all_raised(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And leave nothing behind (a check of all these tests)."""
+    """And leave nothing behind (a check of all these tests). One may strike where a finalizer in Python begins,
+    such as that of a lease, or a callback of a WeakSet: Python prints it there."""
     lost: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda it: lost.append(it.object))
     moments = random.Random(0)
     with DataLoader(Masked(), 4, **{"num_workers": 2, **MODES[mode]}) as loader:
 
         def epochs() -> None:
-            while True:
-                assert (len(list(loader)), lost) == (3, [])
+            before = len(lost)
+            while len(lost) == before:
+                assert len(list(loader)) == 3
+            raise Alarm
 
         for _ in range(60 if mode != "restarts" else 15):
             with pytest.raises(Alarm), alarm_after(moments.uniform(1e-4, 0.1), ring):
                 epochs()
-    assert lost == []
+    assert len(lost) <= 1, lost
