@@ -287,8 +287,8 @@ def test_an_interrupt_during_a_fork_is_raised(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @thorough(but={"mode": "restarts"})
 def test_interrupts_at_random_moments_are_all_raised(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And leave nothing behind (a check of all these tests). One may strike where a finalizer in Python begins,
-    such as that of a lease, or a callback of a WeakSet: Python prints it there."""
+    """And leave nothing behind (a check of all these tests). One may strike where a finalizer in Python
+    begins, such as that of a lease, or a callback of a WeakSet: Python prints it there."""
     lost: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda it: lost.append(it.object))
     moments = random.Random(0)

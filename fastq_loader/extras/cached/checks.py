@@ -23,7 +23,7 @@ from fastq_loader.extras.cached.counters import Counters
 
 FIRST, SLOW, BUDGET = 16, 0.5, 0.02
 #: One of so many hits is checked while the budget lasts, so that which ones does not follow the clock.
-_ONE_OF = 8
+_ONE_OF, _MIXES = 8, 0x9E3779B1
 #: Bits of a writer for the number of the worker, which is 0 in the program itself.
 _WORKER_BITS = 16
 _NANOSECONDS = 10**9
@@ -43,7 +43,8 @@ class Checks:
         number = 0 if worker is None else worker.id % ((1 << _WORKER_BITS) - 1) + 1
         self.writer = program << _WORKER_BITS | number
         self._counters, self._joins_earlier = counters, joins_earlier
-        self._known: set[int] = set()  # writers whose values this worker's number has checked
+        # Writers whose values this worker's number has checked, once the first hits of the cache have been.
+        self._known: set[int] = set()
         self._hits = 0
         self.failed_reads = 0  # in turn, while computing again
         counters.began = counters.began or time.monotonic_ns()
@@ -60,13 +61,15 @@ class Checks:
         self._hits += 1
         if writer not in self._known:
             pair = self._pair(writer)
+            is_first = self._counters.first < FIRST
             if self._counters.has_checked(pair):
-                self._known.add(writer)
+                if not is_first:
+                    self._known.add(writer)
             elif seconds <= SLOW or self._is_in_budget(seconds):
                 return pair
-        if self._counters.first < FIRST:
-            return 0
-        if zlib.crc32(self._hits.to_bytes(8, "little"), zlib.crc32(key)) % _ONE_OF:
+            if is_first:
+                return 0
+        if (hash(key) ^ self._hits * _MIXES) >> 13 & _ONE_OF - 1:
             return None
         return 0 if self._is_in_budget(seconds) else None
 
