@@ -346,7 +346,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
 
     def profile(self) -> AbstractContextManager[Profile]:
         """Profile the epochs that begin while the context lasts: in which lines of the dataset and of
-        `collate_fn` the time of loading goes, in all workers together, or in `next()` without workers.
+        the collate function the time of loading goes, in all workers together, or in `next()` without workers.
 
         >>> loader = DataLoader(range(8), 2)
         >>> with loader.profile() as profile:
