@@ -345,8 +345,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         return traced(path, resources_of(self).counters)
 
     def profile(self) -> AbstractContextManager[Profile]:
-        """Profile the epochs that begin while the context lasts: in which lines of the dataset and of
-        the collate function the time of loading goes, in all workers together, or in `next()` without workers.
+        """Profile the epochs that begin while the context lasts: in which lines of the dataset and of the
+        collate function the time of loading goes, in all workers together, or in `next()` without workers.
 
         >>> loader = DataLoader(range(8), 2)
         >>> with loader.profile() as profile:

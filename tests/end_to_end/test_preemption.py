@@ -173,9 +173,14 @@ class Signals(Sized, Dataset[int]):
 @thorough(but={"method": "fork", "restarts": 0})
 @pytest.mark.filterwarnings("ignore::fastq_loader.WorkerReplaced")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("way", SIGNALS)
-@pytest.mark.parametrize("restarts", [0, 1])
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("method", "restarts", "way"),
+    [
+        *(("fork", restarts, way) for restarts in (0, 1) for way in SIGNALS),
+        *(("spawn", 0, "kill"), ("spawn", 1, "interrupt_main")),
+        *(("forkserver", 0, "in_a_thread"), ("forkserver", 1, "raise_signal")),
+    ],
+)
 def test_signals_that_user_code_sends_in_a_worker_do_what_they_do_in_torchs(
     method: str, restarts: int, way: str, number: int
 ) -> None:
