@@ -263,8 +263,8 @@ class Recorder:
             ("device", record.device, record.device_until),
         ):
             if took:  # in a row, where several parts have a wait between them
-                before = [at for at in (record.asked, *waited, record.drew_until) if at < until]
-                self._add(row, name, max([until - took, *before]), until)
+                others = record.asked, *waited, record.drew_until, record.device_until
+                self._add(row, name, max(until - took, *(at for at in others if at < until)), until)
 
     def _add_loading(self, row: int, record: Record, which: str) -> None:
         # Without times, everything counts as fetching. Times of an earlier batch give spans of length 0.
