@@ -64,15 +64,6 @@ def _forget() -> None:
 process_id.in_forked_children(_forget)
 
 
-class _Pages:
-    """What keeps private pages mapped: the owner of an array. The last view of that unmaps them."""
-
-    def __init__(self, region: calls.MmapRegion, offset: int, nbytes: int) -> None:
-        self._region = region
-        where = region.address + offset, False
-        self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": where}
-
-
 class Memory:
     """One process's access to the memory of a cache.
 
@@ -124,7 +115,8 @@ class Memory:
             region = calls.MmapRegion(self.fd, nbytes, start, private=True)
         except MemoryError:
             return None
-        return np.asarray(_Pages(region, begin - start, end - begin))
+        # The last view unmaps the pages.
+        return np.asarray(values.Writable(region, region.address + begin - start, end - begin))
 
     @property
     def limit(self) -> int:

@@ -219,12 +219,13 @@ def _itself(value: Any) -> Any:
     return value
 
 
-class _Writable:
-    """The memory of a read-only array, which nobody else has, as that of one that can be written to."""
+class Writable:
+    """The owner of an array of bytes that can be written to, which keeps what holds them."""
 
-    def __init__(self, data: np.ndarray) -> None:
-        self._data = data
-        self.__array_interface__ = {**data.__array_interface__, "data": (data.ctypes.data, False)}
+    def __init__(self, holder: Any, address: int, nbytes: int) -> None:
+        self._holder = holder
+        where = address, False
+        self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": where}
 
 
 def _tensor(data: np.ndarray, begin: int, name: str, shape: Any, strides: Any) -> torch.Tensor:
@@ -233,7 +234,7 @@ def _tensor(data: np.ndarray, begin: int, name: str, shape: Any, strides: Any) -
         return torch.empty_strided(shape, strides, dtype=dtype)
     count = (len(data) - begin) // dtype.itemsize
     if not data.flags.writeable:  # as arrays are without a copy; tensors are not, and torch would warn
-        data = np.asarray(_Writable(data))
+        data = np.asarray(Writable(data, data.ctypes.data, len(data)))
     return torch.frombuffer(data, dtype=dtype, count=count, offset=begin).as_strided(shape, strides)
 
 
