@@ -24,7 +24,7 @@ from fastq_loader.consumer.outcomes import ENDED, Ended, Outcome, OutcomeSlot
 from fastq_loader.device.staging import DeviceSession, Staging
 from fastq_loader.ipc.claim_table import slots
 from fastq_loader.ipc.limits import expect_descriptors, require_threads
-from fastq_loader.ipc.messages import PASSED, Epoch, Space, Task, encode, encode_task, seal
+from fastq_loader.ipc.messages import PASSED, BeginEpoch, Space, Task, encode, encode_task, seal
 from fastq_loader.ipc.sockets import THREADS
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.pool import BlockPool
@@ -93,7 +93,7 @@ class EventLoop:
         self.answers = Answers(plan, self.group, self.scheduler, unpacker, counters)
         self.deaths = Deaths(plan, self.group, self.scheduler, self.answers)
         self._epoch: PoolEpoch | None = None
-        self._message: Epoch | None = None  # the start of the epoch, for workers
+        self._message: BeginEpoch | None = None  # the start of the epoch, for workers
         self._sources: deque[Any] = deque()  # contains an iterator of indices
         self._unsent: list[bytes] = []  # encoded shared tasks
         self._tidy_at = 0  # when to check the memory again
@@ -140,7 +140,7 @@ class EventLoop:
         start, done, log = epoch.start, epoch.progress, epoch.log
         seed = start.base_seed if self.plan.options.is_dynamic else None
         head = scheduler.epoch + 1, start.shared_seed, seed
-        self._epoch, self._message = epoch, Epoch(*head, sealed, number, start.base_seed, log.profiled)
+        self._epoch, self._message = epoch, BeginEpoch(*head, sealed, number, start.base_seed, log.profiled)
         answers.begin_epoch(epoch)
         # Tasks of an iterable dataset are sent again, and workers skip batches that were handed out before.
         drawn = START if self.plan.rules.iterable else done

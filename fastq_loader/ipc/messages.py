@@ -1,7 +1,7 @@
 """The wire protocol: a closed set of immutable messages, each one msgpack array in one frame.
 
 Pure: this module encodes messages as bytes, decodes them, and does no I/O; it runs in the consumer and in the
-workers. Every frame begins with the version and the kind. The consumer sends `Task`, `Epoch`, `Space`,
+workers. Every frame begins with the version and the kind. The consumer sends `Task`, `BeginEpoch`, `Space`,
 `Stop`, and several of these together as a `Bundle`; a worker sends `Hello` and `Answer`, a long one as an
 `InBlock`. A worker sends exactly one `Answer` to each of its `Task` messages, also to a task that it skips. A
 shared task belongs to the worker that claims it.
@@ -78,7 +78,7 @@ class Task(NamedTuple):
     ticket: int = 0
 
 
-class Epoch(NamedTuple):
+class BeginEpoch(NamedTuple):
     """Begin a new epoch: skip the tasks of older ones, make a new fetcher.
 
     Attributes:
@@ -183,12 +183,13 @@ class Answer(NamedTuple):
     remarks: bytes = b""
 
 
-ToWorker = Task | Epoch | Space | Stop
+ToWorker = Task | BeginEpoch | Space | Stop
 Message = ToWorker | Bundle | Hello | Answer | InBlock
 
 #: Number of each kind of message in a frame.
 NUMBERS: dict[type, int] = {
-    kind: number for number, kind in enumerate((Task, Epoch, Space, Bundle, Stop, Hello, Answer, InBlock))
+    kind: number
+    for number, kind in enumerate((Task, BeginEpoch, Space, Bundle, Stop, Hello, Answer, InBlock))
 }
 _TASK = NUMBERS[Task]
 
@@ -251,7 +252,7 @@ def encode_task(task: Task, token: bytes) -> bytes:
     return _pack((VERSION, _TASK, epoch, seq, attempt, opaque, *others))
 
 
-def reencode(message: Task | Epoch) -> bytes:
+def reencode(message: Task | BeginEpoch) -> bytes:
     """Encode a decoded message again, as one frame, without unpickling anything in it."""
     if type(message) is Task and type(message.index) is Pickled:
         message = message._replace(index=msgpack.ExtType(PICKLED_INDEX, message.index.data))
@@ -283,7 +284,7 @@ Read = Callable[[int, int], bytes | memoryview]
 
 #: The kind and the number of fields of each number in a frame.
 _FOR_WORKER: dict[int, tuple[Any, int]] = {
-    NUMBERS[kind]: (kind, len(kind._fields)) for kind in (Task, Epoch, Space, Bundle, Stop)
+    NUMBERS[kind]: (kind, len(kind._fields)) for kind in (Task, BeginEpoch, Space, Bundle, Stop)
 }
 _FOR_CONSUMER: dict[int, tuple[Any, int]] = {
     NUMBERS[kind]: (kind, len(kind._fields)) for kind in (Answer, InBlock, Hello)

@@ -17,7 +17,7 @@ from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.claim_table import Busy, ClaimTable
 from fastq_loader.ipc.messages import (
     TOKEN_BYTES,
-    Epoch,
+    BeginEpoch,
     Hello,
     Stop,
     encode,
@@ -180,7 +180,7 @@ class WorkerGroup:
         worker.line, worker.is_behind = None, False
         return worker
 
-    def replace(self, number: int, epoch: Epoch) -> None:
+    def replace(self, number: int, epoch: BeginEpoch) -> None:
         """Start a new process for a dead worker, and send it the epoch.
 
         Raises:

@@ -30,7 +30,7 @@ from fastq_loader.ipc.messages import (
     SKIPPED,
     Answer,
     BatchHandle,
-    Epoch,
+    BeginEpoch,
     Hello,
     InBlock,
     Space,
@@ -204,7 +204,7 @@ class WorkerLoop:
                     waiting.append(message)
                 if not is_due:
                     return True
-            elif isinstance(message, Epoch):
+            elif isinstance(message, BeginEpoch):
                 for task in tasks.drop():
                     self._refuse(task, SKIPPED)
                 self._reader.begin_epoch(message)

@@ -12,7 +12,7 @@ import pickle
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from fastq_loader.ipc.messages import Epoch, seal, unseal
+from fastq_loader.ipc.messages import BeginEpoch, seal, unseal
 from fastq_loader.reading import datapipes, generators
 from fastq_loader.reading.fetch import Fetcher
 from fastq_loader.reading.reader import Reader
@@ -67,7 +67,7 @@ class WorkerReader(Reader):
         if setup.plan.shared_tasks:
             self._private = generators.held_by(self.dataset)
 
-    def begin_epoch(self, epoch: Epoch) -> None:
+    def begin_epoch(self, epoch: BeginEpoch) -> None:
         """Make the fetcher of an epoch, whose batches are seeded from its base seed if there is one."""
         self.ended = False
         self.state = self.remarks = b""

@@ -22,8 +22,8 @@ from fastq_loader.ipc.messages import (
     VERSION,
     Answer,
     BatchHandle,
+    BeginEpoch,
     Bundle,
-    Epoch,
     Hello,
     Indices,
     Pickled,
@@ -77,7 +77,7 @@ FROM_WORKERS = st.one_of(
 )
 FROM_CONSUMER = st.one_of(
     st.builds(Task, *[COUNTS] * 3, PLAIN | st.lists(PLAIN, max_size=5), tuples(COUNTS, COUNTS), COUNTS),
-    st.builds(Epoch, COUNTS, SEEDS, SEEDS, st.binary(), COUNTS, COUNTS),
+    st.builds(BeginEpoch, COUNTS, SEEDS, SEEDS, st.binary(), COUNTS, COUNTS),
     st.builds(Space, tuples(COUNTS, COUNTS)),
     st.builds(Bundle, tuples(st.binary(max_size=9))),
     st.just(Stop()),
@@ -189,7 +189,7 @@ MALFORMED = [
         encode(Task(1, 2, 3, Indices(bytes(12)), ())),
     ),
     *(packed(VERSION, NUMBERS[Task], 1, 2, 3, 4, *rest) for rest in ([[]], [[], 0, 0], [5, 0], [[5], 0])),
-    *(packed(VERSION, NUMBERS[Epoch], 1, None), packed(VERSION, NUMBERS[Space])),
+    *(packed(VERSION, NUMBERS[BeginEpoch], 1, None), packed(VERSION, NUMBERS[Space])),
     *(packed(VERSION, NUMBERS[Bundle], 5), packed(VERSION, NUMBERS[Stop], 1)),
     *(packed(VERSION, NUMBERS[Hello]), answer(fields=13), answer(99), answer(0, 3), answer(0, [1, None, []])),
 ]
@@ -210,7 +210,7 @@ def test_malformed_frames_are_refused(frame: bytes) -> None:
 
 def decodes_or_refuses(frame: bytes) -> None:
     for decode, kinds in (
-        (decode_for_worker, (Task, Epoch, Space, Bundle, Stop)),
+        (decode_for_worker, (Task, BeginEpoch, Space, Bundle, Stop)),
         (decode_for_consumer, (Hello, Answer)),
     ):
         try:

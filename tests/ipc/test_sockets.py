@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from fastq_loader.ipc import sockets
-from fastq_loader.ipc.messages import TOKEN_BYTES, Answer, Bundle, Epoch, Hello, InBlock, Stop, encode
+from fastq_loader.ipc.messages import TOKEN_BYTES, Answer, BeginEpoch, Bundle, Hello, InBlock, Stop, encode
 from fastq_loader.ipc.sockets import ConsumerSocket, Line, WorkerSocket
 from tests.conftest import open_descriptors, wait_until
 from tests.support.forking import end_of, fork
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.processes
 
 TOKEN = bytes(range(TOKEN_BYTES))
 ANSWER = Answer(1, 2, 0, 0, 5, 6, ((0, 81920),), (), None)
-EPOCHS = [Epoch(number, None) for number in range(9)]
+EPOCHS = [BeginEpoch(number, None) for number in range(9)]
 
 
 #: What stands for shared memory.

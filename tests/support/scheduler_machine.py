@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fastq_loader.errors import PoisonBatch, ProtocolError
-from fastq_loader.ipc.messages import BATCH, BROKEN, ERROR, PART_ENDED, SKIPPED, Answer, Epoch, Space, Task
+from fastq_loader.ipc.messages import (
+    BATCH,
+    BROKEN,
+    ERROR,
+    PART_ENDED,
+    SKIPPED,
+    Answer,
+    BeginEpoch,
+    Space,
+    Task,
+)
 from fastq_loader.memory.blocks import GRANTED, HELD, Extents
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.events import Died, Draw, Finish, IterationFailed, Send, Wait
@@ -237,7 +247,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.restarts_left = self.restarts
         self.finished = self.exhausted = False
         for worker in self.alive():
-            worker.inbox.append(Epoch(self.epoch, None, 0))
+            worker.inbox.append(BeginEpoch(self.epoch, None, 0))
         self.draw(self.scheduler.window.size)
 
     # ---- workers ------------------------------------------------------------------------------
@@ -368,7 +378,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         worker = self.new_worker(dead.number, self.pool.clear_space(dead.number))
         self.workers[dead.number] = worker
         self.table.begin(dead.number, None)
-        worker.inbox.append(Epoch(self.epoch, None, 0))
+        worker.inbox.append(BeginEpoch(self.epoch, None, 0))
         for send in sends:
             if self.kind == SHARED and send.worker is not None:
                 assert send._replace(worker=None) == self.pending_tasks[key_of(send.task)]

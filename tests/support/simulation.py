@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 
 from fastq_loader.ipc.claim_table import Busy, ClaimTable
-from fastq_loader.ipc.messages import PART_ENDED, SKIPPED, Answer, Epoch, Space, Task
+from fastq_loader.ipc.messages import PART_ENDED, SKIPPED, Answer, BeginEpoch, Space, Task
 from fastq_loader.memory.blocks import Extents, FreeRanges, size_class
 from fastq_loader.workers.task_queue import TaskQueue
 
@@ -94,7 +94,7 @@ class SimulatedWorker:
     def __init__(self, number: int, table: Table, shared: bool, space: Extents) -> None:
         self.number = number
         self.tasks = TaskQueue(table, shared, number)
-        self.inbox: deque[Task | Epoch | Space] = deque()
+        self.inbox: deque[Task | BeginEpoch | Space] = deque()
         self.task: Task | None = None
         self.answers: deque[Loaded] = deque()
         self.alive = True

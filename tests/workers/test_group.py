@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fastq_loader.ipc.messages import Epoch, Hello
+from fastq_loader.ipc.messages import BeginEpoch, Hello
 from fastq_loader.statistics.counters import Counters, WorkerCounters
 from fastq_loader.workers import group as module
 from fastq_loader.workers.group import WorkerGroup
@@ -131,4 +131,4 @@ def test_a_worker_that_does_not_get_up_three_times_in_a_row_is_given_up(hangs: b
         if worker.failed_starts < 3:
             workers._worker_pool.launch(worker)
     with pytest.raises(OSError, match="3 processes in a row ended before they were up"):
-        workers.replace(1, Epoch(1, None))
+        workers.replace(1, BeginEpoch(1, None))

@@ -35,7 +35,7 @@ from fastq_loader.ipc.claim_table import ClaimTable
 from fastq_loader.ipc.messages import (
     Answer,
     BatchHandle,
-    Epoch,
+    BeginEpoch,
     Hello,
     Space,
     Stop,
@@ -137,10 +137,10 @@ class Proxy:
         self._tasks = TaskQueue(claims, setup.plan.shared_tasks, setup.worker)
         self._far: Connection | None = None
         self._greeted = False
-        self._epoch: Epoch | None = None
+        self._epoch: BeginEpoch | None = None
         self._stopping = False
         self._failures = 0
-        self._unsent: list[Task | Epoch] = []  # to be sent to the far worker before the next task
+        self._unsent: list[Task | BeginEpoch] = []  # to be sent to the far worker before the next task
         self._due: deque[Task] = deque()  # forwarded and not answered
 
     def run(self) -> None:
@@ -182,7 +182,7 @@ class Proxy:
         while not self._stopping and (message := self._socket.receive(block=False)) is not None:
             if isinstance(message, Task):
                 self._add(message)
-            elif isinstance(message, Epoch):
+            elif isinstance(message, BeginEpoch):
                 self._tasks.drop()
                 if self._shared_tasks:
                     self._unsent.clear()
@@ -221,7 +221,7 @@ class Proxy:
         while len(self._due) == arriving and (task := self._tasks.take()) is not None:
             self._send(self._far, task, arriving)
 
-    def _send(self, connection: Connection, message: Task | Epoch, arriving: int) -> None:
+    def _send(self, connection: Connection, message: Task | BeginEpoch, arriving: int) -> None:
         if isinstance(message, Task):
             self._due.append(message)
             # If this worker dies, the task that is being loaded is to blame, rather than one already loaded.

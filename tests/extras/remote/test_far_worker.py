@@ -32,7 +32,7 @@ from fastq_loader.extras.remote.connection import (
     connect,
 )
 from fastq_loader.extras.remote.far_worker import ProxySocket, SentBlocks
-from fastq_loader.ipc.messages import BATCH, Answer, Epoch, Stop, Task, decode_for_consumer, encode
+from fastq_loader.ipc.messages import BATCH, Answer, BeginEpoch, Stop, Task, decode_for_consumer, encode
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import FREE, SMALLEST
 from fastq_loader.packing.pack import Packer
@@ -50,7 +50,7 @@ pytestmark = [
 ]
 
 SECONDS = 30  # against hanging
-EPOCH, TASK = Epoch(1, None), Task(1, 0, 0, 7, ())
+EPOCH, TASK = BeginEpoch(1, None), Task(1, 0, 0, 7, ())
 
 
 def slow(index: int) -> int:

@@ -12,7 +12,7 @@ import pytest
 from fastq_loader.errors import ProtocolError
 from fastq_loader.extras.remote.connection import MESSAGE, Connection
 from fastq_loader.extras.remote.proxy import Proxy
-from fastq_loader.ipc.messages import BATCH, Answer, BatchHandle, Epoch, Stop, Task, encode
+from fastq_loader.ipc.messages import BATCH, Answer, BatchHandle, BeginEpoch, Stop, Task, encode
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from tests.support.simulation import Table
@@ -50,7 +50,7 @@ class Scene:
     def tell(self, *tasks: Task) -> None:
         for task in tasks:
             self.claims.offer(task.ticket)
-        self.socket.messages = [Epoch(1, None, 5), *tasks]
+        self.socket.messages = [BeginEpoch(1, None, 5), *tasks]
         self.proxy._read_messages()
         self.proxy._forward()
 
