@@ -182,7 +182,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         resources = resources_of(self)
         if self.num_workers:
             options.check_workers(self)
-        if options.torchs_own(self, resumes=resources.place[1] is not None):
+        if options.torchs_own(self, resumes=resources.current[1] is not None):
             return resources.add_torchs(super()._get_iterator())
         if self.num_workers == 0:
             return SerialIterator(self, resources)
@@ -274,7 +274,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         if "position" in vars(self):  # a subclass's own attribute, as torch's loader allows
             own: Position = vars(self)["position"]
             return own
-        record, loaded = resources_of(self).place
+        record, loaded = resources_of(self).current
         if loaded is not None:
             resumed: Position = loaded.position
             return resumed

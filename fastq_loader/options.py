@@ -149,7 +149,7 @@ def _check_integer(name: str, value: Any, example: str) -> None:
         raise TypeError(f"{name}={value!r} must be an integer, such as {example}")
 
 
-_told: set[str] = set()  # hints that were issued in this process
+_issued: set[str] = set()  # hints that were issued in this process
 
 
 def torchs_own(loader: Loader, resumes: bool = False, asked: str = "") -> str:
@@ -174,18 +174,18 @@ def torchs_own(loader: Loader, resumes: bool = False, asked: str = "") -> str:
         text = f"{asked}: torch's own iterators run, and their work is not recorded: {reason}{remedy}"
         warn_user(text, TorchWorkers)
     elif reason:
-        _tell(f"torch's own iterators run: {reason}. Batches and errors are torch's, and so is the speed")
+        _issue(f"torch's own iterators run: {reason}. Batches and errors are torch's, and so is the speed")
     elif patch:
-        _tell(
+        _issue(
             f"{patch}, which has no effect here: torch's own iterators lack this loader's arguments "
             "(schedule, workers, device or errors) or its loaded state"
         )
     return reason
 
 
-def _tell(text: str, kind: type[Warning] = TorchWorkers) -> None:
-    if text not in _told:
-        _told.add(text)
+def _issue(text: str, kind: type[Warning] = TorchWorkers) -> None:
+    if text not in _issued:
+        _issued.add(text)
         warn_user(text, kind)
 
 
@@ -214,7 +214,7 @@ def plan(
     for_device: bool = False,
     saves: bool = False,
     grace: float = 0.0,
-    kept: dict[str, Any] | None = None,
+    interpreters: dict[str, Any] | None = None,
 ) -> Plan:
     """The plan of its pool of workers.
 
@@ -223,13 +223,13 @@ def plan(
         for_device: whether its batches go to a device.
         saves: whether workers send their states.
         grace: seconds for which workers outlive a signal at least, see `preemption`.
-        kept: objects that one pool after the other uses.
+        interpreters: those that one pool after the other forks its workers from.
     """
     options, prefetch, iterable = of(loader), loader.prefetch_factor or 2, is_iterable(loader)
     if saves and options.schedule.save_generators and options.schedule is not LIKE_TORCHDATA:
         roots = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
         if not generators.find(roots)[1]:
-            _tell(
+            _issue(
                 f"save_generators=True: {type(loader.dataset).__name__} or the collate function holds more "
                 "than is searched for generators. A state has those in attributes, and in containers of up "
                 "to 100 members, three levels deep",
@@ -261,7 +261,7 @@ def plan(
         for_device=for_device,
         saves=saves * ("generators" if options.schedule.save_generators else "dataset"),
         grace=max(grace, getattr(options.workers, "grace_seconds", 0.0)),
-        kept={} if kept is None else kept,
+        interpreters={} if interpreters is None else interpreters,
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, Protocol
 
-from fastq_loader.consumer.outcomes import Handed, Outcome, Raised
+from fastq_loader.consumer.outcomes import Delivered, Outcome, Raised
 from fastq_loader.device.staging import DeviceSession, Staging
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import (
@@ -228,7 +228,7 @@ class Answers:
 
     # ---- to the user --------------------------------------------------------------------------
 
-    def deliver(self, batch: Batch) -> Handed | Raised | None:
+    def deliver(self, batch: Batch) -> Delivered | Raised | None:
         """Return the batch, or the error at its position: from the sampler, from user code in the worker,
         from unpickling here, or from a transform for the device. Return None if the batch was left out."""
         answer, too_many = batch.answer, None
@@ -260,7 +260,7 @@ class Answers:
             self._counters.batches += 1
             self._counters.bytes += handle.spec.nbytes
             self.log.nbytes += handle.spec.nbytes
-            return Handed(value, self.progress or 1)
+            return Delivered(value, self.progress or 1)
         finally:
             del batch, too_many  # an error's traceback references this frame
 
@@ -313,7 +313,7 @@ class Answers:
 
 def finished(outcome: Outcome, finish: Callable[[Any], Any], batch: Batch) -> Outcome:
     """Apply `finish`, the last step, to a batch. Return the batch, or the error that `finish` raised."""
-    if not isinstance(outcome, Handed):
+    if not isinstance(outcome, Delivered):
         return outcome
     try:
         outcome.batch = finish(outcome.batch)

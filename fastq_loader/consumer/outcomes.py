@@ -20,7 +20,7 @@ Moved = Progress | int
 
 
 @dataclass(slots=True, eq=False)
-class Handed:
+class Delivered:
     """A batch to return, and the progress of the epoch after it, see `Moved`."""
 
     batch: Any
@@ -61,7 +61,7 @@ class Ended:
     fatal: ClassVar[None] = None
 
 
-Outcome = Handed | Raised | Ended
+Outcome = Delivered | Raised | Ended
 
 #: The end, made without a call.
 ENDED = Ended()

@@ -24,10 +24,11 @@ from torch.utils.data.dataloader import (
 )
 
 from fastq_loader import options
-from fastq_loader.consumer.outcomes import Ended, Handed, Moved, Outcome, Raised
+from fastq_loader.consumer.outcomes import Delivered, Ended, Moved, Outcome, Raised
 from fastq_loader.device.page_lock import page_locked
-from fastq_loader.epoch import resources
 from fastq_loader.epoch.epoch import begin
+from fastq_loader.epoch.resources import Resources, device_session
+from fastq_loader.epoch.resources import of as resources_of
 from fastq_loader.errors import warn_user
 from fastq_loader.ipc.messages import decode_index
 from fastq_loader.options import Loader
@@ -49,7 +50,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
     Args:
         loader: the loader, with its arguments.
-        mine: its resources.
+        resources: its resources.
 
     Attributes:
         outcome: the next outcome of `next()`, once it is ready; else None.
@@ -61,21 +62,21 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     _bad_samples: Any = None
     _indices: Iterator[Any] = iter(())
 
-    def __init__(self, loader: Loader, mine: resources.Resources) -> None:
+    def __init__(self, loader: Loader, resources: Resources) -> None:
         times = time.monotonic_ns(), time.process_time_ns()
-        self._log = mine.counters.begin_epoch(*times, loader._auto_collation)
+        self._log = resources.counters.begin_epoch(*times, loader._auto_collation)
         # The attributes of torch's iterators that stay the same, which other packages read.
         values = *_copied_from(loader), *datapipes.world_size_and_rank(), None
         vars(self).update(zip(_NAMES, values, strict=True))
         self._options = options.of(loader)
-        self._begin_record(loader, mine, loader.num_workers == 0)
+        self._begin_record(loader, resources, loader.num_workers == 0)
         self._shared_seed: int | None = None
         if isinstance(self._dataset, IterDataPipe):
             self._share_seed(loader)
         device, self._session = self._options.device, None
         self._pin_memory, self._pin_memory_device = False, None
         if device is not None:
-            self._session = resources.device_session(mine, device)
+            self._session = device_session(resources, device)
         if loader.pin_memory and self._session is None:  # else batches are page-locked on their way
             self._pin_memory, self._pin_memory_device = options.pinning(loader)
         self._finishes = self._session is None and (self._pin_memory or device is not None)  # device="cpu"
@@ -95,8 +96,8 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         raise NotImplementedError("{} cannot be pickled", type(self).__name__)
 
     def __next__(self) -> Any:
-        if self._bad_samples is not None and self._bad_samples.untold:
-            self._bad_samples.tell()
+        if self._bad_samples is not None and self._bad_samples.pending_warnings:
+            self._bad_samples.issue_warnings()
         if self._hints is not None and self._num_yielded >= self._hints.due:
             self._hints.look()
         # A signal handler may raise at any call. So an outcome is stored as soon as it exists, and no call
@@ -110,12 +111,12 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
                 self._advance()
             outcome, self.outcome = self.outcome, None
         match outcome:
-            case Handed(progress=int(moved)) | Raised(progress=int(moved)):
+            case Delivered(progress=int(moved)) | Raised(progress=int(moved)):
                 self._epoch.in_line += moved
-            case Handed(progress=Progress() as progress) | Raised(progress=Progress() as progress):
+            case Delivered(progress=Progress() as progress) | Raised(progress=Progress() as progress):
                 self._epoch.reached = progress
         match outcome:
-            case Handed():
+            case Delivered():
                 self._num_yielded += 1
                 length = self._IterableDataset_len_called
                 iterable = self._dataset_kind == _DatasetKind.Iterable
@@ -127,7 +128,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             case Ended() if self._epoch.reached.over:
                 self.outcome = outcome  # an interrupt or a hint may end the calls below
                 if self._bad_samples is not None:
-                    self._bad_samples.tell()
+                    self._bad_samples.issue_warnings()
                 if self._hints is not None:
                     self._hints.look_back()
                 self.outcome = None
@@ -178,30 +179,30 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         wrappers forward it."""
         self.outcome = None
         if not first_iter:
-            mine = resources.of(loader)
+            resources = resources_of(loader)
             times = time.monotonic_ns(), time.process_time_ns()
-            self._log = mine.counters.begin_epoch(*times, loader._auto_collation)
-            self._begin_record(loader, mine, same_readers=True)
+            self._log = resources.counters.begin_epoch(*times, loader._auto_collation)
+            self._begin_record(loader, resources, same_readers=True)
         self._epoch.begin(packed=self._num_workers > 0)
         self._num_yielded = self._epoch.reached.delivered
         self._IterableDataset_len_called = loader._IterableDataset_len_called
         if isinstance(self._dataset, IterDataPipe):
             self._share_seed(loader)
 
-    def _begin_record(self, loader: Loader, mine: resources.Resources, same_readers: bool) -> None:
+    def _begin_record(self, loader: Loader, resources: Resources, same_readers: bool) -> None:
         """Create the record of the epoch that begins or resumes; `_epoch_has_begun` makes it the loader's."""
-        self._epoch = begin(loader, self._index_sampler, *mine.place, same_readers)
+        self._epoch = begin(loader, self._index_sampler, *resources.current, same_readers)
         self._epoch.belongs_to(self)
         self._epoch.log = self._log
         errors = self._options.errors
         if errors is not None:
             known = {} if self._epoch.saved is None else self._epoch.saved.now.bad_samples
-            self._bad_samples = mine.bad_samples = mine.bad_samples or errors.records(known)
+            self._bad_samples = resources.bad_samples = resources.bad_samples or errors.records(known)
             epoch, in_batches = self._epoch.position.epoch, loader._auto_collation
             self._epoch.bad_samples = errors.judge(self._bad_samples, epoch, in_batches, known)
             self._log.bad_samples = self._epoch.bad_samples
 
-    def _epoch_has_begun(self, loader: Loader, mine: resources.Resources) -> None:
+    def _epoch_has_begun(self, loader: Loader, resources: Resources) -> None:
         """Make the epoch's record the loader's newest, and drop the loaded state. Not called if the epoch
         could not begin, so the loaded state is then still there."""
         if self._epoch.saves:
@@ -209,11 +210,11 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         if loader.num_workers or loader.pin_memory or self._epoch.info.wants_epochs:  # else no hint can come
             from fastq_loader.extras.insight.hints import Hints
 
-            self._hints = Hints(loader, mine.begun, self._epoch, self._log)
-        newest, mine.place = mine.place[0], (self._epoch, None)
+            self._hints = Hints(loader, resources.begun, self._epoch, self._log)
+        newest, resources.current = resources.current[0], (self._epoch, None)
         if newest is not None and newest.saves:
             newest.superseded()
-        mine.begun.append(self._epoch)
+        resources.begun.append(self._epoch)
 
     def _share_seed(self, loader: Loader) -> None:
         if self._epoch.saved is not None:

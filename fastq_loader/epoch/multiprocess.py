@@ -14,8 +14,8 @@ from fastq_loader import options
 from fastq_loader.consumer.event_loop import EventLoop
 from fastq_loader.consumer.outcomes import Ended
 from fastq_loader.consumer.pool import EXHAUSTED, Over, Pool
-from fastq_loader.epoch import resources
 from fastq_loader.epoch.base import LoaderIterator
+from fastq_loader.epoch.resources import of as resources_of
 from fastq_loader.options import Loader
 from fastq_loader.reading import datapipes
 from fastq_loader.statistics.records import CLOSE, ITER
@@ -40,8 +40,8 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
     __del__ = object.__init__
 
     def __init__(self, loader: Loader) -> None:
-        mine = resources.of(loader)
-        super().__init__(loader, mine)
+        resources = resources_of(loader)
+        super().__init__(loader, resources)
         self._prefetch_factor = loader.prefetch_factor
         self._in_order = loader.in_order
         self._worker_init_fn = datapipes.sharding_init_fn(self._dataset, loader.worker_init_fn)
@@ -49,10 +49,12 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             raise AssertionError("num_workers must be greater than 0 for MultiProcessingDataLoaderIter")
         if self._prefetch_factor <= 0:
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
-        for_device, saves = mine.session is not None, self._epoch.saves
-        plan = options.plan(loader, for_device, saves, mine.grace, mine.kept)
-        self.pool = Pool(plan, self._epoch.pool_seed, self._shared_seed, mine.counters, mine.session)
-        mine.pools.add(self.pool)
+        for_device, saves = resources.session is not None, self._epoch.saves
+        plan = options.plan(loader, for_device, saves, resources.grace, resources.interpreters)
+        self.pool = Pool(
+            plan, self._epoch.pool_seed, self._shared_seed, resources.counters, resources.session
+        )
+        resources.pools.add(self.pool)
         shared_seed = self._shared_seed
         if not (self._options.is_dynamic or self._epoch.continues_workers):
             # torch resets a new iterator, which draws once more: it calls iter() of the sampler a second
@@ -80,7 +82,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         record.start.shared_seed = shared_seed
         record.start.lives_on = self._persistent_workers and not self._options.is_dynamic
         self.pool.start_epoch(self, record)
-        self._epoch_has_begun(loader, resources.of(loader))
+        self._epoch_has_begun(loader, resources_of(loader))
         record.log.record(ITER, time.monotonic_ns())
 
     def successor(self) -> MultiprocessIterator:

@@ -41,15 +41,15 @@ class Resources:
         torchs: torch's own iterators with workers, which run where ours cannot.
         session: the device session, once an iteration has begun, or None.
         stagings: of its iterations without workers.
-        place: `record` and `saved`, each or None, as one immutable tuple, so that other threads can read both
-            at once.
+        current: `record` and `saved`, each or None, as one immutable tuple, so that other threads can read
+            both at once.
         beginning: true while an epoch of a `StatefulDataLoader` begins.
         hinted: kinds of hints that were issued, and are not issued again.
         chooser: chooses the number of workers of the next epoch, once `num_workers="auto"` needs it.
         bad_samples: records of samples that could not be read, if `errors=` tolerates them.
         begun: the records of the last epochs, the newest last.
         grace: seconds for which the workers of its next pools outlive a signal, see `preemption`.
-        kept: objects that its next pools reuse, see `Plan`.
+        interpreters: those that its next pools reuse, see `Plan`.
     """
 
     def __init__(self, owner: object | None = None, saved: Any = None) -> None:
@@ -59,13 +59,13 @@ class Resources:
         self.torchs: weakref.WeakSet[Any] = weakref.WeakSet()
         self.session: DeviceSession | None = None
         self.stagings: list[SerialStaging] = []
-        self.place: tuple[Epoch | None, Any] = None, saved
+        self.current: tuple[Epoch | None, Any] = None, saved
         self._lock, self._process, self.beginning = threading.RLock(), process_id.pid, False
         self.hinted: set[type[LoaderHint]] = set()
         self.chooser: Any = None
         self.bad_samples: Any = None
         self.grace = 0.0
-        self.kept: dict[str, Any] = {}
+        self.interpreters: dict[str, Any] = {}
         self.begun: deque[Epoch] = deque(maxlen=_REMEMBERED)
 
     @property
@@ -80,19 +80,19 @@ class Resources:
     @property
     def record(self) -> Epoch | None:
         """The newest epoch."""
-        return self.place[0]
+        return self.current[0]
 
     @property
     def saved(self) -> Any:
         """The state that the next epoch resumes from."""
-        return self.place[1]
+        return self.current[1]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Resources, (None, self.saved)  # without an owner: a subclass may copy all attributes
 
     def add_torchs(self, iterator: Any) -> Any:
         """Register an iterator of torch's own, whose epochs are not recorded."""
-        self.place = None, None
+        self.current = None, None
         if hasattr(iterator, "_shutdown_workers"):
             self.torchs.add(iterator)
         return iterator
@@ -117,7 +117,7 @@ class Resources:
         """Close all pools, and release what later iterations would reuse: an interpreter of workers ends
         with the last loader that keeps it."""
         self.close_pools(reason)
-        self.kept.clear()
+        self.interpreters.clear()
         for staging in [each for each in self.stagings if each.user() is None]:
             self.stagings.remove(staging)
             staging.close()

@@ -19,10 +19,10 @@ from torch.autograd import profiler
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
 from fastq_loader import options
-from fastq_loader.consumer.outcomes import ENDED, Ended, Handed, Outcome, Raised
+from fastq_loader.consumer.outcomes import ENDED, Delivered, Ended, Outcome, Raised
 from fastq_loader.device.staging import SerialStaging
-from fastq_loader.epoch import resources
 from fastq_loader.epoch.base import LoaderIterator
+from fastq_loader.epoch.resources import Resources
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.options import Loader
 from fastq_loader.reading import datapipes, generators
@@ -44,9 +44,9 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
 
     _profile_name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 
-    def __init__(self, loader: Loader, mine: resources.Resources) -> None:
-        self._counters = mine.counters
-        super().__init__(loader, mine)
+    def __init__(self, loader: Loader, resources: Resources) -> None:
+        self._counters = resources.counters
+        super().__init__(loader, resources)
         self._dynamic = self._options.is_dynamic
         if self._timeout != 0 and not isinstance(loader.num_workers, Auto):
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
@@ -56,7 +56,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             datapipes.shard(self._dataset, self._world_size, self._rank)
         self._staging = None
         if self._session is not None:
-            self._staging = SerialStaging.of(self._session, mine.stagings, self)
+            self._staging = SerialStaging.of(self._session, resources.stagings, self)
         self._due: tuple[int, Any] | None = None  # number and index of the next batch
         self._busy = False  # in the middle of a step that cannot be repeated
         self._cut: tuple[Any, ...] | None = None  # a call that was cut short: the arguments of `_take_up`
@@ -82,7 +82,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
                 self._begin_reading()
         else:
             self._begin_reading()
-        self._epoch_has_begun(loader, mine)
+        self._epoch_has_begun(loader, resources)
         self._log.record(ITER, time.monotonic_ns())
 
     def _begin_reading(self) -> None:
@@ -177,7 +177,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         if batch is not _NOTHING:
             if log.batches <= number:  # else it is recorded
                 log.loaded_here(asked, fetched, now, number, len(index) if self._auto_collation else 1)
-            outcome, asked = Handed(batch, self._progress_after(number)), 0
+            outcome, asked = Delivered(batch, self._progress_after(number)), 0
         elif error is not None:
             outcome = self._outcome_of(error, number, None if index is _NOTHING else index)
             log.wait_from, log.wait_until, log.workers = asked, now, now - asked
@@ -223,7 +223,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
                     batch = self._stage(self._staging, batch)
                 elif self._finishes:
                     batch = self._finished(batch)
-                outcome = Handed(batch, self._progress_after(drawn[0]))
+                outcome = Delivered(batch, self._progress_after(drawn[0]))
                 self._counters.batches += 1
         except BaseException as error:
             self._due = drawn  # before any call, at which the next interrupt may come

@@ -75,12 +75,12 @@ class ClaimTable:
         while at < len(tasks):
             task = tasks[at]
             try:
-                mine = self._claim(task.ticket, who)
+                claimed = self._claim(task.ticket, who)
             except Busy:
                 at += 1
                 continue
             del tasks[at]
-            if mine:
+            if claimed:
                 return task
         return None
 

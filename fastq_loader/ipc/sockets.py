@@ -127,9 +127,9 @@ class Line:
         with without_signals(), unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as tasks:
             tasks.bind(b"\0" + self.name)
             tasks.listen()
-            mine, its = unix.socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET)
-            mine.setblocking(False)
-            self.descriptor = mine.detach()
+            own_end, its = unix.socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET)
+            own_end.setblocking(False)
+            self.descriptor = own_end.detach()
             self.ends = {"answers": its.detach(), "tasks": tasks.detach()}
             _lines.add(self)
 

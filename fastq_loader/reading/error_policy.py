@@ -24,8 +24,8 @@ class ErrorPolicy:
 
     @abstractmethod
     def records(self, state: dict[str, Any]) -> Any:
-        """The records of a loader: `untold` warnings, which `tell` issues, and for statistics `total` and
-        `last`. `state`: of a judge, in a state that was loaded, or {}."""
+        """The records of a loader: `pending_warnings`, which `issue_warnings` issues; for statistics `total`
+        and `last`. `state`: of a judge, in a state that was loaded, or {}."""
 
     @abstractmethod
     def judge(self, records: Any, epoch: int, in_batches: bool, state: dict[str, Any]) -> Any:

@@ -67,7 +67,7 @@ class Plan:
         for_device: whether batches go on to a device, and are laid out for it.
         saves: which states workers send with each batch; see `Reader`.
         grace: seconds for which a worker outlives SIGTERM and SIGINT that its consumer did not send.
-        kept: objects of the loader that its later pools use again, by name.
+        interpreters: those that the loader keeps to fork workers from, by start method.
     """
 
     payload: Payload
@@ -84,7 +84,7 @@ class Plan:
     for_device: bool = False
     saves: str = ""
     grace: float = 0.0
-    kept: dict[str, Any] = field(default_factory=dict, repr=False)
+    interpreters: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def restarts(self) -> int:

@@ -70,7 +70,7 @@ class LocalPool(WorkerPool):
         self._setup = replace(self._setup, descriptors=Descriptors(stacks=self._stacks.write_end))
         method = _INTERPRETERS.get(starter(self._context.Process))
         if method is not None:
-            interpreter = plan.kept[method] = interpreters.interpreter(method)  # the loader keeps it
+            interpreter = plan.interpreters[method] = interpreters.interpreter(method)  # the loader keeps it
             moment = interpreters.LaunchEnvironment(method)
             self._held.append(moment)
             self._fork = partial(interpreters.fork_interpreter, interpreter, moment)

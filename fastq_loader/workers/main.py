@@ -107,8 +107,8 @@ def _in_block(blocks: Allocator, answer: Answer, nbytes: int) -> InBlock:
     """
     block = blocks.take(nbytes + _GROWTH)
     fresh, returned = blocks.finish([(block.offset, nbytes)])
-    mine = (*answer.returned, *returned, block.offset)
-    frame = encode(answer._replace(fresh=(*answer.fresh, *fresh), returned=mine))
+    freed = (*answer.returned, *returned, block.offset)
+    frame = encode(answer._replace(fresh=(*answer.fresh, *fresh), returned=freed))
     if len(frame) > block.size:
         raise MemoryError(f"an answer of {len(frame)} bytes in a block of {block.size}")
     blocks.mapping.write(block.offset, frame)

@@ -44,8 +44,8 @@ class WorkerPool(ABC):
     forks = False
 
     def __init__(self, plan: Plan) -> None:
-        mine = replace(plan.options, device=None, errors=None)  # objects of the user's, of no use here
-        self._plan = replace(plan, options=mine)
+        sent = replace(plan.options, device=None, errors=None)  # objects of the user's, of no use here
+        self._plan = replace(plan, options=sent)
         self._setup: Setup | None = None  # of worker 0, for all
         self.workers = [Worker(number) for number in range(plan.workers)]
         self._stopping: Stopping | None = None
@@ -87,7 +87,7 @@ class WorkerPool(ABC):
                 the text names it.
         """
         self._setup = Setup(
-            plan=replace(self._plan, context=None, kept={}),  # they stay here
+            plan=replace(self._plan, context=None, interpreters={}),  # they stay here
             worker=0,
             space=None,
             consumer=os.getpid(),
@@ -184,7 +184,7 @@ class WorkerPool(ABC):
 
     def _drop_objects(self) -> None:
         """Drop the references to the user's objects, and to the loader's."""
-        self._plan = replace(self._plan, payload=Payload(None, None, None), kept={})
+        self._plan = replace(self._plan, payload=Payload(None, None, None), interpreters={})
         if self._setup is not None:
             self._setup = replace(self._setup, plan=replace(self._plan, context=None))
 

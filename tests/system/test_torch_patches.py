@@ -52,7 +52,7 @@ def test_our_install_and_the_users_table_are_no_patches(monkeypatch: pytest.Monk
 def test_arguments_that_torch_lacks_act_and_the_hint_names_the_patch_that_does_not(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastq_loader.options._told", set())
+    monkeypatch.setattr("fastq_loader.options._issued", set())
     monkeypatch.setattr(_BaseDataLoaderIter, "__next__", replacement)
     loader = DataLoader(range(4), 2, **more)
     with pytest.warns(TorchWorkers, match=r"__next__ was replaced by .*, which has no effect here"):
@@ -60,7 +60,7 @@ def test_arguments_that_torch_lacks_act_and_the_hint_names_the_patch_that_does_n
 
 
 def test_a_loaded_state_acts_and_then_torchs_iterators_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastq_loader.options._told", set())
+    monkeypatch.setattr("fastq_loader.options._issued", set())
     loader = fastq_loader.StatefulDataLoader(range(8), 2, schedule="round_robin")
     next(iter(loader))
     state = loader.state_dict()

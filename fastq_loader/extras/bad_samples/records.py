@@ -28,12 +28,12 @@ class BadSamples:
 
     Attributes:
         total: their number, over all epochs.
-        untold: warnings that `tell` has not shown yet.
+        pending_warnings: those that `issue_warnings` has not issued yet.
     """
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.total: int = state.get("total", 0)
-        self.untold: deque[str] = deque()
+        self.pending_warnings: deque[str] = deque()
         self._last: deque[list[Any]] = deque(state.get("last", ()), _KEPT)  # the fields of each
         self._cannot_write = False
 
@@ -42,11 +42,11 @@ class BadSamples:
         """The last thousand bad samples."""
         return tuple(BadSample(*fields) for fields in list(self._last))
 
-    def tell(self) -> None:
-        """Show the pending warnings. Called when no batch is lost if warnings are errors."""
-        while self.untold:
+    def issue_warnings(self) -> None:
+        """Issue the pending warnings. Called when no batch is lost if warnings are errors."""
+        while self.pending_warnings:
             with contextlib.suppress(IndexError):  # another thread may have taken the last one
-                warn_user(self.untold.popleft(), BadSampleFound)
+                warn_user(self.pending_warnings.popleft(), BadSampleFound)
 
     def counts(self) -> dict[str, Any]:
         """Counts for a saved state."""
@@ -56,7 +56,7 @@ class BadSamples:
         """Record more bad samples, and append a line for each to the file at `path`, unless that is None."""
         if not self.total:
             first = _line(BadSample(*samples[0]))
-            self.untold.append(f"{first}. It is the first bad sample; statistics() counts them")
+            self.pending_warnings.append(f"{first}. It is the first bad sample; statistics() counts them")
         self._last.extend(samples)
         self.total += len(samples)
         if path is None or self._cannot_write:
@@ -67,7 +67,7 @@ class BadSamples:
                 file.write("".join(lines))
         except (OSError, ValueError) as error:
             self._cannot_write = True
-            self.untold.append(f"bad samples are not written to {path}: {error!r}")
+            self.pending_warnings.append(f"bad samples are not written to {path}: {error!r}")
 
 
 class BadSampleJudge:

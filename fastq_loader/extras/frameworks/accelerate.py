@@ -69,8 +69,10 @@ def _made(dataset: Any, **arguments: Any) -> Any:
             "the loader that prepare() returns, and do not call skip_first_batches() after that"
         )
     made: Any = type(given).__new__(type(given))  # its constructor may have other arguments
-    mine = options.of(given)
-    DataLoader.__init__(made, dataset, **{**arguments, **vars(mine), "errors": mine.errors or "raise"})
+    resolved = options.of(given)
+    DataLoader.__init__(
+        made, dataset, **{**arguments, **vars(resolved), "errors": resolved.errors or "raise"}
+    )
     short_forms = {name: value for name, value in vars(given).items() if name in options.ARGUMENTS}
     vars(made).update({**given.__getstate__(), **vars(made), **short_forms})
     resources.forget(made)

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from fastq_loader import options
-from fastq_loader.epoch import resources
+from fastq_loader.epoch.resources import of as resources_of
 from fastq_loader.extras.insight import causes, machine
 from fastq_loader.extras.insight.chooser import NOISE, Limits, rank
 from fastq_loader.extras.insight.model import Costs, Setting, costs_of
@@ -125,15 +125,15 @@ def check(loader: Any) -> None:
 
 def begin_epoch(loader: Any) -> None:
     """Set the number of workers for the next epoch of a loader. If it changes, persistent workers end."""
-    mine, number = resources.of(loader), int(loader.num_workers)
-    if mine.saved is not None:  # the rest of an epoch; it may have a state per worker
-        chosen = len(mine.saved.progress.workers) or number
+    resources, number = resources_of(loader), int(loader.num_workers)
+    if resources.saved is not None:  # the rest of an epoch; it may have a state per worker
+        chosen = len(resources.saved.progress.workers) or number
     else:
-        mine.chooser = mine.chooser or Chooser()
+        resources.chooser = resources.chooser or Chooser()
         prefetch, stay = loader.prefetch_factor or 2, loader.persistent_workers
-        chosen = mine.chooser.next_number(number, mine.counters, prefetch, stay)
+        chosen = resources.chooser.next_number(number, resources.counters, prefetch, stay)
     if chosen != number and loader.persistent_workers:
-        mine.close_pools(f"num_workers='auto' has changed to {chosen}")
+        resources.close_pools(f"num_workers='auto' has changed to {chosen}")
     loader.num_workers = Auto(chosen)
 
 

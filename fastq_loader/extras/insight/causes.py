@@ -169,10 +169,10 @@ def by_cause(records: Records) -> tuple[dict[str, int], int]:
 
 def breakdown(log: EpochLog, records: Records) -> Breakdown:
     """Break down one epoch of a loader, with the records of all."""
-    mine = _since(records, log.epoch, log.epoch + 1)
-    given = _where(mine, mine.kind == GIVEN)
+    in_epoch = _since(records, log.epoch, log.epoch + 1)
+    given = _where(in_epoch, in_epoch.kind == GIVEN)
     loaded = _where(given, (given.started <= given.collated) & (given.collated > 0))
-    causes, transit = by_cause(mine)
+    causes, transit = by_cause(in_epoch)
     costs = loaded.seq, loaded.collated - loaded.started, loaded.finished - loaded.collated
     took = given.finished - given.started
     worst = [at for at in np.argsort(-given.head, kind="stable")[:_LATE] if given.head[at]]
@@ -230,27 +230,27 @@ def workers_of(counters: Counters, records: Records) -> Iterator[WorkerStatistic
     """Counts of each worker of the live pool, or of the last one."""
     loaded = _since(records, counters.first_epoch)
     for worker in counters.workers:
-        mine = _where(loaded, (loaded.worker == worker.id) & (loaded.finished > 0))
-        mine = _where(mine, np.argsort(mine.finished))
-        fetched = np.clip(mine.fetched, mine.started, mine.finished)
-        collated = np.clip(mine.collated, fetched, mine.finished)
+        own = _where(loaded, (loaded.worker == worker.id) & (loaded.finished > 0))
+        own = _where(own, np.argsort(own.finished))
+        fetched = np.clip(own.fetched, own.started, own.finished)
+        collated = np.clip(own.collated, fetched, own.finished)
         times = {
-            "work": mine.finished - mine.started,
-            "fetch": fetched - mine.started,
+            "work": own.finished - own.started,
+            "fetch": fetched - own.started,
             "collate": collated - fetched,
-            "packing": mine.finished - collated,
-            "new_memory": mine.new_memory,
-            **_between(mine),
+            "packing": own.finished - collated,
+            "new_memory": own.new_memory,
+            **_between(own),
         }
         seconds: dict[str, Any] = {f"{name}_seconds": float(each.sum()) / 1e9 for name, each in times.items()}
         pid, node = worker.far or (worker.pid, None)
-        fixed = worker.id, pid, worker.restarts, len(mine.seq)
+        fixed = worker.id, pid, worker.restarts, len(own.seq)
         yield WorkerStatistics(*fixed, **seconds, node=node, wire_bytes=worker.wire_bytes)
 
 
-def _between(mine: Records) -> dict[str, Column]:
+def _between(own: Records) -> dict[str, Column]:
     """Nanoseconds between the batches of a worker in which it had no task, and in which it had one."""
-    before, after = _where(mine, slice(None, -1)), _where(mine, slice(1, None))
+    before, after = _where(own, slice(None, -1)), _where(own, slice(1, None))
     gap = np.where(before.pid == after.pid, np.maximum(0, after.started - before.finished), 0)
     blocked = np.clip(after.sent - before.finished, 0, gap)
     blocked = np.where(before.epoch == after.epoch, blocked, 0)

@@ -14,7 +14,8 @@ from torch.utils.data import BatchSampler, RandomSampler
 from torch.utils.data._utils.collate import default_collate, default_convert
 
 from fastq_loader import options
-from fastq_loader.epoch import resources
+from fastq_loader.epoch.resources import device_session
+from fastq_loader.epoch.resources import of as resources_of
 from fastq_loader.extras.insight import causes, machine, processes
 from fastq_loader.extras.insight.model import LoaderFacts, RunProfile, Setting, costs_of, is_enough
 from fastq_loader.extras.insight.snapshots import EpochStatistics, LoaderStatistics, WorkerStatistics
@@ -28,20 +29,20 @@ _FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType)
 
 def statistics_of(loader: Any) -> LoaderStatistics:
     """A snapshot of a loader's counters."""
-    mine = resources.of(loader)
-    if logs := list(mine.counters.logs.values()):
+    resources = resources_of(loader)
+    if logs := list(resources.counters.logs.values()):
         logs[-1].used_cpu(time.process_time_ns())
     else:  # usually created when an epoch begins; it counts the copies
-        resources.device_session(mine, options.of(loader).device)
-    blocks = [(0, 0, 0), *(pool.blocks() for pool in list(mine.pools))]
+        device_session(resources, options.of(loader).device)
+    blocks = [(0, 0, 0), *(pool.blocks() for pool in list(resources.pools))]
     in_use, free, nbytes = map(sum, zip(*blocks, strict=True))
     return causes.snapshot(
-        mine.counters,
+        resources.counters,
         blocks_in_use=in_use,
         blocks_free=free,
         arena_bytes=nbytes,
-        bad_samples=getattr(mine.bad_samples, "total", 0),
-        last_bad_samples=getattr(mine.bad_samples, "last", ()),
+        bad_samples=getattr(resources.bad_samples, "total", 0),
+        last_bad_samples=getattr(resources.bad_samples, "last", ()),
     )
 
 
@@ -56,7 +57,7 @@ def profile_of(loader: Any, epoch: int | str | None, is_cached: bool) -> RunProf
     Raises:
         ValueError: there is no such epoch.
     """
-    statistics, counters = statistics_of(loader), resources.of(loader).counters
+    statistics, counters = statistics_of(loader), resources_of(loader).counters
     asked = _asked(statistics, epoch)
     number = _newest(statistics).epoch if asked.epoch is None else asked.epoch
     found = [each for each in causes.breakdowns(counters) if each.epoch.epoch == number]
@@ -109,11 +110,11 @@ def _asked(statistics: LoaderStatistics, epoch: int | str | None) -> EpochStatis
 
 def of_arguments(loader: Any) -> tuple[Setting, LoaderFacts]:
     """A loader's arguments, but for its number of workers."""
-    mine, sampler = options.of(loader), loader._index_sampler
+    resources, sampler = options.of(loader), loader._index_sampler
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler
     iterable = options.is_iterable(loader)
-    any_worker = not loader.in_order or (mine.is_dynamic and not iterable)
+    any_worker = not loader.in_order or (resources.is_dynamic and not iterable)
     arguments = LoaderFacts(
         iterable=iterable,
         persistent=loader.persistent_workers,
@@ -122,11 +123,11 @@ def of_arguments(loader: Any) -> tuple[Setting, LoaderFacts]:
         shuffles=type(sampler) is RandomSampler,
         sampler=type(sampler).__qualname__,
         collate=_name(loader.collate_fn),
-        transform=_name(mine.device and mine.device.transform),
+        transform=_name(resources.device and resources.device.transform),
         pins=loader.pin_memory,
         batch_size=loader.batch_size or 0,
     )
-    return Setting(0, loader.prefetch_factor or 2, any_worker, mine.schedule.window), arguments
+    return Setting(0, loader.prefetch_factor or 2, any_worker, resources.schedule.window), arguments
 
 
 def _name(function: Any) -> str:

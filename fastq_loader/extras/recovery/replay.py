@@ -43,7 +43,7 @@ def replay(loader: Any, batch: int, epoch: int | None, state: Mapping[str, Any] 
             f"batch={batch}: the sampler has state_dict(), and this state was saved after batch "
             f"{head - 1}: use a state that was saved before the batch"
         )
-    resources.of(again).place = None, replace(begun, progress=Progress(head))
+    resources.of(again).current = None, replace(begun, progress=Progress(head))
     if not options.of(loader).is_dynamic:
         warn_user(
             "This batch has the same samples as before, but other random numbers: with a round_robin "

@@ -137,10 +137,10 @@ def admit(connection: Connection, token: bytes, nonce: bytes) -> Request:
 
 def _introduce(connection: Connection, token: bytes, request: Request) -> None:
     """The client's side of a handshake."""
-    mine = os.urandom(NONCE_BYTES)
-    connection.send_all(MAGIC + mine)
+    own_nonce = os.urandom(NONCE_BYTES)
+    connection.send_all(MAGIC + own_nonce)
     _check_magic(connection.receive_exactly(len(MAGIC)))
-    nonces = mine + connection.receive_exactly(NONCE_BYTES)
+    nonces = own_nonce + connection.receive_exactly(NONCE_BYTES)
     _check_mac(connection.receive_exactly(_MAC_BYTES), token, b"server", nonces)
     packed = _REQUEST.pack(*request)
     connection.send_all(_mac(token, b"client", nonces, packed) + packed)

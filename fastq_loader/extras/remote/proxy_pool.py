@@ -148,12 +148,12 @@ class ProxyPool(WorkerPool):
         return Child(_FORK.Process(daemon=True), launch=partial(self._fork, setup))
 
     def _fork(self, setup: Setup, process: BaseProcess) -> popen_fork.Popen:
-        mine, its = multiprocessing.Pipe()
+        own_end, its = multiprocessing.Pipe()
         assert self._zygote is not None, "the pool was started"
         with its:
             own, ends = own_fields(setup)
             forked = fork_copy(self._zygote, process, own, [its.fileno(), *ends])
-        proxy = _Proxy(mine)
+        proxy = _Proxy(own_end)
         with self._lock:
             self._open.append(proxy)
             self._proxies[setup.worker] = proxy

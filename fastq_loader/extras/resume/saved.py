@@ -79,9 +79,9 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
     place = _place(fields, loader)
     _check_dataset(fields, loader)
     # No digest if it is of another rank's part, or the caller allows another order.
-    mine = "order" not in ignored and now.part == samplers.part_of_data(loader._index_sampler)
+    same_order = "order" not in ignored and now.part == samplers.part_of_data(loader._index_sampler)
     exhausted = now.exhausted or fields["_iterator_finished"]
-    now = replace(now, digest=now.digest if mine else None, exhausted=exhausted)
+    now = replace(now, digest=now.digest if same_order else None, exhausted=exhausted)
     if finished:
         start = replace(start, epoch=start.epoch + 1, batches=start.batches + delivered, resumes=False)
     elif start.resumes:

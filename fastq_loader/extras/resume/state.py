@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from zlib import crc32
 
 from fastq_loader import options
-from fastq_loader.epoch import resources
 from fastq_loader.epoch.fields import EpochStart, Position
+from fastq_loader.epoch.resources import of as resources_of
 from fastq_loader.epoch.samplers import epochs, own_generators
 from fastq_loader.errors import LoaderHint, warn_user
 from fastq_loader.extras.resume import samplers, text
@@ -101,7 +101,7 @@ def _state_of_dataset(loader: Loader) -> dict[str, Any]:
 
 def _hint_left_out(loader: Loader, why: str) -> None:
     """Issue the hint that the state of the dataset is not saved, once."""
-    hinted = resources.of(loader).hinted
+    hinted = resources_of(loader).hinted
     if LoaderHint not in hinted:
         hinted.add(LoaderHint)
         name, reads = type(loader.dataset).__name__, " and is read from its beginning in a resumed epoch"
@@ -119,11 +119,11 @@ def now(loader: Loader) -> dict[str, Any]:
     Raises:
         RuntimeError: called while `iter()` runs, by a signal handler or by user code.
     """
-    mine = resources.of(loader)
-    with mine.lock:
-        if mine.beginning:
+    resources = resources_of(loader)
+    with resources.lock:
+        if resources.beginning:
             raise RuntimeError("state_dict() was called inside of iter(): call it after iter() has returned")
-        record, loaded = mine.place
+        record, loaded = resources.current
         if loaded is not None:
             state = copy.deepcopy(loaded.state)
         elif record is None or record.shown is None:
@@ -136,13 +136,13 @@ def now(loader: Loader) -> dict[str, Any]:
 
 def begun(loader: Loader, begin: Callable[[], T]) -> T:
     """Begin an epoch, while other threads wait for the state."""
-    mine = resources.of(loader)
-    with mine.lock:
-        mine.beginning = True
+    resources = resources_of(loader)
+    with resources.lock:
+        resources.beginning = True
         try:
             return begin()
         finally:
-            mine.beginning = False
+            resources.beginning = False
 
 
 def state_of(loader: Loader, record: Any) -> dict[str, Any]:

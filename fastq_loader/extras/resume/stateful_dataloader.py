@@ -128,11 +128,11 @@ class StatefulDataLoader(DataLoader[T_co], Resumable):
         resources = resources_of(self)
         with resources.lock:
             if state_dict == {}:
-                resources.place = None, None
+                resources.current = None, None
                 return
             loaded = saved.read(state_dict, self, ignore)
             saved.take(loaded, self)
-            resources.place = resources.record, loaded
+            resources.current = resources.record, loaded
             errors = options.of(self).errors
             resources.bad_samples = None if errors is None else errors.records(loaded.now.bad_samples)
         vars(self)["_iterator"] = None  # its workers have drawn other random numbers than the saved ones
