@@ -16,10 +16,11 @@ import mmap
 import os
 import select
 import socket
+import struct
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 from fastq_loader.system import pages
 
@@ -35,6 +36,8 @@ _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 0x1, 0x2
 _F_ADD_SEALS, _SEALS, _SEAL_WRITE = 1033, 0x1 | 0x2 | 0x4, 0x8  # SEAL, SHRINK, GROW
 _EFD_CLOEXEC, _EFD_NONBLOCK = 0o2000000, 0o4000
 _PR_SET_NAME = 15  # <linux/prctl.h>
+_SCM_MAX_FD = 253  # <net/scm.h>: descriptors with one message
+_HEAD = struct.Struct("=QI")  # of a message: its bytes, its descriptors
 
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
 # Not every Python knows these; numbers from <asm-generic/mman-common.h>.
@@ -321,20 +324,34 @@ def occupy_standard_streams() -> None:
 
 
 # multiprocessing's own two functions wait for an answer from Python 3.14 on, and take any data for it.
-def send_descriptor(to: int, descriptor: int) -> None:
-    """Send a descriptor over the Unix socket `to`."""
+def send_message(to: int, message: bytes, descriptors: Sequence[int] = ()) -> None:
+    """Send a message and descriptors over the Unix socket `to`, the first 253 in the same call: a
+    signal handler that raises leaves no half of it there, nor does a descriptor that cannot be sent."""
+    head = _HEAD.pack(len(message), len(descriptors))
     with socket.fromfd(to, socket.AF_UNIX, socket.SOCK_STREAM) as end:
-        socket.send_fds(end, [b"\0"], [descriptor])
+        socket.send_fds(end, [head, message], descriptors[:_SCM_MAX_FD])
+        for first in range(_SCM_MAX_FD, len(descriptors), _SCM_MAX_FD):
+            socket.send_fds(end, [b"\0"], descriptors[first : first + _SCM_MAX_FD])
 
 
-def receive_descriptor(source: int) -> int:
-    """Receive a descriptor over the Unix socket `source`.
+def receive_message(source: int) -> tuple[bytes, list[int]]:
+    """Receive a message and its descriptors over the Unix socket `source`.
 
     Raises:
         EOFError: the other end is closed.
     """
     with socket.fromfd(source, socket.AF_UNIX, socket.SOCK_STREAM) as end:
-        received = socket.recv_fds(end, 1, 1)[1]
-    if not received:
-        raise EOFError
-    return received[0]
+        head, descriptors, *_ = socket.recv_fds(end, _HEAD.size, _SCM_MAX_FD)
+        if len(head) < _HEAD.size:
+            raise EOFError
+        size, count = _HEAD.unpack(head)
+        message = b""
+        while len(message) < size:
+            message += end.recv(size - len(message)) or _closed()
+        while len(descriptors) < count:
+            descriptors += socket.recv_fds(end, 1, _SCM_MAX_FD)[1] or _closed()
+    return message, descriptors
+
+
+def _closed() -> NoReturn:
+    raise EOFError

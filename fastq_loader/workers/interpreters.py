@@ -214,5 +214,6 @@ def _interpreter_main(
     multiprocessing_names.forget_exit_handlers()
     served = Connection(connection)
     fcntl.fcntl(served, fcntl.F_SETFL, fcntl.fcntl(served, fcntl.F_GETFL) & ~os.O_ASYNC)
-    served.send((0, None))  # ends `wait`; `ask` skips it, because no request has number 0
+    with contextlib.suppress(ConnectionError):  # the consumer is gone, as `serve` sees
+        served.send((0, None))  # ends `wait`; `ask` skips it, because no request has number 0
     serve(served, consumer, partial(_run_pickled_process, method))

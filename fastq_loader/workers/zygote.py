@@ -22,6 +22,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -31,6 +32,7 @@ from functools import partial
 from multiprocessing import popen_fork, util
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from fastq_loader.system import calls, multiprocessing_names, process_id
@@ -45,7 +47,7 @@ Run = Callable[[Any, list[int], int], int]
 
 #: Seconds for the zygote to end; and for each of two waits for its answer. If both processes were stopped
 #: meanwhile (SIGSTOP), the first wait is over at once.
-_PATIENCE, _ANSWER = 1.0, 5.0
+_PATIENCE, _ANSWER = 1.0, 20.0
 
 
 class Zygote:
@@ -90,16 +92,16 @@ class Zygote:
             with self._lock, without_signals():
                 answer = self._ask(request, passed)
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-            raise OSError("the process that starts new workers has ended") from error
+            how = self._child.death()[0] if readable([self._child.descriptor], _PATIENCE) else "is gone"
+            raise OSError(f"the process that starts new workers {how}") from error
         if isinstance(answer, OSError):
             raise answer
         return int(answer)
 
     def _ask(self, request: Any, passed: Sequence[int]) -> Any:
         self._requests += 1
-        self._connection.send((self._requests, request, len(passed)))
-        for descriptor in passed:
-            calls.send_descriptor(self._connection.fileno(), descriptor)
+        message = bytes(ForkingPickler.dumps((self._requests, request)))
+        calls.send_message(self._connection.fileno(), message, passed)
         sources = self._connection.fileno(), self._child.descriptor  # no EOF: its children hold its end
         number = 0
         # With other threads, a signal handler may have raised in the middle of an earlier request.
@@ -230,8 +232,8 @@ def serve(connection: Connection, consumer: int, run: Run) -> None:
     with contextlib.suppress(EOFError, ConnectionError, ProcessLookupError):  # the consumer is gone
         death = calls.pidfd_open(consumer)
         while death not in readable([connection.fileno(), death], None):
-            number, request, passed = connection.recv()
-            descriptors = [calls.receive_descriptor(connection.fileno()) for _ in range(passed)]
+            message, descriptors = calls.receive_message(connection.fileno())
+            number, request = pickle.loads(message)
             answer: int | OSError
             try:
                 if isinstance(request, int):

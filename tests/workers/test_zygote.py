@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from fastq_loader.system import calls
 from fastq_loader.system.calls import readable
+from fastq_loader.workers import payload
 from fastq_loader.workers import zygote as zygotes
 from fastq_loader.workers.children import Child
 from fastq_loader.workers.zygote import Zygote, copy_of_consumer, fork_copy
@@ -82,6 +85,30 @@ def test_a_child_whose_exit_code_was_lost_on_the_way_ends_no_zygote() -> None:
             each.release()
 
 
+def test_a_descriptor_that_cannot_be_sent_leaves_no_half_of_a_request() -> None:
+    with zygote() as one:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            one.ask(((7, 0), None), [0, -1])
+        child = forked(one, 3)
+        assert readable([child.descriptor], 5)
+        assert child.death()[0] == "exited with code 3"
+        child.release()
+
+
+def test_a_message_may_have_more_descriptors_than_the_system_sends_at_once() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, open(os.devnull) as file:
+        message = bytes(100_000)
+        calls.send_message(ours.fileno(), message, [file.fileno()] * 600)
+        got, descriptors = calls.receive_message(theirs.fileno())
+        assert (got, {os.fstat(each) for each in descriptors}) == (message, {os.fstat(file.fileno())})
+        assert len(descriptors) == 600
+        payload.close_all(descriptors)
+        ours.close()
+        with pytest.raises(EOFError):
+            calls.receive_message(theirs.fileno())
+
+
 def test_a_signal_in_the_middle_of_a_request_leaves_no_answer_to_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -142,7 +169,7 @@ def test_one_that_was_stopped_or_killed_holds_nobody_up_and_takes_exit_codes_alo
     with zygote() as one:
         held = forked(one, 0, 60)
         os.kill(one._child.pid, number)
-        with pytest.raises(OSError, match="the process that starts new workers has ended"):
+        with pytest.raises(OSError, match="the process that starts new workers was killed by SIGKILL"):
             forked(one, 7)
         held.kill()
         held.process.join(5)
