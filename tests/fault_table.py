@@ -345,8 +345,8 @@ FAULTS = (
     Fault(
         "a sampler may change the state that the caller has loaded",
         "reading/position.py",
-        "part.load_state_dict(copy.deepcopy(place[name]))",
-        "part.load_state_dict(place[name])",
+        "part.load_state_dict(copy.deepcopy(position[name]))",
+        "part.load_state_dict(position[name])",
         "row S1",
         "extras/resume/test_state.py",
     ),
@@ -385,7 +385,7 @@ FAULTS = (
     Fault(
         "states of a sampler are kept for epochs that are over",
         "extras/resume/epoch.py",
-        "        self._places.clear()\n",
+        "        self._snapshots.clear()\n",
         "        pass\n",
         "row S1",
         "epoch/test_iteration.py",

@@ -53,8 +53,8 @@ class Fetcher:
         dataset_iter, ended: the iterator of an iterable dataset, and whether it ended before a batch was
             full.
         stateful: whether the dataset or its iterator can save its position; None until first determined.
-        place: numbers of the epoch and of the batch, set before each batch if an `ErrorPolicy` has made the
-            fetcher.
+        batch_numbers: those of the epoch and of the batch, set before each batch if an `ErrorPolicy` has made
+            the fetcher.
         remark: what that could not read, for `ErrorPolicy.judge`; None where there is nothing.
     """
 
@@ -63,7 +63,7 @@ class Fetcher:
     dataset_iter: Any = None
     ended = False
     stateful: bool | None = None
-    place = (0, 0)
+    batch_numbers = (0, 0)
     remark: Any = None
     fetched = 0
 

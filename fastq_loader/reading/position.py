@@ -59,14 +59,14 @@ def is_known(fetcher: Fetcher) -> bool:
     return fetcher.stateful
 
 
-def place_of(part: Any, iterator: Any) -> dict[str, Any]:
+def state_of(part: Any, iterator: Any) -> dict[str, Any]:
     """Positions of a dataset or sampler and its iterator, if stateful. Raises errors of `state_dict`."""
-    place: dict[str, Any] = {}
+    position: dict[str, Any] = {}
     if is_stateful(iterator):
-        place["iterator"] = iterator.state_dict()
+        position["iterator"] = iterator.state_dict()
     if iterator is not part and is_stateful(part):
-        place["dataset"] = part.state_dict()
-    return place
+        position["dataset"] = part.state_dict()
+    return position
 
 
 def packed(fetcher: Fetcher, **more: Any) -> bytes:
@@ -79,41 +79,43 @@ def packed(fetcher: Fetcher, **more: Any) -> bytes:
     if not is_known(fetcher):
         return pickle.dumps(more) if more else b""
     try:
-        place = {"ended": fetcher.ended, **place_of(fetcher.dataset, fetcher.dataset_iter)}
+        position = {"ended": fetcher.ended, **state_of(fetcher.dataset, fetcher.dataset_iter)}
     except Exception as error:
         return pickle.dumps({"position": {"error": f"{type(error).__name__}: {error}"}, **more})
     try:
-        return pickle.dumps({"position": place, **more})
+        return pickle.dumps({"position": position, **more})
     except Exception as error:
         return pickle.dumps({"left_out": f"{type(error).__name__}: {error}", **more})
 
 
-def fetcher_at(place: dict[str, Any], dataset: Any, make: Callable[[], Fetcher]) -> Fetcher:
-    """The result of `make`, a fetcher of the dataset, which is restored to `place`."""
-    fetcher = begun_at(place, dataset, make, lambda made: made.dataset_iter)
-    fetcher.ended = place.get("ended", False)
+def fetcher_at(position: dict[str, Any], dataset: Any, make: Callable[[], Fetcher]) -> Fetcher:
+    """The result of `make`, a fetcher of the dataset, which is restored to `position`."""
+    fetcher = begun_at(position, dataset, make, lambda made: made.dataset_iter)
+    fetcher.ended = position.get("ended", False)
     return fetcher
 
 
-def begun_at(place: dict[str, Any], part: Any, begin: Callable[[], T], iterator_of: Callable[[T], Any]) -> T:
-    """Return the result of `begin`, an iterator over a dataset or sampler, with both restored to `place`.
+def begun_at(
+    position: dict[str, Any], part: Any, begin: Callable[[], T], iterator_of: Callable[[T], Any]
+) -> T:
+    """Return the result of `begin`, an iterator over a dataset or sampler, with both at `position`.
 
     An iterator that has "ended" is advanced once more: it may remember that it was restored, and would begin
     the next iteration at that position.
     """
-    _set(part, place, "dataset")  # before it is iterated
+    _set(part, position, "dataset")  # before it is iterated
     begun = begin()
     iterator = iterator_of(begun)
-    _set(iterator, place, "iterator")
-    if place.get("ended"):
+    _set(iterator, position, "iterator")
+    if position.get("ended"):
         with generators.restored():
-            begins_anew = next(iterator, place) is not place
+            begins_anew = next(iterator, position) is not position
         if begins_anew:
-            _set(part, place, "dataset")
-            _set(iterator, place, "iterator")
+            _set(part, position, "dataset")
+            _set(iterator, position, "iterator")
     return begun
 
 
-def _set(part: Any, place: dict[str, Any], name: str) -> None:
-    if name in place:
-        part.load_state_dict(copy.deepcopy(place[name]))
+def _set(part: Any, position: dict[str, Any], name: str) -> None:
+    if name in position:
+        part.load_state_dict(copy.deepcopy(position[name]))

@@ -91,17 +91,17 @@ class Reader:
         self.to_pass = delivered if self._rules["iterable"] else 0
         self._replays = "position" not in self._resumed  # skipped batches have to be read again
         make = partial(self._make_fetcher, self.dataset, **self._rules, collate=self._collate)
-        place = self._resumed.get("position")
+        dataset_state = self._resumed.get("position")
         if base_seed is not None:
             generators.seed_worker(base_seed, self._number)  # iter(dataset) may draw
         if "seed" in self._resumed:
             generators.seed_worker(self._resumed["seed"], self._number)
         if "over" in self._resumed:
-            if place is not None:
-                position.fetcher_at({**place, "ended": True}, self.dataset, make)
-            place = None
+            if dataset_state is not None:
+                position.fetcher_at({**dataset_state, "ended": True}, self.dataset, make)
+            dataset_state = None
             self._set_generators()  # `iter(dataset)` may draw
-        self.fetcher = position.fetcher_at(place, self.dataset, make) if place else make()
+        self.fetcher = position.fetcher_at(dataset_state, self.dataset, make) if dataset_state else make()
         if state:
             self._set_generators()
 
@@ -129,7 +129,7 @@ class Reader:
             self._seed(self.base_seed, seq)
         self.requested += 1
         if self._make_fetcher is not Fetcher:
-            fetcher.place = self._epoch, seq
+            fetcher.batch_numbers = self._epoch, seq
         self.seq = seq
         outer, loading.reader = loading.reader, self  # a dataset may read from another loader meanwhile
         try:

@@ -144,7 +144,7 @@ class TolerantFetcher(Fetcher):
     def _other(self, indices: list[Any], position: int, attempt: int) -> Any:
         index = indices[position]
         known = to_builtin(index) if hasattr(index, "__index__") or type(index) is str else 0
-        which = repr((*self.place, position, attempt, known))
+        which = repr((*self.batch_numbers, position, attempt, known))
         digest = hashlib.blake2b(which.encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "little")
         return number % self._population if self._population else indices[number % len(indices)]

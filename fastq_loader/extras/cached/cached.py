@@ -19,12 +19,12 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from fastq_loader.errors import NotCached, UnpicklableError, warn_user
-from fastq_loader.extras.cached import equal, handover, instances, mark, memory, places, values
+from fastq_loader.extras.cached import equal, handover, instances, mark, memory, storage, values
 from fastq_loader.extras.cached.checks import Checks
 from fastq_loader.extras.cached.counters import NAMES, CacheStatistics
-from fastq_loader.extras.cached.draws import Draws
+from fastq_loader.extras.cached.draws import StatesBeforeCall
 from fastq_loader.extras.cached.keys import key_of
-from fastq_loader.extras.cached.places import Options
+from fastq_loader.extras.cached.storage import CacheOptions
 from fastq_loader.extras.images import sample_seeds
 from fastq_loader.packing import pickling
 from fastq_loader.system import calls, process_id
@@ -109,9 +109,9 @@ class cached:
                 f"cached: name={name!r} and path={str(path)!r}: give one, the memory's name or a folder"
             )
         path = None if path is None else mark.absolute(path)
-        nbytes = places.bytes_of(limit, path, is_shared=name is not None or path is not None)
-        whose = places.name_of(function), places.is_in_file(function)
-        self._options = Options(limit, nbytes, name, path, version, copy, check, *whose)
+        nbytes = storage.bytes_of(limit, path, is_shared=name is not None or path is not None)
+        whose = storage.name_of(function), storage.is_in_file(function)
+        self._options = CacheOptions(limit, nbytes, name, path, version, copy, check, *whose)
         self._function, self._in_class = function, False
         # A cache of a function has the same name in each process that imports its module.
         is_method = isinstance(function, MethodType)
@@ -128,12 +128,12 @@ class cached:
         mark.remove(mark.absolute(path))
 
     def _begin(self, handed_as: Any) -> None:
-        """Open the place of the values. `handed_as` is the name of this cache in other processes, if these
+        """Open the storage of the values. `handed_as` is the name of this cache in other processes, if these
         are to have the same values."""
         if prepare not in PREPARE:
             PREPARE.append(prepare)
         functools.update_wrapper(self, self._function, updated=())
-        self.__qualname__ = places.base_of(self._function).__qualname__
+        self.__qualname__ = storage.base_of(self._function).__qualname__
         self._pid = 0  # of the process that has used it
         #: Number of the program, of 47 bits: drawn from the system, and from no generator of the user's.
         self.program = int.from_bytes(os.urandom(6), "little") >> 1
@@ -150,7 +150,7 @@ class cached:
         self.memory: memory.Memory | None = None
         self._store: Any = None
         if not lacking:
-            self.memory, self._store = places.open_place(self._options)
+            self.memory, self._store = storage.open_storage(self._options)
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._in_class = True
@@ -218,7 +218,7 @@ class cached:
     def _compute(self, key: bytes, args: tuple[Any, ...], kwargs: dict[str, Any], is_damaged: bool) -> Any:
         began = time.monotonic()
         with sample_seeds.watched():
-            draws = Draws()
+            draws = StatesBeforeCall()
             value = self._function(*args, **kwargs)
             drew, is_ours = draws.since()
         text, kind = "", NotCached  # of a warning
@@ -231,7 +231,9 @@ class cached:
                 text += "in every epoch. Wrap only the part that draws no random numbers"
         else:
             try:
-                encoded = values.Encoded(value, values.Writer(self._checks.writer, time.monotonic() - began))
+                encoded = values.EncodedValue(
+                    value, values.Writer(self._checks.writer, time.monotonic() - began)
+                )
                 became = self._store.add(key, encoded, is_damaged)
                 if became == memory.FULL and encoded.nbytes > self._options.nbytes:
                     text = f"() returns a value of {encoded.nbytes:,} bytes, for which "
@@ -261,7 +263,7 @@ class cached:
         the seeds of the sample as if nothing had been computed."""
         checks, began, where = self._checks, time.monotonic(), ""
         with sample_seeds.again() as again:
-            draws = Draws()
+            draws = StatesBeforeCall()
             try:
                 fresh = self._function(*args, **kwargs)
             except (TimeoutError, InterruptedError, MemoryError):
@@ -288,7 +290,7 @@ class cached:
         self._counters.add("hits")
         return values.decode(found, renews=True)
 
-    def _differ(self, stored: Any, fresh: Any, draws: Draws) -> str:
+    def _differ(self, stored: Any, fresh: Any, draws: StatesBeforeCall) -> str:
         drew, is_ours = draws.since()
         if is_ours:
             return f"it drew from {', '.join(drew)}"
@@ -337,7 +339,7 @@ class cached:
 
     def __reduce__(self) -> Any:
         """Copies begin empty; one on its way to a new worker keeps its values."""
-        if places.has_its_name(self) and not (self.__module__ == "__main__" and pickling.is_interactive()):
+        if storage.has_its_name(self) and not (self.__module__ == "__main__" and pickling.is_interactive()):
             return self.__qualname__
         function = self._function
         # A method would be looked up by its name, which is this cache's.

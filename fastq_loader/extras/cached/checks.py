@@ -19,7 +19,7 @@ import zlib
 
 from torch.utils.data import get_worker_info
 
-from fastq_loader.extras.cached.counters import Counters
+from fastq_loader.extras.cached.counters import CacheCounters
 
 FIRST, SLOW, BUDGET = 16, 0.5, 0.02
 #: One of so many hits is checked while the budget lasts, so that which ones does not follow the clock.
@@ -38,7 +38,7 @@ class Checks:
         joins_earlier: whether the writers of another program count as one.
     """
 
-    def __init__(self, program: int, counters: Counters, joins_earlier: bool) -> None:
+    def __init__(self, program: int, counters: CacheCounters, joins_earlier: bool) -> None:
         worker = get_worker_info()
         number = 0 if worker is None else worker.id % ((1 << _WORKER_BITS) - 1) + 1
         self.writer = program << _WORKER_BITS | number

@@ -85,16 +85,16 @@ _INDEX = {name: at for at, name in enumerate([*NAMES, "hinted", "warned"])}
 def _word(at: int, text: str) -> property:
     """A word that all processes read and write."""
 
-    def get(self: Counters) -> int:
+    def get(self: CacheCounters) -> int:
         return int(self._words[at])
 
-    def set_(self: Counters, value: int) -> None:
+    def set_(self: CacheCounters, value: int) -> None:
         self._words[at] = value
 
     return property(get, set_, doc=text)
 
 
-class Counters:
+class CacheCounters:
     """Counts of all processes that have the same memory.
 
     Every word is written at once, by itself. Of two processes that add to one word at the same time, one may
@@ -132,12 +132,12 @@ class Counters:
 
     def has_checked(self, pair: int) -> bool:
         """Whether a worker number and a writer, as a hash that is not 0, were noted."""
-        return any(self._words[at] == pair for at in self._places(pair))
+        return any(self._words[at] == pair for at in self._slots(pair))
 
     def note_checked(self, pair: int) -> None:
         """Note a worker number and a writer. A full part of the table begins anew."""
-        places = self._places(pair)
-        self._words[next((at for at in places if not self._words[at]), places[0])] = pair
+        slots = self._slots(pair)
+        self._words[next((at for at in slots if not self._words[at]), slots[0])] = pair
 
-    def _places(self, pair: int) -> list[int]:
+    def _slots(self, pair: int) -> list[int]:
         return [_CHECKS + (pair + number) % _CHECK_WORDS for number in range(_PROBES)]

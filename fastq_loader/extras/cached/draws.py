@@ -47,7 +47,7 @@ _READ = {
 }
 
 
-class Draws:
+class StatesBeforeCall:
     """The states of the global generators before a call."""
 
     def __init__(self) -> None:

@@ -84,8 +84,8 @@ def _parts(a: Any, b: Any, path: str) -> list[tuple[Any, Any, str]]:
     # Unequal ones may still be pickled as the same bytes, as objects with NaN.
     if not hasattr(kind, "_fields") and _are_equal(a, b):
         return []
-    places = f"{path}()", f"{path}.__args__", path, path, path
-    return [(x, y, place) for place, (x, y) in zip(places, zip_longest(one, other), strict=False)]
+    paths = f"{path}()", f"{path}.__args__", path, path, path
+    return [(x, y, where) for where, (x, y) in zip(paths, zip_longest(one, other), strict=False)]
 
 
 def _reduced(value: Any) -> list[Any]:

@@ -226,7 +226,7 @@ class Folder:
                 seen[number] = True
         return values.read(data, _PREFIX.size, key, copy)
 
-    def add(self, key: bytes, encoded: values.Encoded, replace: bool = False) -> str:
+    def add(self, key: bytes, encoded: values.EncodedValue, replace: bool = False) -> str:
         """Store a value; `replace` one that cannot be read. Returns as `Memory.add` does.
 
         Raises:

@@ -2,12 +2,12 @@
 
 Runs in every process that calls a cached function, on any of its threads. Freed with its last process.
 
-    counters    of `counters.Counters`
+    counters    of `counters.CacheCounters`
     header      one page of 64-bit words: see `_DATA` and what follows it
     index       levels of buckets of eight words; level k has twice as many as level k - 1
     data        records (`values.record`), one after the other
 
-A word of the index is 24 bits of the key's hash and the place of a record; the record has the whole key. A
+A word of the index is 24 bits of the key's hash and the offset of a record; the record has the whole key. A
 key lies in the first level whose bucket had a free word, so the index grows with the number of values.
 Readers take no lock, because a word is written after its record, and the kernel writes it at once. A writer
 first locks its key, so that processes in step store no copies; then the header, for microseconds, to reserve
@@ -42,8 +42,8 @@ _HEADER, _INDEX = counters.NBYTES, counters.NBYTES + _PAGE
 #: limit, and the number of values.
 _DATA, _END, _LEVELS, _LIMIT, _COUNT = range(5)
 _BUCKET, _BUCKETS = struct.Struct("<8Q"), 64  # a bucket, and how many are in level 0
-_PLACE_BITS = 40
-_PLACE_MASK = (1 << _PLACE_BITS) - 1
+_OFFSET_BITS = 40
+_PLACE_MASK = (1 << _OFFSET_BITS) - 1
 #: The index may take this part of the limit, of addresses; of memory it takes some 16 bytes for a value. The
 #: memory may take this part of the limits of the system on addresses of a process and bytes of a file.
 _SHARE = 4
@@ -85,7 +85,7 @@ class Memory:
         self._region = calls.MmapRegion(fd, nbytes)  # Python's own has a descriptor more
         self._map = calls.view(self._region.address, nbytes)
         self._words = self._map[_HEADER:_INDEX].cast("Q")
-        self.counters = counters.Counters(self._map)
+        self.counters = counters.CacheCounters(self._map)
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -100,7 +100,7 @@ class Memory:
         tag = _tag(hashed)
         for level in range(self._words[_LEVELS], -1, -1):
             for word in _BUCKET.unpack_from(self._map, _bucket(level, hashed)):
-                if word >> _PLACE_BITS == tag:
+                if word >> _OFFSET_BITS == tag:
                     at = (word & _PLACE_MASK) * _ALIGNMENT
                     found = values.read(self._map, at, key, copy, self._private)
                     if found is not None:
@@ -129,7 +129,7 @@ class Memory:
 
     # ---- writing ----------------------------------------------------------------------------------
 
-    def add(self, key: bytes, encoded: values.Encoded, replace: bool = False) -> str:
+    def add(self, key: bytes, encoded: values.EncodedValue, replace: bool = False) -> str:
         """Store a value, unless another process or thread stores this key.
 
         Returns:
@@ -158,21 +158,21 @@ class Memory:
             return FULL
         self._set(_END, at + nbytes)
         locks.unlock(owner, _HEADER_LOCK, 1)
-        place, became = self._words[_DATA] + at, BUSY
+        offset, became = self._words[_DATA] + at, BUSY
         try:
-            write_all(self.fd, pieces, place)
+            write_all(self.fd, pieces, offset)
             if _lock_header(owner):
-                became = self._enter(zlib.crc32(key), place)
+                became = self._enter(zlib.crc32(key), offset)
             return became
         finally:
             # Room goes back to the system; and to the cache, if it is the last. Not if an interrupt came
             # after the word was written, because others may read the value.
             if became != STORED and self.get(key, copy=False) is None:
-                calls.punch_hole(self.fd, place, nbytes)
+                calls.punch_hole(self.fd, offset, nbytes)
                 if _lock_header(owner) and self._words[_END] == at + nbytes:
                     self._set(_END, at)
 
-    def _enter(self, hashed: int, place: int) -> str:
+    def _enter(self, hashed: int, offset: int) -> str:
         """Write the word of a record into the index."""
         levels = self._words[_LEVELS]
         for level in range(levels + 2):
@@ -184,7 +184,7 @@ class Memory:
                 if level > levels:
                     self._set(_LEVELS, level)
                 self._set(_COUNT, self._words[_COUNT] + 1)
-                word = _tag(hashed) << _PLACE_BITS | place // _ALIGNMENT
+                word = _tag(hashed) << _OFFSET_BITS | offset // _ALIGNMENT
                 self._write_word(at + words.index(0) * _WORD, word)
                 return STORED
         return FULL

@@ -56,7 +56,7 @@ class Found(NamedTuple):
     """A value that was read, still as bytes.
 
     Attributes:
-        form, parts: see `Encoded`.
+        form, parts: see `EncodedValue`.
         writer: who computed it.
     """
 
@@ -65,7 +65,7 @@ class Found(NamedTuple):
     writer: Writer
 
 
-class Encoded:
+class EncodedValue:
     """A value as bytes.
 
     Args:
@@ -105,7 +105,9 @@ class Encoded:
             for shared in (), seen:
                 file = io.BytesIO()
                 self.parts.clear()
-                _Pickler(file, self.parts, seen, {key for key in shared if len(seen[key]) > 1}).dump(value)
+                _ValuePickler(file, self.parts, seen, {key for key in shared if len(seen[key]) > 1}).dump(
+                    value
+                )
                 if all(len(views) == 1 for views in seen.values()):
                     break
         except (RuntimeError, MemoryError):
@@ -115,7 +117,7 @@ class Encoded:
         return file.getbuffer()
 
 
-class _Pickler(pickle.Pickler):
+class _ValuePickler(pickle.Pickler):
     """Pickles a value without the bytes of its tensors and arrays.
 
     Args:
@@ -253,7 +255,7 @@ _FUNCTIONS: dict[str, Any] = {each.__name__: each for each in (_itself, _tensor,
 # ---- records ---------------------------------------------------------------------------------------------
 
 
-def record(key: bytes, encoded: Encoded) -> tuple[list[Any], int]:
+def record(key: bytes, encoded: EncodedValue) -> tuple[list[Any], int]:
     """A value with its key. Returns the pieces that follow each other, and their size in bytes."""
     parts = [memoryview(part).cast("B") for part in encoded.parts]
     head = marshal.dumps((key, encoded.form, [part.nbytes for part in parts], tuple(encoded.writer)), 2)

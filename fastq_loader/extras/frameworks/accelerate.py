@@ -19,7 +19,7 @@ from accelerate import data_loader
 from fastq_loader import options
 from fastq_loader.epoch import resources
 from fastq_loader.epoch.fields import Resumable
-from fastq_loader.extras.frameworks.installing import assert_active, places_of, put
+from fastq_loader.extras.frameworks.installing import assert_active, attributes_of, put
 from fastq_loader.extras.prefetcher.prefetcher import Prefetcher
 from fastq_loader.loader import DataLoader
 
@@ -142,7 +142,7 @@ if not KNOWN[0] <= tuple(map(int, accelerate.__version__.split(".")[:2])) < KNOW
         "torch's DataLoader in place of ours; divide the data with a DistributedSampler instead"
     )
 for _function in (data_loader.prepare_data_loader, data_loader.skip_first_batches):
-    put(_keeping(_function), places_of(_function))
+    put(_keeping(_function), attributes_of(_function))
 data_loader.DataLoader = _made
 _adjust_theirs = data_loader.DataLoaderDispatcher.adjust_state_dict_for_prefetch
 data_loader.DataLoaderDispatcher.adjust_state_dict_for_prefetch = _adjust

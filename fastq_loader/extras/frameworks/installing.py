@@ -17,11 +17,11 @@ import torch.utils.data
 from fastq_loader.loader import DataLoader
 
 #: The name of a module, and of one of its attributes.
-Place = tuple[str, str]
+ModuleAttribute = tuple[str, str]
 
 TORCHS: type[Any] = torch.utils.data.DataLoader
 #: Module attributes that were torch's class; empty if not installed.
-_replaced: set[Place] = set()
+_replaced: set[ModuleAttribute] = set()
 
 #: Attributes in which wrappers and trainers keep the loader that they iterate.
 _KEEPERS = (
@@ -38,7 +38,7 @@ _REMEDIES = {
 _REMEDY = "make it with fastq_loader.DataLoader, or call fastq_loader.install() before it is made"
 
 
-def places_of(value: object) -> set[Place]:
+def attributes_of(value: object) -> set[ModuleAttribute]:
     """All module attributes that are this object, except in our own modules."""
     return {
         (key, name)
@@ -50,9 +50,9 @@ def places_of(value: object) -> set[Place]:
     }
 
 
-def put(value: object, places: set[Place]) -> None:
+def put(value: object, attributes: set[ModuleAttribute]) -> None:
     """Set these module attributes to an object."""
-    for key, name in places:
+    for key, name in attributes:
         setattr(sys.modules[key], name, value)
 
 
@@ -72,9 +72,9 @@ def install() -> None:
     True
     >>> uninstall()
     """
-    places = places_of(TORCHS)
-    put(DataLoader, places)
-    _replaced.update(places)
+    attributes = attributes_of(TORCHS)
+    put(DataLoader, attributes)
+    _replaced.update(attributes)
 
 
 def uninstall() -> None:
@@ -88,7 +88,7 @@ def uninstall() -> None:
     >>> torch.utils.data.DataLoader is DataLoader
     False
     """
-    ours = places_of(DataLoader)
+    ours = attributes_of(DataLoader)
     put(TORCHS, _replaced & ours)
     _replaced.clear()
 

@@ -296,8 +296,8 @@ def _cut_out(pixels: Tensor, area: Box, cut: Cut, mode: str, dtype: torch.dtype)
 
 
 def _nearest(begin: float, length: float, size: int, limit: int) -> Tensor:
-    places = begin + (torch.arange(size, dtype=torch.float64, device="cpu") + 0.5) * (length / size)
-    return places.long().clamp_(0, limit - 1)
+    sources = begin + (torch.arange(size, dtype=torch.float64, device="cpu") + 0.5) * (length / size)
+    return sources.long().clamp_(0, limit - 1)
 
 
 def _resized(pixels: Tensor, box: Box, shape: tuple[int, int], mode: str) -> Tensor:

@@ -57,10 +57,10 @@ def stream_of(device: Device) -> Any:
     Args:
         device: the device; None: the CPU. Of "cuda" it is the one that is current on this thread.
     """
-    place = torch.device("cpu" if device is None else device)
-    if place.type != "cuda" or torch.version.cuda is None:
+    target = torch.device("cpu" if device is None else device)
+    if target.type != "cuda" or torch.version.cuda is None:
         return None
-    return _own_stream(torch.cuda.current_device() if place.index is None else place.index)
+    return _own_stream(torch.cuda.current_device() if target.index is None else target.index)
 
 
 @functools.cache

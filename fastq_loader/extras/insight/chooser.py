@@ -94,11 +94,11 @@ def rank(costs: Costs | None, measured: Mapping[Setting, float], limits: Limits)
         seconds |= {each: _expected(costs, each, measured, limits) for each in expected}
     least = max(min(seconds.values(), default=0.0), _SHORTEST)
 
-    def place(setting: Setting) -> tuple[float, ...]:
+    def rank_key(setting: Setting) -> tuple[float, ...]:
         band = math.log(max(seconds[setting] / least, 1.0)) // math.log1p(NOISE)
         return band, *price(setting, limits.own), seconds[setting]
 
-    return {each: seconds[each] for each in sorted(seconds, key=place)}
+    return {each: seconds[each] for each in sorted(seconds, key=rank_key)}
 
 
 def price(setting: Setting, own: Setting) -> tuple[int, int, bool, bool]:

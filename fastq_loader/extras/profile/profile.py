@@ -116,9 +116,9 @@ class Profile:
         rows = []
         for line in self.lines:
             source = linecache.getline(line.file, line.line).strip()
-            rows.append((line, f"{line.share:6.1%}  {line.function}{_place(line)}{source and ': '}{source}"))
+            rows.append((line, f"{line.share:6.1%}  {line.function}{_where(line)}{source and ': '}{source}"))
             rows += [
-                (each, f"{each.share:6.1%}      {each.function}{_place(each)}")
+                (each, f"{each.share:6.1%}      {each.function}{_where(each)}")
                 for each in line.below[:_BELOW]
             ]
         shown = [text for line, text in rows if line.share >= _LEAST][: _LINES - 2]
@@ -182,7 +182,7 @@ def _is_library(file: str) -> bool:
     return file.startswith(("<frozen", "<__", _OWN)) or _LIBRARY.match(file) is not None
 
 
-def _place(line: ProfiledLine) -> str:
+def _where(line: ProfiledLine) -> str:
     """The file as briefly as possible, and the line, in parentheses; "" for what has no file."""
     if not line.file:
         return ""

@@ -34,7 +34,7 @@ from fastq_loader.reading.reader import HandedOutBefore, Reader
 from fastq_loader.scheduling.progress import START, UNKNOWN, Progress, WorkerProgress
 
 
-class Draws(NamedTuple):
+class OrderSnapshot(NamedTuple):
     """The draws up to a moment.
 
     Attributes:
@@ -42,15 +42,15 @@ class Draws(NamedTuple):
         exhausted: whether the sampler has ended.
         states: states of the loader's own generators.
         digest: see `Epoch`.
-        place: of a stateful sampler, see `reading.position.place_of`; or the error that its `state_dict`
-            raised.
+        sampler_state: of a stateful sampler, see `reading.position.state_of`; or the error that its
+            `state_dict` raised.
     """
 
     drawn: int
     exhausted: bool
     states: dict[str, Any]
     digest: tuple[int, int] | None = None
-    place: dict[str, Any] | Exception = {}  # noqa: RUF012 - never changed
+    sampler_state: dict[str, Any] | Exception = {}  # noqa: RUF012 - never changed
 
 
 class ResumableEpoch(Epoch):
@@ -99,8 +99,8 @@ class ResumableEpoch(Epoch):
         self._due: deque[tuple[Any, Exception | None]] = deque()  # drawn again, and yielded next
         self._drawing = False
         # Of a stateful sampler, by position, from the first that was not delivered on; else the last one.
-        self._places: dict[int, Draws] = {}
-        self._draws = Draws(0, False, {})
+        self._snapshots: dict[int, OrderSnapshot] = {}
+        self._last_snapshot = OrderSnapshot(0, False, {})
         if saved is not None:
             self.ended = saved.now.exhausted
             if saved.now.drawn:
@@ -118,7 +118,7 @@ class ResumableEpoch(Epoch):
             self._is_stateful = self._asked is not None or position.is_stateful(self.source)
         elif not self._has_resumed:
             self._has_resumed = True
-            if self.saved.place:
+            if self.saved.sampler_state:
                 self._continue(self.saved)
             else:
                 self._begin_again(self.saved, packed)
@@ -159,8 +159,8 @@ class ResumableEpoch(Epoch):
         ended = saved.now.exhausted or not saved.now.drawn  # then its state is the start of an iteration
         with self.as_at_start():
             at_start = generators.states_of(info.own)
-            place = {**saved.place, "ended": ended}
-            self.source = position.begun_at(place, self._asked, iterated, lambda begun: begun)
+            sampler_state = {**saved.sampler_state, "ended": ended}
+            self.source = position.begun_at(sampler_state, self._asked, iterated, lambda begun: begun)
             if not (ended or set_by_sampler):
                 self._set_first()
                 self.ended |= self._draw_again(
@@ -170,8 +170,8 @@ class ResumableEpoch(Epoch):
             with self.as_at_start():
                 self.source = iter(()) if saved.now.exhausted else iter(info.sampler)
         generators.set_states(info.own, set_by_sampler)
-        self._places[self.drawn] = Draws(
-            self.drawn, self.ended, generators.states_of(info.own), None, copy.deepcopy(saved.place)
+        self._snapshots[self.drawn] = OrderSnapshot(
+            self.drawn, self.ended, generators.states_of(info.own), None, copy.deepcopy(saved.sampler_state)
         )
 
     def _draw_again(self, dropped: int, kept: int) -> bool:
@@ -201,8 +201,8 @@ class ResumableEpoch(Epoch):
         generators.set_states({**generators.GLOBAL, **self.info.own}, self.start.first)
 
     def __next__(self) -> Any:
-        if self._is_stateful and self.drawn not in self._places:
-            self._places[self.drawn] = self._now()
+        if self._is_stateful and self.drawn not in self._snapshots:
+            self._snapshots[self.drawn] = self._now()
         while True:
             progress, number = self.reached, self.drawn
             is_delivered = number < progress.head or number in progress.beyond
@@ -241,7 +241,7 @@ class ResumableEpoch(Epoch):
 
     def has_begun(self) -> None:
         if self._is_stateful:
-            self._places.setdefault(self.drawn, self._now())
+            self._snapshots.setdefault(self.drawn, self._now())
         elif self.drawn == self.progress.head:  # else draws were recorded
             self._record(0)
         replayed = sum(count for count, state in self.resume if "position" not in (state or {}))
@@ -254,31 +254,31 @@ class ResumableEpoch(Epoch):
             )
 
     def superseded(self) -> None:
-        self._places.clear()
+        self._snapshots.clear()
 
-    def _now(self) -> Draws:
+    def _now(self) -> OrderSnapshot:
         """The draws so far."""
         states = generators.states_of(self.info.own)
         if not self._is_stateful:
-            return Draws(self.drawn + len(self._due), self.ended, states, self.digest)
+            return OrderSnapshot(self.drawn + len(self._due), self.ended, states, self.digest)
         try:
             iterator = None if id(self._asked) == id(self.source) else self.source
-            place: Any = copy.deepcopy(position.place_of(self._asked, iterator))
+            sampler_state: Any = copy.deepcopy(position.state_of(self._asked, iterator))
         except Exception as error:  # raised when a state is requested
-            place = error.with_traceback(None)
-        return Draws(self.drawn, self.ended, states, None, place)
+            sampler_state = error.with_traceback(None)
+        return OrderSnapshot(self.drawn, self.ended, states, None, sampler_state)
 
     def _record(self, head: int) -> None:
         """Record the draws so far. `head`: the first position that is not delivered."""
         now = self._now()
         if not self._is_stateful:
-            self._draws = now
+            self._last_snapshot = now
             return
-        self._places[self.drawn] = now
-        for old in [at for at in list(self._places) if at < head]:
-            del self._places[old]
+        self._snapshots[self.drawn] = now
+        for old in [at for at in list(self._snapshots) if at < head]:
+            del self._snapshots[old]
 
-    def snapshot(self) -> tuple[Progress, Draws]:
+    def snapshot(self) -> tuple[Progress, OrderSnapshot]:
         """The progress, and the draws to resume from. Of a stateful sampler these are the draws before the
         first index that was not delivered.
 
@@ -287,16 +287,16 @@ class ResumableEpoch(Epoch):
         """
         if not self._is_stateful:
             # The draws last: if another thread draws meanwhile, they include all delivered batches.
-            progress, draws, states = self.progress, self._draws, generators.states_of(self.info.own)
+            progress, draws, states = self.progress, self._last_snapshot, generators.states_of(self.info.own)
             # Other code may have drawn from the generators, too; in the middle of a draw, they are as before.
-            unchanged = not self._drawing and draws is self._draws
-            return progress, draws._replace(states=states) if unchanged else self._draws
+            unchanged = not self._drawing and draws is self._last_snapshot
+            return progress, draws._replace(states=states) if unchanged else self._last_snapshot
         while True:
             progress = self.progress
-            draws = self._places.get(progress.head) or self._now()
+            draws = self._snapshots.get(progress.head) or self._now()
             if progress is self.progress:  # else another thread has delivered a batch meanwhile
-                if isinstance(draws.place, Exception):
-                    raise draws.place
+                if isinstance(draws.sampler_state, Exception):
+                    raise draws.sampler_state
                 return progress, draws
 
     def draw_base_seed(self, generator: torch.Generator | None) -> int:

@@ -47,7 +47,7 @@ class Saved:
         state: the state itself, as the user passed it.
         start, now: its parts, where `now` has no digest if the order may be another one.
         progress: of the epoch that it continues; else of the workers only.
-        place: state of a stateful sampler; see `reading.position.place_of`.
+        sampler_state: of a stateful sampler; see `reading.position.state_of`.
         initial_seed: for `samplers.set_initial_seed`, or None.
         other_size: the loader has another batch size than the state, so its draws end elsewhere.
     """
@@ -56,7 +56,7 @@ class Saved:
     start: EpochStart
     now: EpochSnapshot = field(default_factory=EpochSnapshot)
     progress: Progress = START
-    place: dict[str, Any] = field(default_factory=dict)
+    sampler_state: dict[str, Any] = field(default_factory=dict)
     initial_seed: int | None = None
     other_size: bool = False
 

@@ -76,7 +76,7 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
     own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
     _fit(now.generators, own)
     progress = Progress(workers=() if finished else _workers(fields, start, now, loader, ignored))
-    place = _place(fields, loader)
+    sampler_state = _sampler_state(fields, loader)
     _check_dataset(fields, loader)
     # No digest if it is of another rank's part, or the caller allows another order.
     same_order = "order" not in ignored and now.part == samplers.part_of_data(loader._index_sampler)
@@ -89,7 +89,7 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
         _fit(start.first, own)
         progress = Progress(delivered, frozenset(now.beyond), progress.workers)
     seed = None if samplers.INITIAL_SEED in ignored else fields[samplers.INITIAL_SEED]
-    return Saved(state, start, now, progress, place, seed, other_size)
+    return Saved(state, start, now, progress, sampler_state, seed, other_size)
 
 
 def _delivered(fields: Fields, now: EpochSnapshot) -> int:
@@ -126,16 +126,16 @@ def _with_another_size(
     return replace(start, passed=passed, base_seed=seed, batches=batches), now, samples // size
 
 
-def _place(fields: Fields, loader: Loader) -> Fields:
+def _sampler_state(fields: Fields, loader: Loader) -> Fields:
     """The states of the sampler and of its iterator, where they were saved."""
     names = {"dataset": "_index_sampler_state", "iterator": "_sampler_iter_state"}
-    place = {part: fields[name] for part, name in names.items() if fields.get(name) is not None}
-    if "dataset" in place and samplers.stateful_sampler(loader._index_sampler) is None:
+    sampler_state = {part: fields[name] for part, name in names.items() if fields.get(name) is not None}
+    if "dataset" in sampler_state and samplers.stateful_sampler(loader._index_sampler) is None:
         raise ValueError(
             "field '_index_sampler_state': the sampler's state was saved, and the loader's sampler has no "
             "state_dict and load_state_dict: use the sampler that was saved"
         )
-    return place
+    return sampler_state
 
 
 def _is_stateful(loader: Loader, iterable: bool) -> bool:
@@ -156,23 +156,23 @@ def _workers(
     fields: Fields, start: EpochStart, now: EpochSnapshot, loader: Loader, ignored: Container[str]
 ) -> Workers:
     """Progress of the workers; empty between two epochs, unless they live on."""
-    places = fields["workers"]
-    if not (isinstance(places, list) and len(places) == len(now.workers)):
-        raise ValueError(f"field 'workers' is {places!r:.60}; it should be a list of {len(now.workers)}")
+    states = fields["workers"]
+    if not (isinstance(states, list) and len(states) == len(now.workers)):
+        raise ValueError(f"field 'workers' is {states!r:.60}; it should be a list of {len(now.workers)}")
     workers = []
-    for number, (place, (delivered, known)) in enumerate(zip(places, now.workers, strict=True)):
+    for number, (dataset_state, (delivered, known)) in enumerate(zip(states, now.workers, strict=True)):
         if "unknown" in known:
             raise ValueError(
                 f"field 'workers.{number}': the epoch before was broken off, and the position of worker "
                 f"{number} after that was unknown. Use a state from before that, or from after its next batch"
             )
         left_out = known.pop("left_out", "")  # such a dataset is read again, like one without the methods
-        if place is None and delivered and not left_out and _is_stateful(loader, iterable=True):
+        if dataset_state is None and delivered and not left_out and _is_stateful(loader, iterable=True):
             raise ValueError(
                 f"field 'workers.{number}' is None: the state has no position of the dataset, which has "
                 "state_dict. Use a state that was saved with this dataset"
             )
-        state = known if place is None else {**known, "position": place}
+        state = known if dataset_state is None else {**known, "position": dataset_state}
         workers.append(WorkerProgress(delivered, pickle.dumps(state) if state else b""))
     return _dealt(fields, start.resumes, tuple(workers), loader, ignored) if workers or start.resumes else ()
 
@@ -247,7 +247,7 @@ def take(loaded: Saved, loader: Loader) -> None:
     dataset: Any = loader.dataset
     own = own_generators(sampler, loader.generator, dataset)
     resumes, states, epochs = loaded.start.resumes, loaded.now.generators, loaded.start.epochs
-    if not resumes and "dataset" in loaded.place:
+    if not resumes and "dataset" in loaded.sampler_state:
         with generators.restored({**generators.GLOBAL, **own}, states):
             _put(samplers.stateful_sampler(sampler), sampler, loaded)
     if loaded.state.get(_DATASET) is not None:
@@ -263,12 +263,12 @@ def take(loaded: Saved, loader: Loader) -> None:
 
 def _put(part: Any, index_sampler: Any, loaded: Saved) -> None:
     """Set a sampler to its state from between two epochs, or before the first."""
-    before, said, exhausted = None, loaded.place["dataset"], loaded.now.exhausted
+    before, said, exhausted = None, loaded.sampler_state["dataset"], loaded.now.exhausted
     iterated = index_sampler if exhausted else ()
     try:
         before = copy.deepcopy(part.state_dict())
-        place = {"dataset": said, "ended": exhausted}
-        position.begun_at(place, part, lambda: iter(iterated), lambda iterator: iterator)
+        sampler_state = {"dataset": said, "ended": exhausted}
+        position.begun_at(sampler_state, part, lambda: iter(iterated), lambda iterator: iterator)
     except Exception as error:
         if before is not None:
             part.load_state_dict(before)

@@ -152,7 +152,7 @@ def state_of(loader: Loader, record: Any) -> dict[str, Any]:
     # The states from which the first index will be drawn, unless it was.
     first = record.first_states or record.shared_now()
     progress, draws = record.snapshot()
-    assert not isinstance(draws.place, Exception)
+    assert not isinstance(draws.sampler_state, Exception)
     # This may be called after every step, and must cost next to nothing: the constant part is cached.
     constant = record.constant
     if constant is None:
@@ -170,7 +170,8 @@ def state_of(loader: Loader, record: Any) -> dict[str, Any]:
         part=samplers.part_of_data(loader._index_sampler),
     )
     workers = [_worker(loader, *worker) for worker in progress.workers]
-    return {**_whole(constant, progress, now, workers, record), **_said(copy.deepcopy(draws.place))}
+    sampler_state = _of_sampler(copy.deepcopy(draws.sampler_state))
+    return {**_whole(constant, progress, now, workers, record), **sampler_state}
 
 
 def _between_epochs(loader: Loader, record: Any) -> dict[str, Any]:
@@ -190,8 +191,11 @@ def _between_epochs(loader: Loader, record: Any) -> dict[str, Any]:
     )
     constant = _described(loader), text.dump(vars(start))
     asked = samplers.stateful_sampler(sampler)
-    place = {} if asked is None else copy.deepcopy(position.place_of(asked, None))
-    return {**_whole(constant, progress, EpochSnapshot(states), workers, record), **_said(place)}
+    sampler_state = {} if asked is None else copy.deepcopy(position.state_of(asked, None))
+    return {
+        **_whole(constant, progress, EpochSnapshot(states), workers, record),
+        **_of_sampler(sampler_state),
+    }
 
 
 def _whole(
@@ -212,22 +216,27 @@ def _whole(
         "_num_yielded": progress.delivered,
         "_sampler_iter_yielded": progress.delivered,
         "_iterator_finished": progress.over,
-        "workers": [place for *_, place in workers],
+        "workers": [dataset_state for *_, dataset_state in workers],
         "rest": rest,
         "checksum": crc32(rest.encode()),
     }
 
 
-def _said(place: dict[str, Any]) -> dict[str, Any]:
+def _of_sampler(sampler_state: dict[str, Any]) -> dict[str, Any]:
     """The states of a sampler and its iterator, under torchdata's names."""
-    return {"_index_sampler_state": place.get("dataset"), "_sampler_iter_state": place.get("iterator")}
+    return {
+        "_index_sampler_state": sampler_state.get("dataset"),
+        "_sampler_iter_state": sampler_state.get("iterator"),
+    }
 
 
 def _worker(loader: Loader, delivered: int, state: bytes) -> tuple[int, dict[str, Any], Any]:
     worker = pickle.loads(state) if state else {}
-    place = worker.pop("position", None)
-    if place is not None and "error" in place:
-        raise RuntimeError(f"the dataset's state_dict(), or its iterator's, cannot be used: {place['error']}")
+    dataset_state = worker.pop("position", None)
+    if dataset_state is not None and "error" in dataset_state:
+        raise RuntimeError(
+            f"the dataset's state_dict(), or its iterator's, cannot be used: {dataset_state['error']}"
+        )
     if "left_out" in worker:
         _hint_left_out(loader, f"its state cannot be copied ({worker['left_out']})")
-    return delivered, worker, place
+    return delivered, worker, dataset_state

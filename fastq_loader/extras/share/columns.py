@@ -49,7 +49,7 @@ class Numbers(Plain):
         return self._array.item(at)
 
 
-class Pickled(Plain):
+class PickledValues(Plain):
     """All other values, each pickled separately."""
 
     def __init__(self, values: Sequence[Any]) -> None:
@@ -90,7 +90,7 @@ class Ragged:
 
     def __getitem__(self, at: int) -> Any:
         items = self._items
-        return self._kind([items[place] for place in range(self._ends[at], self._ends[at + 1])])
+        return self._kind([items[number] for number in range(self._ends[at], self._ends[at + 1])])
 
 
 def column_of(values: Sequence[Any], depth: int = 0) -> Column:
@@ -105,8 +105,8 @@ def column_of(values: Sequence[Any], depth: int = 0) -> Column:
         if kinds == {kind} and depth < _DEEPEST and (kind in (tuple, list) or kind is dict):
             return _of_containers(values, kind, depth + 1)
     except (pa.ArrowException, OverflowError, UnicodeEncodeError):  # values that Arrow cannot store
-        return Pickled(values)
-    return Pickled(values)
+        return PickledValues(values)
+    return PickledValues(values)
 
 
 def _of_containers(values: Sequence[Any], kind: type, depth: int) -> Column:
@@ -117,6 +117,6 @@ def _of_containers(values: Sequence[Any], kind: type, depth: int) -> Column:
     else:
         alike = set(map(len, values)) == {len(first)}
     if not alike or len(keys) > _WIDEST:
-        return Pickled(values) if kind is dict else Ragged(values, kind, depth)
+        return PickledValues(values) if kind is dict else Ragged(values, kind, depth)
     columns = [column_of([value[key] for value in values], depth) for key in keys]
     return Fields(len(values), columns, kind, tuple(keys))

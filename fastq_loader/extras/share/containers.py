@@ -68,11 +68,11 @@ class SharedSequence(Shared, Sequence[Any]):
         if type(at) is int and 0 <= at < self._length:
             return self._column[at]
         if isinstance(at, slice):
-            return self.kind([self._column[place] for place in range(*at.indices(self._length))])
-        place = operator.index(at)
-        if not -self._length <= place < self._length:
+            return self.kind([self._column[number] for number in range(*at.indices(self._length))])
+        number = operator.index(at)
+        if not -self._length <= number < self._length:
             raise IndexError(f"{self.kind.__name__} index out of range")
-        return self._column[place % self._length]
+        return self._column[number % self._length]
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._column.__getitem__, range(self._length))
@@ -97,9 +97,9 @@ class SharedMapping(Shared, Mapping[Any, Any]):
         self.before = before
         self._keys, self._values = column_of(list(values)), column_of(list(values.values()))
         digests = np.array([_digest(key) for key in values], np.uint64)
-        self._places = np.argsort(digests, kind="stable")
-        self._digests = digests[self._places]
-        self.nbytes = self._keys.nbytes + self._values.nbytes + self._places.nbytes + digests.nbytes
+        self._order = np.argsort(digests, kind="stable")
+        self._digests = digests[self._order]
+        self.nbytes = self._keys.nbytes + self._values.nbytes + self._order.nbytes + digests.nbytes
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -121,9 +121,9 @@ class SharedMapping(Shared, Mapping[Any, Any]):
         digest = np.uint64(_digest(key))
         at = int(np.searchsorted(self._digests, digest))
         while at < len(self) and self._digests[at] == digest:
-            place = int(self._places[at])
-            if self._keys[place] == key:
-                return self._values[place]
+            number = int(self._order[at])
+            if self._keys[number] == key:
+                return self._values[number]
             at += 1
         raise KeyError(key)
 

@@ -20,7 +20,7 @@ from fastq_loader.memory import mapped
 from fastq_loader.system import locks
 
 
-class Differs(ValueError):
+class NameInUse(ValueError):
     """Other processes share something else under this name.
 
     Args:
@@ -41,7 +41,7 @@ def once(name: str, about: dict[str, Any], make: Callable[[], dict[str, Any]]) -
         make: returns containers by name.
 
     Raises:
-        Differs: other processes share something else under this name.
+        NameInUse: other processes share something else under this name.
         PermissionError: the file of this name belongs to another user.
     """
     fd, source = descriptor(name, about, lambda: mapped.write(make()))
@@ -62,7 +62,7 @@ def descriptor(name: str, about: dict[str, Any], make: Callable[[], int]) -> tup
         holders = [(opened, *holder) for holder in lines if (opened := _open(*holder)) >= 0]
         try:
             if holders and known != about:
-                raise Differs(known)
+                raise NameInUse(known)
             fd = os.dup(holders[0][0]) if holders else make()
         finally:
             for opened, *_ in holders:

@@ -90,7 +90,7 @@ def _once(name: str, of: dict[str, Any], make: Callable[[], dict[str, Any]]) -> 
 
     try:
         return named.once(name, of, make)
-    except named.Differs as error:
+    except named.NameInUse as error:
         there = error.about
         keys = [key for key in there.keys() | of.keys() if there.get(key) != of.get(key)]
         names = ", ".join(sorted({key.partition(".")[2] for key in keys}))

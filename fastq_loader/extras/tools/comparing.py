@@ -33,7 +33,7 @@ from fastq_loader.extras.images import sample_seeds
 from fastq_loader.extras.insight import processes
 from fastq_loader.extras.resume.text import dump
 from fastq_loader.extras.tools import trials
-from fastq_loader.extras.tools.leaves import Leaf, difference, digest, leaves
+from fastq_loader.extras.tools.leaves import ComparedLeaf, difference, digest, leaves
 from fastq_loader.loader import DataLoader
 from fastq_loader.packing.tensors import tensors_of
 from fastq_loader.reading import generators
@@ -170,10 +170,10 @@ def compare(
     run = _runner(method, epochs, batches, progress)
     first, second = run("torch", torchs), run("fastq_loader", ours)
     pairs = enumerate(zip(first.digests, second.digests, strict=False))
-    place = next((number for number, (one, other) in pairs if one != other), None)
+    differing = next((number for number, (one, other) in pairs if one != other), None)
     text = None
-    if place is not None:
-        again = run("torch", torchs, keep=place), run("fastq_loader", ours, keep=place)
+    if differing is not None:
+        again = run("torch", torchs, keep=differing), run("fastq_loader", ours, keep=differing)
         text = difference(again[0].kept, again[1].kept, ("with torch", "with fastq_loader"))
         text = text or "two batches, but not when they were loaded again"
         text += f" ({error})." if (error := first.costs.error or second.costs.error) else "."
@@ -183,12 +183,12 @@ def compare(
     errors = first.costs.error, second.costs.error
     seconds = min((row.seconds for row in rows if row.batches), default=math.inf)
     notes = (*_notes(loader, errors, seconds, batches), *_opaque(second.opaque))
-    return Comparison(place is None, text, second.costs.batches, rows, notes)
+    return Comparison(differing is None, text, second.costs.batches, rows, notes)
 
 
 def _runner(method: str, epochs: int, batches: int | None, progress: bool) -> Callable[..., PassResult]:
     """Return a function that makes a pass in a process of its own, from the present generator states."""
-    seeds, number = generators.states_of(generators.GLOBAL), count(1)
+    seeds, numbers = generators.states_of(generators.GLOBAL), count(1)
 
     def run(name: str, loader: Any, step: float | None = None, keep: int | None = None) -> PassResult:
         most, wait = 0, _LOOK
@@ -198,8 +198,8 @@ def _runner(method: str, epochs: int, batches: int | None, progress: bool) -> Ca
             most, wait = max(most, processes.proportional(pid)), min(wait * _LONGER, _MOST_LOOK)
             return wait
 
-        place = next(number)
-        about = f"compare: pass {place}, {name}" if progress or place == 1 else ""
+        number = next(numbers)
+        about = f"compare: pass {number}, {name}" if progress or number == 1 else ""
         task = _LoaderRun(loader, name, seeds, epochs, batches, step, keep, about, not progress)
         seen: PassResult = trials.in_child(task, method, look=look)
         return seen._replace(costs=replace(seen.costs, memory_bytes=most))
@@ -312,13 +312,13 @@ class PassResult(NamedTuple):
     """
 
     digests: list[bytes]
-    kept: list[Leaf]
+    kept: list[ComparedLeaf]
     costs: ComparisonRow
     opaque: dict[str, str]
 
 
 @dataclass
-class _LoaderRun(trials.Task):
+class _LoaderRun(trials.ChildTask):
     """A pass over the data: timed if `step` is a number of seconds, else with digests. `keep`: number of the
     digest whose parts are returned, too. A pass that takes longer than `_SILENCE` reports its progress."""
 
@@ -402,7 +402,7 @@ def _cpu_seconds() -> float:
 
 
 @dataclass
-class _Probe(trials.Task):
+class _Probe(trials.ChildTask):
     """Reads and collates the first samples twice with the same seeds, to find what differs."""
 
     found: str = ""
@@ -415,8 +415,8 @@ class _Probe(trials.Task):
             index = next(iter(loader._index_sampler))
             samples, _ = self._twice("the dataset", lambda: make(loader._dataset_kind, *rules).fetch(index))
             made = self._twice("collate_fn", lambda: loader.collate_fn(samples))
-            places = [{each.data_ptr() for each in tensors_of(batch) if each.numel()} for batch in made]
-            if not self.found and places[0] & places[1]:
+            addresses = [{each.data_ptr() for each in tensors_of(batch) if each.numel()} for batch in made]
+            if not self.found and addresses[0] & addresses[1]:
                 self.found = "collate_fn, which returns the same memory twice,"
 
     def _twice(self, name: str, read: Callable[[], Any]) -> list[Any]:

@@ -30,7 +30,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _Part = tuple[str, Any, Any]
 
 
-class Leaf(NamedTuple):
+class ComparedLeaf(NamedTuple):
     """A part of a batch.
 
     Attributes:
@@ -50,7 +50,7 @@ class Leaf(NamedTuple):
     opaque: bool = False
 
 
-def leaves(value: Any, path: str = "batch", above: tuple[int, ...] = ()) -> Iterator[Leaf]:
+def leaves(value: Any, path: str = "batch", above: tuple[int, ...] = ()) -> Iterator[ComparedLeaf]:
     """Take a batch apart, containers before their contents. `above`: ids of the objects around `value`."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     inner: list[_Part] = []
@@ -58,7 +58,7 @@ def leaves(value: Any, path: str = "batch", above: tuple[int, ...] = ()) -> Iter
         yield _tensor(value, path, kind)
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
         about = f"{kind} {value.dtype}{list(value.shape)}, strides {value.strides}"
-        yield Leaf(path, about, value.tobytes(), value.dtype, value.shape)
+        yield ComparedLeaf(path, about, value.tobytes(), value.dtype, value.shape)
     else:
         leaf, inner = _object(value, path, kind, above)
         yield leaf
@@ -68,12 +68,12 @@ def leaves(value: Any, path: str = "batch", above: tuple[int, ...] = ()) -> Iter
         yield from leaves(member, path + form.format(key), (*above, id(value)))
 
 
-def _object(value: Any, path: str, kind: str, above: tuple[int, ...]) -> tuple[Leaf, list[_Part]]:
+def _object(value: Any, path: str, kind: str, above: tuple[int, ...]) -> tuple[ComparedLeaf, list[_Part]]:
     known = isinstance(value, _ATOMS) or id(value) in above
     inner = [] if known else _inside(value)
     reduced = None if known or inner or type(value) in _EMPTY else _reduced(value, above)
     text = f"of {len(inner)}" if inner else _ADDRESS.sub("", repr(value))
-    leaf = Leaf(path, kind, text.encode(errors="surrogatepass"), opaque=reduced == ())
+    leaf = ComparedLeaf(path, kind, text.encode(errors="surrogatepass"), opaque=reduced == ())
     return leaf, [*inner, (" as it is pickled", "", reduced)] if reduced else inner
 
 
@@ -102,19 +102,21 @@ def _inside(value: Any) -> list[_Part]:
     return [part for part in parts_of(value) if part[1] not in left_out]
 
 
-def _tensor(tensor: torch.Tensor, path: str, kind: str) -> Leaf:
+def _tensor(tensor: torch.Tensor, path: str, kind: str) -> ComparedLeaf:
     kind += f" {str(tensor.dtype).removeprefix('torch.')}"
     plain = tensor.detach()
     if plain.layout != torch.strided or plain.is_nested or plain.is_quantized:
         torch.save(plain, file := io.BytesIO())
-        return Leaf(path, f"{kind} {plain.layout}", file.getvalue())
+        return ComparedLeaf(path, f"{kind} {plain.layout}", file.getvalue())
     shape, grad = tuple(plain.shape), ", requires_grad" if tensor.requires_grad else ""
     flat = plain.as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous().flatten()
     data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return Leaf(path, f"{kind}{list(shape)}, strides {tensor.stride()}{grad}", data, tensor.dtype, shape)
+    return ComparedLeaf(
+        path, f"{kind}{list(shape)}, strides {tensor.stride()}{grad}", data, tensor.dtype, shape
+    )
 
 
-def digest(parts: Iterable[Leaf]) -> bytes:
+def digest(parts: Iterable[ComparedLeaf]) -> bytes:
     """Digest of a batch's parts: equal parts have equal digests."""
     whole = hashlib.blake2b(digest_size=16)
     for leaf in parts:
@@ -124,7 +126,7 @@ def digest(parts: Iterable[Leaf]) -> bytes:
     return whole.digest()
 
 
-def difference(one: list[Leaf], other: list[Leaf], names: tuple[str, str]) -> str:
+def difference(one: list[ComparedLeaf], other: list[ComparedLeaf], names: tuple[str, str]) -> str:
     """Describe the first difference of two batches; "" if equal. `names` tell the two apart in the text."""
     first, second = next(((a, b) for a, b in zip(one, other, strict=False) if a != b), (None, None))
     if first is None or second is None:
@@ -143,11 +145,11 @@ def difference(one: list[Leaf], other: list[Leaf], names: tuple[str, str]) -> st
     return f"{where} is {shown[0]} {names[0]}, and {shown[1]} {names[1]}"
 
 
-def _element(leaf: Leaf, number: int) -> str:
+def _element(leaf: ComparedLeaf, number: int) -> str:
     if isinstance(leaf.dtype, torch.dtype):
         return str(torch.frombuffer(bytearray(leaf.data), dtype=leaf.dtype)[number].item())
     return str(np.frombuffer(leaf.data, leaf.dtype)[number])
 
 
-def _text(leaf: Leaf) -> str:
+def _text(leaf: ComparedLeaf) -> str:
     return f"{leaf.kind} {leaf.data[:80].decode(errors='replace')}"

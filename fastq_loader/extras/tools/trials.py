@@ -157,7 +157,7 @@ def measure(
 
 
 @dataclass
-class Task(ABC):
+class ChildTask(ABC):
     """Work with a loader in a child. A spawned child receives it as a pickle.
 
     Attributes:
@@ -183,7 +183,7 @@ class Task(ABC):
 
 
 def in_child(
-    task: Task, method: str, patience: float = math.inf, look: Callable[[int], float] | None = None
+    task: ChildTask, method: str, patience: float = math.inf, look: Callable[[int], float] | None = None
 ) -> Any:
     """Run a task in a process of its own, and return its result.
 
@@ -257,7 +257,7 @@ class _TimeIsOver(BaseException):
 
 
 def _run(answers: Connection, payload: Payload, consumer: int) -> None:
-    task: Task = payload.open()["task"]
+    task: ChildTask = payload.open()["task"]
     torch.set_num_threads(1)  # threads of a pool are not forked, and torch would wait for them
     warnings.simplefilter("ignore")  # they are shown in the user's own epochs
     answer: Any = None
@@ -299,7 +299,7 @@ class _Times(NamedTuple):
 
 
 @dataclass
-class _Trial(Task):
+class _Trial(ChildTask):
     """Iterates a loader for some seconds.
 
     Args:

@@ -128,12 +128,12 @@ def test_the_replacement_follows_from_epoch_batch_position_and_index(
 ) -> None:
     bad = random.Random(5).sample(range(SIZE), 20)
     index = list(range(SIZE)) * 2
-    at = [place for place, old in enumerate(index) if old in bad]
+    at = [number for number, old in enumerate(index) if old in bad]
 
-    def read(place: tuple[int, int], index: list[Any] = index) -> list[Any]:
+    def read(numbers: tuple[int, int], index: list[Any] = index) -> list[Any]:
         fetching = fetcher(kind(*bad), Replace(), population)
         fetching.fetch([min(set(range(SIZE)) - set(bad))])
-        fetching.place = place
+        fetching.batch_numbers = numbers
         data: list[Any] = fetching.fetch(index)
         return data
 

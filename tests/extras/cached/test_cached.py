@@ -19,7 +19,7 @@ import torch
 
 from fastq_loader import NotCached, cached
 from fastq_loader.extras.cached import cached as of_cached
-from fastq_loader.extras.cached import places
+from fastq_loader.extras.cached import storage
 from fastq_loader.system import calls
 from tests.conftest import open_descriptors
 
@@ -148,8 +148,8 @@ def test_without_copies_arrays_are_read_only_and_writing_all_the_same_changes_on
 def test_a_limit_is_bytes_or_a_part_of_what_is_left(
     limit: Any, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "memory_bytes", lambda: 1000)
-    assert places.bytes_of(limit, None, is_shared=False) == expected
+    monkeypatch.setattr(storage, "memory_bytes", lambda: 1000)
+    assert storage.bytes_of(limit, None, is_shared=False) == expected
 
 
 @pytest.mark.parametrize(
@@ -440,11 +440,11 @@ def test_a_draw_of_another_thread_is_no_reason_for_a_hint() -> None:
 def test_a_part_of_the_memory_is_divided_by_the_ranks_that_do_not_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(places, "memory_bytes", lambda: 1000)
+    monkeypatch.setattr(storage, "memory_bytes", lambda: 1000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert places.bytes_of("0.5", None, is_shared=False) == 125
-    assert places.bytes_of("0.5", None, is_shared=True) == 500
-    assert places.bytes_of("500", None, is_shared=False) == 500
+    assert storage.bytes_of("0.5", None, is_shared=False) == 125
+    assert storage.bytes_of("0.5", None, is_shared=True) == 500
+    assert storage.bytes_of("500", None, is_shared=False) == 500
 
 
 @pytest.mark.parametrize("place", ["path", "name"])

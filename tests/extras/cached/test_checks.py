@@ -28,11 +28,11 @@ from tests.support.forking import end_of, fork
 # ---- which hits -------------------------------------------------------------------------------------------
 
 
-def counts() -> counters.Counters:
-    return counters.Counters(bytearray(counters.NBYTES))
+def counts() -> counters.CacheCounters:
+    return counters.CacheCounters(bytearray(counters.NBYTES))
 
 
-def passed(shared: counters.Counters) -> counters.Counters:
+def passed(shared: counters.CacheCounters) -> counters.CacheCounters:
     """The first checks of the cache are over."""
     shared.first = checks.FIRST
     return shared

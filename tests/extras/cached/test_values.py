@@ -35,7 +35,7 @@ class OwnArray(np.ndarray):
 
 def reader(value: Any) -> Any:
     """Gives the value, from its bytes, each time that it is called."""
-    pieces, nbytes = values.record(b"key", values.Encoded(value))
+    pieces, nbytes = values.record(b"key", values.EncodedValue(value))
     record = memoryview(b"".join(pieces))
     assert len(record) == nbytes
     assert values.read(record, 0, b"another key", copy=True) is None
@@ -105,7 +105,7 @@ def test_an_image_that_pickle_would_change_is_refused() -> None:
     image = image_module.new("P", (4, 4), 3)
     image.putpalette(bytes(range(64)), "RGBA")
     with pytest.raises(UnpicklableError, match="a palette's transparency"):
-        values.Encoded(image)
+        values.EncodedValue(image)
 
 
 def test_views_of_the_same_memory_stay_views_of_it() -> None:
@@ -115,9 +115,9 @@ def test_views_of_the_same_memory_stay_views_of_it() -> None:
     assert all(same(back[name], value[name]) for name in "abcd")
     back["a"][2] = back["c"][1, 0] = 7
     assert (back["b"][0], back["d"][0, 0]) == (7, 7)
-    assert sum(part.nbytes for part in map(memoryview, values.Encoded(value).parts[1:])) == 40 + 96
+    assert sum(part.nbytes for part in map(memoryview, values.EncodedValue(value).parts[1:])) == 40 + 96
     with pytest.raises(UnpicklableError, match="UntypedStorage"):
-        values.Encoded([tensor, tensor.untyped_storage()])
+        values.EncodedValue([tensor, tensor.untyped_storage()])
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, Own])
@@ -139,13 +139,13 @@ def test_what_pil_loses_of_a_file_is_refused() -> None:
     with pytest.raises(
         UnpicklableError, match=r"TiffImageFile: PIL's pickle loses .*; return image.copy\(\)"
     ):
-        values.Encoded([image])
+        values.EncodedValue([image])
     assert again(image.copy()).tobytes() == image.tobytes()
 
 
 def test_an_error_of_pickling_has_the_path() -> None:
     with pytest.raises(UnpicklableError, match=r"value\['f'\]"):
-        values.Encoded({"f": lambda: 0})
+        values.EncodedValue({"f": lambda: 0})
 
 
 def test_the_pages_of_large_values_are_unmapped_with_them() -> None:

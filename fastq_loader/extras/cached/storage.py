@@ -22,7 +22,7 @@ from fastq_loader.extras.insight.machine import local_ranks, memory_bytes
 _NUMBER_AND_UNIT = re.compile(r"(\d+\.?\d*|\.\d+) *(B|[KMGT]I?B|)", re.IGNORECASE)
 
 
-class Options(NamedTuple):
+class CacheOptions(NamedTuple):
     """The arguments of `cached`. `nbytes` is the limit in bytes. The name of the function, and whether its
     code is in a file, are those of the program: a worker may get the function by value."""
 
@@ -42,8 +42,8 @@ class Options(NamedTuple):
         return self.name is not None or self.path is not None
 
 
-def open_place(options: Options) -> tuple[memory.Memory, Any]:
-    """Make or open the memory of a cache, which has its counters, and the place of its values: the same
+def open_storage(options: CacheOptions) -> tuple[memory.Memory, Any]:
+    """Make or open the memory of a cache, which has its counters, and the storage of its values: the same
     memory, or a folder.
 
     Raises:
@@ -78,7 +78,7 @@ def _named(name: str, about: dict[str, Any], nbytes: int) -> memory.Memory:
 
     try:
         held, source = named.descriptor(name, about, partial(memory.create, nbytes))
-    except named.Differs as error:
+    except named.NameInUse as error:
         text = f"cached: name={name!r} holds something else: it is of {error.about}. Use another name"
         raise ValueError(text) from None
     return memory.Memory(os.dup(held), source)
