@@ -291,6 +291,7 @@ def interrupted(mode: str, count: int) -> list[str]:
     sys.unraisablehook = lambda it: lost.append(repr(it.object))
     moments = random.Random(0)
     with DataLoader(Masked(), 4, **{"num_workers": 2, **MODES[mode]}) as loader:
+        assert len(list(loader)) == 3  # an interpreter is up
         for _ in range(count):
             before = len(lost)
             with suppress(Alarm), alarm_after(moments.uniform(1e-4, 0.1), ring):
