@@ -35,7 +35,6 @@ from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.in_flight import Batch
 from fastq_loader.scheduling.progress import Progress
 from fastq_loader.scheduling.scheduler import Scheduler
-from fastq_loader.scheduling.states import READY
 from fastq_loader.statistics.counters import FIRST_BATCHES, Counters, EpochLog
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
@@ -136,8 +135,7 @@ class Answers:
                 arrived.append((answer.finished, worker, answer))
                 continue
             came |= self._arrived(worker, answer)
-            head = in_flight.batches.get(in_flight.head)
-            if head is not None and head.state == READY:
+            if in_flight.is_next_here:
                 break
         arrived.sort(key=itemgetter(0))
         for _, worker, answer in arrived:

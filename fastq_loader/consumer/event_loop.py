@@ -95,7 +95,7 @@ class EventLoop:
         self._epoch: PoolEpoch | None = None
         self._message: BeginEpoch | None = None  # the start of the epoch, for workers
         self._sources: deque[Any] = deque()  # contains an iterator of indices
-        self._unsent: list[bytes] = []  # encoded shared tasks
+        self._unsent: dict[int, bytes] = {}  # ticket → encoded shared task
         self._tidy_at = 0  # when to check the memory again
         self._now = 0  # when the call under way looked at the clock last
         # Of the call under way. Not passed from frame to frame: an error's traceback references all frames.
@@ -177,7 +177,7 @@ class EventLoop:
         scheduler, batch = self.scheduler, None
         # As in torch, the next index is drawn after a batch was unpickled.
         while self._outcome is None:
-            batch = scheduler.ready() if scheduler.in_flight.filled else None
+            batch = scheduler.ready() if scheduler.in_flight.is_next_here else None
             if batch is None and not self.answers.receive():
                 batch = self._await_batch()
             if batch is not None:
@@ -216,11 +216,11 @@ class EventLoop:
     def _tidy(self, now: int) -> None:
         """Do the work that is not needed for every batch."""
         self._tidy_at = now + _TIDY_EVERY
-        self.blocks.collect()  # also blocks that waited for a forked child to end
         window, staging = self.scheduler.window.size, self.answers.staging
         self._counters.window = window
         spare = _SPARE_BATCHES + (0 if staging is None else 2 * staging.ahead)
-        if self.blocks.trim(window + spare, None if staging is None else staging.forget):
+        forget = None if staging is None else staging.forget
+        if self.blocks.nbytes and self.blocks.trim(window + spare, forget):
             for worker in self.group.workers:
                 if worker.line is not None and (space := self.blocks.space(worker.number)):
                     self.group.socket.send(worker.line, Space(space))
@@ -286,8 +286,7 @@ class EventLoop:
     def _send(self, worker: int | None, task: Task) -> None:
         try:
             if worker is None:
-                self._unsent.append(encode_task(task, self.group.token))
-                self.group.offer_claim(task.ticket)
+                self._unsent[task.ticket] = encode_task(task, self.group.token)
             else:
                 line = self.group.workers[worker].line
                 assert line is not None, "no task is made for a dead worker"

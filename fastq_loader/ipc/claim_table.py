@@ -54,10 +54,11 @@ class ClaimTable:
         self._words = words
         self._size = slots(words)
 
-    def offer(self, ticket: int) -> None:
-        """Let the workers claim a ticket. Only the consumer calls this, and only when nobody can claim or
-        look up the slot's previous ticket any more."""
-        self._words[ticket % self._size] = ticket << _WHO
+    def offer(self, *tickets: int) -> None:
+        """Let the workers claim tickets. Only the consumer calls this, and only when nobody can claim or look
+        up the previous tickets of their slots any more."""
+        for ticket in tickets:
+            self._words[ticket % self._size] = ticket << _WHO
 
     def claim(self, ticket: int, worker: int) -> bool:
         """Claim an offered ticket for `worker`. Returns False if the ticket is taken or was never offered.

@@ -240,6 +240,7 @@ class BlockPool:
         Returns:
             Whether any block lost its pages: then there may be `space` to send to workers.
         """
+        self.collect()  # also blocks that waited for a forked child to end
         recent = {kind: task for kind, task in self._kinds.items() if task > self._tasks - RECENT}
         if len(recent) < len(self._kinds):
             self._kinds = recent

@@ -89,7 +89,10 @@ class InFlight:
         drawn: sequence number of the next batch to be requested.
         batches: sequence number → batch.
         filled: number of batches that have arrived; without order, also of ends and deaths.
+        is_next_here: whether `take` returns a batch; without order, something that has arrived.
     """
+
+    is_next_here = False
 
     def __init__(self, first: int = 0, done: frozenset[int] = frozenset()) -> None:
         self._done = done
@@ -132,6 +135,7 @@ class InFlight:
             batch = self.batches.get(self.head)
             if batch is not None:
                 if batch.state != SENT or batch.worker is None or not exhausted(batch.worker):
+                    self.is_next_here |= batch.state == READY
                     return batch
                 self.leave(batch, "skip")
             self.head += 1
@@ -159,17 +163,20 @@ class InOrder(InFlight):
             self._from_an_end_on.append(batch)
         else:
             self.filled += 1
+            self.is_next_here |= batch.seq == self.head
 
     def add_death(self, died: Died) -> None:
         """A worker has died, and was not replaced."""
 
     def take(self) -> Batch | None:
         """Return the batch at the head, and advance the head; None if it is not here."""
-        batch = self.batches.get(self.head)
-        if batch is None or batch.state != READY:
+        if not self.is_next_here:
             return None
+        batch = self.batches[self.head]
         self.filled -= 1
         self.head += 1
+        following = self.batches.get(self.head)
+        self.is_next_here = following is not None and following.state == READY
         return batch
 
     def next_event(self, head: Batch) -> Batch | Died | None:
@@ -223,6 +230,7 @@ class AsTheyCome(InFlight):
         """See `InOrder`."""
         self._arrivals.append(arrival)
         self.filled += 1
+        self.is_next_here = True
 
     add_death = add
 
@@ -230,16 +238,19 @@ class AsTheyCome(InFlight):
         """Return the next batch; None if nothing has arrived, or an event comes before it."""
         if not self._arrivals or type(first := self._arrivals[0]) is not Batch or first.is_end:
             return None
-        self.filled -= 1
-        self._arrivals.popleft()
+        self._pop()
         self._of[first.worker] -= 1
         return first
+
+    def _pop(self) -> Batch | Died:
+        self.filled -= 1
+        self.is_next_here = self.filled > 0
+        return self._arrivals.popleft()
 
     def next_event(self, head: Batch) -> Batch | Died | None:
         """The event before the next batch; `head` if nothing has arrived and it is lost; None: wait."""
         if self._arrivals:
-            self.filled -= 1
-            return self._arrivals.popleft()
+            return self._pop()
         return head if head.state == LOST else None
 
     def upcoming(self, count: int) -> list[Batch]:

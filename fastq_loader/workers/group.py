@@ -96,7 +96,7 @@ class WorkerGroup:
         arena = self._blocks.arena
         _in_use.add(arena)
         self._claims = claims = ClaimTable(arena.fd, arena.mapping.claims)
-        self.holder, self.offer_claim = claims.holder, claims.offer  # called for every batch
+        self.holder = claims.holder  # called for every batch
         self._worker_pool.start(arena, self.token, base_seed, shared_seed)
         # The zmq context has threads, so it is made after the forks.
         frame_at = partial(_frame_at, arena.mapping)  # holds no object of the user's
@@ -201,10 +201,10 @@ class WorkerGroup:
 
     # ---- shared tasks ---------------------------------------------------------------------------
 
-    def offer(self, tasks: list[bytes]) -> None:
-        """Send encoded shared tasks to all workers, but not to a busy one that may have many to read: its
-        unread messages take memory, and the others load them. The worker that answered last is never passed
-        over, because no window has more tasks."""
+    def offer(self, tasks: dict[int, bytes]) -> None:
+        """Offer shared tasks (ticket → encoded task), and send them to all workers. Not to a busy one that
+        may have many to read: its unread messages take memory, and the others load them. The worker that
+        answered last is never passed over, because no window has more tasks."""
         lines, offered, unread = [], self.offered, self._unread
         for worker in self.workers:
             if worker.line is None:
@@ -214,7 +214,8 @@ class WorkerGroup:
             if not worker.is_behind:
                 lines.append(worker.line)
         self.offered += len(tasks)
-        self.socket.send_all(lines, *tasks)
+        self.claims.offer(*tasks)
+        self.socket.send_all(lines, *tasks.values())
 
     def reading_again(self) -> list[Line]:
         """The workers that are no longer passed over, and are to be sent the tasks on offer."""

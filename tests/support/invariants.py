@@ -54,10 +54,12 @@ def _waiting(in_flight: InOrder | AsTheyCome) -> list[Batch]:
     if isinstance(in_flight, InOrder):
         ready = [batch for batch in in_flight.batches.values() if batch.state == READY]
         assert in_flight.filled == len(ready)
+        assert in_flight.is_next_here == any(batch.seq == in_flight.head for batch in ready)
         arrived: list[Any] = [*ready, *in_flight._from_an_end_on]
     else:
         arrived = list(in_flight._arrivals)
         assert in_flight.filled == len(arrived)
+        assert in_flight.is_next_here == bool(arrived)
     batches = [batch for batch in arrived if type(batch) is Batch and not batch.is_end]
     return sorted(batches, key=lambda batch: batch.seq)
 

@@ -88,20 +88,20 @@ def test_a_busy_worker_that_has_much_to_read_is_passed_over_until_it_answers() -
     workers, socket, _ = group()
     workers.claims.begin(0, 5)
     for ticket in range(10):
-        workers.offer([b"%d" % ticket])
+        workers.offer({ticket: b"%d" % ticket})
         workers.workers[1].answered_at = workers.offered
     assert [frame for worker, frame in socket.sent if worker == 0] == [b"0", b"1"]
     assert len([frame for worker, frame in socket.sent if worker == 1]) == 10
     assert (workers.some_behind, workers.reading_again()) == (True, [])
     workers.claims.begin(0, None)
     assert ([line.worker for line in workers.reading_again()], workers.some_behind) == ([0], False)
-    workers.offer([b"11"])
+    workers.offer({11: b"11"})
     assert socket.sent[-2:] == [(0, b"11"), (1, b"11")]
     workers.claims.begin(0, 6)
     for number in (0, 1):  # nobody is passed over who is not sent anything
         workers.mark_dead(number)
-    workers.offer([b"12", b"13", b"14"])
-    workers.offer([b"15"])
+    workers.offer({12: b"12", 13: b"13", 14: b"14"})
+    workers.offer({15: b"15"})
     assert not workers.some_behind
 
 
