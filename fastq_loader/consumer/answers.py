@@ -149,7 +149,7 @@ class Answers:
         state, remarks, grown = b"", None, self._pool.grown
         try:
             if handle is not None and answer.kind not in EMPTY:
-                handle, used = self._unpacker.check(worker.specs, handle)
+                handle, used = self._unpacker.check(worker.layouts, handle)
             if used or handle is None or answer.kind != BATCH:
                 self._check(number, answer, handle)
             if answer.state or answer.remarks:
@@ -256,8 +256,8 @@ class Answers:
             if too_many is not None:
                 return self._raised(batch, too_many)
             self._counters.batches += 1
-            self._counters.bytes += handle.spec.nbytes
-            self.log.nbytes += handle.spec.nbytes
+            self._counters.bytes += handle.layout.nbytes
+            self.log.nbytes += handle.layout.nbytes
             return Delivered(value, self.progress or 1)
         finally:
             del batch, too_many  # an error's traceback references this frame

@@ -36,7 +36,7 @@ from fastq_loader.ipc.messages import BatchHandle
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import Extents, device_aligned
 from fastq_loader.packing import pickling
-from fastq_loader.packing.spec import REMEMBERED, BatchLayout
+from fastq_loader.packing.layout import REMEMBERED, BatchLayout
 from fastq_loader.packing.tensors import cloned, moved
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.packing.walker import TreeFlattener, device_segments, is_leaf, segments_of

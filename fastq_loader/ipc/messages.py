@@ -133,9 +133,9 @@ class BatchHandle(NamedTuple):
     """Location of a batch, and instructions to rebuild it (see `packing`).
 
     Attributes:
-        spec_id: the worker's number for the batch's spec.
-        spec: the spec itself the first time that this worker uses it, else None; in the consumer the
-            compiled `packing.spec.BatchLayout`, from its arrival on.
+        layout_id: the worker's number for the batch's layout.
+        layout: the plain layout the first time that this worker uses it, else None; in the consumer the
+            compiled `packing.layout.BatchLayout`, from its arrival on.
         values: the plain leaves (int, float, str, bytes, bool, None), in the order of the tree.
         packet: the bytes of the small leaves if they are sent in the message, else None.
         segments: the segments that lie in blocks, each as (offset of the block, size of the block, start in
@@ -143,8 +143,8 @@ class BatchHandle(NamedTuple):
             the large segments.
     """
 
-    spec_id: int
-    spec: Any
+    layout_id: int
+    layout: Any
     values: tuple[Any, ...]
     packet: bytes | None
     segments: tuple[tuple[int, int, int], ...]

@@ -1,4 +1,4 @@
-"""Packs a batch into a handle: the tree as a spec, large leaves in blocks, small ones in a packet.
+"""Packs a batch into a handle: the tree as a layout, large leaves in blocks, small ones in a packet.
 
 Runs in workers; `unpack` is the other side. A `TreeFlattener` takes the batch apart, and `segments_of` finds
 the bytes that its leaves cover. A segment of 64 KiB or more lies in its own block, so that a loop that keeps
@@ -10,7 +10,7 @@ lie in one block at multiples of 256 bytes. Arrays, plain values and objects sta
 as usual.
 
 The segments of a handle are, in this order and as needed: the packet, the part for the device, the large
-segments. See `spec` for the part of a batch that is sent only once.
+segments. See `layout` for the part of a batch that is sent only once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastq_loader.ipc.messages import BatchHandle
 from fastq_loader.memory.allocator import Allocator, Used
 from fastq_loader.memory.blocks import DEVICE_ALIGNMENT, SMALLEST, device_aligned
 from fastq_loader.packing import pickling
-from fastq_loader.packing.spec import ALIGNMENT, REMEMBERED
+from fastq_loader.packing.layout import ALIGNMENT, REMEMBERED
 from fastq_loader.packing.walker import (
     INLINE,
     Span,
@@ -33,7 +33,7 @@ from fastq_loader.packing.walker import (
 
 #: A part of a batch in a block: offset and size of the block, start of the part in it (for a packet: its
 #: size), and the bytes that the batch needs, counted from the start of the block.
-_Placed = tuple[int, int, int, int]
+_Segment = tuple[int, int, int, int]
 
 
 class Packer:
@@ -48,7 +48,7 @@ class Packer:
         self._token = token
         self._allocator = allocator
         self._walker = TreeFlattener()
-        self._specs: dict[tuple[Any, ...], int] = {}
+        self._layout_ids: dict[tuple[Any, ...], int] = {}
 
     def pack(self, batch: Any) -> tuple[BatchHandle, Used]:
         """Put a batch into blocks, and mark these as packed: they are not reused before the task is finished.
@@ -72,7 +72,7 @@ class Packer:
             if walker.objects:
                 value = walker.objects[0] if len(walker.objects) == 1 else tuple(walker.objects)
                 pickled = pickling.dump(value, walker.leaf_in_pickle, batch, self._allocator.for_device)
-            return self._place(tree, pickled)
+            return self._put(tree, pickled)
         finally:
             walker.clear()
 
@@ -100,30 +100,30 @@ class Packer:
         Raises:
             MemoryError: there is no block for it.
         """
-        return self._place("O", data, failed=True)
+        return self._put("O", data, failed=True)
 
     def pack_text(self, text: str, out_of_memory: bool) -> BatchHandle:
         """Pack the text of an exception for which there is no block: it is sent in the message."""
         self._walker.values += [out_of_memory, text]
         try:
-            return self._place(("t", ("V", "V")), None)[0]
+            return self._put(("t", ("V", "V")), None)[0]
         finally:
             self._walker.clear()
 
     def unsend(self, handle: BatchHandle) -> None:
-        """Undo the bookkeeping for a handle, and the spec in it, that is not sent after all."""
-        if handle.spec is not None:
-            self._specs.pop(handle.spec, None)
+        """Undo the bookkeeping for a handle, and the layout in it, that is not sent after all."""
+        if handle.layout is not None:
+            self._layout_ids.pop(handle.layout, None)
 
-    def _place(self, tree: Any, pickled: bytes | None, failed: bool = False) -> tuple[BatchHandle, Used]:
+    def _put(self, tree: Any, pickled: bytes | None, failed: bool = False) -> tuple[BatchHandle, Used]:
         """Put the walker's leaves and the pickled bytes into blocks or the packet. Returns as `pack`."""
         allocator = self._allocator
         metas, spans = segments_of(self._walker.leaves)
-        placed: dict[int, _Placed] = {}  # by offset of the block
+        placed: dict[int, _Segment] = {}  # by offset of the block
         chosen: list[int] = []
         device_offsets: tuple[Any, ...] = ()  # one tuple of them, for a device
         if allocator.for_device and (chosen := device_segments(metas)):
-            part, offsets = self._place_for_device(spans, chosen)
+            part, offsets = self._put_for_device(spans, chosen)
             device_offsets = (offsets,)
             placed[part[0]] = part
         sizes: list[int] = []
@@ -136,30 +136,30 @@ class Packer:
             if size < SMALLEST:
                 small.append(ctypes.string_at(start, size).ljust(-(-size // ALIGNMENT) * ALIGNMENT, b"\0"))
             else:
-                part = self._place_large(start, size, placed)
+                part = self._put_large(start, size, placed)
                 placed[part[0]] = part
         packet = b"".join(small)
         if pickled is not None or len(packet) > INLINE:
             # Pickled bytes are never sent through a socket, however few they are.
             sealed = [] if pickled is None else [self._token, pickled]
-            part = self._place_packet([packet, *sealed], failed)
+            part = self._put_packet([packet, *sealed], failed)
             placed, packet = {part[0]: part, **placed}, b""
         key = tree, metas, tuple(sizes), *device_offsets
-        spec_id = self._specs.get(key)
-        spec = None if spec_id is not None else key  # which is sent, unless the consumer knows it
-        if spec_id is None:
-            spec_id = len(self._specs)
-            if spec_id < REMEMBERED:
-                self._specs[key] = spec_id
+        layout_id = self._layout_ids.get(key)
+        layout = None if layout_id is not None else key  # which is sent, unless the consumer knows it
+        if layout_id is None:
+            layout_id = len(self._layout_ids)
+            if layout_id < REMEMBERED:
+                self._layout_ids[key] = layout_id
         segments: list[tuple[int, int, int]] = []
         used: list[tuple[int, int]] = []
         for offset, size, start, need in placed.values():
             segments.append((offset, size, start))
             used.append((offset, need))
         values = tuple(self._walker.values)
-        return BatchHandle(spec_id, spec, values, packet or None, tuple(segments)), used
+        return BatchHandle(layout_id, layout, values, packet or None, tuple(segments)), used
 
-    def _place_packet(self, pieces: list[bytes], failed: bool) -> _Placed:
+    def _put_packet(self, pieces: list[bytes], failed: bool) -> _Segment:
         nbytes = sum(map(len, pieces))
         block = self._allocator.take(nbytes, failed)
         at = block.offset
@@ -168,7 +168,7 @@ class Packer:
             at += len(piece)
         return block.offset, block.size, nbytes, nbytes
 
-    def _place_large(self, start: int, nbytes: int, others: dict[int, _Placed]) -> _Placed:
+    def _put_large(self, start: int, nbytes: int, others: dict[int, _Segment]) -> _Segment:
         block = self._allocator.block_at(start)
         if block is not None and block.offset not in others:
             at = start - block.address
@@ -181,7 +181,7 @@ class Packer:
         self._allocator.write(block.offset, start, nbytes)
         return block.offset, block.size, 0, nbytes
 
-    def _place_for_device(self, spans: list[Span], chosen: list[int]) -> tuple[_Placed, tuple[int, ...]]:
+    def _put_for_device(self, spans: list[Span], chosen: list[int]) -> tuple[_Segment, tuple[int, ...]]:
         """Collect the `chosen` segments in one block: that of the largest one, or else a new one.
 
         Segments that lie in that block stay there, and the others are copied behind what was allocated in it.
@@ -189,7 +189,7 @@ class Packer:
         bytes would be transferred along.
 
         Returns:
-            The part of the batch that goes to the device, and the spec's `device_offsets`.
+            The part of the batch that goes to the device, and the layout's `device_offsets`.
         """
         sizes = {segment: spans[segment][1] - spans[segment][0] for segment in chosen}
         whole = sum(map(device_aligned, sizes.values()))

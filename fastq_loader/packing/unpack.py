@@ -1,6 +1,6 @@
 """Rebuilds a batch from a handle: large leaves as views with leases on blocks, small ones as copies.
 
-Runs in the consumer, on the thread that calls `next()`; `pack` is the other side. A spec is compiled once,
+Runs in the consumer, on the thread that calls `next()`; `pack` is the other side. A layout is compiled once,
 when a worker first sends it, so that the cost of a batch is the cost of its leaves. A handle that refers to
 bytes outside of its blocks is refused when it arrives.
 
@@ -22,7 +22,7 @@ from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import BatchHandle, unseal
 from fastq_loader.memory.arena import Arena
 from fastq_loader.packing import pickling
-from fastq_loader.packing.spec import REMEMBERED, BatchLayout
+from fastq_loader.packing.layout import REMEMBERED, BatchLayout
 from fastq_loader.packing.tensors import moved
 
 #: Bytes that a digest reads of each segment.
@@ -45,53 +45,53 @@ class Unpacker:
         self._arena = arena
 
     def check(
-        self, specs: dict[int, BatchLayout], handle: BatchHandle
+        self, layouts: dict[int, BatchLayout], handle: BatchHandle
     ) -> tuple[BatchHandle, tuple[tuple[int, int], ...]]:
-        """Check a handle, and replace its spec, or the number of one, by the compiled spec. Returns the
-        handle, and the blocks that it needs as (offset, bytes from the block's start), in their order in it.
+        """Check a handle, and replace its plain layout, or the number of one, by the compiled one. Returns
+        the handle, and the blocks that it needs in its order: (offset, bytes from the block's start).
 
         Must be called for every handle in the order of arrival, even if the handle will be dropped: a worker
-        sends each spec once. The returned handle depends on nothing else, however long it waits.
+        sends each layout once. The returned handle depends on nothing else, however long it waits.
 
         Args:
-            specs: the specs that the worker's process has sent.
+            layouts: the layouts that the worker's process has sent.
             handle: the handle as received.
 
         Raises:
-            ProtocolError: the worker has not sent the handle's spec, the spec is malformed, or the handle
+            ProtocolError: the worker has not sent the handle's layout, the layout is malformed, or the handle
                 does not match it.
         """
-        if handle.spec is None:
-            if handle.spec_id not in specs:
-                raise ProtocolError(f"a handle names spec {handle.spec_id}, which its worker has not sent")
-            spec = specs[handle.spec_id]
+        if handle.layout is None:
+            if handle.layout_id not in layouts:
+                raise ProtocolError(f"a handle names spec {handle.layout_id}, which its worker has not sent")
+            layout = layouts[handle.layout_id]
         else:
-            spec = BatchLayout(handle.spec)
-            if spec.on_device.leaves and not self._for_device:
+            layout = BatchLayout(handle.layout)
+            if layout.on_device.leaves and not self._for_device:
                 raise ProtocolError("a worker has packed a batch for a device, but batches stay on the host")
-            if handle.spec_id < REMEMBERED:
-                specs[handle.spec_id] = spec
+            if handle.layout_id < REMEMBERED:
+                layouts[handle.layout_id] = layout
         # Like `_replace`, but several times as fast.
-        checked: BatchHandle = tuple.__new__(BatchHandle, (handle[0], spec, *handle[2:]))
-        in_message = not (spec.tails or spec.objects or handle.segments)
-        fits = in_message and len(handle.values) == spec.values
-        if fits and len(handle.packet or b"") >= spec.packet_bytes:
+        checked: BatchHandle = tuple.__new__(BatchHandle, (handle[0], layout, *handle[2:]))
+        in_message = not (layout.tails or layout.objects or handle.segments)
+        fits = in_message and len(handle.values) == layout.values
+        if fits and len(handle.packet or b"") >= layout.packet_bytes:
             return checked, ()  # nothing else to check
         return checked, self._used(checked)
 
     def _used(self, handle: BatchHandle) -> tuple[tuple[int, int], ...]:
         """The blocks that a handle needs, see `check`. Raises ProtocolError."""
-        spec, segments, packet = handle.spec, handle.segments, handle.packet
-        boxed = bool(spec.objects or (packet is None and spec.packet_bytes))  # the packet lies in a block
-        expected = boxed + len(spec.tails), spec.values
+        layout, segments, packet = handle.layout, handle.segments, handle.packet
+        boxed = bool(layout.objects or (packet is None and layout.packet_bytes))  # the packet lies in a block
+        expected = boxed + len(layout.tails), layout.values
         if (len(segments), len(handle.values)) != expected:
             found = f"{len(segments)} segments and {len(handle.values)} values"
             raise ProtocolError(f"{found} for a spec of {expected}")
         packet_bytes = segments[0][2] if boxed else len(packet) if packet else 0
-        if packet_bytes < spec.packet_bytes:
-            raise ProtocolError(f"a packet of {packet_bytes} bytes for a spec of {spec.packet_bytes}")
+        if packet_bytes < layout.packet_bytes:
+            raise ProtocolError(f"a packet of {packet_bytes} bytes for a spec of {layout.packet_bytes}")
         used: list[tuple[int, int]] = []
-        for (offset, size, start), tail in zip(segments, [0] * boxed + spec.tails, strict=True):
+        for (offset, size, start), tail in zip(segments, [0] * boxed + layout.tails, strict=True):
             need = start + tail or 1
             if not (0 <= offset <= self._arena.mapping.end - size and start >= 0 and need <= size):
                 raise ProtocolError(f"{need} bytes, from {start} on, in a block of {size} bytes at {offset}")
@@ -101,25 +101,25 @@ class Unpacker:
     def part(self, handle: BatchHandle) -> tuple[int, int, int, int] | None:
         """The part of a batch that goes to a device: offset and size of its block, start in the block, and
         length. None if the batch has no such part. The handle comes from `check`."""
-        spec: BatchLayout = handle.spec
-        if not spec.on_device.leaves:
+        layout: BatchLayout = handle.layout
+        if not layout.on_device.leaves:
             return None
-        return (*handle.segments[-len(spec.tails)], spec.device_bytes)
+        return (*handle.segments[-len(layout.tails)], layout.device_bytes)
 
     def digest(self, handle: BatchHandle) -> tuple[bytes, int]:
         """A digest of the values, the packet and the first 64 KiB of each segment, which is equal for equal
         batches of two workers; and the number of bytes read. The handle is from `check`, not unpacked yet."""
-        spec: BatchLayout = handle.spec
+        layout: BatchLayout = handle.layout
         pieces: list[Any] = [repr(handle.values).encode(), handle.packet or b""]
         ranges = []
-        if len(handle.segments) > len(spec.tails):
+        if len(handle.segments) > len(layout.tails):
             ranges.append((handle.segments[0][0], handle.segments[0][2]))
         if (part := self.part(handle)) is not None:  # the gaps between its leaves have old bytes
             begin = part[0] + part[2]
-            for number, dtype, _, _, at, _ in spec.on_device.leaves:
-                ranges.append((begin + at * dtype.itemsize, spec.leaves[number].reach))
-        large = handle.segments[spec.first_large :] if spec.large else ()
-        for (_, nbytes, _), (offset, _, start) in zip(spec.large, large, strict=True):
+            for number, dtype, _, _, at, _ in layout.on_device.leaves:
+                ranges.append((begin + at * dtype.itemsize, layout.leaves[number].reach))
+        large = handle.segments[layout.first_large :] if layout.large else ()
+        for (_, nbytes, _), (offset, _, start) in zip(layout.large, large, strict=True):
             ranges.append((offset + start, nbytes))
         pieces += [self._arena.mapping.read(at, min(nbytes, _DIGESTED)) for at, nbytes in ranges]
         found = hashlib.blake2b(b"".join(pieces), digest_size=16).digest()
@@ -135,18 +135,18 @@ class Unpacker:
         Raises:
             ProtocolError: the pickled bytes do not begin with this pool's token.
         """
-        spec: BatchLayout = handle.spec
+        layout: BatchLayout = handle.layout
         pickled = b""
-        if spec.objects:
+        if layout.objects:
             offset, _, total = handle.segments[0]
-            sealed = self._arena.mapping.read(offset + spec.packet_bytes, total - spec.packet_bytes)
+            sealed = self._arena.mapping.read(offset + layout.packet_bytes, total - layout.packet_bytes)
             pickled = unseal(sealed, self._token)
         if not handle.segments:
             return (), (), pickled
         offsets, _, _ = zip(*handle.segments, strict=True)
-        if not spec.large:
+        if not layout.large:
             return (), offsets, pickled
-        return offsets[spec.first_large :], offsets[: spec.first_large], pickled
+        return offsets[layout.first_large :], offsets[: layout.first_large], pickled
 
     def unpack(self, handle: BatchHandle, pickled: bytes, memory: torch.Tensor | None = None) -> Any:
         """Build a batch.
@@ -157,43 +157,43 @@ class Unpacker:
             memory: device memory with the part for a device; None if batches stay on the host.
 
         Raises:
-            ProtocolError: the unpickled objects do not match the spec.
+            ProtocolError: the unpickled objects do not match the layout.
             Exception: an error of unpickling.
         """
-        spec: BatchLayout = handle.spec
+        layout: BatchLayout = handle.layout
         segments = handle.segments
-        leaves: list[Any] = spec.blank[:]
+        leaves: list[Any] = layout.blank[:]
         packet: Any = handle.packet or b""
-        if spec.packet_bytes and (spec.objects or handle.packet is None):  # it lies in a block
-            packet = self._arena.mapping.read(segments[0][0], spec.packet_bytes)
+        if layout.packet_bytes and (layout.objects or handle.packet is None):  # it lies in a block
+            packet = self._arena.mapping.read(segments[0][0], layout.packet_bytes)
         # Each has its own memory: a loop that keeps the labels does not keep the rest.
         pieces: list[Any] = [
-            (segment, bytearray(packet[start:end]), view) for segment, start, end, view in spec.packet
+            (segment, bytearray(packet[start:end]), view) for segment, start, end, view in layout.packet
         ]
-        large = segments[spec.first_large :] if spec.large else ()
-        for (segment, nbytes, view), (offset, size, start) in zip(spec.large, large, strict=True):
+        large = segments[layout.first_large :] if layout.large else ()
+        for (segment, nbytes, view), (offset, size, start) in zip(layout.large, large, strict=True):
             if memory is None:  # all leaves of a segment share one lease
                 pieces.append((segment, self._arena.lease((offset, size), start, nbytes), view))
             else:
                 pieces.append((segment, bytearray(self._arena.mapping.read(offset + start, nbytes)), view))
         for segment, whole, view in pieces:
             if view is None:
-                spec.fill(segment, whole, leaves)
+                layout.fill(segment, whole, leaves)
             else:  # like `fill`, without its calls
                 number, array, shape, dtype, strides = view
                 made = _ndarray(shape, dtype, whole, 0, strides)
                 leaves[number] = made if array else _from_numpy(made)
         if memory is not None:
-            spec.on_device.fill(memory, leaves)
+            layout.on_device.fill(memory, leaves)
         objects: Any = ()
-        if spec.objects:
+        if layout.objects:
             loaded = pickling.load(pickled, leaves)
-            objects = (loaded,) if spec.objects == 1 else loaded
-            if type(objects) is not tuple or len(objects) != spec.objects:
-                raise ProtocolError(f"a spec announces {spec.objects} objects, but the pickle has others")
+            objects = (loaded,) if layout.objects == 1 else loaded
+            if type(objects) is not tuple or len(objects) != layout.objects:
+                raise ProtocolError(f"a spec announces {layout.objects} objects, but the pickle has others")
             if memory is not None:  # an object that is a tensor goes to the device, too
                 objects = [moved(value, memory.device) for value in objects]
-        return spec.build(leaves, iter(handle.values), objects)
+        return layout.build(leaves, iter(handle.values), objects)
 
     def exception(self, handle: BatchHandle) -> BaseException:
         """The exception in a handle from `check`.
@@ -201,10 +201,10 @@ class Unpacker:
         Raises:
             ProtocolError: the handle has no exception, or its bytes do not begin with this pool's token.
         """
-        spec: BatchLayout = handle.spec
-        if spec.values == 2 and not (spec.leaves or spec.objects):  # from `pack_text`
+        layout: BatchLayout = handle.layout
+        if layout.values == 2 and not (layout.leaves or layout.objects):  # from `pack_text`
             out_of_memory, text = handle.values
             return (MemoryError if out_of_memory else RuntimeError)(str(text))
-        if spec.leaves or spec.values or spec.objects != 1:
+        if layout.leaves or layout.values or layout.objects != 1:
             raise ProtocolError("a batch where an exception should be")
         return pickling.load_exception(self.open(handle)[2])

@@ -1,14 +1,14 @@
 """Splits a batch into its tree, values, objects and leaves, and finds the memory of the leaves.
 
 Runs in workers, and in the consumer where it packs batches itself. The walk checks exact types: dict, list
-and tuple are described in the spec, plain values (int, float, str, bytes, bool, None) are sent in the
+and tuple are described in the layout, plain values (int, float, str, bytes, bool, None) are sent in the
 message, strided CPU tensors and numpy arrays are *leaves*, and everything else is an object, which is pickled
 without the leaves in it.
 
 A tree that contains an object is pickled as a whole, unless the batch goes to a device: this preserves the
 object's references to the containers around it. A tree of more than `PARTS` parts is a single object, too:
 pickle processes it in C, and parts that vary (the number of annotations, the keys of a dict) need no new
-spec. So is a tree with plain values for more than a message: one too long for the socket would need new
+layout. So is a tree with plain values for more than a message: one too long for the socket would need new
 memory for each batch. Arrays inside a pickled object that need no block of their own stay in the pickle.
 
 A *segment* is the memory of one leaf, or of several tensors that overlap in one storage, and then also
@@ -27,11 +27,11 @@ import torch
 from fastq_loader.ipc.messages import fits_64_bits
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.memory.nontemporal import address_of
-from fastq_loader.packing.spec import DEEPEST, contiguous_strides
+from fastq_loader.packing.layout import DEEPEST, contiguous_strides
 
 #: Largest number of parts of a tree that is walked. Parts are the members of its containers, except tensors,
 #: which cost the same either way. Above 100 parts (tuples of numbers) to 300 (fields of a dict), pickling the
-#: tree is faster than walking, sending and rebuilding it. If each batch needs a new spec, pickling is faster
+#: tree is faster than walking, sending and rebuilding it. If each batch has a new layout, pickling is faster
 #: above 30 parts, and 10 times as fast at 2,000.
 PARTS = 128
 #: Number of batches of a worker that are pickled whole after one that was too large: without it, a worker
@@ -166,7 +166,7 @@ class TreeFlattener:
         return "O"
 
     def _walk_container(self, value: Any, kind: type) -> Any:
-        """The tree of a dict, list or tuple; None for a dict with keys that a spec cannot contain."""
+        """The tree of a dict, list or tuple; None for a dict with keys that a layout cannot contain."""
         if kind is tuple:
             return "t", self._walk_all(value)
         if id(value) in self.containers:
@@ -240,7 +240,7 @@ class TreeFlattener:
 
 
 def segments_of(leaves: list[Any]) -> tuple[Metas, list[Span]]:
-    """The `leaves` field of the spec, and the spans of the segments.
+    """The `leaves` field of the layout, and the spans of the segments.
 
     A non-contiguous array in `leaves` is replaced by a contiguous copy.
     """

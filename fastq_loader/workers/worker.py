@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
 from fastq_loader.errors import Transitions
-from fastq_loader.packing.spec import BatchLayout
+from fastq_loader.packing.layout import BatchLayout
 from fastq_loader.statistics.counters import WorkerCounters
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Worker:
         line: connections to the process; None before the first one, and after a death.
         answered_at: number of shared tasks that had been sent when its last answer arrived.
         is_behind: it was not sent all of them, because it is busy, and has many to read.
-        specs: specs of the batches that the process has sent.
+        layouts: layouts of the batches that the process has sent.
         counters: the loader's counters of the worker, set when it was started.
         why: why this side ended the process; "" if it did not.
         cause, torch_text: how the last process died, as our text and as torch's.
@@ -56,7 +56,7 @@ class Worker:
         self.child: Child | None = None
         self.line: Line | None = None
         self.answered_at, self.is_behind = 0, False
-        self.specs: dict[int, BatchLayout] = {}
+        self.layouts: dict[int, BatchLayout] = {}
         self.counters: WorkerCounters
         self.why = self.cause = self.torch_text = ""
         self.died_up = False
@@ -74,7 +74,7 @@ class Worker:
         """Record that a new process was started under the number."""
         self.move("start")
         self.why = ""
-        self.specs = {}  # a new process numbers them anew
+        self.layouts = {}  # a new process numbers them anew
 
     def die(self, cause: str, torch_text: str) -> None:
         """Record that the process has ended."""

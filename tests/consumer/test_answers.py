@@ -67,7 +67,7 @@ def receiver(
     )
     # Handles are as they should be; only the ledger knows the blocks.
     unpacker: Any = SimpleNamespace(
-        check=lambda specs, handle: (handle, tuple((offset, need) for offset, _, need in handle[4]))
+        check=lambda layouts, handle: (handle, tuple((offset, need) for offset, _, need in handle[4]))
     )
     scheduler.claimant = (claims or {}).get
     inbox = Answers(plan, group, scheduler, unpacker, counters)  # type: ignore[arg-type]

@@ -237,7 +237,7 @@ def test_a_batch_costs_the_same_however_many_are_kept(pair: Pair, elements: int)
 def test_a_batch_costs_what_its_leaves_cost(pair: Pair, elements: int) -> None:
     costs = []
     for leaves in (1, 11, 21, 201):
-        for _ in range(3):  # the spec is known, and the blocks are there
+        for _ in range(3):  # the layout is known, and the blocks are there
             pair.trip(batch_of(leaves, elements))
         batch = batch_of(leaves, elements)
         costs.append(calls(lambda batch=batch: pair.trip(batch)))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.memory.blocks import device_aligned
-from fastq_loader.packing.spec import BatchLayout
+from fastq_loader.packing.layout import BatchLayout
 
 DTYPES = ("float32", "int64", "uint8", "bool", "complex64", "bfloat16")
 SHAPES = st.one_of(

@@ -63,11 +63,11 @@ def made_all(fields: list[Any], first: int, in_worker: bool) -> list[Any]:
 
 
 def check_layout(handle: BatchHandle) -> None:
-    spec = handle.spec
-    there = {leaf.number for leaf in spec.on_device.leaves}
-    assert there == {number for number, leaf in enumerate(spec.leaves) if not leaf.array}
-    for number, dtype, _, _, at, _ in spec.on_device.leaves:
-        assert (at * dtype.itemsize - spec.leaves[number].start) % DEVICE_ALIGNMENT == 0
+    layout = handle.layout
+    there = {leaf.number for leaf in layout.on_device.leaves}
+    assert there == {number for number, leaf in enumerate(layout.leaves) if not leaf.array}
+    for number, dtype, _, _, at, _ in layout.on_device.leaves:
+        assert (at * dtype.itemsize - layout.leaves[number].start) % DEVICE_ALIGNMENT == 0
 
 
 @examples(100)

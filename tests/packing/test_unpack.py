@@ -1,4 +1,4 @@
-"""Handles: specs that are named, packets, and handles that do not fit what they name."""
+"""Handles: layouts that are named, packets, and handles that do not fit what they name."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fastq_loader.ipc.messages import BatchHandle
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST
+from fastq_loader.packing.layout import REMEMBERED, BatchLayout
 from fastq_loader.packing.pack import Packer
-from fastq_loader.packing.spec import REMEMBERED, BatchLayout
 from fastq_loader.packing.unpack import Unpacker
 from tests.support.datasets import Opaque, assert_same
 from tests.support.pair import LARGE, TOKEN, Pair, paired
@@ -31,7 +31,7 @@ def receive(pair: Pair, handle: BatchHandle) -> Any:
     return put_together(pair.unpacker, pair.check(handle))
 
 
-# ---- specs ------------------------------------------------------------------------------------------
+# ---- layouts ------------------------------------------------------------------------------------------
 
 
 def test_the_first_specs_are_remembered_and_any_later_one_comes_with_each_batch(pair: Pair) -> None:
@@ -42,21 +42,21 @@ def test_the_first_specs_are_remembered_and_any_later_one_comes_with_each_batch(
     pair.packer.unsend(sent(REMEMBERED))
     waiting = [pair.check(sent(size)) for size in sizes]
     assert [put_together(pair.unpacker, handle).numel() for handle in waiting] == list(sizes)
-    assert {size for size in sizes if sent(size).spec is None} == {*sizes[:REMEMBERED]}
-    assert len(pair.specs) == REMEMBERED
+    assert {size for size in sizes if sent(size).layout is None} == {*sizes[:REMEMBERED]}
+    assert len(pair.layouts) == REMEMBERED
     assert put_together(pair.unpacker, pair.check(sent(REMEMBERED - 1))).numel() == REMEMBERED - 1
 
 
 def test_the_workers_specs_are_told_apart() -> None:
     arena = Arena(2)
     try:
-        unpacker, specs = Unpacker(arena, TOKEN), ({}, {})
+        unpacker, layouts = Unpacker(arena, TOKEN), ({}, {})
         for number in range(2):
             handle, _ = Packer(Allocator(arena.mapping, number), TOKEN).pack((number,) * (number + 1))
-            assert handle.spec_id == 0
-            unpacker.check(specs[number], handle)
+            assert handle.layout_id == 0
+            unpacker.check(layouts[number], handle)
         for number, values in ((0, (5,)), (1, (5, 6))):
-            named, _ = unpacker.check(specs[number], BatchHandle(0, None, values, None, ()))
+            named, _ = unpacker.check(layouts[number], BatchHandle(0, None, values, None, ()))
             assert put_together(unpacker, named) == values
         with pytest.raises(ProtocolError, match="which its worker has not sent"):
             unpacker.check({}, BatchHandle(0, None, (5,), None, ()))
@@ -75,10 +75,10 @@ def at(handle: BatchHandle, number: int, *segment: Any) -> BatchHandle:
     return handle._replace(segments=tuple(segments))
 
 
-def spec_with(handle: BatchHandle, tree: Any, *rest: Any) -> BatchHandle:
-    """The handle with another tree in its spec."""
-    spec = handle.spec or ()
-    return handle._replace(spec=(tree, *(rest or spec[1:])))
+def layout_with(handle: BatchHandle, tree: Any, *rest: Any) -> BatchHandle:
+    """The handle with another tree in its layout."""
+    layout = handle.layout or ()
+    return handle._replace(layout=(tree, *(rest or layout[1:])))
 
 
 #: Of a packet in a block, two large leaves, and an object.
@@ -90,10 +90,10 @@ LIES: dict[str, Callable[[BatchHandle], BatchHandle]] = {
     "a packet larger than its block": lambda h: at(h, 0, None, SMALLEST, SMALLEST + 1),
     "a packet too small for its leaves": lambda h: at(h, 0, None, SMALLEST, 3),
     "a segment too few": lambda h: h._replace(segments=h.segments[:-1]),
-    "a value too few": lambda h: spec_with(h, ("l", ((h.spec or ())[0], "V"))),
+    "a value too few": lambda h: layout_with(h, ("l", ((h.layout or ())[0], "V"))),
     "a value too many": lambda h: h._replace(values=(*h.values, "c")),
-    "more objects than there are": lambda h: spec_with(h, ("l", ((h.spec or ())[0], "O"))),
-    "a spec that was never sent": lambda h: h._replace(spec=None),
+    "more objects than there are": lambda h: layout_with(h, ("l", ((h.layout or ())[0], "O"))),
+    "a layout that was never sent": lambda h: h._replace(layout=None),
 }
 
 
@@ -103,13 +103,13 @@ def test_a_handle_that_does_not_fit_is_refused(pair: Pair, lie: Callable[[BatchH
     true = pair.handle_of(batch)
     assert_same(["a", "b"], receive(pair, true)[5])
     with pytest.raises(ProtocolError):
-        receive(pair, lie(true)._replace(spec_id=999))
+        receive(pair, lie(true)._replace(layout_id=999))
 
 
 def test_a_pickle_that_names_a_leaf_that_was_taken_away_is_refused(pair: Pair) -> None:
     handle = pair.handle_of(Opaque(torch.arange(LARGE)))
     with pytest.raises(ProtocolError, match="leaf 0"):
-        receive(pair, spec_with(handle, "O", (), ())._replace(segments=handle.segments[:1]))
+        receive(pair, layout_with(handle, "O", (), ())._replace(segments=handle.segments[:1]))
 
 
 def test_an_inline_packet_that_is_too_short_is_refused(pair: Pair) -> None:

@@ -19,8 +19,8 @@ from fastq_loader.memory.allocator import Allocator, install
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import FREE, SMALLEST, BlockOwner, device_aligned
 from fastq_loader.memory.pool import BlockPool
+from fastq_loader.packing.layout import BatchLayout
 from fastq_loader.packing.pack import Packer
-from fastq_loader.packing.spec import BatchLayout
 from fastq_loader.packing.unpack import Unpacker
 from tests.support.invariants import check_pool, states
 from tests.support.simulation import Loaded
@@ -81,7 +81,7 @@ class Pair:
         self.copied = self.allocator.copied = []
         self.packer = Packer(self.allocator, TOKEN)
         self.unpacker = Unpacker(self.arena, TOKEN, for_device)
-        self.specs: dict[int, BatchLayout] = {}
+        self.layouts: dict[int, BatchLayout] = {}
         self.frames: list[bytes] = []
 
     def pack(self, make: Callable[[], Any]) -> Loaded:
@@ -114,13 +114,13 @@ class Pair:
 
     def arrive(self, answer: Loaded) -> BatchHandle:
         """The consumer hears of a batch."""
-        handle, used = self.unpacker.check(self.specs, self.account(answer))
+        handle, used = self.unpacker.check(self.layouts, self.account(answer))
         assert used == answer.used
         return handle
 
     def check(self, handle: BatchHandle) -> BatchHandle:
         """A handle that is ready to be unpacked."""
-        return self.unpacker.check(self.specs, handle)[0]
+        return self.unpacker.check(self.layouts, handle)[0]
 
     def deliver(self, handle: BatchHandle) -> Any:
         if self.allocator.for_device:

@@ -76,7 +76,7 @@ def task(seq: int, *grants: tuple[int, int]) -> Task:
 
 
 def answer(seq: int, *segments: tuple[int, int, int], **fields: Any) -> Answer:
-    handle = BatchHandle(0, "spec", (), None, segments)
+    handle = BatchHandle(0, "layout", (), None, segments)
     return Answer(1, seq, 0, BATCH, 1_000, 5_000, (), (), handle)._replace(**fields)
 
 

@@ -1,7 +1,7 @@
-"""Specs: the layout that batches have in common, and how a batch is built from it.
+"""Layouts: what batches have in common, their tree, dtypes and shapes; and how a batch is built from them.
 
-Runs in the consumer, which compiles specs, and in workers. A worker makes a spec's plain form, sends it once,
-and refers to it by a number after that:
+A worker describes the layout of a batch as a tuple, the plain layout, sends it once, and refers to it by a
+number after that. The consumer compiles it to a `BatchLayout` when it arrives. A plain layout is
 
     (tree, leaves, sizes) or, for a device, (tree, leaves, sizes, device_offsets)
     tree    ('L', number) leaf | 'V' plain value | 'v' list of plain values | 'O' pickled object
@@ -11,10 +11,9 @@ and refers to it by a number after that:
     sizes   bytes of each segment; a segment of SMALLEST bytes or more is a large one
     device_offsets  start of each segment in the part of the batch for the device; -1: it stays on the host
 
-The plain form arrives in a worker's frame. It is refused if its leaves do not cover exactly the bytes of
-their segments. Beyond that, the worker is trusted.
-
-Both sides remember a worker's first `REMEMBERED` specs. Any later one is sent with each of its batches.
+It is refused if its leaves do not cover exactly the bytes of their segments. Beyond that, the worker is
+trusted. Both sides remember a worker's first `REMEMBERED` layouts; any later one is sent with each of its
+batches.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from fastq_loader.memory.allocator import TYPESTR
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.packing.device_views import DeviceLeaf, DeviceViews
 
-#: Number of specs that are remembered for a worker. One of 50 fields takes 26 kB in the consumer.
+#: Number of layouts that are remembered for a worker. One of 50 fields takes 26 kB in the consumer.
 REMEMBERED = 256
 #: Largest depth of a tree; a deeper one is pickled whole. Building a tree takes some Python frames for each
 #: level, and msgpack has its own limit.
@@ -57,7 +56,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Leaf:
-    """One leaf of a spec.
+    """One leaf of a layout.
 
     Attributes:
         array: whether it is a numpy array.
@@ -110,7 +109,7 @@ View = tuple[int, bool, Any, Any, Any] | None
 
 
 class BatchLayout:
-    """A compiled spec: divides segments into leaves, and builds the tree.
+    """A compiled layout. Divides segments into leaves, and builds the tree.
 
     Attributes:
         sizes: bytes of each segment.
@@ -126,9 +125,9 @@ class BatchLayout:
         build: function of (leaves, iterator of plain values, unpickled objects) that builds the tree.
     """
 
-    def __init__(self, spec: tuple[Any, ...]) -> None:
+    def __init__(self, plain_layout: tuple[Any, ...]) -> None:
         try:
-            tree, metas, self.sizes, *others = spec
+            tree, metas, self.sizes, *others = plain_layout
             self._read_leaves(metas)
             (offsets,) = others or [(-1,) * len(self.sizes)]
             self._lay_out_device(offsets)
@@ -138,7 +137,7 @@ class BatchLayout:
             self.build = self._compile(tree)
         except ProtocolError:
             raise
-        except Exception as error:  # any result of a malformed spec
+        except Exception as error:  # any result of a malformed layout
             raise ProtocolError(f"malformed spec: {error!r}") from error
 
     def _read_leaves(self, metas: Any) -> None:
