@@ -149,7 +149,11 @@ class Answers:
         state, remarks, grown = b"", None, self._pool.grown
         try:
             if handle is not None and answer.kind not in EMPTY:
-                handle, used = self._unpacker.check(worker.layouts, handle)
+                layout = None if handle.layout else worker.layouts.get(handle.layout_id)
+                if layout is None or layout.needs_blocks or handle.segments or answer.kind != BATCH:
+                    handle, used = self._unpacker.check(worker.layouts, handle)
+                else:  # Like `_replace`, but several times as fast.
+                    handle = tuple.__new__(BatchHandle, (handle[0], layout, *handle[2:]))
             if used or handle is None or answer.kind != BATCH:
                 self._check(number, answer, handle)
             if answer.state or answer.remarks:

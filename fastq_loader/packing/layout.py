@@ -121,6 +121,7 @@ class BatchLayout:
         packet_bytes, device_bytes, nbytes: size of the packet, of that part, and of all segments.
         tails: for each of a handle's segments but the packet, the bytes that follow its start.
         values, objects: number of plain values and of objects in the tree.
+        needs_blocks: no batch of this layout lies in its handle as a whole.
         blank: list with a None for each leaf, to be copied and filled.
         build: function of (leaves, iterator of plain values, unpickled objects) that builds the tree.
     """
@@ -135,6 +136,7 @@ class BatchLayout:
             self.nbytes: int = sum(self.sizes)
             self.objects = self.values = 0
             self.build = self._compile(tree)
+            self.needs_blocks = bool(self.tails or self.objects)
         except ProtocolError:
             raise
         except Exception as error:  # any result of a malformed layout

@@ -50,8 +50,9 @@ class Unpacker:
         """Check a handle, and replace its plain layout, or the number of one, by the compiled one. Returns
         the handle, and the blocks that it needs in its order: (offset, bytes from the block's start).
 
-        Must be called for every handle in the order of arrival, even if the handle will be dropped: a worker
-        sends each layout once. The returned handle depends on nothing else, however long it waits.
+        Must be called for handles in the order of arrival, even if the handle will be dropped: a worker sends
+        each layout once. The returned handle depends on nothing else, however long it waits. A batch that
+        lies in its handle and has a known layout needs no call: `unpack` checks it.
 
         Args:
             layouts: the layouts that the worker's process has sent.
@@ -73,10 +74,6 @@ class Unpacker:
                 layouts[handle.layout_id] = layout
         # Like `_replace`, but several times as fast.
         checked: BatchHandle = tuple.__new__(BatchHandle, (handle[0], layout, *handle[2:]))
-        in_message = not (layout.tails or layout.objects or handle.segments)
-        fits = in_message and len(handle.values) == layout.values
-        if fits and len(handle.packet or b"") >= layout.packet_bytes:
-            return checked, ()  # nothing else to check
         return checked, self._used(checked)
 
     def _used(self, handle: BatchHandle) -> tuple[tuple[int, int], ...]:
@@ -164,6 +161,9 @@ class Unpacker:
         segments = handle.segments
         leaves: list[Any] = layout.blank[:]
         packet: Any = handle.packet or b""
+        if not segments and (len(handle.values) != layout.values or len(packet) < layout.packet_bytes):
+            found = f"{len(handle.values)} values and {len(packet)} bytes"
+            raise ProtocolError(f"{found} for a layout of {layout.values} and {layout.packet_bytes}")
         if layout.packet_bytes and (layout.objects or handle.packet is None):  # it lies in a block
             packet = self._arena.mapping.read(segments[0][0], layout.packet_bytes)
         # Each has its own memory: a loop that keeps the labels does not keep the rest.

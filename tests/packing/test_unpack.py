@@ -112,12 +112,17 @@ def test_a_pickle_that_names_a_leaf_that_was_taken_away_is_refused(pair: Pair) -
         receive(pair, layout_with(handle, "O", (), ())._replace(segments=handle.segments[:1]))
 
 
-def test_an_inline_packet_that_is_too_short_is_refused(pair: Pair) -> None:
+def test_a_batch_in_a_message_that_does_not_fit_its_spec_is_refused(pair: Pair) -> None:
     handle = pair.handle_of([torch.rand(4), torch.rand(100)])
     assert handle.packet is not None
+    known = pair.check(handle)
     for packet in (b"", handle.packet[:100], None):
         with pytest.raises(ProtocolError):
             receive(pair, handle._replace(packet=packet))
+        with pytest.raises(ProtocolError):  # a known spec, without a check
+            put_together(pair.unpacker, known._replace(packet=packet))
+    with pytest.raises(ProtocolError):
+        put_together(pair.unpacker, known._replace(values=(1,)))
 
 
 def test_where_there_is_no_device_a_batch_for_one_is_refused() -> None:
