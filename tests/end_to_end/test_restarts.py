@@ -244,7 +244,7 @@ def test_a_worker_that_cannot_be_replaced_ends_the_epoch_with_both_reasons(tmp_p
     loop = weakref.ref(iterator.pool._loop)
     with collector_off():
         with pytest.raises(
-            WorkerDied, match=r"exit code is unknown.*no other one could be started.*has ended"
+            WorkerDied, match=r"exit code is unknown.*no other one could be started.*was killed by SIGKILL"
         ) as caught:
             list(iterator)
         del caught
