@@ -143,7 +143,7 @@ class Epoch(Iterator[Any]):
     def follow_base_seed(self, seed: int) -> int:
         """Derive the seed of an epoch for which torch draws none, because its workers live on, from the seed
         of the previous epoch."""
-        self.start.base_seed = mixed(seed, self.start.epoch)
+        self.start.base_seed = derived_seed(seed, self.start.epoch)
         return self.start.base_seed
 
     @property
@@ -155,9 +155,9 @@ class Epoch(Iterator[Any]):
     def resume(self) -> list[tuple[int, dict[str, Any] | None]]:
         return []
 
-    def end(self, said: Mapping[int, bytes]) -> None:
+    def end(self, states: Mapping[int, bytes]) -> None:
         """Record that the epoch is over; see `Progress.at_end`."""
-        self.reached, self.in_line = self.progress.at_end(said), 0
+        self.reached, self.in_line = self.progress.at_end(states), 0
 
     def has_begun(self) -> None:
         """Called when the epoch has begun, and its first indices were drawn."""
@@ -275,7 +275,7 @@ def begin(loader: Loader, index_sampler: Any, newest: Epoch | None, saved: Any, 
     return epoch.begin(loader, info, start, newest, saved, same_readers)
 
 
-def mixed(seed: int, *numbers: int) -> int:
+def derived_seed(seed: int, *numbers: int) -> int:
     """Derive an unrelated seed from a seed and further numbers."""
     packed = struct.pack(f"<{1 + len(numbers)}q", seed, *numbers)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

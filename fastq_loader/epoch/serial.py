@@ -196,8 +196,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         """The outcome of an error in place of a batch."""
         if not isinstance(error, EndOfStream):
             return self._raised(error, number, index)
-        said = self._reader.state_bytes()
-        self._epoch.end({0: said} if said else {})
+        state = self._reader.state_bytes()
+        self._epoch.end({0: state} if state else {})
         return ENDED
 
     def _load_drawn(self) -> None:

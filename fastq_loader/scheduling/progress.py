@@ -60,8 +60,8 @@ class Progress(NamedTuple):
 
         Args:
             worker: its number.
-            state: the worker's state after the batch; b"" leaves its last one, unless that is unknown: then
-                this worker has none, and neither has another one, whose part of the dataset may be empty.
+            state: the worker's state after the batch; b"" keeps its last one. If that is UNKNOWN, the dataset
+                has no state: then no worker has one.
             position: of the batch; None for an iterable dataset.
         """
         after = (
@@ -77,11 +77,11 @@ class Progress(NamedTuple):
         workers[worker] = WorkerProgress(delivered + 1, state or last)
         return Progress(after.delivered, after.beyond, tuple(workers))
 
-    def at_end(self, said: Mapping[int, bytes]) -> Progress:
-        """Progress at the end of the epoch. `said`: worker → its state at the end; other workers have the
+    def at_end(self, states: Mapping[int, bytes]) -> Progress:
+        """Progress at the end of the epoch. `states`: worker → its state at the end; other workers have the
         state after their last batch."""
         workers = enumerate(self.workers)
-        left = tuple(WorkerProgress(0, said.get(number, worker.state)) for number, worker in workers)
+        left = tuple(WorkerProgress(0, states.get(number, worker.state)) for number, worker in workers)
         return Progress(self.delivered, self.beyond, left, over=True)
 
 

@@ -97,15 +97,15 @@ def take() -> int:
     reader, of_sample = loading.reader, place()
     if of_sample is None and reading.owed is not None:
         reading.owed += 1
-        return mixed(torch.random.get_rng_state().numpy().tobytes(), reading.owed)
+        return sample_seed(torch.random.get_rng_state().numpy().tobytes(), reading.owed)
     if of_sample is None:
         return int(torch.randint(1 << 62, (), device="cpu")) * 2 + int(torch.randint(2, (), device="cpu"))
     before, taken = reader.newest or ((), 0)
     reader.newest = of_sample, taken + 1 if of_sample == before else 1
-    return mixed(*of_sample, reader.newest[1])
+    return sample_seed(*of_sample, reader.newest[1])
 
 
-def mixed(*parts: int | bytes) -> int:
+def sample_seed(*parts: int | bytes) -> int:
     """A hash of 63 bits of all parts."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastq_loader import options
-from fastq_loader.epoch.epoch import Epoch, mixed
+from fastq_loader.epoch.epoch import Epoch, derived_seed
 from fastq_loader.epoch.fields import EpochStart
 from fastq_loader.epoch.samplers import SamplerInfo
 from fastq_loader.errors import warn_user
@@ -64,7 +64,7 @@ class ResumableEpoch(Epoch):
     Attributes:
         compared: fields of the samplers by which two loaders are compared, as they were at the beginning.
         continues_workers: see `Epoch`.
-        tells_readers: whether its readers must be sent their saved progress.
+        sends_saved_progress: whether its readers must be sent their saved progress.
         persistent: whether its readers serve the next epoch, too.
         constant: the part of a state that stays the same: the compared fields, and the start as text; None
             until a state needs it.
@@ -85,7 +85,7 @@ class ResumableEpoch(Epoch):
         super().__init__(info, start, progress)
         self.saved: Saved | None = saved
         self.compared = samplers.compared(info.sampler)
-        self.tells_readers = self.persistent = False
+        self.sends_saved_progress = self.persistent = False
         self.constant: tuple[dict[str, Any], str] | None = None
         arguments, workers = options.of(loader), int(loader.num_workers)
         # Each reader has a state or a part of the data of its own.
@@ -319,16 +319,18 @@ class ResumableEpoch(Epoch):
         progress = self.progress
         if self.saved is None or not progress.delivered or progress.workers:
             return self.start.base_seed
-        return mixed(self.start.base_seed, progress.delivered)
+        return derived_seed(self.start.base_seed, progress.delivered)
 
     @property
     def resume(self) -> list[tuple[int, dict[str, Any] | None]]:
-        return [self._of_worker(worker) for worker in self.progress.workers] if self.tells_readers else []
+        return (
+            [self._of_worker(worker) for worker in self.progress.workers] if self.sends_saved_progress else []
+        )
 
     def _of_worker(self, worker: WorkerProgress) -> tuple[int, dict[str, Any] | None]:
         state = pickle.loads(worker.state) if worker.state else None
         if state and worker.delivered and "generators" not in state:
-            state["seed"] = mixed(self.start.base_seed, self.progress.delivered)
+            state["seed"] = derived_seed(self.start.base_seed, self.progress.delivered)
         return worker.delivered, state
 
     def left(self) -> tuple[WorkerProgress, ...]:
@@ -358,12 +360,12 @@ class ResumableEpoch(Epoch):
             return
         # A stream that was read in an earlier epoch may report its old end until it is read again; then the
         # previous record is left as it is.
-        old, said = progress.workers[0].state, reader.state_bytes()
-        known, now = (pickle.loads(state).get("position", {}) if state else {} for state in (old, said))
+        old, newest = progress.workers[0].state, reader.state_bytes()
+        known, now = (pickle.loads(state).get("position", {}) if state else {} for state in (old, newest))
         same = old == UNKNOWN or pickle.dumps(known.get("dataset")) == pickle.dumps(now.get("dataset"))
         if same and self.info.iterable and "iterator" not in now:
             return
-        self.reached = progress._replace(workers=(WorkerProgress(0, said),))
+        self.reached = progress._replace(workers=(WorkerProgress(0, newest),))
 
 
 def begin(
@@ -389,6 +391,6 @@ def begin(
         if saved is not None and saved.start.lives_on and loader.persistent_workers:
             epoch.continues_workers = loader.num_workers > 0 and not arguments.is_dynamic
             epoch.start.base_seed = saved.start.base_seed
-    epoch.tells_readers = saved is not None
+    epoch.sends_saved_progress = saved is not None
     epoch.persistent = loader.persistent_workers or loader.num_workers == 0
     return epoch

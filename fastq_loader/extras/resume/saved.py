@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from fastq_loader import options
-from fastq_loader.epoch.epoch import mixed
+from fastq_loader.epoch.epoch import derived_seed
 from fastq_loader.epoch.fields import EpochStart
 from fastq_loader.epoch.samplers import epochs as epochs_of
 from fastq_loader.epoch.samplers import own_generators
@@ -121,7 +121,7 @@ def _with_another_size(
     digest = now.digest if sampling.is_shuffle(loader._index_sampler) else None  # else of the batches
     now = replace(now, drawn=max(min(now.drawn, 1), -(-(drawn - passed) // size)), digest=digest)
     # Its batches have the numbers of others, and with "dynamic" their random numbers follow from these.
-    seed = mixed(start.base_seed, samples)
+    seed = derived_seed(start.base_seed, samples)
     batches = start.batches + delivered - samples // size
     return replace(start, passed=passed, base_seed=seed, batches=batches), now, samples // size
 
@@ -263,16 +263,16 @@ def take(loaded: Saved, loader: Loader) -> None:
 
 def _put(part: Any, index_sampler: Any, loaded: Saved) -> None:
     """Set a sampler to its state from between two epochs, or before the first."""
-    before, said, exhausted = None, loaded.sampler_state["dataset"], loaded.now.exhausted
+    before, state, exhausted = None, loaded.sampler_state["dataset"], loaded.now.exhausted
     iterated = index_sampler if exhausted else ()
     try:
         before = copy.deepcopy(part.state_dict())
-        sampler_state = {"dataset": said, "ended": exhausted}
+        sampler_state = {"dataset": state, "ended": exhausted}
         position.begun_at(sampler_state, part, lambda: iter(iterated), lambda iterator: iterator)
     except Exception as error:
         if before is not None:
             part.load_state_dict(before)
         raise ValueError(
-            f"field '_index_sampler_state' is {said!r:.60}, which {type(part).__name__} refuses: "
+            f"field '_index_sampler_state' is {state!r:.60}, which {type(part).__name__} refuses: "
             f"{type(error).__name__}: {error}"
         ) from error

@@ -88,12 +88,12 @@ def _state_of_dataset(loader: Loader) -> dict[str, Any]:
     if options.is_iterable(loader) or not position.is_stateful(dataset):
         return {}
     try:
-        said = dataset.state_dict()
+        state = dataset.state_dict()
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise RuntimeError(f"the dataset's state_dict() cannot be used: {why}") from error
     try:
-        return {"dataset_state": copy.deepcopy(said)}
+        return {"dataset_state": copy.deepcopy(state)}
     except Exception as error:
         _hint_left_out(loader, f"its state cannot be copied ({type(error).__name__}: {error})")
         return {"dataset_state": None}

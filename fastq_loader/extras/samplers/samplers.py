@@ -39,7 +39,7 @@ _MULTIPLIER = np.uint64(0xD2B74407B1CE6E93)
 _LOW = np.uint64(0xFFFFFFFF)
 
 
-def mixed(*key: int) -> np.random.SeedSequence:
+def seed_sequence(*key: int) -> np.random.SeedSequence:
     """Mix two non-negative integers, a seed and an epoch.
 
     Their 32-bit words alternate, so that no two pairs have the same words. numpy mixes up to four words by
@@ -62,12 +62,12 @@ class Permutation:
 
     Args:
         n: how many numbers, from 0 to 2^62.
-        key: see `mixed`.
+        key: see `seed_sequence`.
     """
 
     def __init__(self, n: int, *key: int) -> None:
         self.n = n
-        words = mixed(*key)
+        words = seed_sequence(*key)
         self._few = np.argsort(words.generate_state(n, np.uint64)).astype(np.uint64) if n <= _FEW else None
         bits = max(2, (n - 1).bit_length())
         left = bits // 2
@@ -269,7 +269,7 @@ class WeightedSampler(_KeyedSampler):
         return items
 
     def _draw_once(self) -> _Array:
-        shares, words = self._weights, np.random.Philox(mixed(self.seed, self.epoch))
+        shares, words = self._weights, np.random.Philox(seed_sequence(self.seed, self.epoch))
         keys = np.empty(len(shares))
         for start in range(0, len(keys), _CHUNK):
             part = shares[start : start + _CHUNK]

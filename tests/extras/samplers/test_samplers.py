@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler
 
 from fastq_loader import Distributed, PermutationSampler, WeightedSampler
-from fastq_loader.extras.samplers.samplers import Permutation, mixed
+from fastq_loader.extras.samplers.samplers import Permutation, seed_sequence
 from fastq_loader.reading import sampling
 from tests.support import graphs, thorough
 from tests.support.loaders import generator_states
@@ -78,7 +78,7 @@ NUMBERS = st.integers(0, 1 << 66) | st.builds(
 @example((0, 1 << 32), (1 << 32, 0))
 @example((1 << 64, 0), (0, 1))
 def test_no_two_pairs_of_a_seed_and_an_epoch_have_one_order(one: Any, other: Any) -> None:
-    words = [mixed(*key).generate_state(4).tolist() for key in (one, other)]
+    words = [seed_sequence(*key).generate_state(4).tolist() for key in (one, other)]
     assert (words[0] == words[1]) == (one == other)
 
 
