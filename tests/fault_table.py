@@ -196,8 +196,8 @@ FAULTS = (
     Fault(
         "an interrupt that comes while a worker is forked is thrown away",
         "workers/worker_pool.py",
-        "without_signals(*(() if self.forks else KEPT_OUT))",
-        "without_signals(*KEPT_OUT)",
+        "without_signals(*(() if self.forks else BLOCKED_AT_START))",
+        "without_signals(*BLOCKED_AT_START)",
         "guarantee: interrupts",
         "end_to_end/test_hard_knocks.py",
     ),
@@ -257,8 +257,8 @@ FAULTS = (
     Fault(
         "what changed in a sampler between two epochs is not noticed",
         "epoch/samplers.py",
-        "return self.still and len(seen) == len(self._seen) and all(map(is_, seen, self._seen))",
-        "return self.still and len(seen) == len(self._seen)",
+        "return self.all_known and len(seen) == len(self._seen) and all(map(is_, seen, self._seen))",
+        "return self.all_known and len(seen) == len(self._seen)",
         "row S1",
         "extras/resume/test_samplers.py",
     ),
@@ -353,8 +353,8 @@ FAULTS = (
     Fault(
         "a worker that says nothing at the end of a stream has no state",
         "scheduling/progress.py",
-        "said.get(number, worker.state)",
-        'said.get(number, b"")',
+        "states.get(number, worker.state)",
+        'states.get(number, b"")',
         "row S1",
         "extras/resume/test_state.py",
     ),

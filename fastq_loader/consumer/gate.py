@@ -10,11 +10,11 @@ from __future__ import annotations
 from fastq_loader.errors import Transitions
 
 OPEN = "open"
-#: A call is in the middle of a step. If none is under way, an exception cut it short.
+#: A call is running; or an exception ended one in the middle of a step, which only the next call finds out.
 INSIDE = "inside"
-#: A call sleeps, with nothing half done; or an interrupt ended it there. Another call may enter.
+#: A call sleeps, with nothing half done; or an interrupt ended one that slept. Another call may enter.
 WAITING = "waiting"
-#: It was entered after a call had been cut short: no further call can go on.
+#: A call was ended in the middle of a step, and the next one found out: no further call can go on.
 CUT_SHORT = "cut short"
 #: The ends. FAILED: by a worker's failure; its iterator is exhausted, as in torch.
 FAILED, CLOSED, EXITING = "failed", "closed", "exiting"

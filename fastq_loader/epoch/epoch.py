@@ -116,7 +116,7 @@ class Epoch(Iterator[Any]):
     def is_plain(self) -> bool:
         """Whether `source` can be iterated directly: torch's samplers, of whose further draws nothing is
         recorded."""
-        is_torchs = type(self) is Epoch and self.info.still
+        is_torchs = type(self) is Epoch and self.info.all_known
         return is_torchs and self._note is None and not (self._is_first or self.ended)
 
     @property
@@ -179,7 +179,7 @@ class Epoch(Iterator[Any]):
         Args:
             packed: see `sampling.iterate_from`.
         """
-        if self.info.still:  # torch's samplers draw nothing before their first index
+        if self.info.all_known:  # torch's samplers draw nothing before their first index
             self.iterate(0, packed)
         else:
             self.start.states = states = generators.states_of(self.info.own)
@@ -237,7 +237,7 @@ class Epoch(Iterator[Any]):
         try:
             return call()
         finally:
-            if self.info.seeded:
+            if self.info.draws_seed_first:
                 states.update(prior)
             elif prior:
                 states |= {name: prior[name] for name in generators.moved(prior, self.shared_now())}

@@ -26,7 +26,7 @@ from fastq_loader.reading.sampling import is_shuffle
 from fastq_loader.system.attributes import attribute
 
 #: Samplers whose order does not depend on any generator that a process shares.
-_DEAF = SequentialSampler, DistributedSampler, BatchSampler, _InfiniteConstantSampler
+_DRAW_NOTHING = SequentialSampler, DistributedSampler, BatchSampler, _InfiniteConstantSampler
 #: Samplers that draw from torch's global generator if they have none of their own.
 TORCHS_OWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 #: Samplers inspected in a chain, at most.
@@ -43,11 +43,11 @@ class SamplerInfo:
         sampler: the loader's.
         own: see `own_generators`.
         shared: see `shared_generators`.
-        still: all samplers are torch's or this package's: iterating them changes nothing but the states of
-            generators.
+        all_known: whether all samplers are torch's or this package's. Iterating those changes nothing but
+            the states of generators.
         by_permutation: see `reading.sampling.is_shuffle`.
-        seeded: and the shuffle begins with the draw of a seed from torch's global generator.
-        iterable: the dataset is iterable, and has no sampler.
+        draws_seed_first: whether the shuffle begins with the draw of a seed from torch's global generator.
+        iterable: whether the dataset is iterable, and has no sampler.
         epochs, wants_epochs: results of the functions of these names.
     """
 
@@ -55,13 +55,13 @@ class SamplerInfo:
         self.sampler = index_sampler
         self.own = own_generators(index_sampler, generator, dataset)
         self.shared = shared_generators(index_sampler)
-        self.still = len(self.shared) < len(generators.GLOBAL)
+        self.all_known = len(self.shared) < len(generators.GLOBAL)
         self.by_permutation = is_shuffle(index_sampler)
-        self.seeded = self.by_permutation and index_sampler.sampler.generator is None
+        self.draws_seed_first = self.by_permutation and index_sampler.sampler.generator is None
         self.iterable = type(getattr(index_sampler, "sampler", index_sampler)) is _InfiniteConstantSampler
         self.epochs = epochs(index_sampler)
         self.wants_epochs = wants_epochs(index_sampler)
-        self._parts = chain(index_sampler) if self.still else []
+        self._parts = chain(index_sampler) if self.all_known else []
         self._seen = list[Any]()
         self.hold(index_sampler, generator, dataset)
 
@@ -70,7 +70,7 @@ class SamplerInfo:
         their attributes. A new inspection would take a third of the time of `iter()`."""
         values = itertools.chain.from_iterable(map(dict.values, map(attrgetter("__dict__"), self._parts)))
         seen, self._seen = self._seen, [index_sampler, generator, dataset, *values]
-        return self.still and len(seen) == len(self._seen) and all(map(is_, seen, self._seen))
+        return self.all_known and len(seen) == len(self._seen) and all(map(is_, seen, self._seen))
 
 
 def chain(index_sampler: Any) -> list[Any]:
@@ -113,6 +113,6 @@ def wants_epochs(index_sampler: Any) -> str | None:
 def shared_generators(index_sampler: Any) -> tuple[str, ...]:
     """Names of the process's generators that the order may be drawn from."""
     kinds = {type(part) for part in chain(index_sampler) if not is_computed(part)}
-    if kinds.issubset(_DEAF):
+    if kinds.issubset(_DRAW_NOTHING):
         return ()
-    return ("torch",) if kinds.issubset(_DEAF + TORCHS_OWN) else tuple(generators.GLOBAL)
+    return ("torch",) if kinds.issubset(_DRAW_NOTHING + TORCHS_OWN) else tuple(generators.GLOBAL)

@@ -181,7 +181,7 @@ class Scheduler:
 
     def exhausted(self) -> None:
         """The sampler is exhausted, and is not called again in this epoch: with a wide window, that would be
-        a call for each free place at each batch."""
+        a call for each free slot at each batch."""
         self.window.closed = True
 
     def draw_failed(self, error: BaseException) -> None:

@@ -121,9 +121,9 @@ class Comparison:
         lines = [_HEADER, *(row._cells() for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = ["  ".join(map(str.rjust, cells, widths)) for cells in lines]
-        lines, notes = [*head.splitlines(), self._speed()], [""] * bool(self.notes) + [*self.notes]
-        lines, notes = ([textwrap.fill(text, _WIDTH) for text in texts] for texts in (lines, notes))
-        return printable("\n".join([*lines, "", *table, *notes]))
+        about, notes = [*head.splitlines(), self._speed()], [""] * bool(self.notes) + [*self.notes]
+        about, notes = ([textwrap.fill(text, _WIDTH) for text in texts] for texts in (about, notes))
+        return printable("\n".join([*about, "", *table, *notes]))
 
     def _speed(self) -> str:
         torchs, ours = self.rows
