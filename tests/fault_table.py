@@ -56,8 +56,8 @@ FAULTS = (
     Fault(
         "an object loses the list that it shares with its batch",
         "packing/pack.py",
-        "if walker.objects and not self._allocator.for_device:",
-        "if len(walker.objects) > 1 and not self._allocator.for_device:",
+        "if flattener.objects and not self._allocator.for_device:",
+        "if len(flattener.objects) > 1 and not self._allocator.for_device:",
         "row B7",
         "end_to_end/test_contents.py",
     ),
@@ -196,8 +196,8 @@ FAULTS = (
     Fault(
         "an interrupt that comes while a worker is forked is thrown away",
         "workers/worker_pool.py",
-        "without_signals(*(() if self.forks else BLOCKED_AT_START))",
-        "without_signals(*BLOCKED_AT_START)",
+        "without_signals(*(() if self.forks else BLOCKED))",
+        "without_signals(*BLOCKED)",
         "guarantee: interrupts",
         "end_to_end/test_hard_knocks.py",
     ),
@@ -345,8 +345,8 @@ FAULTS = (
     Fault(
         "a sampler may change the state that the caller has loaded",
         "reading/position.py",
-        "part.load_state_dict(copy.deepcopy(position[name]))",
-        "part.load_state_dict(position[name])",
+        "part.load_state_dict(copy.deepcopy(state[name]))",
+        "part.load_state_dict(state[name])",
         "row S1",
         "extras/resume/test_state.py",
     ),

@@ -36,10 +36,10 @@ from fastq_loader.ipc.messages import BatchHandle
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import Extents, device_aligned
 from fastq_loader.packing import pickling
+from fastq_loader.packing.flattener import TreeFlattener, device_segments, is_leaf, segments_of
 from fastq_loader.packing.layout import REMEMBERED, BatchLayout
 from fastq_loader.packing.tensors import cloned, moved
 from fastq_loader.packing.unpack import Unpacker
-from fastq_loader.packing.walker import TreeFlattener, device_segments, is_leaf, segments_of
 from fastq_loader.statistics.counters import StagingCounters
 
 
@@ -276,7 +276,7 @@ _Segment = tuple[int, int, int]
 _Carried = tuple[bytes, Any]
 
 
-class _Walker(TreeFlattener):
+class _Flattener(TreeFlattener):
     """Accepts tensors of a graph (`requires_grad`), which only workers cannot send."""
 
     @staticmethod
@@ -299,7 +299,7 @@ class SerialStaging:
         self.user: Callable[[], Any] = lambda: None
         self._copies = session.open(in_blocks=False)
         self._buffers = Buffers(session.backend, self._copies, session.policy, session.options.prefetch + 1)
-        self._walker = _Walker()
+        self._flattener = _Flattener()
         self._layouts: dict[Any, BatchLayout] = {}
 
     @classmethod
@@ -346,7 +346,7 @@ class SerialStaging:
         try:
             layout, segments, build = self._pack(batch)
         finally:
-            self._walker.clear()
+            self._flattener.clear()
         buffer = self._buffers.take(layout.device_bytes)
         for start, nbytes, offset in segments:
             backend.fill(buffer.memory, offset, start, nbytes)
@@ -365,12 +365,12 @@ class SerialStaging:
             Its layout; the segments that go to the device; and a function that builds the batch once the
             segments have arrived.
         """
-        walker = self._walker
-        tree = walker.walk(batch)
-        values, objects = walker.values, [self._carry(value) for value in walker.objects]
-        # The user's own arrays: those in the walker's list are made contiguous below.
-        leaves = [self.kept(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in walker.leaves]
-        metas, spans = segments_of(walker.leaves)
+        flattener = self._flattener
+        tree = flattener.flatten(batch)
+        values, objects = flattener.values, [self._carry(value) for value in flattener.objects]
+        # The user's own arrays: those in the flattener's list are made contiguous below.
+        leaves = [self.kept(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in flattener.leaves]
+        metas, spans = segments_of(flattener.leaves)
         sizes = tuple([end - start for start, end in spans])
         at, nbytes = dict[int, int](), 0
         for segment in device_segments(metas):  # one after the other
@@ -396,7 +396,7 @@ class SerialStaging:
         def add_leaf(leaf: Any) -> int:
             if isinstance(leaf, torch.Tensor):
                 tensors.append(leaf)
-            return self._walker.add_leaf(leaf)
+            return self._flattener.add_leaf(leaf)
 
         try:
             data = pickling.dump(value, add_leaf, for_device=True)

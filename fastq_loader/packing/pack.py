@@ -22,14 +22,14 @@ from fastq_loader.ipc.messages import BatchHandle
 from fastq_loader.memory.allocator import Allocator, Used
 from fastq_loader.memory.blocks import DEVICE_ALIGNMENT, SMALLEST, device_aligned
 from fastq_loader.packing import pickling
-from fastq_loader.packing.layout import ALIGNMENT, REMEMBERED
-from fastq_loader.packing.walker import (
+from fastq_loader.packing.flattener import (
     INLINE,
     Span,
     TreeFlattener,
     device_segments,
     segments_of,
 )
+from fastq_loader.packing.layout import ALIGNMENT, REMEMBERED
 
 #: A part of a batch in a block: offset and size of the block, start of the part in it (for a packet: its
 #: size), and the bytes that the batch needs, counted from the start of the block.
@@ -47,7 +47,7 @@ class Packer:
     def __init__(self, allocator: Allocator, token: bytes) -> None:
         self._token = token
         self._allocator = allocator
-        self._walker = TreeFlattener()
+        self._flattener = TreeFlattener()
         self._layout_ids: dict[tuple[Any, ...], int] = {}
 
     def pack(self, batch: Any) -> tuple[BatchHandle, Used]:
@@ -61,20 +61,20 @@ class Packer:
             RuntimeError: the batch has a non-leaf tensor that requires grad.
             MemoryError: the arena is used up.
         """
-        walker = self._walker
+        flattener = self._flattener
         try:
-            tree = walker.walk(batch)
+            tree = flattener.flatten(batch)
             # One pickle, in which objects still refer to the containers around them. But tensors that are no
             # leaves, such as sparse ones, go to a device only by themselves.
-            if walker.objects and not self._allocator.for_device:
-                tree = walker.whole(batch)
+            if flattener.objects and not self._allocator.for_device:
+                tree = flattener.whole(batch)
             pickled = None
-            if walker.objects:
-                value = walker.objects[0] if len(walker.objects) == 1 else tuple(walker.objects)
-                pickled = pickling.dump(value, walker.leaf_in_pickle, batch, self._allocator.for_device)
+            if flattener.objects:
+                value = flattener.objects[0] if len(flattener.objects) == 1 else tuple(flattener.objects)
+                pickled = pickling.dump(value, flattener.leaf_in_pickle, batch, self._allocator.for_device)
             return self._put(tree, pickled)
         finally:
-            walker.clear()
+            flattener.clear()
 
     def copy_held(self, handle: BatchHandle, used: Used) -> tuple[BatchHandle, Used]:
         """Replace blocks that user code still references by copies, in the result of `pack`. To be called
@@ -104,11 +104,11 @@ class Packer:
 
     def pack_text(self, text: str, out_of_memory: bool) -> BatchHandle:
         """Pack the text of an exception for which there is no block: it is sent in the message."""
-        self._walker.values += [out_of_memory, text]
+        self._flattener.values += [out_of_memory, text]
         try:
             return self._put(("t", ("V", "V")), None)[0]
         finally:
-            self._walker.clear()
+            self._flattener.clear()
 
     def unsend(self, handle: BatchHandle) -> None:
         """Undo the bookkeeping for a handle, and the layout in it, that is not sent after all."""
@@ -116,9 +116,9 @@ class Packer:
             self._layout_ids.pop(handle.layout, None)
 
     def _put(self, tree: Any, pickled: bytes | None, failed: bool = False) -> tuple[BatchHandle, Used]:
-        """Put the walker's leaves and the pickled bytes into blocks or the packet. Returns as `pack`."""
+        """Put the flattener's leaves and the pickled bytes into blocks or the packet. Returns as `pack`."""
         allocator = self._allocator
-        metas, spans = segments_of(self._walker.leaves)
+        metas, spans = segments_of(self._flattener.leaves)
         placed: dict[int, _Segment] = {}  # by offset of the block
         chosen: list[int] = []
         device_offsets: tuple[Any, ...] = ()  # one tuple of them, for a device
@@ -156,7 +156,7 @@ class Packer:
         for offset, size, start, need in placed.values():
             segments.append((offset, size, start))
             used.append((offset, need))
-        values = tuple(self._walker.values)
+        values = tuple(self._flattener.values)
         return BatchHandle(layout_id, layout, values, packet or None, tuple(segments)), used
 
     def _put_packet(self, pieces: list[bytes], failed: bool) -> _Segment:

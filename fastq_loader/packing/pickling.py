@@ -27,7 +27,7 @@ from torch.multiprocessing import reductions
 from torch.nn.utils.rnn import PackedSequence
 
 from fastq_loader.errors import ProtocolError, UnpicklableError, WorkerTraceback, add_note, shorten
-from fastq_loader.packing.walker import COWARDLY, is_leaf
+from fastq_loader.packing.flattener import COWARDLY, is_leaf
 from fastq_loader.system import torch_names
 
 #: Takes a tensor or array; returns its leaf number, or None for an array that stays in the pickle.

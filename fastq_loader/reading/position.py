@@ -61,12 +61,12 @@ def is_known(fetcher: Fetcher) -> bool:
 
 def state_of(part: Any, iterator: Any) -> dict[str, Any]:
     """Positions of a dataset or sampler and its iterator, if stateful. Raises errors of `state_dict`."""
-    position: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     if is_stateful(iterator):
-        position["iterator"] = iterator.state_dict()
+        state["iterator"] = iterator.state_dict()
     if iterator is not part and is_stateful(part):
-        position["dataset"] = part.state_dict()
-    return position
+        state["dataset"] = part.state_dict()
+    return state
 
 
 def packed(fetcher: Fetcher, **more: Any) -> bytes:
@@ -79,43 +79,41 @@ def packed(fetcher: Fetcher, **more: Any) -> bytes:
     if not is_known(fetcher):
         return pickle.dumps(more) if more else b""
     try:
-        position = {"ended": fetcher.ended, **state_of(fetcher.dataset, fetcher.dataset_iter)}
+        state = {"ended": fetcher.ended, **state_of(fetcher.dataset, fetcher.dataset_iter)}
     except Exception as error:
         return pickle.dumps({"position": {"error": f"{type(error).__name__}: {error}"}, **more})
     try:
-        return pickle.dumps({"position": position, **more})
+        return pickle.dumps({"position": state, **more})
     except Exception as error:
         return pickle.dumps({"left_out": f"{type(error).__name__}: {error}", **more})
 
 
-def fetcher_at(position: dict[str, Any], dataset: Any, make: Callable[[], Fetcher]) -> Fetcher:
-    """The result of `make`, a fetcher of the dataset, which is restored to `position`."""
-    fetcher = begun_at(position, dataset, make, lambda made: made.dataset_iter)
-    fetcher.ended = position.get("ended", False)
+def fetcher_at(state: dict[str, Any], dataset: Any, make: Callable[[], Fetcher]) -> Fetcher:
+    """The result of `make`, a fetcher of the dataset, which is restored to `state`."""
+    fetcher = begun_at(state, dataset, make, lambda made: made.dataset_iter)
+    fetcher.ended = state.get("ended", False)
     return fetcher
 
 
-def begun_at(
-    position: dict[str, Any], part: Any, begin: Callable[[], T], iterator_of: Callable[[T], Any]
-) -> T:
-    """Return the result of `begin`, an iterator over a dataset or sampler, with both at `position`.
+def begun_at(state: dict[str, Any], part: Any, begin: Callable[[], T], iterator_of: Callable[[T], Any]) -> T:
+    """Return the result of `begin`, an iterator over a dataset or sampler, with both restored to `state`.
 
     An iterator that has "ended" is advanced once more: it may remember that it was restored, and would begin
     the next iteration at that position.
     """
-    _set(part, position, "dataset")  # before it is iterated
+    _set(part, state, "dataset")  # before it is iterated
     begun = begin()
     iterator = iterator_of(begun)
-    _set(iterator, position, "iterator")
-    if position.get("ended"):
+    _set(iterator, state, "iterator")
+    if state.get("ended"):
         with generators.restored():
-            begins_anew = next(iterator, position) is not position
+            begins_anew = next(iterator, state) is not state
         if begins_anew:
-            _set(part, position, "dataset")
-            _set(iterator, position, "iterator")
+            _set(part, state, "dataset")
+            _set(iterator, state, "iterator")
     return begun
 
 
-def _set(part: Any, position: dict[str, Any], name: str) -> None:
-    if name in position:
-        part.load_state_dict(copy.deepcopy(position[name]))
+def _set(part: Any, state: dict[str, Any], name: str) -> None:
+    if name in state:
+        part.load_state_dict(copy.deepcopy(state[name]))

@@ -28,7 +28,7 @@ UNKNOWN_EXIT = 255
 Launch = Callable[[BaseProcess], popen_fork.Popen]
 
 #: Signals to block until a worker has handlers: before, they would print a traceback in it, or end it.
-BLOCKED_AT_START = signal.SIGINT, signal.SIGTERM
+BLOCKED = signal.SIGINT, signal.SIGTERM
 
 
 class Child:

@@ -29,7 +29,7 @@ from fastq_loader.packing import pickling
 from fastq_loader.system import inherited, multiprocessing_names, process_id
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers import payload
-from fastq_loader.workers.children import BLOCKED_AT_START, Child
+from fastq_loader.workers.children import BLOCKED, Child
 from fastq_loader.workers.config import Setup
 from fastq_loader.workers.zygote import Forked, Zygote, serve
 
@@ -50,10 +50,7 @@ def interpreter(method: str) -> Zygote:
         zygote = _running.get(key)
         if zygote is None or zygote.has_ended:
             resource_tracker.ensure_running()  # before signals are blocked: it unblocks them
-            mask = {
-                *signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-                *BLOCKED_AT_START,
-            }  # until it has its handlers
+            mask = {*signal.pthread_sigmask(signal.SIG_BLOCK, ()), *BLOCKED}  # until it has its handlers
             with without_signals():  # an interrupt would leave a child that nobody has
                 zygote = _running[key] = Zygote(partial(_start_interpreter, method, mask))
     return zygote

@@ -125,18 +125,18 @@ def prepare_signals(grace: float = 0.0) -> None:
     signal.set_wakeup_fd(-1)  # an inherited one belongs to an event loop of the consumer
     torch._C._set_worker_signal_handlers()
     if grace:
-        for number in children.BLOCKED_AT_START:
+        for number in children.BLOCKED:
             signal.signal(number, partial(_outlive, grace))
             signal.siginterrupt(number, False)
         # A process that user code forks has no grace.
         os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, children.BLOCKED_AT_START)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, children.BLOCKED)
 
 
 def _outlive(grace: float, *_: Any) -> None:
     """Handle a signal that all processes of a job get: end after `grace` seconds. The consumer may be saving
     a checkpoint meanwhile; it kills its workers."""
-    for number in children.BLOCKED_AT_START:
+    for number in children.BLOCKED:
         signal.signal(number, lambda *_: None)
     ending = threading.Timer(grace, os._exit, (128 + signal.SIGTERM,))
     ending.daemon = True

@@ -20,7 +20,7 @@ from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents
 from fastq_loader.statistics.counters import Counters, WorkerCounters
 from fastq_loader.system.interrupts import without_signals
-from fastq_loader.workers.children import BLOCKED_AT_START, Child
+from fastq_loader.workers.children import BLOCKED, Child
 from fastq_loader.workers.config import Plan, Setup
 from fastq_loader.workers.payload import Descriptors, Payload
 from fastq_loader.workers.stopping import Stopping
@@ -135,7 +135,7 @@ class WorkerPool(ABC):
         # Signals are blocked between the fork and the setting of handlers; and all, where Python's own hooks
         # run after the fork, which lose an exception. A fresh interpreter would start with this mask.
         expect_descriptors(_DESCRIPTORS)
-        with without_signals(*BLOCKED_AT_START), without_signals(*(() if self.forks else BLOCKED_AT_START)):
+        with without_signals(*BLOCKED), without_signals(*(() if self.forks else BLOCKED)):
             own = {"worker": worker.number, "space": space}
             worker.child = child = self._child(self._setup_for(own, **line.ends))
             try:

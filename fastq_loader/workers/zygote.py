@@ -39,7 +39,7 @@ from fastq_loader.system import calls, multiprocessing_names, process_id
 from fastq_loader.system.calls import readable
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers import payload
-from fastq_loader.workers.children import BLOCKED_AT_START, Child
+from fastq_loader.workers.children import BLOCKED, Child
 
 #: Function to run in a child of the zygote. Takes a request, the descriptors that came with it, and one that
 #: becomes readable when the consumer dies; returns the exit code.
@@ -197,7 +197,7 @@ def copy_of_consumer(context: Any, make: Callable[..., BaseProcess]) -> Zygote:
         child.start()
         return child
 
-    with without_signals(*BLOCKED_AT_START), without_signals():  # it has the first ones blocked until `serve`
+    with without_signals(*BLOCKED), without_signals():  # it has the first ones blocked until `serve`
         return Zygote(start)
 
 
@@ -227,7 +227,7 @@ def serve(connection: Connection, consumer: int, run: Run) -> None:
     # The consumer's handlers must not run here; and if SIGCHLD is ignored, exit codes are lost.
     here = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN, signal.SIGCHLD: signal.SIG_DFL}
     handlers = {number: signal.signal(number, action) for number, action in here.items()}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_AT_START)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
     children = set[int]()
     with contextlib.suppress(EOFError, ConnectionError, ProcessLookupError):  # the consumer is gone
         death = calls.pidfd_open(consumer)
@@ -256,7 +256,7 @@ def serve(connection: Connection, consumer: int, run: Run) -> None:
 
 def _fork(run: Callable[[], int], handlers: dict[signal.Signals, Any]) -> int:
     """Fork a child that runs `run` with the consumer's signal handlers; return its process id."""
-    with without_signals(*BLOCKED_AT_START):  # until it has a worker's handlers
+    with without_signals(*BLOCKED):  # until it has a worker's handlers
         pid = os.fork()
         if pid == 0:
             code = 1

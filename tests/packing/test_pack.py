@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fastq_loader.errors import UnpicklableError
 from fastq_loader.memory.allocator import empty
 from fastq_loader.memory.arena import AVAILABLE
-from fastq_loader.packing.walker import BATCHES_UNWALKED, INLINE, PARTS
+from fastq_loader.packing.flattener import BATCHES_UNWALKED, INLINE, PARTS
 from tests.support.datasets import (
     Colour,
     Count,

@@ -23,7 +23,7 @@ import torch
 from fastq_loader.extras.cached.keys import PLAIN
 from fastq_loader.extras.images import sample_seeds
 from fastq_loader.packing import pickling
-from fastq_loader.packing.walker import PLAIN_DTYPES, is_leaf
+from fastq_loader.packing.flattener import PLAIN_DTYPES, is_leaf
 
 _DTYPES = {name: dtype for dtype, name in PLAIN_DTYPES.items()}
 _BYTE = np.dtype(np.uint8)

@@ -132,7 +132,7 @@ class TreeFlattener:
         self._depth = 0
         self._parts = self._nbytes = 0
 
-    def walk(self, batch: Any) -> Any:
+    def flatten(self, batch: Any) -> Any:
         """The tree of a batch; a single object if it cannot be walked or is not worth a walk."""
         if self._unwalked:
             self._unwalked -= 1
