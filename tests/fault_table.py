@@ -203,6 +203,14 @@ FAULTS = (
     ),
     # ---- consumer
     Fault(
+        "an interrupt that comes while an ended pool dies is thrown away",
+        "consumer/pool.py",
+        "                _ended.append((self, self._loop.blocks.arena))\n",
+        "",
+        "guarantee: interrupts",
+        "end_to_end/test_hard_knocks.py",
+    ),
+    Fault(
         "an interrupt while next() waits ends the iteration",
         "consumer/event_loop.py",
         "        self._gate.phase = WAITING\n",

@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from multiprocessing import parent_process
 from multiprocessing.process import BaseProcess
@@ -146,8 +147,9 @@ class Pool:
                 if self.gate.end is None:
                     self._unchecked = _nobody if nested else self._iterator
                 elif self.gate.end != EXITING:
+                    log, loop = loop.answers.log, None  # it dies where signals are blocked
                     self._shut_down()
-                    loop.answers.log.record(CLOSE, time.monotonic_ns())
+                    log.record(CLOSE, time.monotonic_ns())
         except IteratorInvalid:
             self._stay_at_exit()
             raise
@@ -234,6 +236,7 @@ class Pool:
             loop.group.wake()  # the call that waits now, or else the next one
             if self._inside():  # called by a signal handler: the interrupted call will shut down
                 return
+            loop = None  # it dies where signals are blocked
             with self._lock:
                 self._shut_down()
         if wait:
@@ -245,6 +248,7 @@ class Pool:
             if self._loop is not None:
                 self._processes = self.processes()
                 self._loop.shut_down(self._patience())
+                _ended.append((self, self._loop.blocks.arena))
                 self._loop = None
         if self.gate.end != EXITING:  # else see `_stay_at_exit`
             self._replace(EXHAUSTED if self.gate.end == FAILED else Over(str(self._ended())))
@@ -314,6 +318,9 @@ class Pool:
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+#: The last pools that ended, with their arenas. They die when others end, where signals are blocked: a
+#: finalizer in Python, also multiprocessing's, handles signals at its entry, where their exceptions are lost.
+_ended: deque[tuple[Pool, Any]] = deque(maxlen=2)
 
 
 def _leave_to_parent() -> None:

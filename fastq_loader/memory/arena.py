@@ -8,16 +8,18 @@ written. So every process maps it once, growing takes no coordination, and there
 worker makes new blocks in its own part of the range. The memory of a memfd is not limited by the size of
 /dev/shm, has no name, and goes with its last user.
 
-A finalizer may run on any thread, at any moment. So the finalizer of a lease only appends to a queue. Once
-the loader is closed, that queue is not read any more. Then the arena consists of the blocks that users
-reference: it has no descriptor and no other addresses. Each dying lease gives back the pages and the
-addresses of its own block, which nothing else can reach any more.
+A lease may die on any thread, at any moment. C code then appends its end to a queue: a finalizer in Python
+would handle signals at its entry, where their exceptions are lost. Once the loader is closed, that queue is
+not read any more. Then the arena consists of the blocks that users reference: it has no descriptor and no
+other addresses. Each dying lease gives back the pages and the addresses of its own block, which nothing else
+can reach any more.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import weakref
 from collections import deque
 from multiprocessing import reduction
 from typing import Any
@@ -107,8 +109,8 @@ def _arrived(duplicate: Any, *arguments: Any) -> Mapping:
 
 @untraced
 class Arena:
-    """The consumer's side of the shared memory. Everything here runs on the consumer's thread, except the
-    finalizers of leases, which run on any thread.
+    """The consumer's side of the shared memory. Everything here runs on the consumer's thread, except what
+    follows the death of a lease, which comes on any thread.
 
     Args:
         regions: number of workers.
@@ -116,8 +118,8 @@ class Arena:
     Attributes:
         fd: the memfd, -1 once retired.
         mapping: its mapping in this process.
-        released: blocks whose last view died: offset, and the moment of the lease's birth.
-        leased: number of leases that `released_blocks` has not returned yet.
+        released: the ends of leases that died, with the last view of their block.
+        leased: offset → end of the leases that `released_blocks` has not returned yet.
         retired: the loader was closed.
 
     Raises:
@@ -139,9 +141,9 @@ class Arena:
             ) from error
         # Prevent every process from truncating the memory while another one uses it (that would be SIGBUS).
         calls.seal_length(self.fd)
-        self.released: deque[tuple[int, int]] = deque()
+        self.released: deque[_End] = deque()
         self.retired = False
-        self.leased = 0
+        self.leased: dict[int, _End] = {}
         forked_children.owners[id(self)] = self
 
     def lease(self, block: tuple[int, int], start: int, nbytes: int) -> np.ndarray[Any, Any]:
@@ -151,10 +153,12 @@ class Arena:
         The block stays in use until the array and everything derived from it are gone.
         """
         offset = block[0]
-        self.leased += 1
         data = self.mapping.base + offset + start, False
         interface = {"version": 3, "data": data, "shape": (nbytes,), "typestr": "|u1"}
-        return np.asarray(Lease(self, offset, interface))
+        lease = Lease(self, interface)
+        self.leased[offset] = end = _End(lease, self.released.append)
+        end.offset, end.born = offset, forked_children.now
+        return np.asarray(lease)
 
     def released_blocks(self) -> list[int]:
         """Offsets of the blocks whose last view died, and that no child may see any more. The others stay in
@@ -163,9 +167,10 @@ class Arena:
             return []
         released = [self.released.popleft() for _ in range(len(self.released))]
         seen = forked_children.seen_before()
-        self.released += [(offset, born) for offset, born in released if born < seen]
-        free = [offset for offset, born in released if born >= seen]
-        self.leased -= len(free)
+        self.released += [end for end in released if end.born < seen]
+        free = [end.offset for end in released if end.born >= seen]
+        for offset in free:
+            del self.leased[offset]
         return free
 
     def retire(self, held: list[tuple[int, int]]) -> None:
@@ -177,6 +182,11 @@ class Arena:
             mapping.mmap.cut(held)
             self.retired = True
         if self.fd >= 0:
+            for end in list(self.leased.values()):
+                lease = end()
+                if lease is not None:  # the old end waits in the queue, or dies
+                    self.leased[end.offset] = later = _End(lease, self._give_back)
+                    later.offset, later.born = end.offset, end.born
             start = 0
             for offset, size in [*sorted(held), (mapping.length, 0)]:
                 mapping.punch(start, offset - start)
@@ -186,12 +196,14 @@ class Arena:
             os.close(fd)
             forked_children.seen_before()  # closes the pipes of workers, which have ended
         while self.released:  # children see these, or the user's threads have dropped them meanwhile
-            self.unmap(*self.released.popleft())
+            self._give_back(self.released.popleft())
 
-    def unmap(self, offset: int, born: int) -> None:
+    def _give_back(self, end: _End) -> None:
         """Give a block that was held when the loader closed back to the system, when its lease has died. May
-        be called on any thread."""
-        self.mapping.mmap.unmap(offset, pages=born >= forked_children.seen_before())
+        be called on any thread, and twice."""
+        self.leased.pop(end.offset, None)
+        if self.pid == process_id.pid:  # a forked child has nothing to give back
+            self.mapping.mmap.unmap(end.offset, pages=end.born >= forked_children.seen_before())
 
     def __del__(self) -> None:
         # Retired arenas have closed it; this one's pool was interrupted while it was made.
@@ -206,18 +218,22 @@ class Lease:
     numpy's array interface makes this object the base of the array; `torch.from_numpy` keeps the array.
     """
 
-    __slots__ = ("__array_interface__", "_arena", "_born", "_offset")
+    __slots__ = ("__array_interface__", "__weakref__", "_arena")
 
-    def __init__(self, arena: Arena, offset: int, interface: dict[str, Any]) -> None:
+    def __init__(self, arena: Arena, interface: dict[str, Any]) -> None:
         self.__array_interface__ = interface
         self._arena = arena  # keeps the address valid
-        self._offset = offset
-        self._born = forked_children.now
 
-    def __del__(self, process: Any = process_id) -> None:
-        arena, offset = self._arena, self._offset
-        if arena.pid != process.pid:
-            return  # the parent's block: a forked child has nothing to give back
-        arena.released.append((offset, self._born))
-        if arena.retired:  # perhaps by another thread just now: the queue is not read any more
-            arena.unmap(offset, self._born)
+
+class _End(weakref.ref[Lease]):
+    """Is called back when a lease dies.
+
+    Attributes:
+        offset: where the lease's block begins.
+        born: the moment of the lease's birth, see `forked_children`.
+    """
+
+    __slots__ = ("born", "offset")
+
+    offset: int
+    born: int
