@@ -304,7 +304,7 @@ def test_nothing_dies_by_python_code_where_an_interrupt_would_be_lost(mode: str)
     loader = DataLoader(Large(), 4, **{"num_workers": 1, **MODES[mode]})
     with collector_off():
         for epoch in range(4):
-            for batch in loader:
+            for _ in loader:
                 sys.setprofile(note if epoch else None)
         sys.setprofile(None)
     assert entered == []
