@@ -89,7 +89,7 @@ FAULTS = (
     Fault(
         "a block is used again while a forked child sees it",
         "memory/arena.py",
-        "if born >= seen]",
+        "if end.born >= seen]",
         "]",
         "guarantee: memory",
         "memory/test_arena.py",
