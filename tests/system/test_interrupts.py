@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from typing import Any
 
 import pytest
 
 from fastq_loader.system import interrupts
+from fastq_loader.system.calls import readable
 from fastq_loader.system.interrupts import without_signals
 from tests.support.alarms import Alarm
+from tests.support.gates import LIMIT
 
 
 @pytest.mark.parametrize("numbers", [(signal.SIGUSR1,), ()])
@@ -27,6 +31,39 @@ def test_a_signal_comes_after_what_it_must_not_interrupt(numbers: tuple[int, ...
         assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == masked
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_that_another_thread_gets_comes_after_it_too() -> None:
+    """As threads of numpy's get a Ctrl-C that the main thread blocks. A child that is forked has the handlers."""
+
+    def handler(number: int, frame: Any) -> None:
+        came.append(number)
+        raise Alarm
+
+    came: list[int] = []
+    numbers = signal.SIGUSR1, signal.SIGUSR2
+    over, (written, told) = threading.Event(), os.pipe2(os.O_NONBLOCK)
+    threading.Thread(target=over.wait).start()
+    before, descriptor = [signal.signal(number, handler) for number in numbers], signal.set_wakeup_fd(told)
+    try:
+        with pytest.raises(Alarm), without_signals(), without_signals(signal.SIGUSR1):
+            for number in numbers:
+                os.kill(os.getpid(), number)
+                assert readable([written], LIMIT)
+                assert os.read(written, 9) == bytes([number])
+            if (child := os.fork()) == 0:
+                os._exit([signal.getsignal(number) for number in numbers] == [handler] * 2)
+            assert os.waitpid(child, 0)[1] == 1 << 8
+            assert came == []
+        assert sorted(came) == [*numbers]
+        assert [signal.getsignal(number) for number in numbers] == [handler] * 2
+    finally:
+        signal.set_wakeup_fd(descriptor)
+        for number, old in zip(numbers, before, strict=True):
+            signal.signal(number, old)
+        over.set()
+        os.close(written)
+        os.close(told)
 
 
 def test_a_handler_that_raises_at_the_begin_leaves_no_signal_masked(monkeypatch: pytest.MonkeyPatch) -> None:
