@@ -34,11 +34,21 @@ def test_a_signal_comes_after_what_it_must_not_interrupt(numbers: tuple[int, ...
 
 
 def test_a_signal_that_another_thread_gets_comes_after_it_too() -> None:
-    """As threads of numpy's get a Ctrl-C that the main thread blocks. A child that is forked has the handlers."""
+    """As threads of numpy's get a Ctrl-C that the main thread blocks. A forked child has the handlers."""
 
     def handler(number: int, frame: Any) -> None:
         came.append(number)
         raise Alarm
+
+    def in_the_block() -> None:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            assert readable([written], LIMIT)
+            assert os.read(written, 9) == bytes([number])
+        if (child := os.fork()) == 0:
+            os._exit([signal.getsignal(number) for number in numbers] == [handler] * 2)
+        assert os.waitpid(child, 0)[1] == 1 << 8
+        assert came == []
 
     came: list[int] = []
     numbers = signal.SIGUSR1, signal.SIGUSR2
@@ -47,14 +57,7 @@ def test_a_signal_that_another_thread_gets_comes_after_it_too() -> None:
     before, descriptor = [signal.signal(number, handler) for number in numbers], signal.set_wakeup_fd(told)
     try:
         with pytest.raises(Alarm), without_signals(), without_signals(signal.SIGUSR1):
-            for number in numbers:
-                os.kill(os.getpid(), number)
-                assert readable([written], LIMIT)
-                assert os.read(written, 9) == bytes([number])
-            if (child := os.fork()) == 0:
-                os._exit([signal.getsignal(number) for number in numbers] == [handler] * 2)
-            assert os.waitpid(child, 0)[1] == 1 << 8
-            assert came == []
+            in_the_block()
         assert sorted(came) == [*numbers]
         assert [signal.getsignal(number) for number in numbers] == [handler] * 2
     finally:
