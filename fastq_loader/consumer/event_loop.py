@@ -34,7 +34,7 @@ from fastq_loader.scheduling.in_flight import Batch
 from fastq_loader.scheduling.progress import START
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.statistics.counters import Counters
-from fastq_loader.statistics.records import CUT, GIVEN
+from fastq_loader.statistics.records import CUT, NEXT
 from fastq_loader.system import calls
 from fastq_loader.system.unpatched import time
 from fastq_loader.workers.config import Plan
@@ -187,7 +187,7 @@ class EventLoop:
         if isinstance(outcome, Ended):
             log.end(time.monotonic_ns(), time.process_time_ns())
         elif batch is None:
-            log.record(GIVEN, time.monotonic_ns(), error=outcome.error)
+            log.record(NEXT, time.monotonic_ns(), error=outcome.error)
         else:
             if finish is not None:
                 outcome = finished(outcome, finish, batch)
@@ -196,7 +196,7 @@ class EventLoop:
                 # Ending takes them a while, which the last step of the epoch hides. Not before the batch was
                 # unpickled: its descriptors are the worker's until then.
                 self.group.dismiss()
-            log.record(GIVEN, self._now, batch.loaded, batch.index, outcome.error)
+            log.record(NEXT, self._now, batch.loaded, batch.index, outcome.error)
         # A single step for interrupts: only a call can be cut short, and these lines have none.
         if outcome.fatal is None:
             slot.outcome = outcome

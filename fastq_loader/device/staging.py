@@ -322,7 +322,7 @@ class SerialStaging:
 
     def deliver(self, copy: Copy) -> Any:
         """Return a batch with its tensors on the device, ready for work queued on the current stream. Arrays,
-        values and objects without tensors remain the same objects; but see `kept`.
+        values and objects without tensors remain the same objects; but see `uncopied`.
 
         Raises:
             Exception: any error of the user's transform.
@@ -354,7 +354,7 @@ class SerialStaging:
         buffer.copy = copy
         return copy
 
-    def kept(self, value: Any) -> Any:
+    def uncopied(self, value: Any) -> Any:
         """The array, tensor or object to deliver for one that needs no copy to the device."""
         return value
 
@@ -369,7 +369,7 @@ class SerialStaging:
         tree = flattener.flatten(batch)
         values, objects = flattener.values, [self._carry(value) for value in flattener.objects]
         # The user's own arrays: those in the flattener's list are made contiguous below.
-        leaves = [self.kept(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in flattener.leaves]
+        leaves = [self.uncopied(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in flattener.leaves]
         metas, spans = segments_of(flattener.leaves)
         sizes = tuple([end - start for start, end in spans])
         at, nbytes = dict[int, int](), 0
@@ -390,7 +390,7 @@ class SerialStaging:
         """Take an object apart that contains tensors, which go to the device as leaves."""
         if isinstance(value, torch.Tensor):  # sparse, of a subclass, that requires grad, …
             # A copy from page-locked memory would not be waited for, so it is moved from a clone.
-            return b"", self.kept(value) if value.device == self.session.backend.device else cloned(value)
+            return b"", self.uncopied(value) if value.device == self.session.backend.device else cloned(value)
         tensors: list[torch.Tensor] = []
 
         def add_leaf(leaf: Any) -> int:
@@ -405,4 +405,4 @@ class SerialStaging:
                 raise
         if tensors:
             return data, None
-        return b"", self.kept(value)
+        return b"", self.uncopied(value)

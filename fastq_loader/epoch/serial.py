@@ -29,7 +29,7 @@ from fastq_loader.reading import datapipes, generators
 from fastq_loader.reading.fetch import EndOfStream, Fetcher, LeftOut, loading
 from fastq_loader.reading.reader import Reader
 from fastq_loader.scheduling.progress import Progress
-from fastq_loader.statistics.records import CUT, GIVEN, ITER, NOTHING
+from fastq_loader.statistics.records import CUT, ITER, NEXT, NOTHING
 from fastq_loader.system.torch_names import untraced
 from fastq_loader.system.unpatched import time
 from fastq_loader.workers.kinds import Auto
@@ -161,7 +161,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         elif self.outcome is not None and log.asked:  # else the batch was left out, or is recorded
             now, index = time.monotonic_ns(), drawn and drawn[1]
             # The error gets no name here: its traceback references this frame.
-            log.record(GIVEN, now, self._loaded, index, getattr(self.outcome, "error", None))
+            log.record(NEXT, now, self._loaded, index, getattr(self.outcome, "error", None))
         if self._may_be_usual and record.is_plain and (self._hints is None or self._hints.due == sys.maxsize):
             self._indices, self._is_unusual = record.source, False
 

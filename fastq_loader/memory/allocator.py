@@ -179,7 +179,7 @@ class Allocator:
         with self._lock:
             start = 0
             if self.for_device:
-                block, start = self._place_for_device(nbytes)
+                block, start = self._room_for_device(nbytes)
             else:
                 block = self._take(nbytes)
             block.cut = start + nbytes
@@ -190,8 +190,8 @@ class Allocator:
             block.holds.append(weakref.ref(hold))
             return np.asarray(hold)
 
-    def _place_for_device(self, nbytes: int) -> tuple[OpenBlock, int]:
-        """A place for a result behind the previous one, or in a new block: the block, and the start in it."""
+    def _room_for_device(self, nbytes: int) -> tuple[OpenBlock, int]:
+        """Room for a result behind the previous one, or in a new block: the block, and the start in it."""
         block = self._partial
         start = 0 if block is None else device_aligned(block.cut)
         if block is None or block.size - start < nbytes:

@@ -20,7 +20,7 @@ from fastq_loader.reading import generators, position
 from fastq_loader.reading.fetch import EndOfStream, Fetcher, loading
 
 
-class HandedOutBefore(Exception):
+class DeliveredBefore(Exception):
     """The batch was delivered before the epoch was resumed."""
 
 
@@ -121,7 +121,7 @@ class Reader:
 
         Raises:
             EndOfStream: an iterable dataset has no further batch.
-            HandedOutBefore: the batch was delivered before the epoch was resumed.
+            DeliveredBefore: the batch was delivered before the epoch was resumed.
             Exception: whatever user code raises.
         """
         fetcher = self.fetcher
@@ -171,7 +171,7 @@ class Reader:
                 pass
         self.to_pass -= 1
         self._set_generators()
-        raise HandedOutBefore
+        raise DeliveredBefore
 
     def state_bytes(self) -> bytes:
         """Return the state after the last batch, pickled; b"" if there is nothing to save."""

@@ -81,7 +81,7 @@ class InFlight:
     """The batches of one epoch that were requested and not delivered.
 
     Args:
-        first: sequence number of the first one.
+        start: sequence number of the first one.
         done: sequence numbers to skip.
 
     Attributes:
@@ -94,9 +94,9 @@ class InFlight:
 
     is_next_here = False
 
-    def __init__(self, first: int = 0, done: frozenset[int] = frozenset()) -> None:
+    def __init__(self, start: int = 0, done: frozenset[int] = frozenset()) -> None:
         self._done = done
-        self.head = self.drawn = first
+        self.head = self.drawn = start
         self.batches: dict[int, Batch] = {}
         self.filled = 0
 
@@ -150,8 +150,8 @@ class InOrder(InFlight):
     such an end waits behind it. A death is reported at the position of each batch that was lost by it.
     """
 
-    def __init__(self, first: int = 0, done: frozenset[int] = frozenset()) -> None:
-        super().__init__(first, done)
+    def __init__(self, start: int = 0, done: frozenset[int] = frozenset()) -> None:
+        super().__init__(start, done)
         self._from_an_end_on: list[Batch] = []
 
     def add(self, batch: Batch) -> None:
@@ -206,8 +206,8 @@ class AsTheyCome(InFlight):
     Each worker has an equal share of the window: a quick one would fill it.
     """
 
-    def __init__(self, first: int = 0, done: frozenset[int] = frozenset()) -> None:
-        super().__init__(first, done)
+    def __init__(self, start: int = 0, done: frozenset[int] = frozenset()) -> None:
+        super().__init__(start, done)
         self._arrivals: deque[Batch | Died] = deque()
         self._of: Counter[int | None] = Counter()  # worker → its batches in flight
 

@@ -13,7 +13,7 @@ from operator import add, length_hint
 from typing import Any, NamedTuple, Protocol
 
 from fastq_loader.ipc.messages import Indices
-from fastq_loader.statistics.records import END, GIVEN, ITER, LOADED_HERE, NOTHING, PACKED, Loaded
+from fastq_loader.statistics.records import END, ITER, LOADED_HERE, NEXT, NOTHING, PACKED, Loaded
 from fastq_loader.statistics.snapshots import StagingStatistics
 from fastq_loader.system import pages
 
@@ -112,7 +112,7 @@ class EpochLog:
             error: raised in place of the batch.
         """
         asked = self.asked or self._ended
-        if kind == GIVEN:
+        if kind == NEXT:
             self.batches += 1
             self._late += self.head > 0
             if error is None and index is not None:
@@ -152,7 +152,7 @@ class EpochLog:
         self._ended = now
         counters.batches += 1
         record = _pack_loaded_here(
-            *(GIVEN, self.epoch, asked, now, asked, now, took, number, -1, asked, asked, fetched, now, now)
+            *(NEXT, self.epoch, asked, now, asked, now, took, number, -1, asked, asked, fetched, now, now)
         )
         counters.records.append(record)
         if counters.trace is not None:

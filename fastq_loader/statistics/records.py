@@ -8,10 +8,10 @@ from __future__ import annotations
 from struct import Struct
 from typing import NamedTuple
 
-#: Kinds of records. `iter()` returns; `next()` gives a batch or raises an error; a call begins after one that
-#: an interrupt ended, or that left a batch out; `next()` has found no further batch; the last call has also
-#: shut down the workers.
-ITER, GIVEN, CUT, END, CLOSE = range(5)
+#: Kinds of records. ITER: `iter()` returned. NEXT: `next()` returned a batch or raised an error. CUT: a call
+#: began after one that an interrupt ended, or that left a batch out. END: `next()` found no further batch.
+#: CLOSE: it has also shut down the workers.
+ITER, NEXT, CUT, END, CLOSE = range(5)
 
 
 class Record(NamedTuple):
@@ -19,7 +19,7 @@ class Record(NamedTuple):
 
     Attributes:
         kind, epoch: see above; the loader's number of the epoch.
-        asked, given: begin and end of the call.
+        asked, returned: begin and end of the call.
         drew, drew_until: nanoseconds in which the sampler drew; when it had drawn last.
         device, device_until: the same of work for a device, and of pinning.
         wait_from, wait_until: from the begin of the first wait to the end of the last; without workers, from
@@ -37,7 +37,7 @@ class Record(NamedTuple):
     kind: int
     epoch: int
     asked: int
-    given: int
+    returned: int
     drew: int
     drew_until: int
     device: int

@@ -46,7 +46,7 @@ from fastq_loader.packing.pack import Packer
 from fastq_loader.packing.pickling import dump_exception
 from fastq_loader.reading import collate
 from fastq_loader.reading.fetch import EndOfStream, LeftOut
-from fastq_loader.reading.reader import HandedOutBefore
+from fastq_loader.reading.reader import DeliveredBefore
 from fastq_loader.system import calls
 from fastq_loader.system.unpatched import time
 from fastq_loader.workers import children
@@ -61,7 +61,7 @@ _LOOK_EVERY = 1_000_000
 _GROWTH = 16 * 1024
 _NONE: Used = ()
 #: Kinds of answers without a batch that are no errors, by the exception of the reader.
-_WITHOUT_BATCH = {EndOfStream: PART_ENDED, HandedOutBefore: PASSED, LeftOut: LEFT_OUT}
+_WITHOUT_BATCH = {EndOfStream: PART_ENDED, DeliveredBefore: PASSED, LeftOut: LEFT_OUT}
 
 
 def main(setup: Setup) -> None:

@@ -8,7 +8,7 @@ from fastq_loader import DataLoader
 from fastq_loader.ipc.messages import Indices
 from fastq_loader.statistics import counters as module
 from fastq_loader.statistics.counters import Counters, StagingCounters, WorkerCounters
-from fastq_loader.statistics.records import CLOSE, GIVEN, ITER, PACKED, Record
+from fastq_loader.statistics.records import CLOSE, ITER, NEXT, PACKED, Record
 from fastq_loader.statistics.snapshots import StagingStatistics
 from tests.support.crimes import Rows
 
@@ -24,9 +24,9 @@ def test_each_call_leaves_one_record_and_adds_to_the_counts() -> None:
     log.waited_for(21 * SECOND, 22 * SECOND, 0, True, 4)
     log.waited_for(23 * SECOND, 25 * SECOND, 1, True, 4)
     log.nbytes += 64
-    log.record(GIVEN, 30 * SECOND, (7, 1, 70, 1, 2, 3, 4, 5, 6), Indices(bytes(24)))
+    log.record(NEXT, 30 * SECOND, (7, 1, 70, 1, 2, 3, 4, 5, 6), Indices(bytes(24)))
     log.asked = 40 * SECOND
-    log.record(GIVEN, 41 * SECOND, error=KeyError())
+    log.record(NEXT, 41 * SECOND, error=KeyError())
     log.end(43 * SECOND, 4 * SECOND)
     log.record(CLOSE, 44 * SECOND)
     log.used_cpu(99 * SECOND)  # it is over

@@ -8,22 +8,22 @@ from typing import Any
 
 from fastq_loader.extras.insight.causes import Breakdown, breakdown, table
 from fastq_loader.statistics.counters import Counters, EpochLog, WorkerCounters
-from fastq_loader.statistics.records import CLOSE, CUT, GIVEN, ITER, Record
+from fastq_loader.statistics.records import CLOSE, CUT, ITER, NEXT, Record
 
 
-def record(kind: int, asked: int, given: int, **more: int) -> Record:
+def record(kind: int, asked: int, returned: int, **more: int) -> Record:
     """A call of epoch 0, with these further numbers."""
     return Record(*[0] * len(Record._fields))._replace(
-        kind=kind, asked=asked, given=given, **{"seq": -1, "worker": -1} | more
+        kind=kind, asked=asked, returned=returned, **{"seq": -1, "worker": -1} | more
     )
 
 
-def gives(asked: int, given: int, times: tuple[int, ...] = (), **more: int) -> Record:
+def gives(asked: int, returned: int, times: tuple[int, ...] = (), **more: int) -> Record:
     """A call that gives batch 0, which worker 0 loaded at these times: started, fetched, collated,
     finished."""
     named = zip(("started", "fetched", "collated", "finished"), times, strict=bool(times))
     loaded = {"worker": 0, "pid": 70, **dict(named)} if times else {}
-    return record(GIVEN, asked, given, **{"seq": 0, **loaded} | more)
+    return record(NEXT, asked, returned, **{"seq": 0, **loaded} | more)
 
 
 def counted(*records: Record, workers: int = 0) -> Counters:
@@ -35,7 +35,7 @@ def counted(*records: Record, workers: int = 0) -> Counters:
         log.asked = each.asked
         for name in Record._fields[4:13]:
             setattr(log, name, getattr(each, name))
-        log.record(each.kind, each.given, each[13:])
+        log.record(each.kind, each.returned, each[13:])
     return counters
 
 
@@ -120,9 +120,9 @@ class Played:
             log.record(CLOSE, self.tick())
             log.drop(self.tick())
         elif how == "give" and epoch.ready:
-            log.record(GIVEN, self.tick(), epoch.ready.pop(draw.randrange(len(epoch.ready))))
+            log.record(NEXT, self.tick(), epoch.ready.pop(draw.randrange(len(epoch.ready))))
         else:
-            log.record(GIVEN, self.tick(), error=KeyError("the sampler's"))
+            log.record(NEXT, self.tick(), error=KeyError("the sampler's"))
         self.ended[log.epoch] = self.ended[log.epoch][0], log._ended
         return how != "end"
 

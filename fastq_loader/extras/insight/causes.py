@@ -37,7 +37,7 @@ from fastq_loader.extras.insight.snapshots import (
     WorkerStatistics,
 )
 from fastq_loader.statistics.counters import Counters, EpochLog, Totals
-from fastq_loader.statistics.records import CLOSE, END, GIVEN, ITER, Record
+from fastq_loader.statistics.records import CLOSE, END, ITER, NEXT, Record
 
 #: Batches that `statistics()` names as late; last batches whose costs are available to the model.
 _LATE, _KEPT = 10, 1024
@@ -154,11 +154,11 @@ def by_cause(records: Records) -> tuple[dict[str, int], int]:
     if len(records.kind) and records.kind[0] != ITER:  # the first records of the epoch were overwritten
         before = np.where(before == 0, records.started, before)
     waits = {cause: int(each.sum()) for cause, each in lost(records, before).items()}
-    calls = records.given - records.asked
+    calls = records.returned - records.asked
     # What a call did besides drawing, copying and waiting is the loader's own work.
     own = calls - records.drew - records.device - records.workers - records.head - records.memory
     is_start = np.isin(records.kind, (ITER, END, CLOSE))
-    whole = int(records.given[-1] - records.asked[0]) if len(calls) else 0
+    whole = int(records.returned[-1] - records.asked[0]) if len(calls) else 0
     found = dict.fromkeys(CAUSES, 0) | waits
     found["sampler"], found["device_copy"] = int(records.drew.sum()), int(records.device.sum())
     found["start_up"] += int(own[is_start].sum())
@@ -170,23 +170,23 @@ def by_cause(records: Records) -> tuple[dict[str, int], int]:
 def breakdown(log: EpochLog, records: Records) -> Breakdown:
     """Break down one epoch of a loader, with the records of all."""
     in_epoch = _since(records, log.epoch, log.epoch + 1)
-    given = _where(in_epoch, in_epoch.kind == GIVEN)
-    loaded = _where(given, (given.started <= given.collated) & (given.collated > 0))
+    calls = _where(in_epoch, in_epoch.kind == NEXT)
+    loaded = _where(calls, (calls.started <= calls.collated) & (calls.collated > 0))
     causes, transit = by_cause(in_epoch)
     costs = loaded.seq, loaded.collated - loaded.started, loaded.finished - loaded.collated
-    took = given.finished - given.started
-    worst = [at for at in np.argsort(-given.head, kind="stable")[:_LATE] if given.head[at]]
+    took = calls.finished - calls.started
+    worst = [at for at in np.argsort(-calls.head, kind="stable")[:_LATE] if calls.head[at]]
     return Breakdown(
-        _statistics(log.epoch, log.totals(), len(given.kind), causes, given.given - given.asked),
+        _statistics(log.epoch, log.totals(), len(calls.kind), causes, calls.returned - calls.asked),
         log.over,
         sorted(zip(*(each[-_KEPT:].tolist() for each in costs), strict=True)),
         float(costs[1].mean()) if len(costs[1]) else 0.0,
         transit / 1e9,
         tuple(
-            LateBatch(log.epoch, int(given.seq[at]), float(given.head[at]) / 1e9, float(took[at]) / 1e9)
+            LateBatch(log.epoch, int(calls.seq[at]), float(calls.head[at]) / 1e9, float(took[at]) / 1e9)
             for at in worst
         ),
-        given.given - given.asked,
+        calls.returned - calls.asked,
     )
 
 

@@ -23,7 +23,7 @@ class AheadStaging(SerialStaging):
         backend.share(copy.memory, backend.side)
         return copy
 
-    def kept(self, value: Any) -> Any:
+    def uncopied(self, value: Any) -> Any:
         if isinstance(value, np.ndarray):
             return value.copy("K")
         if isinstance(value, torch.Tensor):

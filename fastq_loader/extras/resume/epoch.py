@@ -30,7 +30,7 @@ from fastq_loader.extras.resume.fields import Saved
 from fastq_loader.options import Loader
 from fastq_loader.reading import generators, position
 from fastq_loader.reading.fetch import EndOfStream
-from fastq_loader.reading.reader import HandedOutBefore, Reader
+from fastq_loader.reading.reader import DeliveredBefore, Reader
 from fastq_loader.scheduling.progress import START, UNKNOWN, Progress, WorkerProgress
 
 
@@ -353,7 +353,7 @@ class ResumableEpoch(Epoch):
             index = next(iter(self.info.sampler))  # any index will do
             with self.as_at_start():
                 for number in range(reader.to_pass):
-                    with contextlib.suppress(HandedOutBefore, EndOfStream):
+                    with contextlib.suppress(DeliveredBefore, EndOfStream):
                         reader.load(number, index)
         progress = self.progress
         if not progress.workers or progress.delivered:

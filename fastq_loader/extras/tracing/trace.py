@@ -25,7 +25,7 @@ from os import PathLike
 
 from fastq_loader.errors import shorten
 from fastq_loader.statistics.counters import Counters
-from fastq_loader.statistics.records import CLOSE, CUT, END, GIVEN, ITER, PACKED, Record
+from fastq_loader.statistics.records import CLOSE, CUT, END, ITER, NEXT, PACKED, Record
 from fastq_loader.system import locks, process_id
 
 #: Nanoseconds between two writes, as long as `next()` is called. A consumer that hangs or is killed loses the
@@ -204,36 +204,36 @@ class Recorder:
     def add(self, packed: bytes, error: BaseException | type | None) -> None:
         """Add a call, on the thread that made it."""
         record = Record._make(PACKED.unpack(packed))
-        kind, epoch, asked, given, seq = *record[:4], record.seq
+        kind, epoch, asked, returned, seq = *record[:4], record.seq
         row = self._consumer()
         if row in self._steps:
             since, which = self._steps.pop(row)
             self._add(row, "step", since, asked, which)
         if kind == CLOSE:
-            self._add(row, "end of the workers", asked, given)
+            self._add(row, "end of the workers", asked, returned)
             return
         if kind == ITER:
             self._mark(row, f"epoch {epoch} begins", asked)
         which = _about(epoch, seq)
         self._add_parts(record, row, which)
-        if kind == GIVEN and seq >= 0:
-            self._steps[row] = given, which
+        if kind == NEXT and seq >= 0:
+            self._steps[row] = returned, which
             if record.pid:
                 self._add_loading(self._worker(record.worker, record.pid), record, which)
-                self._add_asynchronous("batch", record.sent, given, which)
+                self._add_asynchronous("batch", record.sent, returned, which)
         if error is not None:
             name = type(error).__name__ + ("" if seq < 0 else f" at batch {seq}")
-            self._mark(row, name, given - 1, "t", about=shorten(error, 400))
+            self._mark(row, name, returned - 1, "t", about=shorten(error, 400))
         if kind == END:
             self._over.add(epoch)
-            self._mark(row, f"epoch {epoch} ends", given)
+            self._mark(row, f"epoch {epoch} ends", returned)
         if kind == CUT:  # it ended at some time after its last part
             ended = max(asked, record.wait_until, record.drew_until, record.device_until)
             self._add(row, "next", asked, ended, which)
         else:
-            self._add(row, "iter" if kind == ITER else "next", asked, given, which)
-        if given - self._written >= _EVERY:
-            self._write(given)
+            self._add(row, "iter" if kind == ITER else "next", asked, returned, which)
+        if returned - self._written >= _EVERY:
+            self._write(returned)
 
     def add_drop(self, epoch: int, now: int) -> None:
         """The rest of an epoch is dropped, if it is not over."""
