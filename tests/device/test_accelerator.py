@@ -226,9 +226,9 @@ print(backend.on_side(lambda: torch.accelerator.current_stream() == backend.side
 
 
 class HostBackend(TorchBackend):
-    """The host in a device's place. Attributes: what libcudart says."""
+    """The host in a device's place. Attributes: what libcudart says, and how often its error was cleared."""
 
-    code = 0
+    code = cleared = 0
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -247,7 +247,7 @@ class HostBackend(TorchBackend):
         return 1 - known
 
     def _clear_error(self) -> None:
-        """There is no context that keeps one."""
+        self.cleared += 1
 
     # Nothing is queued, so there is nothing to wait for.
     record = wait = synchronize = current_stream = Mock()
@@ -271,5 +271,7 @@ def test_the_proof_fails_where_copies_do_nothing(
         backend.prove()
     assert not backend.registered
     backend.code = 1
+    assert not backend.cleared
     with pytest.raises(PinFailed, match="failed with error 1"):
         backend.prove()
+    assert backend.cleared, "the next kernel launch would raise it"

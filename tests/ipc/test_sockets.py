@@ -15,6 +15,7 @@ import zmq
 from fastq_loader.ipc import sockets
 from fastq_loader.ipc.messages import TOKEN_BYTES, Answer, BeginEpoch, Bundle, Hello, InBlock, Stop, encode
 from fastq_loader.ipc.sockets import ConsumerSocket, Line, WorkerSocket
+from fastq_loader.system.calls import readable
 from tests.conftest import open_descriptors, wait_until
 from tests.support.forking import end_of, fork
 
@@ -312,6 +313,15 @@ def test_a_worker_accepts_no_process_but_its_consumer(consumer: ConsumerSocket) 
         assert worker.receive(block=False) is None
         consumer.send(line, EPOCHS[1])
         assert worker.receive(block=True) == EPOCHS[1]
+
+
+def test_a_stranger_gets_no_connection_at_the_address_of_a_dead_worker(consumer: ConsumerSocket) -> None:
+    start(consumer).close()
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(b"\0" + LINES[0].name)
+        stranger.listen()
+        consumer.send(LINES[0], EPOCHS[0])
+        assert not readable([stranger.fileno()], 0.4), "zmq connects again after 0.1 s, unless told not to"
 
 
 def test_a_broken_connection_is_named_once(

@@ -85,6 +85,19 @@ def test_a_child_whose_exit_code_was_lost_on_the_way_ends_no_zygote() -> None:
             each.release()
 
 
+@pytest.mark.parametrize("action", [signal.SIG_IGN, lambda *_: os.waitpid(-1, os.WNOHANG)])
+def test_what_the_consumer_does_at_the_end_of_a_child_takes_no_exit_code_from_the_zygote(action: Any) -> None:
+    previous = signal.signal(signal.SIGCHLD, action)
+    try:
+        with zygote() as one:
+            child = forked(one, 7)
+            assert readable([child.descriptor], 5)
+            assert child.death()[0] == "exited with code 7"
+            child.release()
+    finally:
+        signal.signal(signal.SIGCHLD, previous)
+
+
 def test_a_descriptor_that_cannot_be_sent_leaves_no_half_of_a_request() -> None:
     with zygote() as one:
         with pytest.raises(OSError, match="Bad file descriptor"):
