@@ -646,8 +646,8 @@ FAULTS = (
     Fault(
         "each worker begins with a budget for checks of its own",
         "extras/cached/checks.py",
-        "counters.began = counters.began or time.monotonic_ns()",
-        "counters.began = time.monotonic_ns()",
+        "counters.since = counters.since or time.monotonic_ns()",
+        "counters.since = time.monotonic_ns()",
         "row K2",
         "extras/cached/test_checks.py",
     ),

@@ -193,12 +193,12 @@ class cached:
             if is_new and get_worker_info() is not None:
                 counters.add("unshared")
         key = key_of(given, kwargs, self.__qualname__)
-        check, is_damaged = None, False
+        paid, is_damaged = None, False
         try:
             found = self._store.get(key, self._options.copy)
             if found is not None:
-                check = self._checks.due(key, *found.writer) if self._options.check else None
-                if check is None:
+                paid = self._checks.due(key, *found.writer) if self._options.check else None
+                if paid is None:
                     value = values.decode(found, renews=True)
                     counters.add("hits")
                     return value
@@ -210,8 +210,8 @@ class cached:
             where = f" of the folder {self._options.path!r}" if self._options.path else ""
             text = f": a value{where} cannot be read and is computed again: {type(error).__name__}: {error}"
             self._warn_once(text, UserWarning)
-        if check is not None and found is not None:
-            return self._check(check, found, value, args, kwargs)
+        if paid is not None and found is not None:
+            return self._check(paid, found, value, args, kwargs)
         counters.add("misses")
         return self._compute(key, args, kwargs, is_damaged)
 
@@ -257,7 +257,7 @@ class cached:
     # ---- checks ---------------------------------------------------------------------------------------
 
     def _check(
-        self, check: int, found: values.Found, stored: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, paid: float, found: values.Found, stored: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Compute the value of a hit again. Return that if the two differ; else the hit, with the place and
         the seeds of the sample as if nothing had been computed."""
@@ -282,7 +282,7 @@ class cached:
             else:
                 checks.failed_reads = 0
                 where = self._differ(stored, fresh, draws)
-            checks.done(check, time.monotonic() - began)
+            checks.done(found.writer.number, paid, time.monotonic() - began)
             if where:
                 again.keep()
                 self._distrust(where)

@@ -106,8 +106,7 @@ class CacheCounters:
 
     is_marked = _word(_WORDS, "Whether a hit was found to be wrong.")
     first = _word(_WORDS + 1, "How many of the first hits were checked.")
-    began = _word(_WORDS + 2, "When the first process began to use the cache, in nanoseconds.")
-    spent = _word(_WORDS + 3, "How long the checks of all processes took, in nanoseconds.")
+    since = _word(_WORDS + 2, "When the last check was made, and paid for; in nanoseconds.")
 
     def __init__(self, memory: Any) -> None:
         self._words = memoryview(memory)[:NBYTES].cast("Q")
@@ -130,14 +129,14 @@ class CacheCounters:
     def sum(self, name: str) -> int:
         return sum(self._words[_INDEX[name] : _WORDS : _ROW_WORDS])
 
-    def has_checked(self, pair: int) -> bool:
+    def has(self, pair: int) -> bool:
         """Whether a worker number and a writer, as a hash that is not 0, were noted."""
         return any(self._words[at] == pair for at in self._slots(pair))
 
-    def note_checked(self, pair: int) -> None:
+    def note(self, pair: int) -> None:
         """Note a worker number and a writer. A full part of the table begins anew."""
         slots = self._slots(pair)
-        self._words[next((at for at in slots if not self._words[at]), slots[0])] = pair
+        self._words[next((at for at in slots if self._words[at] in (0, pair)), slots[0])] = pair
 
     def _slots(self, pair: int) -> list[int]:
         return [_CHECKS + (pair + number) % _CHECK_WORDS for number in range(_PROBES)]

@@ -149,6 +149,8 @@ class _ValuePickler(pickle.Pickler):
             # The same object each time, so that it is pickled once.
             return function, (self._wholes.setdefault(key, whole), begin - key, *about[:-1], strides)
         kind = type(value)
+        if kind is np.ma.MaskedArray:  # its own pickle makes a mask where there is none
+            return _masked, (value.data, value.mask, value._fill_value, value.hardmask)
         if kind is torch.UntypedStorage:
             raise pickle.PicklingError("UntypedStorage: the tensors on it would lie elsewhere; return these")
         if kind.__module__.startswith("PIL.") and hasattr(value, "palette"):
@@ -242,6 +244,10 @@ def _tensor(data: np.ndarray, begin: int, name: str, shape: Any, strides: Any) -
 
 def _array(data: np.ndarray, begin: int, name: str, shape: Any, strides: Any) -> Any:
     return np.ndarray(shape, _dtype(name), data, begin, strides)
+
+
+def _masked(data: Any, mask: Any, fill: Any, is_hard: bool) -> Any:
+    return np.ma.MaskedArray(data, mask, fill_value=fill, hard_mask=is_hard)
 
 
 def _unpickled(pickled: Any, *buffers: Any) -> Any:

@@ -6,12 +6,14 @@ import array
 import collections
 import dataclasses
 import importlib
+import itertools
 import pickle
 import random
 import sys
 import warnings
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,62 +30,94 @@ from tests.support.forking import end_of, fork
 # ---- which hits -------------------------------------------------------------------------------------------
 
 
-def counts() -> counters.CacheCounters:
-    return counters.CacheCounters(bytearray(counters.NBYTES))
-
-
-def passed(shared: counters.CacheCounters) -> counters.CacheCounters:
-    """The first checks of the cache are over."""
-    shared.first = checks.FIRST
+def counts(first: int = checks.FIRST) -> counters.CacheCounters:
+    """Of a cache whose first checks are over."""
+    shared = counters.CacheCounters(bytearray(counters.NBYTES))
+    shared.first = first
     return shared
 
 
+def process(shared: counters.CacheCounters, number: int | None = None) -> checks.Checks:
+    """The checks of a new worker, or of the program."""
+    with pytest.MonkeyPatch.context() as patch:
+        info = None if number is None else SimpleNamespace(id=number)
+        patch.setattr(checks, "get_worker_info", lambda: info)
+        return checks.Checks(1, shared, joins_earlier=False)
+
+
 def test_the_first_hit_on_each_writer_is_checked_once_in_a_program() -> None:
-    shared = passed(counts())
-    for _ in range(2):  # the second process with the same worker's number
-        process = checks.Checks(1, shared, joins_earlier=False)
-        for writer in (process.writer, process.writer + 1, 7 << 16):
-            check = process.due(b"key", writer, 0.1)
-            assert (check is not None) == (not shared.has_checked(process._pair(writer)))
-            if check is not None:
-                process.done(check, 1.0)
-            assert process.due(b"key", writer, 0.1) is None
+    shared, made = counts(), []
+    shared.since = 1 << 62  # no time for other checks
+    for _ in range(2):  # also by new workers of the same numbers
+        workers = [process(shared, number) for number in range(40)]
+        for reader, writer in itertools.product(workers, workers):
+            paid = reader.due(b"key", writer.writer, 0.1)
+            if paid is not None:
+                made.append((reader.writer & 0xFFFF, writer.writer & 0xFFFF))
+                reader.done(writer.writer, paid, 1.0)
+            assert reader.due(b"key", writer.writer, 0.1) is None
+    # With the first worker, whose values are those of the others, all others agree.
+    assert made == [(1, number) for number in range(1, 41)] + [(number, 1) for number in range(2, 41)]
+
+
+def test_workers_that_the_first_one_was_not_compared_with_are_compared_with_each_other() -> None:
+    shared = counts()
+    for number, writer in itertools.product((2, 3), (3, 4)):
+        reader = process(shared, number)
+        paid = reader.due(b"key", 1 << 16 | writer, 0.1)
+        assert paid is not None
+        reader.done(1 << 16 | writer, paid, 0.1)
 
 
 def test_a_check_of_a_slow_value_waits_for_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
+    now = 5.0
     monkeypatch.setattr(checks.time, "monotonic_ns", lambda: int(now * 1e9))
-    shared = passed(counts())
+    shared = counts()
     for _ in range(2):
+        assert process(shared).due(b"key", 5 << 16, 1.0) is None
         now += 25.0
-        new_worker = checks.Checks(1, shared, joins_earlier=False)
-        assert new_worker.due(b"key", 5 << 16, 1.0) is None
-    now = 80.0
-    new_worker = checks.Checks(1, shared, joins_earlier=False)
-    check = new_worker.due(b"key", 5 << 16, 1.0)
-    assert check is not None, "it goes on with the budget of those before it"
-    new_worker.done(check, 1.0)
+    new_worker = process(shared)
+    paid = new_worker.due(b"key", 5 << 16, 1.0)
+    assert paid == 1.0, "it goes on with the budget of those before it"
+    new_worker.done(5 << 16, paid, 1.0)
     assert new_worker.due(b"key", 6 << 16, 1.0) is None
 
 
-@given(st.integers(1, 400), st.floats(1e-4, 0.4), st.floats(1e-3, 1.0))
-def test_later_checks_take_their_part_of_the_time_and_are_made(hits: int, cost: float, step: float) -> None:
-    now = 0.0
+@given(st.integers(1, 400), st.floats(1e-4, 0.4), st.floats(1e-3, 1.0), st.floats(0.1, 3.0))
+def test_later_checks_take_their_part_of_the_time_and_are_made(
+    hits: int, cost: float, step: float, factor: float
+) -> None:
+    """`factor`: as a part of what the first call took, which may have read from a cold disk."""
+    now = 1.0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checks.time, "monotonic_ns", lambda: int(now * 1e9) + 1)
-        shared = passed(counts())
-        process = checks.Checks(1, shared, joins_earlier=False)
-        process._known.add(process.writer)
-        made = 0
+        patch.setattr(checks.time, "monotonic_ns", lambda: int(now * 1e9))
+        shared, made = counts(), 0
+        reader = process(shared)
+        reader._known.add(reader.writer)
         for number in range(hits * 10):
             now += step
-            check = process.due(b"%d" % number, process.writer, cost)
-            if check is not None:
+            paid = reader.due(b"%d" % number, reader.writer, cost)
+            if paid is not None:
                 made += 1
-                process.done(check, cost)
-        assert shared.spent <= checks.BUDGET * now * 1e9
-        possible = min(checks.BUDGET * now / cost, hits * 10 / 8)
+                reader.done(reader.writer, paid, cost * factor)
+        assert made * cost * factor <= checks.BUDGET * (now - 1) + cost * factor + 1e-6
+        possible = min(checks.BUDGET * (now - 1) / (cost * max(factor, 1)), hits * 10 / 8)
         assert made >= possible / 4 - 3
+
+
+def test_short_epochs_of_new_workers_have_all_keys_checked_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, checked, shared = 1.0, set(), counts()
+    monkeypatch.setattr(checks.time, "monotonic_ns", lambda: int(now * 1e9))
+    for pid in range(1500):
+        monkeypatch.setattr(checks.process_id, "pid", 1000 + 7 * pid)
+        reader = process(shared, 0)
+        for number in range(20):
+            now += 0.02
+            paid = reader.due(b"%d" % number, reader.writer, 0.01)
+            if paid is not None:
+                checked.add(number)
+                reader.done(reader.writer, paid, 0.01)
+    assert len(checked) == 20
 
 
 # ---- equal ------------------------------------------------------------------------------------------------

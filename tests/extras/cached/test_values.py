@@ -85,6 +85,12 @@ def test_values_of_rare_kinds_come_back_as_they_were(value: Any) -> None:
     assert same(value, again(value))
 
 
+def test_a_masked_array_keeps_its_mask_or_has_none() -> None:
+    plain, masked = again([np.ma.array([1, 2]), np.ma.array([1, 2], mask=[True, False], hard_mask=True)])
+    assert plain.mask is np.ma.nomask
+    assert (masked.mask.tolist(), masked.tolist(), masked.hardmask) == ([True, False], [None, 2], True)
+
+
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P", "1", "I;16", "F"])
 def test_images_keep_mode_size_palette_and_info(mode: str) -> None:
     image_module = pytest.importorskip("PIL.Image")
