@@ -662,7 +662,7 @@ FAULTS = (
     Fault(
         "the values of another worker are believed",
         "extras/cached/checks.py",
-        "if writer not in self._known:",
+        "if is_first or not agrees:",
         "if False:",
         "row K2",
         "extras/cached/test_checks.py",

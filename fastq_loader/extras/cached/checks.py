@@ -49,7 +49,7 @@ class Checks:
         # Writers whose values this worker's number has checked, once the first hits of the cache have been.
         self._known: set[int] = set()
         # Hits until one may be checked, and how many were; new workers choose others on the same keys.
-        self._left, self._picked = process_id.pid % _MOST + 1, process_id.pid
+        self._left, self._picked = hash(b"%d" % process_id.pid) % _MOST + 1, process_id.pid
         self.failed_reads = 0  # in turn, while computing again
         counters.since = counters.since or time.monotonic_ns()
 
@@ -70,7 +70,7 @@ class Checks:
         if self._left > 0:
             return None
         self._picked += 1
-        self._left = hash((key, self._picked)) % _MOST + 1
+        self._left = hash(b"%b %d" % (key, self._picked)) % _MOST + 1
         return self._pay(seconds)
 
     def done(self, writer: int, paid: float, seconds: float) -> None:

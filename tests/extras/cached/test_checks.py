@@ -113,10 +113,10 @@ def test_short_epochs_of_new_workers_have_all_keys_checked_in_time(monkeypatch: 
         reader = process(shared, 0)
         for number in range(20):
             now += 0.02
-            paid = reader.due(b"%d" % number, reader.writer, 0.01)
+            paid = reader.due(b"%d" % number, reader.writer, 0.003)
             if paid is not None:
                 checked.add(number)
-                reader.done(reader.writer, paid, 0.01)
+                reader.done(reader.writer, paid, 0.003)
     assert len(checked) == 20
 
 
