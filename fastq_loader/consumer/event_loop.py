@@ -181,7 +181,7 @@ class EventLoop:
             if batch is None and not self.answers.receive():
                 batch = self._await_batch()
             if batch is not None:
-                self._deliver(batch, slot)
+                self._deliver(batch)
                 self._draw(scheduler.to_draw)
         outcome, self._outcome = self._outcome, None
         if isinstance(outcome, Ended):
@@ -242,7 +242,7 @@ class EventLoop:
                 self._outcome = ENDED
         return None
 
-    def _deliver(self, batch: Batch, slot: OutcomeSlot) -> None:
+    def _deliver(self, batch: Batch) -> None:
         """Make a batch the outcome of the call, unless it was left out."""
         answers = self.answers
         if batch.answer is not None and batch.answer.kind == PASSED:
@@ -253,8 +253,8 @@ class EventLoop:
             self._stage_ahead(answers.staging)
             answers.log.device_until = now = time.monotonic_ns()
             answers.log.device += now - began
-        if self._outcome is None:
-            slot.record_skipped(answers.progress or 1)
+        if self._outcome is None and self._epoch is not None:
+            self._epoch.leave_out(answers.progress or 1)
 
     def _draw(self, times: int) -> None:
         """Draw indices, and send their tasks. Set `_now`."""

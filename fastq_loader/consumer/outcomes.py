@@ -71,6 +71,3 @@ class OutcomeSlot(Protocol):
     """Receives an outcome; iterators implement it."""
 
     outcome: Outcome | None
-
-    def record_skipped(self, progress: Moved) -> None:
-        """Record the progress of the epoch after a batch that was left out."""

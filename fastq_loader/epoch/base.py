@@ -24,7 +24,7 @@ from torch.utils.data.dataloader import (
 )
 
 from fastq_loader import options
-from fastq_loader.consumer.outcomes import Delivered, Ended, Moved, Outcome, Raised
+from fastq_loader.consumer.outcomes import Delivered, Ended, Outcome, Raised
 from fastq_loader.device.page_lock import page_locked
 from fastq_loader.epoch.epoch import begin
 from fastq_loader.epoch.resources import Resources, device_session
@@ -82,7 +82,6 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._finishes = self._session is None and (self._pin_memory or device is not None)  # device="cpu"
         self._epoch.begin(packed=self._num_workers > 0)
         self._base_seed = self._epoch.draw_base_seed(loader.generator)
-        self._num_yielded = self._epoch.reached.delivered
         self.outcome: Outcome | None = None
 
     def __iter__(self) -> LoaderIterator:
@@ -98,10 +97,11 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     def __next__(self) -> Any:
         if self._bad_samples is not None and self._bad_samples.pending_warnings:
             self._bad_samples.issue_warnings()
-        if self._hints is not None and self._num_yielded >= self._hints.due:
+        if self._hints is not None and self._log.batches >= self._hints.due:
             self._hints.look()
         # A signal handler may raise at any call. So an outcome is stored as soon as it exists, and no call
         # comes between taking it here and returning: no batch is lost. Matching a class is not a call.
+        epoch, moved = self._epoch, 0
         outcome, self.outcome = self.outcome, None
         while outcome is None:  # another thread may take it first
             if profiler._is_profiler_enabled:
@@ -112,20 +112,21 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             outcome, self.outcome = self.outcome, None
         match outcome:
             case Delivered(progress=int(moved)) | Raised(progress=int(moved)):
-                self._epoch.in_line += moved
+                epoch.in_line += moved
             case Delivered(progress=Progress() as progress) | Raised(progress=Progress() as progress):
-                self._epoch.reached = progress
+                moved, epoch.reached = progress.delivered - epoch.reached.delivered, progress
         match outcome:
             case Delivered():
-                self._num_yielded += 1
                 length = self._IterableDataset_len_called
                 iterable = self._dataset_kind == _DatasetKind.Iterable
-                if length is not None and self._num_yielded > length and iterable:
+                if length is not None and iterable and self._num_yielded > length:
                     self.outcome = outcome  # an interrupt may end the call below
                     self._warn_about_length(length)
                     self.outcome = None
                 return outcome.batch
-            case Ended() if self._epoch.reached.over:
+            case Raised():
+                epoch.without_batch += moved
+            case Ended() if epoch.reached.over:
                 self.outcome = outcome  # an interrupt or a hint may end the calls below
                 if self._bad_samples is not None:
                     self._bad_samples.issue_warnings()
@@ -142,10 +143,6 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         for _ in islice(self._sampler_iter, batch - self._epoch.reached.delivered):
             continue
         self._epoch.reached = Progress(batch)
-
-    def record_skipped(self, progress: Moved) -> None:
-        """Record the progress after a batch that was left out. @private"""
-        self._epoch.move(progress)
 
     def poll(self) -> None:
         """Begin the copies of batches that have become ready since the last `next()`, without waiting. Use it
@@ -184,7 +181,6 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             self._log = resources.counters.begin_epoch(*times, loader._auto_collation)
             self._begin_record(loader, resources, same_readers=True)
         self._epoch.begin(packed=self._num_workers > 0)
-        self._num_yielded = self._epoch.reached.delivered
         self._IterableDataset_len_called = loader._IterableDataset_len_called
         if isinstance(self._dataset, IterDataPipe):
             self._share_seed(loader)
@@ -238,8 +234,12 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     def _next_data(self) -> Any:
         """The next batch, without counting it as yielded."""
         batch = next(self)
-        self._num_yielded -= 1
+        self._epoch.without_batch += 1
         return batch
+
+    @property
+    def _num_yielded(self) -> int:  # type: ignore[override]
+        return self._epoch.progress.delivered - self._epoch.without_batch
 
     @abstractmethod
     def _advance(self) -> None:

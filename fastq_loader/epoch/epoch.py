@@ -49,6 +49,7 @@ class Epoch(Iterator[Any]):
         info, start: the arguments.
         reached: progress of the epoch; the iterator sets it after each delivery.
         in_line: number of batches delivered since, one after the other, and not counted there.
+        without_batch: how many of both had an error in their place, or nothing: they were not yielded.
         log: records the calls of the epoch.
         source: the sampler's iterator, the only one in `sources`: yields indices, or `Indices` in place of a
             list of int. May be replaced in the middle of an epoch, through an iterator's `_sampler_iter`. It
@@ -74,7 +75,7 @@ class Epoch(Iterator[Any]):
 
     def __init__(self, info: SamplerInfo, start: EpochStart, progress: Progress = START) -> None:
         self.info, self.start = info, start
-        self.reached, self.in_line = progress, 0
+        self.reached, self.in_line, self.without_batch = progress, 0, 0
         self.sources: deque[Any] = deque([iter(())], maxlen=1)
         self.drawn, self.ended = progress.delivered - len(progress.beyond), False
         self.digest: tuple[int, int] | None = None
@@ -94,12 +95,14 @@ class Epoch(Iterator[Any]):
     def source(self, iterator: Iterator[Any]) -> None:
         self.sources.append(iterator)
 
-    def move(self, progress: Progress | int) -> None:
-        """Record the progress after an outcome, see `consumer.outcomes.Moved`."""
+    def leave_out(self, progress: Progress | int) -> None:
+        """Record the progress after a batch that was left out, see `consumer.outcomes.Moved`."""
+        before = self.progress.delivered
         if isinstance(progress, int):
             self.in_line += progress
         else:
             self.reached = progress
+        self.without_batch += self.progress.delivered - before
 
     def belongs_to(self, iterator: Any) -> None:
         """Let `source` end with a loader's iterator. The callback is C code that replaces it: a finalizer in

@@ -43,7 +43,8 @@ class Resources:
         stagings: of its iterations without workers.
         current: `record` and `saved`, each or None, as one immutable tuple, so that other threads can read
             both at once.
-        beginning: true while an epoch of a `StatefulDataLoader` begins.
+        lock, beginning: held, and true, while an epoch of a `StatefulDataLoader` begins. A forked child has a
+            lock of its own: another thread may hold that of its parent.
         hinted: kinds of hints that were issued, and are not issued again.
         chooser: chooses the number of workers of the next epoch, once `num_workers="auto"` needs it.
         bad_samples: records of samples that could not be read, if `errors=` tolerates them.
@@ -60,22 +61,14 @@ class Resources:
         self.session: DeviceSession | None = None
         self.stagings: list[SerialStaging] = []
         self.current: tuple[Epoch | None, Any] = None, saved
-        self._lock, self._process, self.beginning = threading.RLock(), process_id.pid, False
+        self.lock, self.beginning = threading.RLock(), False
         self.hinted: set[type[LoaderHint]] = set()
         self.chooser: Any = None
         self.bad_samples: Any = None
         self.grace = 0.0
         self.interpreters: dict[str, Any] = {}
         self.begun: deque[Epoch] = deque(maxlen=_REMEMBERED)
-
-    @property
-    def lock(self) -> threading.RLock:
-        """Held while an epoch of a `StatefulDataLoader` begins. A forked child has one of its own, because
-        another thread may hold that of its parent."""
-        if self._process != process_id.pid:
-            self._lock, self.beginning = threading.RLock(), False
-            self._process = process_id.pid
-        return self._lock
+        _all.add(self)
 
     @property
     def record(self) -> Epoch | None:
@@ -121,6 +114,17 @@ class Resources:
         for staging in [each for each in self.stagings if each.user() is None]:
             self.stagings.remove(staging)
             staging.close()
+
+
+_all: weakref.WeakSet[Resources] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    for resources in list(_all):
+        resources.lock, resources.beginning = threading.RLock(), False
+
+
+process_id.in_forked_children(_renew_locks)
 
 
 def of(loader: Any) -> Resources:

@@ -26,7 +26,7 @@ from fastq_loader.epoch.resources import Resources
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.options import Loader
 from fastq_loader.reading import datapipes, generators
-from fastq_loader.reading.fetch import EndOfStream, Fetcher, LeftOut, loading
+from fastq_loader.reading.fetch import EndOfStream, Fetcher, LeftOut
 from fastq_loader.reading.reader import Reader
 from fastq_loader.scheduling.progress import Progress
 from fastq_loader.statistics.records import CUT, ITER, NEXT, NOTHING
@@ -108,16 +108,13 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     def __next__(self) -> Any:
         if self._is_unusual or self.outcome is not None or profiler._is_profiler_enabled:
             return super().__next__()
-        asked, record, reader = time.monotonic_ns(), self._epoch, self._reader
-        reader.seq, reader.requested = record.drawn, reader.requested + 1  # as `Reader.load` does
-        outer, loading.reader = loading.reader, reader
+        asked, record = time.monotonic_ns(), self._epoch
         index = batch = _NOTHING
         try:
             for index in self._indices:  # after a call of `next`, an interrupt would lose the index
-                fetcher = self._dataset_fetcher
-                batch = fetcher.fetch(index)
-                samples = len(index) if self._auto_collation else 1
-                self._log.loaded_here(asked, fetcher.fetched, time.monotonic_ns(), record.drawn, samples)
+                batch = self._reader.load(record.drawn, index)
+                fetched, samples = self._dataset_fetcher.fetched, len(index) if self._auto_collation else 1
+                self._log.loaded_here(asked, fetched, time.monotonic_ns(), record.drawn, samples)
                 break
             else:
                 self._is_unusual = True
@@ -127,13 +124,10 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             if batch is not _NOTHING or not isinstance(error, Exception):
                 raise
             self._cut = asked, index, batch, error
-        finally:
-            loading.reader = outer
         if batch is _NOTHING:
             return super().__next__()
         record.drawn += 1
         record.in_line += 1
-        self._num_yielded += 1
         return batch
 
     def _advance(self) -> None:
@@ -217,7 +211,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             if too_many is not None:
                 outcome = self._raised(too_many, *drawn)
             elif batch is _LEFT_OUT:
-                self._epoch.reached = self._progress_after(drawn[0])  # the last call
+                self._epoch.leave_out(self._progress_after(drawn[0]))  # the last call
             else:
                 if self._staging is not None:
                     batch = self._stage(self._staging, batch)

@@ -19,11 +19,15 @@ from collections import deque
 
 from fastq_loader.ipc.messages import Task
 from fastq_loader.system import locks
+from fastq_loader.system.unpatched import time
 
 #: Owner of a ticket, in the low bits of its word: 0 is nobody, `worker + 1` a worker, this the consumer.
 _CONSUMER = 0xFFFF
 
 _WHO = 16  # bits for the owner; the other 48 last for nine years of a million tickets a second
+
+#: Seconds between two looks at a task that another worker is claiming.
+_GLANCE = 50e-6
 
 #: Words at the end of the table, one for the current ticket of each worker. The words before them are claims.
 WORKERS = 4096
@@ -71,7 +75,7 @@ class ClaimTable:
     def claim_first(self, tasks: deque[Task], worker: int) -> Task | None:
         """Claim the first of these tasks that nobody else has, and remove it, and those before it that others
         have; None without one. A task that another worker is claiming stays: that worker will have claimed it
-        in a moment, or dies before."""
+        in a moment, or dies before. If there are only such tasks, this waits for a moment."""
         at, who = 0, worker + 1
         while at < len(tasks):
             task = tasks[at]
@@ -83,6 +87,8 @@ class ClaimTable:
             del tasks[at]
             if claimed:
                 return task
+        if tasks:
+            time.sleep(_GLANCE)
         return None
 
     def take_back(self, ticket: int) -> bool:

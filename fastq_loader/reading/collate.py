@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
 
 from fastq_loader.memory import allocator, nontemporal
 from fastq_loader.memory.allocator import TYPESTR, out_array, out_tensor, use_nontemporal
@@ -27,6 +26,7 @@ from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.system.torch_names import collate as torch_collate
 from fastq_loader.system.torch_names import is_under_mode
+from fastq_loader.system.torch_names import worker as torch_worker
 
 Collate = Callable[..., torch.Tensor]
 
@@ -104,7 +104,7 @@ def stack_tensors(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     if type(first) is not torch.Tensor or first.is_nested or first.layout is not torch.strided:
         return torch_tensors(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
     ours = allocator.current is not None
-    if not ours and get_worker_info() is not None:  # torch's own worker
+    if not ours and torch_worker._worker_info is not None:  # torch's own worker
         return torch_tensors(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
     if not ours or first.device.type != "cpu" or first.is_quantized or first.requires_grad:
         return torch.stack(batch, 0)

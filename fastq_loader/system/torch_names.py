@@ -35,6 +35,8 @@ def _find(*paths: str) -> Any:
 
 #: The module with torch's functions that collate, and their table.
 collate = _find("utils.data._utils.collate")
+#: The module with `_worker_info`, what `get_worker_info()` returns.
+worker = _find("utils.data._utils.worker")
 #: Shards a graph of datapipes in a worker.
 sharding_worker_init_fn = _find("utils.data.dataloader._sharding_worker_init_fn")
 #: Copies a batch of any type into page-locked memory.

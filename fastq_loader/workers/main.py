@@ -52,7 +52,7 @@ from fastq_loader.system.unpatched import time
 from fastq_loader.workers import children
 from fastq_loader.workers.config import Setup
 from fastq_loader.workers.reader import WorkerReader
-from fastq_loader.workers.task_queue import GLANCE, TaskQueue
+from fastq_loader.workers.task_queue import TaskQueue
 
 #: Nanoseconds for which a worker with tasks does not look for a new epoch: as much time is spent at most on
 #: batches that nobody wants any more. To look takes as long as to load a small batch.
@@ -160,7 +160,6 @@ class WorkerLoop:
         self._tasks = tasks = TaskQueue(claims, setup.plan.shared_tasks, setup.worker)
         self._waiting = tasks.waiting
         self._is_shared = setup.plan.shared_tasks
-        self._claims = claims
         #: The task that this worker works on, which is to blame if it dies: its ticket plus 1; else 0.
         self._at_work = claims.word_of(setup.worker)
         self._allocator = blocks
@@ -171,17 +170,15 @@ class WorkerLoop:
         self._reader = WorkerReader(setup)
 
     def run(self) -> None:
-        waiting, is_shared, claims, worker = self._waiting, self._is_shared, self._claims, self._setup.worker
+        waiting, take = self._waiting, self._tasks.take
         try:
             while True:
                 if (not waiting or self._finished - self._looked > _LOOK_EVERY) and not self._look_ahead():
                     return
-                task = claims.claim_first(waiting, worker) if is_shared else waiting.popleft()
+                task = take()
                 if task is not None:
                     self._at_work[0] = task.ticket + 1
                     self._work(task)
-                elif waiting:
-                    time.sleep(GLANCE)
         finally:
             self._reader.close()
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import pickle
 
 import torch
-from torch.utils.data._utils import worker as torch_worker
 
 from fastq_loader.ipc.messages import BeginEpoch, seal, unseal
 from fastq_loader.reading import datapipes, generators
 from fastq_loader.reading.fetch import Fetcher
 from fastq_loader.reading.reader import Reader
+from fastq_loader.system.torch_names import worker as torch_worker
 from fastq_loader.workers.config import Setup
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 
 from fastq_loader.ipc.claim_table import ClaimTable
 from fastq_loader.ipc.messages import Task
-from fastq_loader.system.unpatched import time
-
-#: Seconds between two looks at a task that another worker is claiming.
-GLANCE = 50e-6
 
 
 class TaskQueue:
@@ -29,6 +27,8 @@ class TaskQueue:
 
     Attributes:
         waiting: the tasks. One that belongs to this worker, or follows the last, may be added there, too.
+        take: takes the next task to work on, which then belongs to this worker; None if all shared tasks have
+            gone to others. Not a method, which would be one more call for each batch.
         retired: whether shared tasks are left to the other workers.
     """
 
@@ -38,6 +38,9 @@ class TaskQueue:
         self._worker = worker
         self.waiting: deque[Task] = deque()  # popped from the left, also from a wide window
         self.retired = False
+        self.take: Callable[[], Task | None] = self.waiting.popleft
+        if shared:
+            self.take = partial(claims.claim_first, self.waiting, worker)
 
     def __len__(self) -> int:
         return len(self.waiting)
@@ -69,15 +72,6 @@ class TaskQueue:
         if self._shared:
             self.retired = True
             self.waiting.clear()
-
-    def take(self) -> Task | None:
-        """Take the next task to work on, which then belongs to this worker; None without a task."""
-        if not self._shared:
-            return self.waiting.popleft() if self.waiting else None
-        task = self._claims.claim_first(self.waiting, self._worker)
-        if task is None and self.waiting:
-            time.sleep(GLANCE)
-        return task
 
     def begin(self, task: Task | None) -> None:
         """Record the task that this worker works on, which is to blame if it dies; None after its answer."""

@@ -117,7 +117,7 @@ class SimulatedWorker:
         if self.task is None:
             if look or not self.tasks:
                 self._look()
-            self.task = self.tasks.take()
+            self.task = self.tasks.take() if self.tasks else None
             if self.task is not None:
                 self.tasks.begin(self.task)
         return self.task is not None

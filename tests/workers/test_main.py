@@ -27,7 +27,7 @@ def queue(claims: Table, *seqs: int, worker: int = 0, shared: bool = True) -> Ta
 
 def taken(tasks: TaskQueue) -> list[int]:
     seqs = []
-    while (one := tasks.take()) is not None:
+    while tasks and (one := tasks.take()) is not None:
         seqs.append(one.seq)
     return seqs
 
