@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from bench.workloads import Load
@@ -33,7 +36,9 @@ PEERS = {
     "fastq_loader": Entry("fastq", "FastqLoader", "fastq_loader"),
     "stateful": Entry("stateful", "Stateful", "StatefulDataLoader"),
     "spdl_processes": Entry("spdl_loaders", "SpdlProcesses", "SPDL, processes"),
+    "spdl_region": Entry("spdl_loaders", "SpdlRegion", "SPDL, processes, any order"),
     "spdl_threads": Entry("spdl_loaders", "SpdlThreads", "SPDL, threads"),
+    "spdl_subprocess": Entry("spdl_loaders", "SpdlSubprocess", "SPDL, threads in a process"),
     "spdl_decoder": Entry("spdl_decoder", "SpdlDecoder", "SPDL, its own decoder"),
     "grain": Entry("grain_loaders", "GrainProcesses", "Grain, processes"),
     "grain_threads": Entry("grain_loaders", "GrainThreads", "Grain, threads"),
@@ -91,3 +96,20 @@ def peer_class(name: str) -> type[Peer]:
 def make_peer(name: str, load: Load, settings: LoaderSettings) -> Peer:
     """A new one of that name."""
     return peer_class(name)(load, settings)
+
+
+@contextmanager
+def without_stderr() -> Iterator[None]:
+    """Start processes that write no errors: Grain's import logs in each that jax is missing.
+
+    What is raised in workers comes through their loader to the consumer.
+    """
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

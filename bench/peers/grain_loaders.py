@@ -15,10 +15,7 @@ are always spawned.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -28,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bench.peers import LoaderSettings, Peer, Unsupported
+from bench.peers import LoaderSettings, Peer, Unsupported, without_stderr
 from bench.timing.batches import is_array
 from bench.workloads import Collate, Load
 
@@ -72,7 +69,7 @@ class GrainProcesses(_Grain):
         self._dataset = grain.experimental.WithOptionsIterDataset(batches, options)
 
     def epoch(self) -> Iterator[Any]:
-        with _without_stderr():  # its workers start with the first batch
+        with without_stderr():  # its workers start with the first batch
             batches = super().epoch()
             first = next(batches)
         return chain((first,), batches)
@@ -86,23 +83,6 @@ class GrainThreads(_Grain):
         self.prefetched = settings.num_workers * settings.prefetch_factor
         threads = grain.ReadOptions(settings.num_workers, self.prefetched)
         self._dataset = _batches(load).to_iter_dataset(threads).map(_tensors)
-
-
-@contextmanager
-def _without_stderr() -> Iterator[None]:
-    """Start processes that write no errors: Grain's import logs in each that jax is missing.
-
-    What is raised in its workers comes through Grain to the consumer.
-    """
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def _batches(load: Load) -> Any:

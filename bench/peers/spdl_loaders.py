@@ -1,28 +1,47 @@
-"""SPDL: its PyTorch-style loader, a ProcessPoolExecutor behind an asyncio pipeline, and its thread pipeline.
+"""SPDL: its PyTorch-style loader, and its pipeline of threads, here, in a process, and in several.
 
-Both in order, as torch's and ours are. Processes are started in every epoch: persistent workers are refused
-with a ValueError. Threads fetch and collate in the consumer's own process, as many as others have workers;
-SPDL's documentation recommends them where the work lets go of the GIL.
+The first, a ProcessPoolExecutor behind an asyncio pipeline, starts its processes in every epoch: persistent
+workers are refused with a ValueError. The others are what the guide in its wheel says to compare
+(`autoresearch/pipeline_optimization/prompts/knowledge`): "always test MTP, an MP region, and the best
+configuration without process isolation". All have as many threads, or processes, as others have workers.
+
+MTP is one process with threads. Its batches come through a `SharedMemorySegmentPool` where they are larger
+than 1 MiB, as the guide has it. An MP region is several processes with a thread each, opened by `.to()`; of
+these SPDL keeps no order. Both have a continuous source, so that they run on from one epoch to the next.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from multiprocessing import resource_tracker
 from typing import Any
 
 from spdl.dataloader import PyTorchDataLoader, get_pytorch_dataloader
-from spdl.pipeline import Pipeline, PipelineBuilder
+from spdl.pipeline import Pipeline, PipelineBuilder, SharedMemorySegmentPool, run_pipeline_in_subprocess
+from spdl.pipeline.defs import MAIN_PROCESS, ProcessPoolExecutorConfig
 
-from bench.peers import LoaderSettings, Peer, Unsupported
+from bench.peers import LoaderSettings, Peer, Unsupported, without_stderr
 from bench.timing.batches import nbytes
 from bench.workloads import Load, whole_batches
+
+# Its finalizers run in forked workers of other loaders, too, and say there that the processes are not theirs.
+logging.getLogger("spdl.pipeline").setLevel(logging.ERROR)
 
 # Of batches in an epoch, at most. The heaps of its workers grow by nearly every batch below 32 MB that they
 # pickle: glibc's malloc does not get them back (with MALLOC_MMAP_THRESHOLD_ set they stay as they are). New
 # processes begin anew; an endless epoch would be the end of the machine.
 EPOCH_BYTES = 1 << 30
 LEAST_EPOCH = 32  # batches
+
+# From its guide: payloads that an arena is for; items between processes, and batches that are ready.
+ARENA_FROM = 1 << 20
+TRANSFER, READY = 2, 3
+WORKER_READY = 3  # in the sink of the pipeline in each worker, which SPDL chooses
 
 
 class SpdlProcesses(Peer):
@@ -96,3 +115,86 @@ class SpdlThreads(Peer):
         if self._pipeline is not None:
             self._pipeline.stop()
             self._pipeline = None
+
+
+class _IndexBatches:
+    """The index lists of an epoch, in each pass anew."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._load.index_batches()
+
+
+def _batch(load: Load, indices: list[int]) -> Any:
+    return load.collate(load.fetch(indices))
+
+
+class _Continuous(Peer):
+    """A pipeline that is built once; its processes live until `close`."""
+
+    def __init__(self, load: Load, settings: LoaderSettings) -> None:
+        if settings.num_workers == 0:
+            raise Unsupported("needs worker processes")
+        if load.iterable:
+            raise Unsupported("a stream has no indices to send to processes")
+        self._source: Any = None
+        self._pipeline: Pipeline[Any] = self._built(load, settings)
+        self._pipeline.start()
+
+    def _built(self, load: Load, settings: LoaderSettings) -> Pipeline[Any]:
+        raise NotImplementedError
+
+    def epoch(self) -> Iterator[Any]:
+        batches: Iterator[Any] = self._pipeline.get_iterator()
+        return batches
+
+    def close(self) -> None:
+        self._pipeline.stop()
+        del self._pipeline
+        gc.collect()  # a stopped pipeline is a cycle that holds batches, views of what closes with the source
+        del self._source  # whose processes end with it
+
+
+class SpdlSubprocess(_Continuous):
+    def _built(self, load: Load, settings: LoaderSettings) -> Pipeline[Any]:
+        threads = settings.num_workers
+        ready = threads * settings.prefetch_factor
+        inside: PipelineBuilder[Any, Any] = PipelineBuilder()
+        inside.add_source(_IndexBatches(load), continuous=True)
+        inside.pipe(partial(_batch, load), concurrency=threads, output_order="input").add_sink(ready)
+        size = nbytes(next(load.share()))
+        arena = None
+        if size > ARENA_FROM:  # one item fits into a segment
+            # Before Python 3.13 the tracker complains of segments that two processes know.
+            with without_stderr():
+                resource_tracker.ensure_running()
+            arena = SharedMemorySegmentPool(segment_size=size + ARENA_FROM, count=2 * READY + 2)
+        self._source = run_pipeline_in_subprocess(
+            inside.get_config(),
+            num_threads=threads,
+            buffer_size=READY,
+            mp_context=settings.start_method,
+            arena=arena,
+        )
+        self.prefetched = ready + 2 * threads + 2 * READY + 2
+        outside: PipelineBuilder[Any, Any] = PipelineBuilder()
+        return outside.add_source(self._source, continuous=True).add_sink(READY).build(num_threads=1)
+
+
+class SpdlRegion(_Continuous):
+    own_order = True
+
+    def _built(self, load: Load, settings: LoaderSettings) -> Pipeline[Any]:
+        workers = settings.num_workers
+        processes = ProcessPoolExecutorConfig(max_workers=workers, mp_context=settings.start_method)
+        # The sink's buffer, the queue of answers, and what each worker is about to send or has ready.
+        queue, in_worker = max(4, 2 * workers) * TRANSFER, TRANSFER + WORKER_READY + 1
+        self.prefetched = READY + queue + TRANSFER + workers * in_worker
+        builder: PipelineBuilder[Any, Any] = PipelineBuilder()
+        builder.add_source(_IndexBatches(load), continuous=True).to(processes, buffer_size=TRANSFER)
+        builder.pipe(partial(_batch, load)).to(MAIN_PROCESS, buffer_size=TRANSFER)
+        with warnings.catch_warnings():  # that a fork beside threads, which other loaders have, may deadlock
+            warnings.simplefilter("ignore", RuntimeWarning)
+            return builder.add_sink(READY).build(num_threads=1)
