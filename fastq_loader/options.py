@@ -105,7 +105,7 @@ def rules(loader: Loader) -> Rules:
 
 
 def fetchers(loader: Loader) -> Callable[..., Fetcher]:
-    """What makes the fetchers of its dataset."""
+    """The function that makes the fetchers of its dataset."""
     errors = of(loader).errors
     return Fetcher if errors is None else errors.fetchers(loader._index_sampler, is_iterable(loader))
 

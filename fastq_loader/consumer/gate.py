@@ -1,8 +1,8 @@
 """The gate of a pool of workers: whether a call may enter, as one table of moves.
 
 Pure. `phase` is written by the call inside, which holds the pool's lock; `end` by whoever ends the pool, on
-any thread and in signal handlers. The event loop waits, leaves and fails by an assignment: a call would be
-one more place for an interrupt.
+any thread and in signal handlers. The event loop assigns both directly, without a call: a signal handler may
+raise at the beginning of any call.
 """
 
 from __future__ import annotations

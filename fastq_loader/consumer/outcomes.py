@@ -1,8 +1,9 @@
 """Outcomes of `next()`: a batch, an error, or the end.
 
-Pure. Whoever makes an outcome stores it in the slot of its iterator, which takes it and then returns or
-raises. The frames that made it are gone by then: these reference the loop, and in the traceback of an error
-they would form a cycle that keeps the loop and its memory until the garbage collector runs.
+Pure. An outcome is stored in a slot of its iterator. When the call that made it has returned, the iterator
+takes it from there, and returns the batch or raises the error. So the traceback of an error has no frame that
+references the event loop: the two would keep each other alive, and with them the memory of the pool, until
+the garbage collector runs.
 """
 
 from __future__ import annotations

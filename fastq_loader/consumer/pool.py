@@ -1,9 +1,9 @@
 """A running pool of workers: one entrance for one caller at a time, and an orderly shutdown.
 
-Runs in the consumer. The event loop does the work, and relies on one thread at a time being in it and on no
-call being cut short. This module ensures the first, and refuses further calls after an interrupt. It is
-called from any thread, from signal handlers in the middle of a call, from the garbage collector, from forked
-children and at the exit of the process.
+Runs in the consumer. The event loop does the work. It must not be entered by two threads at once, nor again
+after an interrupt has left a call half done: this module lets one thread in at a time, and refuses calls
+after such an interrupt. It is called from any thread, from signal handlers in the middle of a call, from the
+garbage collector, from forked children and at the exit of the process.
 
 An iterator calls its `entrance`: the pool, or in its place an `Over`, which says why there is nothing more.
 """

@@ -142,7 +142,7 @@ class DeviceSession:
 
 
 class LoadedBatch(Protocol):
-    """What the copies need of a batch; see `scheduling.in_flight.Batch`."""
+    """The part of a batch that the copies need; see `scheduling.in_flight.Batch`."""
 
     handle: BatchHandle | None
     used: Extents

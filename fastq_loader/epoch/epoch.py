@@ -1,9 +1,9 @@
 """One epoch of a loader: the order of its indices, its start and its progress.
 
-Runs in the consumer, on the thread that calls `iter()` and `next()`. Holds no loader's iterator alive. What
-`replay` needs is recorded: the states of generators right before the sampler drew from them, and the number
-and a digest of the draws. `extras.resume.epoch` records what a state needs besides, for loaders that have a
-state.
+Runs in the consumer, on the thread that calls `iter()` and `next()`. Keeps no iterator of the loader alive.
+An epoch records what `replay` needs: the states of generators right before the sampler drew from them, and
+the number and a digest of the draws. What else a state needs is recorded by the subclass in
+`extras.resume.epoch`, for loaders that have a state.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Epoch(Iterator[Any]):
     Attributes:
         info, start: the arguments.
         reached: progress of the epoch; the iterator sets it after each delivery.
-        in_line: number of batches delivered since, one after the other, and not counted there.
-        without_batch: how many of both had an error in their place, or nothing: they were not yielded.
+        in_line: number of batches delivered since then, one after the other, which `reached` does not count.
+        without_batch: number of positions among all of these with an error, or without anything to yield.
         log: records the calls of the epoch.
         source: the sampler's iterator, the only one in `sources`: yields indices, or `Indices` in place of a
             list of int. May be replaced in the middle of an epoch, through an iterator's `_sampler_iter`. It
@@ -105,8 +105,8 @@ class Epoch(Iterator[Any]):
         self.without_batch += self.progress.delivered - before
 
     def belongs_to(self, iterator: Any) -> None:
-        """Let `source` end with a loader's iterator. The callback is C code that replaces it: a finalizer in
-        Python would handle signals at its entry, where their exceptions are lost."""
+        """Let `source` end with a loader's iterator. The callback that replaces it is C code: signal handlers
+        run where a finalizer in Python begins, and what they raise there is lost."""
         self._owner = weakref.ref(iterator, self.sources.append)
 
     @property

@@ -3,11 +3,11 @@
 Runs in the consumer. Uses no process, thread, socket or shared memory; order, random numbers and errors
 follow the same rules as with workers.
 
-A call is unusual, and goes the way of `LoaderIterator.__next__`, with a device, page-locking, bad samples, a
-dynamic schedule, a profile, an iterable dataset whose length was asked for, a loader that has a state or is
-resumed, samplers that are not torch's, or hints that are still to come. So are the first and the last call of
-an epoch, and the one after an error or an interrupt. Each unusual call determines whether the next may be a
-usual one. As with torch, an iterator is for one thread.
+`SerialIterator.__next__` serves the usual calls itself. Unusual ones go the way of `LoaderIterator.__next__`:
+all calls with a device, page-locking, bad samples, a dynamic schedule, a profile, an iterable dataset whose
+length was asked for, a loader that has a state or is resumed, samplers that are not torch's, or hints that
+are still to come; and the first and the last call of an epoch, and the one after an error or an interrupt.
+Each unusual call determines whether the next one may be usual. As with torch, an iterator is for one thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The claim table: records in shared memory which worker has claimed which shared task.
+"""The claim table, in shared memory: which worker has claimed which shared task.
 
 Runs in the consumer and in the workers; all of them write to the table. A shared task belongs to the worker
 that claims it first. The worker need not ask the consumer, which may be in the middle of a training step and
@@ -7,9 +7,9 @@ hold the GIL. So no worker idles while there is an unclaimed task.
 A word of the table stands for one ticket (an attempt at a batch). It contains the ticket's number and its
 owner. To claim a ticket, a process locks the bytes of its slot in the arena's memfd. The kernel releases the
 lock when its owner dies: a worker that is killed in the middle of a claim has either written its number or
-claimed nothing. The length of the lock identifies the worker, so one that is stopped during a claim can be
-found. The consumer reads from the table which tasks a dead worker had claimed, and takes tasks back by
-claiming them itself.
+claimed nothing. The length of the lock identifies the worker, so that one which is stopped in the middle of
+a claim can be found. The consumer reads from the table which tasks a dead worker had claimed, and takes tasks
+back by claiming them itself.
 """
 
 from __future__ import annotations

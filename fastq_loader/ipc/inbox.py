@@ -1,6 +1,7 @@
-"""The messages that a worker receives, in their order, wherever its consumer is.
+"""The messages that a worker receives, in their order.
 
-Runs in a worker, on its main thread. Subclasses are the ends of connections, from which frames are read.
+Runs in a worker, on its main thread. A subclass reads the frames: from the socket of a worker on the
+consumer's machine, or from the connection of one on another machine.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ other index is sent as one opaque pickled value, so that `dataset[i]` receives e
 (msgpack has no np.int64 and no slice, and turns tuples into lists).
 
 Bytes from a frame or from shared memory are unpickled only if they begin with the pool's token: random bytes
-that the workers were started with. So of a frame only the kind and the lengths are checked here. What
-protects memory is checked where it is used: the blocks of a handle by `Unpacker.check`, and the owners of all
-blocks by `BlockPool.accept`.
+that the workers were started with. Of a frame, only the kind and the lengths are checked here. Blocks are
+checked where they are used: those of a handle by `Unpacker.check`, and the owners of all by
+`BlockPool.accept`.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 `Line` and `ConsumerSocket` run in the consumer, `WorkerSocket` in a worker, each on one thread. The consumer
 makes a `Line` just before it starts a worker: a pair of sockets for the answers, and a socket that listens at
 an abstract address for tasks. The worker inherits its ends, or is sent them. The consumer's ROUTER connects
-to the address, with the address's random name as routing id; then the worker's zmq socket goes on listening.
-So tasks can be queued before the worker is up, and a worker that replaces a dead one receives nothing that
-was sent to the dead one.
+to the address, whose random name is the routing id, even before the worker is up: tasks are queued. When the
+worker is up, its zmq socket takes over the socket that listens. A worker that replaces a dead one has another
+address, and receives nothing that was sent to the dead one.
 
 An abstract address is a name without a file, which lasts as long as the socket does. The consumer holds the
 socket until zmq has connected, and zmq connects once: nobody else can listen at the address in the place of a
@@ -13,14 +13,14 @@ worker that has died. A worker accepts connections only from the consumer's proc
 
 A ZeroMQ message passes through two more threads, one at each end, which cost a small batch as much as loading
 half of its samples. A worker's answer goes to the consumer directly (`SOCK_SEQPACKET`: in order, each message
-whole). A finished answer is sent at once, and the consumer can read it even after the worker has ended; then
-the connection breaks. The frame of a long answer lies in a block, and the message refers to it. So there is
+whole). It can be read even after the worker has ended: the broken connection is seen after the last answer.
+The frame of a long answer lies in a block, and the message refers to it. So there is
 room for as many answers as a worker may be ahead. Only a worker that is hundreds of answers ahead of a
 consumer that does not read has to wait, which costs no more than any other limit on reading ahead.
 
-Processes that are forked at any moment may inherit any of the descriptors, so nobody relies on closing one.
-The consumer shuts a line down to end it. A dead worker is one whose process descriptor is readable; a line
-that has ended is the second sign.
+A process that is forked at any moment may inherit any of the descriptors, so to close one need not end the
+connection: the consumer shuts a line down to end it. A worker is dead if its process descriptor is readable;
+the end of its line is only the second sign.
 
 One `wait` serves everything: answers, broken connections, the workers' process descriptors, a wake-up.
 """

@@ -6,13 +6,12 @@ decide how blocks are used; this module only handles addresses.
 The memfd is sparse: it has room for all blocks that could ever exist, and costs only the pages that were
 written. So every process maps it once, growing takes no coordination, and there is only one descriptor. Each
 worker makes new blocks in its own part of the range. The memory of a memfd is not limited by the size of
-/dev/shm, has no name, and goes with its last user.
+/dev/shm, has no name, and is freed with its last user.
 
-A lease may die on any thread, at any moment. C code then appends its end to a queue: a finalizer in Python
-would handle signals at its entry, where their exceptions are lost. Once the loader is closed, that queue is
-not read any more. Then the arena consists of the blocks that users reference: it has no descriptor and no
-other addresses. Each dying lease gives back the pages and the addresses of its own block, which nothing else
-can reach any more.
+A lease may die on any thread, at any moment. Its end is then appended to a queue by C code: signal handlers
+run where a finalizer in Python begins, and what they raise there is lost. Once the loader is closed, nobody
+reads that queue any more. Then the arena consists of the blocks that users reference, without a descriptor
+and without other addresses, and each dying lease gives back the pages and the addresses of its own block.
 """
 
 from __future__ import annotations

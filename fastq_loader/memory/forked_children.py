@@ -5,7 +5,8 @@ existed at the fork, with its current contents. So a block that was referenced t
 child and its own children have ended, or run another program: a pipe, of which they hold one end, shows that.
 Where descriptors are used up there is no pipe, and the child counts as alive for ever.
 
-A block is referenced from a moment on, which is the number of forks until then.
+A *moment* is the number of forks so far. A child may see each block that was referenced at a moment before
+that of its fork.
 
 The hooks raise nothing: Python would print the error, and fork without running the rest of the hook.
 """

@@ -1,17 +1,17 @@
 """The shared-memory blocks of one pool of workers: which are free, granted for writing, or referenced.
 
-Pure, except for calls of the arena: it counts offsets and sizes. Runs in the consumer, on the thread that
+Pure, except for calls of the arena: it deals with offsets and sizes. Runs in the consumer, on the thread that
 calls `next()`. The table in `blocks` defines the life of a block: it is granted to a task, accepted with the
 batch that a worker has written to it, and delivered to the user or dropped; `collect` processes leases that
-have died. No block is written to while anything references it: from HELD only `release` leads on, and it
-leads to FREE.
+have died. No block is written to while anything references it: a block that is HELD can only be released,
+and is FREE then.
 
 A worker makes new blocks on its own when no granted block fits, in its own part of the arena's address range.
 The pool adopts them with the answer. So no worker ever waits for space.
 
 A task is granted what the largest of the last `RECENT` batches would need, and returns the rest. Free blocks
-beyond that are *cold*: their pages go back to the system, but the pool keeps their address ranges. A later
-block that needs no more room than a cold one lies there.
+beyond that are *cold*: their pages go back to the system, but the pool keeps their address ranges, for later
+blocks that fit into them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class BlockPool:
         block_at: returns the block at an offset, or None.
         nbytes: bytes of all blocks.
         free_blocks: number of free blocks.
-        wanted: bytes of the blocks that serve each of the recent batches by itself; descending.
+        wanted: sizes of blocks that suffice for any single one of the recent batches, in descending order.
         batch_bytes: bytes of the largest of these batches.
     """
 

@@ -8,8 +8,8 @@ without the leaves in it.
 A tree that contains an object is pickled as a whole, unless the batch goes to a device: this preserves the
 object's references to the containers around it. A tree of more than `PARTS` parts is a single object, too:
 pickle processes it in C, and parts that vary (the number of annotations, the keys of a dict) need no new
-layout. So is a tree with plain values for more than a message: one too long for the socket would need new
-memory for each batch. Arrays inside a pickled object that need no block of their own stay in the pickle.
+layout. So is a tree with more plain values than fit into one message: a longer message would need new memory
+for each batch. Arrays inside a pickled object that need no block of their own stay in the pickle.
 
 A *segment* is the memory of one leaf, or of several tensors that overlap in one storage, and then also
 overlap in the consumer. Its *span* is its start and end address in this process.

@@ -1,9 +1,9 @@
 """Pickling: objects without their tensors and arrays, exceptions, and functions that pickle refuses.
 
-`dump` and `dump_exception` run in workers, `load` and `load_exception` in the consumer; `caching` calls
-`dump` and `load` in any process, `device` in the consumer. A batch's pickled bytes are sent in shared memory,
-behind the pool's token; the leaves that they refer to are packed like its other leaves. Also owns the search
-for the part of an object that cannot be pickled.
+`dump` and `dump_exception` run in workers, `load` and `load_exception` in the consumer; without workers,
+`device` calls both there. A batch's pickled bytes are sent in shared memory, behind the pool's token; the
+leaves that they refer to are packed like its other leaves. Also finds the part of an object that cannot be
+pickled.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 num_workers=0, and changes nothing in torch. torch checks every tuple and dict against abstract classes, and
 compares all lengths in a generator: for 64 samples of two fields these are 70 Python calls, more than
 everything else that a loader without workers does for them. It also examines each number and converts each
-array one by one. Entries of the user's in torch's table are called as torch calls them.
+array one by one. A user's entries in torch's table are called as torch calls them.
 
 `install` is for workers: it replaces the functions that stack tensors, arrays and Python numbers in torch's
 table of collate functions (`default_collate_fn_map`), also for a user's calls of `default_collate`. torch's

@@ -20,7 +20,7 @@ class ErrorPolicy:
 
     @abstractmethod
     def fetchers(self, index_sampler: Any, iterable: bool) -> Callable[..., Fetcher]:
-        """What makes a loader's fetchers, with the arguments of `Fetcher`. It is sent to the workers."""
+        """The factory of a loader's fetchers, with `Fetcher`'s arguments. It is sent to the workers."""
 
     @abstractmethod
     def records(self, state: dict[str, Any]) -> Any:

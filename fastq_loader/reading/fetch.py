@@ -32,7 +32,7 @@ Collate = Callable[[Any], Any]
 
 
 class _Loading(threading.local):
-    """What this thread loads: the `Reader` that loads a batch; None outside of a loader."""
+    """The `Reader` that loads a batch on this thread; None outside of a loader."""
 
     reader: Any = None
 
@@ -55,7 +55,7 @@ class Fetcher:
         stateful: whether the dataset or its iterator can save its position; None until first determined.
         batch_numbers: those of the epoch and of the batch, set before each batch if an `ErrorPolicy` has made
             the fetcher.
-        remark: what that could not read, for `ErrorPolicy.judge`; None where there is nothing.
+        remark: the samples that it could not read, for `ErrorPolicy.judge`; None without any.
     """
 
     indices: Any = ()

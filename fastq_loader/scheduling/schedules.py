@@ -3,8 +3,8 @@
 Pure. The loader stores schedules as the user passed them; `read_schedule` also accepts their short forms.
 
 A fixed window is torch's: batches that wait behind a late one fill it, and the workers stop. A window that
-may widen goes by the workers' remaining tasks: while the consumer waits for the next batch, the ready ones
-behind it do not count, up to a number of batches and of bytes. It has its least size again in the next epoch.
+may widen keeps them busy: while the consumer waits for the next batch, the ready ones behind it do not count,
+up to a number of batches and of bytes. In the next epoch the window has its least size again.
 """
 
 from __future__ import annotations

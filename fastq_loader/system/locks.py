@@ -1,8 +1,8 @@
 """Locks on files, shared between processes.
 
 Runs in every process. A lock on bytes is an open-file-description lock: it belongs to an open file, and the
-kernel releases it when the last process that has the file open dies. A file is therefore opened anew for
-locks, because processes may share a descriptor. A lock on a whole file is an advisory `flock`.
+kernel releases it when the last process that has the file open dies. Processes that share a descriptor share
+its locks, so each opens the file anew. A lock on a whole file is an advisory `flock`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The private names of multiprocessing that this package uses: all of them, each used in one place; and those
-of exit handlers.
+"""All private names of multiprocessing and of exit handlers that this package uses, each in one place.
 
 Runs in every process. multiprocessing has no public interface to start a child in another way than by its own
 start methods, or to go on as a child that other code has forked. A release of Python may take one of these

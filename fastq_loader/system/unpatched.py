@@ -1,8 +1,8 @@
 """The module `time`, whose functions a program cannot replace.
 
 Runs in every process. Tests freeze the clock (freezegun), and what this package measures and waits for is the
-system's own, so the core imports `time` from here. It is a copy, made at the first import: freezegun replaces
-a function wherever a loaded module has it, so that a name alone would not do.
+system's own, so the core imports `time` from here. It is a copy of the module, with functions of its own:
+freezegun replaces the functions of `time` in every loaded module that has imported them.
 """
 
 from __future__ import annotations

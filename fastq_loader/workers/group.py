@@ -1,8 +1,8 @@
 """The workers as the event loop sees them: their processes, sockets and claims.
 
 Runs in the consumer, on the thread that calls `next()`, except for `wake` and `kill_all`. Owns everything
-behind a worker's number: the current process, and the connections to it. The scheduler decides
-what happens to the batches of a dead worker.
+behind a worker's number: the current process, and the connections to it. The scheduler decides what happens
+to the batches of a dead worker.
 """
 
 from __future__ import annotations

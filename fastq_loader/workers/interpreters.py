@@ -2,7 +2,7 @@
 
 Runs in the consumer, on any thread; `_interpreter_main` runs in an interpreter, and `_run_pickled_process` in
 the children that it has just forked. An interpreter serves all loaders of a process that use its start
-method, and ends when no loader and no pool references it any more; a closed loader does not. If the consumer
+method, and ends when no pool and no open loader references it any more. If the consumer
 dies while an interpreter is still importing, the kernel kills the interpreter, which prints nothing.
 """
 

@@ -6,9 +6,8 @@ Under fork the objects are inherited. Under spawn and forkserver they are writte
 unpickles it itself, so a failure is reported like any other instead of ending the process. It is written
 once, with the first worker: later workers get the objects as they were then. All workers map the large arrays
 in it, which cost memory once. Objects that torch and multiprocessing send as descriptors (tensors' storages,
-queues) are recorded beside it, and every worker gets descriptors of its own. Only storages in files and on
-devices cannot be sent twice, because their receivers are counted elsewhere: a payload with such storages is
-pickled for each worker.
+queues) are recorded beside it, and every worker gets descriptors of its own. A payload with storages in files
+or on devices is pickled anew for each worker: torch counts the receivers of such a storage.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Runs in the consumer. Each kind of workers (see `kinds`) has its own pool: in `local_pool` the child processes
 are the workers; in `extras.remote.proxy_pool` each is the proxy of a worker on another machine. In both cases
-the group deals with child processes, one per worker number. This class starts, replaces and stops them, so it
-is not only a protocol. A worker counts as dead if and only if its process descriptor is readable.
+the group deals with child processes, one per worker number, which this class starts, replaces and stops. A
+worker counts as dead if and only if its process descriptor is readable.
 """
 
 from __future__ import annotations
