@@ -51,7 +51,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 ROOT = Path(__file__).resolve().parents[1]
 SETTLE_SECONDS = 30.0  # a limit: what is left settles in milliseconds on an idle machine
 SCRIPT_SECONDS = 120.0  # a limit, too: most scripts take a second or two
-LEFT_SECONDS = 1.0  # after which what a script left behind is killed
+LEFT_SECONDS = 4.0  # after which what a script left is killed; torch's workers notice its end after 5
 
 
 def _read(path: str) -> str:
@@ -509,7 +509,7 @@ class Script:
         finished = time.monotonic()
         wait_until(lambda: not self.processes(), LEFT_SECONDS)
         if all(map(_is_helper, self.processes())):  # Python's own take a second to end, with torch in them
-            wait_until(lambda: not self.processes(), 5)
+            wait_until(lambda: not self.processes(), 30)
         left = tuple(map(str, self.processes()))
         _kill(entry.pid for entry in self.processes())
         output = (_read(str(path)) for path in (self._stdout, self._stderr))

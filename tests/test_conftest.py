@@ -49,7 +49,7 @@ def test_what_a_warm_script_leaves_is_named_and_killed(monkeypatch: pytest.Monke
     result = run_script(source, warm=True)
     child = int(result.stdout)
     assert [name.split()[0] for name in result.left] == [str(child)]
-    assert wait_until(lambda: child not in {entry.pid for entry in process_table() if not entry.zombie}, 5)
+    assert wait_until(lambda: child not in {entry.pid for entry in process_table() if not entry.zombie}, 30)
 
 
 def test_descendants_are_found_below_helpers_too_and_helpers_are_none() -> None:
@@ -60,7 +60,7 @@ def test_descendants_are_found_below_helpers_too_and_helpers_are_none() -> None:
         assert descendants().keys() == descendants(os.getpid()).keys()
         return [*descendants()]
 
-    assert wait_until(lambda: found() == [], 5)
+    assert wait_until(lambda: found() == [], 30)
     child = fork(signal.pause)
     assert found() == [child]
     os.kill(child, signal.SIGKILL)
@@ -68,4 +68,4 @@ def test_descendants_are_found_below_helpers_too_and_helpers_are_none() -> None:
     with running_script("import signal\nprint('up', flush=True)\nsignal.pause()", warm=True) as script:
         script.wait_for("up")
         assert found() == [script.pid]
-    assert wait_until(lambda: found() == [], 5)
+    assert wait_until(lambda: found() == [], 30)

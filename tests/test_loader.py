@@ -165,7 +165,7 @@ def test_i10_setting_the_iterator_to_none_ends_persistent_workers() -> None:
         assert loader._iterator is not None
         assert len(descendants()) == 2
         loader._iterator = None
-        assert wait_until(lambda: not descendants(), 3)
+        assert wait_until(lambda: not descendants(), 30)
         assert loader._iterator is None
 
 

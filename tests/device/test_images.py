@@ -128,7 +128,7 @@ def test_a_break_drops_what_is_not_decoded_yet(
     late()
     gate, epochs = threading.Event(), list[Any]()
     # From the second batch on; but the thread of workers that do not persist ends with them.
-    decoded = counted(monkeypatch, lambda: persistent and len(decoded) > 1 and gate.wait(5))
+    decoded = counted(monkeypatch, lambda: persistent and len(decoded) > 1 and gate.wait(60))
     for pixels in (None, PIXELS):
         with on_late(Photos(), pixels, persistent_workers=persistent, prefetch=4) as loader:
             torch.manual_seed(3)
@@ -142,7 +142,7 @@ def test_a_break_drops_what_is_not_decoded_yet(
     assert len(decoded) <= 1 + 1 + 6 or not persistent  # the first, the one that was begun, and all
     assert len(epochs[0]) == len(epochs[1])
     assert all(map(torch.equal, epochs[1], map(PIXELS, epochs[0])))
-    assert wait_until(lambda: not runs(), 5)
+    assert wait_until(lambda: not runs(), 30)
 
 
 @pytest.mark.processes
@@ -161,7 +161,7 @@ def test_the_thread_ends_with_its_workers(ends: str, late: Late) -> None:
     if ends == "dropped":
         del loader
         gc.collect()
-    assert wait_until(lambda: not runs(), 5)
+    assert wait_until(lambda: not runs(), 30)
 
 
 @pytest.mark.processes

@@ -139,7 +139,7 @@ def ready(iterator: Any) -> int:
 
 
 def poll_until(iterator: Any, condition: Callable[[], Any]) -> None:
-    assert wait_until(lambda: iterator.poll() or condition(), 5)
+    assert wait_until(lambda: iterator.poll() or condition(), 30)
 
 
 @pytest.mark.processes
@@ -308,7 +308,7 @@ def test_an_error_of_the_transform_does_not_keep_the_workers(first: int, late: L
             next(iterator)
     with collector_off():
         del iterator, loader
-        assert wait_until(lambda: not descendants(), 3)
+        assert wait_until(lambda: not descendants(), 30)
 
 
 @pytest.mark.processes

@@ -192,13 +192,13 @@ FORKS = """
         try:
             list(batches)
         except RuntimeError as error:
-            assert "SIGKILL" in str(error) and time.monotonic() - killed < 5, error
+            assert "SIGKILL" in str(error) and time.monotonic() - killed < 30, error
         else:
             sys.exit("no death")
     if "close" in {how!r}:
         began = time.monotonic()
         loader.close()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
         assert not any(os.path.exists(f"/proc/{{pid}}") for pid in pids)
     print("ready", *pids, flush=True)
     time.sleep(1000)
@@ -212,6 +212,6 @@ def test_p3_nobody_relies_on_the_end_of_a_connection_that_others_hold(how: str) 
         script.wait_for("ready")
         os.kill(script.pid, signal.SIGKILL)
         # The two children of user code are the user's.
-        assert wait_until(lambda: len(script.processes()) <= 2, 2), script.processes()
+        assert wait_until(lambda: len(script.processes()) <= 2, 30), script.processes()
         for process in script.processes():
             os.kill(process.pid, signal.SIGKILL)

@@ -26,13 +26,15 @@ def contents(loader: DataLoader[Any], count: int) -> list[Any]:
 
 
 @pytest.mark.usefixtures("forked_workers")
-def test_it_finds_more_workers_for_a_dataset_that_waits() -> None:
+def test_it_measures_more_workers_for_a_dataset_that_waits() -> None:
+    """Which ones it recommends is seen with a played machine: test_tuning.py. This one may be busy."""
     generator = torch.Generator().manual_seed(1)
     loader = DataLoader(Made(wait, 10_000), 4, shuffle=True, num_workers=1, generator=generator)
     before = generator.get_state(), torch.get_rng_state()
     found = tune(loader, seconds=2, schedules=["round_robin"], max_workers=3, progress=False)
     assert all(map(torch.equal, before, (generator.get_state(), torch.get_rng_state())))
-    assert found.settings["num_workers"] > 1, str(found)
+    measured = {row.settings["num_workers"] for row in found.rows if row.batches_per_second}
+    assert measured > {1}, str(found)
     assert loader.statistics().epochs == 0
     assert loader.num_workers == 1
     found.loader.num_workers = 1

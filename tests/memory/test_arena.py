@@ -213,7 +213,7 @@ def test_a_grandchild_that_outlives_its_parent_counts() -> None:
         del tensor
         assert arena.released_blocks() == []
         os.kill(int(os.read(orphan, 20)), signal.SIGKILL)
-        assert wait_until(lambda: arena.released_blocks() == [0], 5)
+        assert wait_until(lambda: arena.released_blocks() == [0], 30)
         os.close(orphan)
         os.close(report)
 
@@ -225,6 +225,6 @@ def test_programs_that_were_started_do_not_hold_blocks(preexec: Any) -> None:
         tensor = floats(arena)
         sleeper = subprocess.Popen(["cat"], stdin=subprocess.PIPE, preexec_fn=preexec)
         del tensor
-        assert wait_until(lambda: arena.released_blocks() == [0], 5)
+        assert wait_until(lambda: arena.released_blocks() == [0], 30)
         sleeper.communicate(b"")
         assert sleeper.returncode == 0

@@ -75,7 +75,7 @@ def load_inside(data: bytes) -> Any:
     return load(data, [torch.tensor(2)])
 
 
-meeting = threading.Barrier(2, timeout=10)
+meeting = threading.Barrier(2, timeout=60)
 
 
 def meet() -> int:

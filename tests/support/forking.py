@@ -61,6 +61,6 @@ def in_child(test: Callable[..., None]) -> Callable[..., None]:
         def left() -> list[str]:
             return [str(each) for each in process_table() if each.session == pid and not each.zombie]
 
-        assert wait_until(lambda: not left(), 5), left()
+        assert wait_until(lambda: not left(), 30), left()
 
     return run

@@ -64,7 +64,7 @@ def test_its_children_look_like_the_consumers_own() -> None:
         assert leaves.death()[0] == "exited with code 7"
         assert hangs.process.exitcode is None
         hangs.process.kill()
-        hangs.process.join(5)
+        hangs.process.join(30)
         assert hangs.process.exitcode == -signal.SIGKILL
         for child in (leaves, hangs):
             child.release()
@@ -79,7 +79,7 @@ def test_a_child_whose_exit_code_was_lost_on_the_way_ends_no_zygote() -> None:
         assert one.ask(child.process.pid) == 7  # and an interrupt drops it
         assert child.death()[0] == "ended, its exit code is unknown"
         another = forked(one, 3)
-        another.process.join(5)
+        another.process.join(30)
         assert another.process.exitcode == 3
         for each in (child, another):
             each.release()
@@ -166,7 +166,7 @@ def test_it_leaves_with_the_consumer() -> None:
     assert end_of(fork(consume)) == 0
     pid = int(os.read(pids, 20))
     try:
-        assert wait_until(lambda: pid not in {e.pid for e in process_table() if not e.zombie}, 3)
+        assert wait_until(lambda: pid not in {e.pid for e in process_table() if not e.zombie}, 30)
     finally:
         os.write(let_go, b"!")
     for end in (pids, say, hold, let_go):
@@ -185,6 +185,6 @@ def test_one_that_was_stopped_or_killed_holds_nobody_up_and_takes_exit_codes_alo
         with pytest.raises(OSError, match="the process that starts new workers was killed by SIGKILL"):
             forked(one, 7)
         held.kill()
-        held.process.join(5)
+        held.process.join(30)
         assert held.death()[0] == "ended, its exit code is unknown"
         held.release()
