@@ -142,7 +142,7 @@ class EventLoop:
         head = scheduler.epoch + 1, start.shared_seed, seed
         self._epoch, self._message = epoch, BeginEpoch(*head, sealed, number, start.base_seed, log.profiled)
         answers.begin_epoch(epoch)
-        # Tasks of an iterable dataset are sent again, and workers skip batches that were handed out before.
+        # Tasks of an iterable dataset are sent again, and workers skip batches that were delivered before.
         drawn = START if self.plan.rules.iterable else done
         count = scheduler.begin_epoch(self._message.epoch, taken, claimed, drawn)
         self._sources = deque([epoch])
@@ -407,6 +407,6 @@ class EventLoop:
             raise failure
 
     def _drop(self) -> None:
-        """Record that batches of the epoch that were not handed out are dropped."""
+        """Record that batches of the epoch that were not delivered are dropped."""
         if self._epoch is not None:
             self._epoch.log.drop(time.monotonic_ns())

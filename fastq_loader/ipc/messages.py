@@ -36,7 +36,7 @@ ERROR = 1  # the handle is an exception that the user's code raised
 PART_ENDED = 2  # the worker's part of an iterable dataset is exhausted; no handle
 SKIPPED = 3  # not fetched: the epoch was abandoned, or the worker's part had ended; no handle
 BROKEN = 4  # the handle is the exception that keeps this worker from working at all
-PASSED = 5  # passed over: the batch was handed out before the epoch was resumed; no handle
+PASSED = 5  # passed over: the batch was delivered before the epoch was resumed; no handle
 LEFT_OUT = 6  # no sample of the batch could be read, and none need be; no handle
 
 KINDS = (BATCH, ERROR, PART_ENDED, SKIPPED, BROKEN, PASSED, LEFT_OUT)

@@ -201,7 +201,7 @@ class BlockPool:
         self.release(self.arena.released_blocks())
 
     def drop(self, offsets: Iterable[int]) -> None:
-        """Free the blocks of a batch that is not handed out, or was copied out of them."""
+        """Free the blocks of a batch that is not delivered, or was copied out of them."""
         for offset in offsets:
             self._move(offset, "drop")
 
