@@ -171,8 +171,13 @@ class cached:
                     self._store = self.memory
             self._counters = self.memory.counters
             self._counters.enter()
-            self._checks = Checks(self.program, self._counters, self._options.path is not None)
+            self._checks = self._checks_of(0)
+            self._of_objects: dict[bytes, Checks] = {}
             self._pid = process_id.current()
+
+    def _checks_of(self, number: int) -> Checks:
+        """The checks of an object, whose workers write as those of a program of its own."""
+        return Checks(self.program ^ number, self._counters, self._options.path is not None)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._pid != process_id.pid:
@@ -183,21 +188,30 @@ class cached:
         if counters.is_marked:
             counters.add("distrusted")
             return self._function(*args, **kwargs)
-        # In memory, values belong to one object; a folder and a name are shared by all.
-        given = args
-        if self._in_class and self._options.is_shared:
-            given = args[1:]
-        elif self._in_class:
+        # In memory, values belong to one object; a folder and a name are shared by all objects, and each of
+        # them checks the values of the others.
+        given, checks = args, self._checks
+        if self._in_class:
             number, is_new = instances.number_of(args[0])
-            given = (number, *args[1:])
-            if is_new and get_worker_info() is not None:
-                counters.add("unshared")
+            is_unshared = is_new and get_worker_info() is not None
+            if not self._options.is_shared:
+                given = (number, *args[1:])
+                if is_unshared:
+                    counters.add("unshared")
+            else:
+                given = args[1:]
+                if number not in self._of_objects:
+                    of_object = (
+                        checks if is_unshared else self._checks_of(int.from_bytes(number[:5], "little"))
+                    )
+                    self._of_objects[number] = of_object
+                checks = self._of_objects[number]
         key = key_of(given, kwargs, self.__qualname__)
         paid, is_damaged = None, False
         try:
             found = self._store.get(key, self._options.copy)
             if found is not None:
-                paid = self._checks.due(key, *found.writer) if self._options.check else None
+                paid = checks.due(key, *found.writer) if self._options.check else None
                 if paid is None:
                     value = values.decode(found, renews=True)
                     counters.add("hits")
@@ -211,11 +225,13 @@ class cached:
             text = f": a value{where} cannot be read and is computed again: {type(error).__name__}: {error}"
             self._warn_once(text, UserWarning)
         if paid is not None and found is not None:
-            return self._check(paid, found, value, args, kwargs)
+            return self._check(checks, paid, found, value, args, kwargs)
         counters.add("misses")
-        return self._compute(key, args, kwargs, is_damaged)
+        return self._compute(checks.writer, key, args, kwargs, is_damaged)
 
-    def _compute(self, key: bytes, args: tuple[Any, ...], kwargs: dict[str, Any], is_damaged: bool) -> Any:
+    def _compute(
+        self, writer: int, key: bytes, args: tuple[Any, ...], kwargs: dict[str, Any], is_damaged: bool
+    ) -> Any:
         began = time.monotonic()
         with sample_seeds.watched():
             draws = StatesBeforeCall()
@@ -231,9 +247,7 @@ class cached:
                 text += "in every epoch. Wrap only the part that draws no random numbers"
         else:
             try:
-                encoded = values.EncodedValue(
-                    value, values.Writer(self._checks.writer, time.monotonic() - began)
-                )
+                encoded = values.EncodedValue(value, values.Writer(writer, time.monotonic() - began))
                 became = self._store.add(key, encoded, is_damaged)
                 if became == memory.FULL and encoded.nbytes > self._options.nbytes:
                     text = f"() returns a value of {encoded.nbytes:,} bytes, for which "
@@ -257,11 +271,17 @@ class cached:
     # ---- checks ---------------------------------------------------------------------------------------
 
     def _check(
-        self, paid: float, found: values.Found, stored: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        checks: Checks,
+        paid: float,
+        found: values.Found,
+        stored: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Compute the value of a hit again. Return that if the two differ; else the hit, with the place and
         the seeds of the sample as if nothing had been computed."""
-        checks, began, where = self._checks, time.monotonic(), ""
+        began, where = time.monotonic(), ""
         with sample_seeds.again() as again:
             draws = StatesBeforeCall()
             try:

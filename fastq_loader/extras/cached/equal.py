@@ -6,6 +6,7 @@ on the number of threads; all else must be the same.
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import types
 from collections.abc import Iterator
@@ -89,7 +90,8 @@ def _parts(a: Any, b: Any, path: str) -> list[tuple[Any, Any, str]]:
 
 
 def _reduced(value: Any) -> list[Any]:
-    reduced = value.__reduce_ex__(4)
+    registered: Any = copyreg.dispatch_table.get(type(value))
+    reduced = value.__reduce_ex__(4) if registered is None else registered(value)
     parts = [reduced] if isinstance(reduced, str) else reduced
     parts = [list(each) if isinstance(each, Iterator) else each for each in parts]
     return [dict(each) if type(each) is dict else each for each in parts]

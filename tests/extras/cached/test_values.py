@@ -122,6 +122,8 @@ def test_views_of_the_same_memory_stay_views_of_it() -> None:
     back["a"][2] = back["c"][1, 0] = 7
     assert (back["b"][0], back["d"][0, 0]) == (7, 7)
     assert sum(part.nbytes for part in map(memoryview, values.EncodedValue(value).parts[1:])) == 40 + 96
+    large = torch.arange(10_000)
+    assert values.EncodedValue((large[64:128], large[65:129])).nbytes < 2000, "not all of its memory"
     with pytest.raises(UnpicklableError, match="UntypedStorage"):
         values.EncodedValue([tensor, tensor.untyped_storage()])
 
