@@ -187,7 +187,7 @@ class BlockPool:
         return block
 
     def deliver(self, offsets: Sequence[int]) -> None:
-        """Hand out the batch in these blocks; its views hold leases."""
+        """Deliver the batch in these blocks: its views hold leases."""
         for offset in offsets:
             self._move(offset, "deliver")
 

@@ -1,7 +1,7 @@
 """Which object a call of a method is for, if the method was cached in its class: by a number in the object.
 
-Runs in every process that calls the method. The consumer gives the objects that a dataset holds their numbers
-when workers start, which so have the same ones. A copy of an object gets a number of its own.
+Runs in every process that calls the method. When workers start, the consumer gives numbers to the objects
+that a dataset holds, so that they are the same in all workers. A copy of an object gets a number of its own.
 """
 
 from __future__ import annotations

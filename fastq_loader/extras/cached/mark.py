@@ -3,8 +3,8 @@
 Runs in the processes that open or remove a folder, under its lock. The mark is JSON, in the file whose bytes
 are locked; a process that opened and closed this file once more would lose its locks, so these functions get
 its descriptor. While a folder is open, its mark has this boot of the machine and the file of the values,
-because these are not synced; the last process that closes it syncs them, and takes that out. A folder whose
-mark has another boot or file may have lost values, and begins empty.
+because these are not synced; the last process that closes it syncs them, and removes both from the mark. A
+folder whose mark has another boot or file may have lost values, and begins empty.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Runs where samples are read, and in the consumer. Importing it adds one entry to torch's table of collate
 functions (`default_collate_fn_map`), so that the default collate of any DataLoader joins such samples. Both
-classes are no tuples, sequences or tensors: what pins or moves a batch would take them apart.
+classes are neither tuples, nor sequences, nor tensors: code that pins or moves a batch would take them apart.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ error. So iterators call this module when no batch can be lost: before they requ
 end of the epoch, with the outcome stored for the next call.
 
 The functions below derive the text of a hint from observations, or return None. They rather miss a problem
-than raise a false alarm: it breaks runs in which warnings are errors.
+than raise a false alarm, which breaks runs in which warnings are errors.
 """
 
 from __future__ import annotations

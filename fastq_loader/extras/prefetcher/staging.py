@@ -1,4 +1,4 @@
-"""Staging of a loader that goes on before its batches are delivered, and may write to them then."""
+"""Staging of batches whose loader goes on, and may write to their memory, before they are delivered."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Samples the stack of the thread that loads batches, from a thread beside it.
 
 Runs where batches are loaded, and only if `loader.profile()` asked for it: in workers, and with num_workers=0
-in the consumer. Not by `sys.setprofile`, as most profilers: that makes calls of Python functions three to
-eight times as slow (measured with pyinstrument 5.1), so it would show other lines. And a profiler that the
-user runs in the dataset goes on beside it.
+in the consumer. It does not use `sys.setprofile`, as most profilers do: that makes calls of Python functions
+three to eight times as slow (measured with pyinstrument 5.1), so other lines would seem slow. So a profiler
+that the user runs in the dataset works beside it, too.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Jobs that are told to end, and batches that are loaded again."""
+"""Jobs that have to end, and batches that are loaded again."""
