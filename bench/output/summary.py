@@ -72,7 +72,7 @@ def _programs(cases: Cases) -> list[str]:
     same = all(map(report.agree, cases))
     cached = _ratios(cases, BASELINE, CACHED, "epoch")
     return [
-        "All loaders came to the same losses and predictions, to the bit."
+        "All loaders that draw the same crops came to the same losses and predictions, to the bit."
         if same
         else "Loaders did NOT all come to the same losses and predictions: see above.",
         f"A whole program runs {_times(_ratios(cases, BASELINE, OURS, 'seconds'))} as fast as with torch's.",

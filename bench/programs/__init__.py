@@ -73,7 +73,7 @@ PROGRAMS = {
         part="part_of_table",
     ),
     "photographs": Program(
-        "JPEGs of 500x375, cropped and flipped by DecodeImages",
+        "JPEGs of 500x375, cropped and flipped by DecodeImages (torch: by pillow)",
         "photographs",
         {"nbytes": 500_000, "width": 120},
         loaders={
