@@ -158,8 +158,10 @@ class Answers:
                     handle = tuple.__new__(BatchHandle, (handle[0], layout, *handle[2:]))
             if used or handle is None or answer.kind != BATCH:
                 self._check(number, answer, handle)
-            if answer.state or answer.remarks:
-                state, remarks = self._unsealed(answer)
+            if answer.state:
+                state = unseal(answer.state, self._group.token)
+            if answer.remarks:
+                remarks = pickle.loads(unseal(answer.remarks, self._group.token))
         except ProtocolError as error:
             fault = error
         batch = self._scheduler.answered(number, answer, handle, used, fault)
@@ -204,12 +206,6 @@ class Answers:
             block = self._pool.block_at(offset)
             if size != (fresh.get(offset) if block is None else block.size):
                 raise ProtocolError(f"a handle names {size} bytes at {offset}, but no such block exists")
-
-    def _unsealed(self, answer: Answer) -> tuple[bytes, Any]:
-        """The worker's state and its remarks, without the token."""
-        token = self._group.token
-        state = unseal(answer.state, token) if answer.state else b""
-        return state, pickle.loads(unseal(answer.remarks, token)) if answer.remarks else None
 
     def _record(self, batch: Batch, answer: Answer) -> None:
         """Record what a worker reports besides its batch: the generators that its dataset has for itself,

@@ -332,9 +332,3 @@ def out_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
     if current is None:
         return None
     return current.empty_array(shape, dtype.str, math.prod(shape) * dtype.itemsize)
-
-
-def use_nontemporal(nbytes: int) -> bool:
-    """Whether pieces of `nbytes` should be written with non-temporal stores to memory from the functions
-    above."""
-    return current is not None and current.is_nontemporal(nbytes)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from fastq_loader.memory import allocator, nontemporal
-from fastq_loader.memory.allocator import TYPESTR, out_array, out_tensor, use_nontemporal
+from fastq_loader.memory.allocator import TYPESTR, Allocator, out_tensor
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.system.torch_names import collate as torch_collate
@@ -103,10 +103,10 @@ def stack_tensors(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     first = batch[0]
     if type(first) is not torch.Tensor or first.is_nested or first.layout is not torch.strided:
         return torch_tensors(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
-    ours = allocator.current is not None
-    if not ours and torch_worker._worker_info is not None:  # torch's own worker
+    blocks = allocator.current
+    if blocks is None and torch_worker._worker_info is not None:  # torch's own worker
         return torch_tensors(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
-    if not ours or first.device.type != "cpu" or first.is_quantized or first.requires_grad:
+    if blocks is None or first.device.type != "cpu" or first.is_quantized or first.requires_grad:
         return torch.stack(batch, 0)
     shape = (len(batch), *first.shape)
     out = out_tensor(shape, first.dtype) if first.nbytes * len(batch) >= SMALLEST else None
@@ -117,18 +117,18 @@ def stack_tensors(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         # torch's worker stacks into a contiguous tensor of the first sample's dtype, regardless of the
         # dtypes of the others and of the samples' memory order.
         out = torch.empty(shape, dtype=first.dtype)
-    elif _bypasses_caches(batch):
+    elif _bypasses_caches(blocks, batch):
         nontemporal.copy(out.data_ptr(), list(map(torch.Tensor.data_ptr, batch)), first.nbytes)
         return out
     return torch.stack(batch, 0, out=out)
 
 
-def _bypasses_caches(batch: Any) -> bool:
+def _bypasses_caches(blocks: Allocator, batch: Any) -> bool:
     """Whether the tensors are better stacked with non-temporal stores, and their memory equals, byte for
     byte, what stacking would write for each."""
     first, tensor = batch[0], torch.Tensor
     return (
-        use_nontemporal(first.nbytes)
+        blocks.is_nontemporal(first.nbytes)
         and set(map(type, batch)) == {tensor}
         and not any(map(_NESTED, batch))
         and set(map(_LOOKS, batch)) == {(first.dtype, first.shape, torch.strided, True, False)}
@@ -158,13 +158,14 @@ def stack_arrays(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         return torch_arrays(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
     alike = first.size > 0 and set(map(_KIND, batch)) == {(first.dtype, first.shape)}
     of_tensors = None if collate_fn_map is None else collate_fn_map.get(torch.Tensor)
-    if not (alike and allocator.current is not None and of_tensors is stack_tensors):
+    blocks = allocator.current
+    if not alike or blocks is None or of_tensors is not stack_tensors:
         return default(list(map(torch.from_numpy, batch)), collate_fn_map)  # type: ignore[no-any-return]
     shape = (len(batch), *first.shape)
-    out = out_array(shape, first.dtype)
+    out = blocks.empty_array(shape, first.dtype.str, len(batch) * first.nbytes)
     if out is None:
         out = np.empty(shape, first.dtype)
-    if use_nontemporal(first.nbytes) and all(map(_CONTIGUOUS, batch)):
+    if blocks.is_nontemporal(first.nbytes) and all(map(_CONTIGUOUS, batch)):
         nontemporal.copy(address_of(out), list(map(address_of, batch)), first.nbytes)
     elif first.ndim:  # the same bytes as np.stack, which first creates a view of every array
         np.concatenate(batch, out=out.reshape(-1, *first.shape[1:]))

@@ -166,4 +166,3 @@ def test_outside_workers_nothing_lies_in_blocks() -> None:
         assert tensor.shape == (shape if isinstance(shape, tuple) else (shape,))
     assert out_tensor((LARGE,), torch.float32) is None
     assert out_array((LARGE,), np.dtype("f4")) is None
-    assert not allocator.use_nontemporal(1 << 30)

@@ -150,7 +150,8 @@ class Images(Dataset[Any]):
         return 12
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, bool]:
-        return torch.from_numpy(noise(self.nbytes, index)), allocator.use_nontemporal(PIECE)
+        blocks = allocator.current
+        return torch.from_numpy(noise(self.nbytes, index)), bool(blocks and blocks.is_nontemporal(PIECE))
 
 
 @BUILT
