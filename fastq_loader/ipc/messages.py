@@ -187,10 +187,8 @@ ToWorker = Task | BeginEpoch | Space | Stop
 Message = ToWorker | Bundle | Hello | Answer | InBlock
 
 #: Number of each kind of message in a frame.
-NUMBERS: dict[type, int] = {
-    kind: number
-    for number, kind in enumerate((Task, BeginEpoch, Space, Bundle, Stop, Hello, Answer, InBlock))
-}
+_MESSAGES = Task, BeginEpoch, Space, Bundle, Stop, Hello, Answer, InBlock
+NUMBERS: dict[type, int] = {kind: number for number, kind in enumerate(_MESSAGES)}
 _TASK = NUMBERS[Task]
 
 # surrogatepass: file names may have lone surrogates. All threads share the packer: it runs no Python code.
