@@ -171,13 +171,14 @@ class cached:
                     self._store = self.memory
             self._counters = self.memory.counters
             self._counters.enter()
-            self._checks = self._checks_of(0)
-            self._of_objects: dict[bytes, Checks] = {}
+            self._checks: dict[bytes, Checks] = {}  # by the numbers of objects
             self._pid = process_id.current()
 
-    def _checks_of(self, number: int) -> Checks:
+    def _begin_checks(self, whose: bytes) -> Checks:
         """The checks of an object, whose workers write as those of a program of its own."""
-        return Checks(self.program ^ number, self._counters, self._options.path is not None)
+        program = self.program ^ int.from_bytes(whose[:5], "little")
+        checks = self._checks[whose] = Checks(program, self._counters, self._options.path is not None)
+        return checks
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._pid != process_id.pid:
@@ -190,22 +191,16 @@ class cached:
             return self._function(*args, **kwargs)
         # In memory, values belong to one object; a folder and a name are shared by all objects, and each of
         # them checks the values of the others.
-        given, checks = args, self._checks
+        given, whose = args, b""
         if self._in_class:
             number, is_new = instances.number_of(args[0])
-            is_unshared = is_new and get_worker_info() is not None
-            if not self._options.is_shared:
-                given = (number, *args[1:])
-                if is_unshared:
-                    counters.add("unshared")
+            if self._options.is_shared:
+                given, whose = args[1:], number
             else:
-                given = args[1:]
-                if number not in self._of_objects:
-                    of_object = (
-                        checks if is_unshared else self._checks_of(int.from_bytes(number[:5], "little"))
-                    )
-                    self._of_objects[number] = of_object
-                checks = self._of_objects[number]
+                given = (number, *args[1:])
+                if is_new and get_worker_info() is not None:
+                    counters.add("unshared")
+        checks = self._checks.get(whose) or self._begin_checks(whose)
         key = key_of(given, kwargs, self.__qualname__)
         paid, is_damaged = None, False
         try:

@@ -63,12 +63,6 @@ def test_what_is_not_the_same_has_another_key(values: list[Any]) -> None:
     assert len({key((1, value)) for value in values}) == len(values)
 
 
-def test_the_same_path_or_number_has_the_same_key() -> None:
-    assert key(Path("a/b")) == key(Path("a") / "b")
-    assert key(np.int64(3)) == key(np.int64(3))
-    assert key(torch.tensor(3)) == key(torch.tensor(3))
-
-
 @pytest.mark.parametrize(
     "value",
     [[1], {1: 2}, {1}, 1j, ..., object(), (1, [2]), np.zeros(1)],

@@ -14,14 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fastq_loader.extras.cached import memory, values
 from fastq_loader.extras.cached.memory import BUSY, FULL, STORED, Memory
 from fastq_loader.system import locks
 from tests.support.forking import end_of, fork
-from tests.support.thorough import examples, seeds
+from tests.support.thorough import seeds
 
 LIMIT = 1 << 20
 
@@ -64,15 +62,6 @@ def check(store: Any, keys: Any) -> int:
         assert got["key"] == key
         assert np.array_equal(got["data"], value_of(key)["data"])
     return len(found)
-
-
-@examples(30)
-@given(st.lists(st.integers(0, 200), max_size=60))
-def test_what_was_put_is_there_and_nothing_else(keys: list[int]) -> None:
-    store = opened()
-    for at, key in enumerate(keys):
-        assert put(store, key, value_of(key)) == STORED or key in keys[:at]
-    assert check(store, range(201)) == len(set(keys)) == store.usage()[1]
 
 
 @pytest.mark.parametrize(("nbytes", "share"), [(20, 0.1), (1000, 0.8), (150_000, 0.97)])
