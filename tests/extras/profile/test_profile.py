@@ -125,12 +125,12 @@ class Threads(Timed):
 
 
 class Profiled(Timed):
-    """Is profiled by the user, too."""
+    """Is profiled by the user, too, who sees this package's sampler."""
 
     def __getitem__(self, index: int) -> int:
         with cProfile.Profile() as own:
             time.sleep(0.01)
-        return sum(entry.callcount for entry in own.getstats())  # type: ignore[attr-defined]
+        return sum(entry.callcount for entry in own.getstats() if "sleep" in str(entry.code))  # type: ignore[attr-defined]
 
 
 def test_the_users_own_profiler_goes_on() -> None:
