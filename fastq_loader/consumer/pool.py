@@ -283,19 +283,12 @@ class Pool:
             )
         )
 
-    def __del__(self) -> None:
+    def __del__(self) -> object:
         # The last iterator or loader is gone, so no call is under way. A fork's copy is not closed: the
         # collector may run in a child before `process_id` is set anew, and must start no thread there.
-        if getattr(self, "_pid", 0) != os.getpid():
-            return
-        if getattr(self, "_loop", None) is None:
-            return
-        try:
-            with interrupts.without_signals():
-                self.close("the loader and its iterators were dropped")
-        except BaseException:  # of a handler, before or after the block: this is the last chance to finish
-            self.close("the loader and its iterators were dropped")
-            raise
+        if getattr(self, "_pid", 0) != os.getpid() or getattr(self, "_loop", None) is None:
+            return None
+        return interrupts.finish(lambda: self.close("the loader and its iterators were dropped"))
 
     def processes(self) -> list[BaseProcess]:
         """The processes of all workers that were started, also of workers that have ended."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # unlike `signal` it makes no enums: 0.1 ms for all numbers
 import contextlib
+import ctypes
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from threading import get_ident, main_thread
 from types import FrameType
 from typing import Any
@@ -14,6 +16,8 @@ from fastq_loader.system import process_id
 
 _Handlers = dict[int, Callable[[int, FrameType | None], Any]]
 
+#: Bytes of a sigset_t.
+_SIGSET = 128
 #: The masks of threads that block all signals now, as they were before.
 _before: dict[int, set[int]] = {}
 #: The handlers that the main thread defers now, by signal; those of an outer block first.
@@ -21,8 +25,9 @@ _deferred: list[_Handlers] = []
 
 
 @contextlib.contextmanager
-def without_signals(*numbers: int) -> Iterator[None]:
+def without_signals(*numbers: int) -> Iterator[dict[int, FrameType | None]]:
     """Block these signals (default: all) for this thread inside the `with` block; they arrive after it.
+    Yields those that came, with their frames.
 
     A process may be forked inside: a handler would raise in Python's own hooks after the fork, where its
     exception is printed and lost. The child has the mask of before, if all signals are blocked.
@@ -46,7 +51,7 @@ def without_signals(*numbers: int) -> Iterator[None]:
                 if callable(handler := _signal.getsignal(number)):
                     handlers[number] = handler
                     _signal.signal(number, came.__setitem__)
-        yield
+        yield came
     finally:
         if _before.get(get_ident()) is masked:
             del _before[get_ident()]
@@ -78,6 +83,31 @@ def _call(handlers: _Handlers, came: dict[int, FrameType | None]) -> None:
     except BaseException:
         _call(handlers, came)
         raise
+
+
+class _Blocked:
+    """Unblocks signals when it dies, by C code."""
+
+    __slots__ = ("__del__",)
+
+
+def finish(function: Callable[[], object]) -> object:
+    """Call a function in a finalizer, without signals. The finalizer returns what this returns: signals are
+    blocked until that dies, after the finalizer's end. In it the exception of a handler would be lost."""
+    sigmask, before = ctypes.CDLL(None).pthread_sigmask, ctypes.create_string_buffer(_SIGSET)
+    sigmask(signal.SIG_BLOCK, None, before)
+    blocked: Any = _Blocked()
+    blocked.__del__ = partial(sigmask, signal.SIG_SETMASK, before, None)
+    try:
+        sigmask(signal.SIG_BLOCK, b"\xff" * _SIGSET, None)
+    finally:  # also after the handler of a signal that came just before
+        with without_signals() as came:
+            function()
+            later = list(came)
+            came.clear()
+        for number in later:
+            _signal.pthread_kill(get_ident(), number)
+    return blocked
 
 
 def _restore_in_child() -> None:
