@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -15,10 +14,7 @@ import pytest
 
 from fastq_loader import DataLoader
 from fastq_loader.system import interrupts, process_id
-from fastq_loader.workers.stopping import Stopping
-from tests.conftest import descendants, wait_until
 from tests.support.forking import end_of, fork
-from tests.support.gates import LIMIT
 
 pytestmark = pytest.mark.processes
 
@@ -66,23 +62,6 @@ def test_an_interrupt_while_workers_start_leaves_nothing(monkeypatch: pytest.Mon
     with pytest.raises(KeyboardInterrupt):
         iter(loader)
     assert signal.SIG_SETMASK in forks
-
-
-def test_an_interrupt_while_an_iterator_is_dropped_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python only reports what a finalizer raises, as with torch's iterator."""
-    finish, reported = Stopping.finish, list[Any]()
-
-    def interrupted(self: Stopping, *args: Any) -> Any:
-        monkeypatch.setattr(Stopping, "finish", finish)
-        signal.raise_signal(signal.SIGINT)
-        return finish(self, *args)
-
-    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: reported.append(unraisable.exc_type))
-    monkeypatch.setattr(Stopping, "finish", interrupted)
-    held = [iter(DataLoader(range(9), num_workers=1))]
-    held.clear()
-    assert reported == [KeyboardInterrupt]
-    assert wait_until(lambda: not descendants(), LIMIT)
 
 
 def test_the_collector_closes_nothing_in_a_child_that_was_just_forked() -> None:
