@@ -218,7 +218,7 @@ class Proxy:
         for message in self._unsent:
             self._send(self._far, message, arriving)
         self._unsent.clear()
-        while len(self._due) == arriving and (task := self._tasks.take()) is not None:
+        while len(self._due) == arriving and self._tasks.waiting and (task := self._tasks.take()) is not None:
             self._send(self._far, task, arriving)
 
     def _send(self, connection: Connection, message: Task | BeginEpoch, arriving: int) -> None:
