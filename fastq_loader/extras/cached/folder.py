@@ -42,6 +42,8 @@ _OPENING_PATIENCE = 30.0
 #: Before a record: number of its transaction, and checksum of the record.
 _PREFIX = struct.Struct("<QQ")
 _LONGEST_KEY = 511  # of LMDB
+#: Errors of opening a file whose values are as they were: no memory or addresses, no room, no rights.
+_NO_DAMAGE = lmdb.MemoryError, lmdb.DiskError, lmdb.LockError, lmdb.ReadonlyError
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 #: The folders that are open in this process, by the device and inode of their mark.
@@ -120,6 +122,8 @@ class Folder:
             if os.fstat(self._data).st_size < self._size(env):
                 env.close()
                 raise ValueError("the file ends before its last page")
+        except _NO_DAMAGE as error:
+            raise OSError(f"cached: path={self._path!r} cannot be opened: {error}") from None
         except lmdb.Error as error:
             raise ValueError(f"LMDB: {error}") from None
         self._env, self._pid = env, process_id.pid

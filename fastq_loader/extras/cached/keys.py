@@ -50,5 +50,6 @@ def _plain(value: Any, name: str) -> Any:
             return (_MARK, *about, value.item())
     raise TypeError(
         f"cached: {name}() was called with {value!r:.99} of class {kind.__name__}; a key is made of int, "
-        "str, bytes, float, Path, None and tuples of these: pass what identifies the sample instead"
+        "str, bytes, float, Path, None and tuples of these: pass what identifies the sample instead; of a "
+        "method, cached is the outermost decorator, in the body of its class"
     )

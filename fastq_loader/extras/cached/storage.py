@@ -69,6 +69,7 @@ def open_storage(options: CacheOptions) -> tuple[memory.Memory, Any]:
         counts = memory.Memory(memory.create(0))
     if not is_part(options.limit) and store.limit != options.nbytes:
         text = f"limit={options.limit!r} is not used: the cache has had {store.limit} bytes since it was made"
+        text += "; cached.clear(path) removes a folder" if options.path is not None else ""
         warn_user(f"cached: {name}: {text}", UserWarning)
     return counts, store
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -255,6 +256,22 @@ def test_what_may_not_have_survived_is_begun_anew(path: Path, using: list[Any], 
     assert [f"{path}" in str(each.message) for each in caught] == ([] if values else [True])
     assert check(store, range(40)) == values
     assert not is_clean(path), "it is in use"
+
+
+@pytest.mark.processes
+def test_a_folder_that_does_not_fit_into_memory_is_left_as_it_is(path: Path) -> None:
+    filled(path)
+
+    def with_few_addresses() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 34, resource.RLIM_INFINITY))
+        with pytest.raises(OSError, match=r"cannot be opened: .*Cannot allocate memory"):
+            opened(path)
+
+    mark = mark_of(path)
+    (path / "fastq_loader.mark").write_text(json.dumps({**mark, "limit": 1 << 40}))
+    assert end_of(fork(with_few_addresses)) == 0
+    (path / "fastq_loader.mark").write_text(json.dumps(mark))
+    assert check(opened(path), range(40)) == 40
 
 
 @pytest.mark.processes
