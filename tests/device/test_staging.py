@@ -1,12 +1,11 @@
-"""Staging: random runs over a simulated device, also with a wait left out; whole loaders over a late one."""
+"""Staging: random runs over a simulated device; whole loaders over a late one."""
 
 from __future__ import annotations
 
 import functools
 import gc
 import random
-from collections.abc import Callable, Iterable
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,13 +15,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader, Prefetcher, ToDevice
-from fastq_loader.device import copies, pinning, staging
 from fastq_loader.memory.arena import Mapping
 from tests.conftest import descendants, wait_until
-from tests.device import test_pinning
 from tests.support import thorough
 from tests.support.datasets import Made, MapDataset, assert_same, identity
-from tests.support.defects import defects
 from tests.support.late_device import Late, image_and_label
 from tests.support.loaders import collector_off
 from tests.support.staging_runs import choose, run, run_buffers
@@ -41,87 +37,11 @@ def test_no_run_breaks_a_rule(seed: int) -> None:
         raise AssertionError(f"seed={seed}: {choose(seed)}") from error
 
 
-LATE_COPIES = test_pinning.test_a_batch_that_is_taken_before_it_has_arrived_is_late
-SECONDS = test_pinning.test_seconds_are_counted
-GROWTH = test_pinning.test_buffers_grow_and_are_locked_in_powers_of_two
-
-#: Defects that no run finds: why they do no harm, or the tests that find them.
-_LATE = "copy.over or backend.query(copy.done)"
-NOT_BY_RUNS: dict[str, str | Callable[[], None]] = {
-    "Copies.begin: no statistics.block_wait_seconds += backend.clock() - began": (
-        test_pinning.test_a_consumer_that_is_too_far_ahead_waits_and_the_wait_is_counted
-    ),
-    f"Copies.take: no self._statistics.late_copies += not ({_LATE})": LATE_COPIES,
-    f"Copies.take: {_LATE}, without copy.over": "the device is asked about a copy that is known to be over",
-    f"Copies.take: {_LATE}, without backend.query(copy.done)": LATE_COPIES,
-    "Copies._arrived: no self._statistics.copied(copy.nbytes, copy.began, self._backend.clock())": (
-        test_pinning.test_a_copy_that_has_run_is_reported_with_its_times
-    ),
-    "Pinner.prepare: no statistics.populate_seconds += populated - began": SECONDS,
-    "Pinner.prepare: no statistics.register_seconds += backend.clock() - populated": SECONDS,
-    "Buffers.take: no self._statistics.copy_wait_seconds += self._backend.clock() - began": (
-        test_pinning.test_waiting_for_a_buffer_is_counted
-    ),
-    "Buffers.take: buffer.copy is not None and (not buffer.copy.over), without not buffer.copy.over": (
-        "`wait_for` knows what is over"
-    ),
-    "Buffers._allocate: no self._statistics.register_seconds += self._backend.clock() - began": GROWTH,
-    "Buffers.drain: no buffer.copy = None": (test_pinning.test_buffers_do_not_keep_batches_that_were_dropped),
-    "Staging.deliver: no self._policy.warn()": "runs look at no warnings",
-}
-
-
-#: Between them, runs with these seeds find every defect that any of the first thousand finds.
-TELLING = (43, 26, 198, 214, 19, 36, 38, 61, 94)
-
-
-def is_found(seeds: Iterable[int], run: Callable[[int], None]) -> bool:
-    for seed in seeds:
-        try:
-            run(seed)
-        except Exception:
-            return True
-    return False
-
-
 @pytest.mark.filterwarnings("ignore::fastq_loader.PinFallback")
 @examples(100)
 @given(st.integers(0, 2**32))
 def test_no_run_of_buffers_breaks_a_rule(seed: int) -> None:
     run_buffers(seed)
-
-
-@pytest.mark.filterwarnings("ignore::fastq_loader.PinFallback")
-@pytest.mark.parametrize(
-    ("module", "name", "number", "run"),
-    [
-        (copies, "Copies", 34, run),
-        (pinning, "Pinner", 16, run),
-        (pinning, "Buffers", 20, run_buffers),
-        (staging, "Staging", 16, run),
-    ],
-    ids=["copies", "blocks", "buffers", "staging"],
-)
-def test_whatever_is_left_out_is_found(
-    module: ModuleType, name: str, number: int, run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a run, or as the table says."""
-    names, missed = [], []
-    for what, defective in defects(module, name):
-        names.append(what)
-        with monkeypatch.context() as patch:
-            patch.setattr(staging, name, getattr(defective, name))
-            # A default run believes the table of what no run finds.
-            more = range(100 * thorough.is_thorough) if what in NOT_BY_RUNS else range(1000)
-            if not is_found((*TELLING[: len(more)], *more), run):
-                missed.append(what)
-        if callable(found_by := NOT_BY_RUNS.get(what)):
-            monkeypatch.setattr(test_pinning, name, getattr(defective, name))
-            with pytest.raises(AssertionError):
-                found_by()
-            monkeypatch.undo()
-    assert missed == [what for what in NOT_BY_RUNS if what.startswith(f"{name}.")]
-    assert len(names) == number, "another number of defects than was looked at for the table"
 
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])

@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from fastq_loader import DataLoader, Dynamic, RoundRobin
-from fastq_loader.scheduling.schedules import Schedule
-from tests.support.datasets import SAMPLES, CountingSampler, Drawing, Made, MapDataset, Stream
+from fastq_loader import DataLoader, Dynamic
+from tests.support.datasets import SAMPLES, Drawing, Made, MapDataset, Stream
 from tests.support.gates import Gates, once
 from tests.support.loaders import MANY_WORKERS, WORKERS, distinct, seed_all
 from tests.support.samplers import FailsAt3
@@ -102,24 +101,6 @@ def test_a_stream_keeps_torchs_interleave_and_does_not_depend_on_time(persistent
     for epoch in found:
         assert [batch[0][0] // 1000 for batch in epoch] == [0, 1, 2] * 3
     assert found[0] != found[1]
-
-
-def every_eighth_late(index: int) -> int:
-    time.sleep(0.03 if index % 8 == 0 else 0.001)
-    return index
-
-
-@pytest.mark.parametrize("schedule", [RoundRobin(window=7), Dynamic(window=7)])
-def test_as_many_batches_are_under_way_as_the_window_allows(schedule: Schedule) -> None:
-    sampler = CountingSampler(range(48))
-    loader = DataLoader(Made(every_eighth_late, 48), sampler=sampler, num_workers=2, schedule=schedule)
-    iterator = iter(loader)
-    assert sampler.handed_out == 7
-    for delivered in range(1, 10):
-        next(iterator)
-        assert sampler.handed_out <= delivered + 7
-    assert loader.statistics().window == 7
-    loader.close()
 
 
 def late(loaded: torch.Tensor, gates: Gates, index: int) -> tuple[int, int]:

@@ -12,11 +12,9 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -588,38 +586,3 @@ def test_p7_exit_handlers_run_in_the_process_that_registered_them(tmp_path: Path
     found = notes.read_text().splitlines()
     assert "of another process" not in notes.read_text()
     assert [found.count(f"{kind} in a worker") for kind in ("handler", "finalizer")] == [2, 2]
-
-
-class EndsSlowly:
-    """Two samples; the worker that has read them takes some time to end."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.consumer = seconds, os.getpid()
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def __del__(self) -> None:
-        if self.consumer != os.getpid():
-            time.sleep(self.seconds)
-
-
-@thorough()
-@pytest.mark.timeout(600)
-def test_p1_loaders_begin_on_any_thread_while_the_last_ones_workers_end() -> None:
-    """The last loader's interpreter ends then, on the thread that waits for its workers."""
-
-    def work(seed: int) -> None:
-        random = Random(seed)
-        for _ in range(25):
-            seconds = random.random() * 0.3
-            loader: Any = DataLoader(EndsSlowly(seconds), num_workers=1, multiprocessing_context="spawn")
-            assert numbers(loader) == [[0], [1]]
-            del loader
-            time.sleep(max(seconds - 0.15 + random.random() * 0.1, 0))
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(work, (1, 2)))

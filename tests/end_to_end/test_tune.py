@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from fastq_loader import DataLoader, tune
-from tests.support.datasets import Made, Stream
-from tests.support.thorough import thorough
+from tests.support.datasets import Made
 
 pytestmark = pytest.mark.processes
 
@@ -43,11 +42,3 @@ def test_it_measures_more_workers_for_a_dataset_that_waits() -> None:
     generator.set_state(before[0])
     torch.manual_seed(7)
     assert contents(loader, 5) == theirs
-
-
-@thorough()
-@pytest.mark.usefixtures("forked_workers")
-def test_an_iterable_dataset_is_tuned_too() -> None:
-    found = tune(DataLoader(Stream("tensors", [4] * 8), 2), seconds=2, max_workers=2, progress=False)
-    assert {row.settings.get("schedule", "round_robin") for row in found.rows} == {"round_robin"}
-    assert found.rows[0].batches_per_second > 0

@@ -306,27 +306,6 @@ class UnevenBatches(Sampler[list[int]]):
 
 
 @dataclasses.dataclass(eq=False)
-class CountingSampler(Sampler[Any]):
-    """Counts the calls of `__iter__` (no generator, so each call counts) and the keys handed out."""
-
-    keys: Sequence[Any]
-    iterations: int = 0
-    handed_out: int = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.iterations += 1
-        return self._hand_out()
-
-    def _hand_out(self) -> Iterator[Any]:
-        for key in self.keys:
-            self.handed_out += 1
-            yield key
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-
-@dataclasses.dataclass(eq=False)
 class FailingSampler(Sampler[Any]):
     """Hands out its keys and then raises."""
 

@@ -10,6 +10,7 @@ import torch
 
 from fastq_loader.system import torch_names
 from tests.conftest import run_script
+from tests.support.thorough import thorough
 
 
 def test_a_name_that_is_gone_is_named() -> None:
@@ -19,6 +20,7 @@ def test_a_name_that_is_gone_is_named() -> None:
         torch_names._find("_utils._gone_too", "_utils._gone")
 
 
+@thorough()
 @pytest.mark.processes
 @pytest.mark.skipif(
     not hasattr(torch._C._dynamo.eval_frame, "_FrameAction"), reason="this torch compiles our calls"

@@ -265,30 +265,6 @@ NOT_MADE = ActorDiedError("The actor died because of an error raised in its crea
 NOT_MADE[0].actor_init_failed = True
 
 
-@pytest.mark.parametrize(
-    ("error", "text", "opening", "running"),
-    [
-        (*NO_TORCH, False, 1),  # all that wait hear it, because each is needed
-        (*KILLED, True, 0),  # it died while it opened the dataset
-        (*NOT_MADE, False, 0),
-    ],
-)
-def test_three_actors_that_fail_are_enough(
-    ray: Ray, error: Exception, text: str, opening: bool, running: int
-) -> None:
-    placement = started(RayWorkers(), 1 + running, flexible=not running)
-    if running:
-        ray.actors[0].place(1)
-        placement.find([], 2)
-    for _ in range(3):
-        if opening:
-            ray.actors[-1].where.answer("10.0.0.7")
-        ray.actors[-1].open.answer(error)
-        found = placement.find([], 1)
-    assert found == [NoPlace(text or str(error))]
-    placement.close()
-
-
 @pytest.mark.parametrize("again", [False, True], ids=["shut down", "and started again"])
 def test_ray_that_was_shut_down_is_not_touched(ray: Ray, placement: RayPlacement, again: bool) -> None:
     place = ray.actors[0].place(3)

@@ -72,14 +72,6 @@ def test_a_resumed_run_draws_the_same_random_numbers() -> None:
     ]
 
 
-@pytest.mark.processes
-@pytest.mark.filterwarnings("ignore::fastq_loader.DuplicateData")
-def test_a_resumed_run_has_the_same_states() -> None:
-    """However far its workers have read."""
-    (_, expected), (_, state) = resumed(Endless(), 5, 2)
-    assert state == expected
-
-
 class NotAsked(IterableDataset[int]):
     """Its state is nobody's business."""
 
