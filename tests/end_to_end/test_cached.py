@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,10 @@ import torch
 from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, Processes, Skip, StatefulDataLoader, cached
-from tests.conftest import running_script, wait_until
+from tests.conftest import running_script
 from tests.support import decoded
 from tests.support.datasets import identity
 from tests.support.decoded import Decoded, OfModule
-from tests.support.gates import Gates
 from tests.support.loaders import distinct
 from tests.support.thorough import seeds, thorough
 
@@ -106,51 +104,6 @@ def test_workers_that_die_and_samples_that_cannot_be_read_change_nothing(seed: i
     plain = Decoded(LENGTH, None, tmp_path / "without", deadly, broken)
     kept = Decoded(LENGTH, {"limit": limit, **place}, tmp_path / "with", deadly, broken)
     assert epochs(kept, **options) == epochs(plain, **options), f"seed {seed}, {place}, {limit}, {options}"
-
-
-FILLS = """
-    from pathlib import Path
-    from tests.support.datasets import identity
-    from tests.support.decoded import Decoded
-    from tests.support.gates import Gates
-    from fastq_loader import DataLoader
-    loader = DataLoader(Decoded(400, OPTIONS), 4, num_workers=2, collate_fn=identity)
-    Gates(Path(FOLDER)).wait_at("the start")
-    while True:
-        for batch in loader:
-            pass
-"""
-
-
-@thorough(after=1)
-@pytest.mark.parametrize("moment", [40, 3, 150])
-def test_two_jobs_fill_one_file_and_one_is_killed(moment: int, tmp_path: Path) -> None:
-    """With its workers, when the file has so many values. The next one finds all that is whole."""
-    path, gates = tmp_path / "values", Gates(tmp_path / "gates")
-    gates.folder.mkdir()
-    options: dict[str, Any] = {"limit": "5MB", "path": str(path)}
-    source = FILLS.replace("OPTIONS", repr(options)).replace("FOLDER", repr(str(gates.folder)))
-    plain = epochs(Decoded(400, None), 2, num_workers=2)
-    with running_script(source, env={"TMPDIR": str(tmp_path)}, warm=True) as job:
-
-        def kill() -> None:
-            file = path / "fastq_loader.values"
-            assert wait_until(lambda: file.exists() and file.stat().st_size > 30_000 + 700 * moment, 60)
-            for entry in job.processes():
-                os.kill(entry.pid, signal.SIGKILL)
-
-        gates.expect("the start")
-        gates.open("the start")
-        killer = threading.Thread(target=kill)
-        killer.start()
-        assert epochs(Decoded(400, options), 2, num_workers=2) == plain
-        killer.join()
-        assert job.finish().returncode == -signal.SIGKILL
-    kept = Decoded(400, options)
-    assert epochs(kept, 2, num_workers=2) == plain
-    counts: Any = kept.decode.statistics()  # type: ignore[attr-defined]
-    assert counts.hits > 750
-    assert counts.damaged == 0
 
 
 RANK = """

@@ -271,6 +271,7 @@ PULLED = """
     """
 
 
+@thorough()
 @pytest.mark.skipif(
     os.system("unshare -rn ip link set lo up >/dev/null 2>&1") != 0,
     reason="this system gives nobody a network of their own",

@@ -19,7 +19,7 @@ from fastq_loader.workers.kinds import read_workers
 from fastq_loader.workers.local_pool import LocalPool
 from fastq_loader.workers.payload import Payload
 from tests.conftest import open_descriptors, run_script
-from tests.support.thorough import is_thorough
+from tests.support.thorough import is_thorough, thorough
 from tests.support.worker_setup import make_plan
 
 
@@ -157,6 +157,7 @@ def same(batch):
 """
 
 
+@thorough()
 @pytest.mark.processes
 def test_workers_are_forked_from_an_interpreter_that_has_none_of_the_users_modules_but_those_chosen(
     tmp_path: Path,

@@ -21,11 +21,12 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import fastq_loader
 from fastq_loader import DataLoader, Skip, compare
-from fastq_loader.extras.tools import comparing, trials
+from fastq_loader.extras.tools import comparing
 from fastq_loader.extras.tools.command import main
 from fastq_loader.extras.tools.leaves import difference, digest, leaves
 from tests.conftest import running_script
 from tests.support.datasets import Opaque, Point, Stream
+from tests.support.gates import LIMIT
 from tests.support.loaders import generator_states
 from tests.support.thorough import thorough
 
@@ -301,12 +302,13 @@ def test_an_interrupt_ends_a_pass_that_still_starts() -> None:
     script = HANGS.replace("Hangs", "Starts").replace("=1", "=1, multiprocessing_context='spawn'")
     # As in later passes: the start of Python's tracker, with the first spawned process, unblocks SIGINT.
     script = f"\n    from multiprocessing import resource_tracker as it; it.ensure_running(){script}"
-    with running_script(script, warm=True) as running:
+    patience = f"\n    from fastq_loader.extras.tools import trials; trials._PATIENCE = {LIMIT}"
+    with running_script(patience + script, warm=True) as running:
         running.wait_for("it starts")
         began = time.monotonic()
         os.kill(running.pid, signal.SIGINT)
-        assert running.finish(60).left == ()
-        assert time.monotonic() - began < trials._PATIENCE
+        assert running.finish().left == ()
+        assert time.monotonic() - began < LIMIT
 
 
 @pytest.mark.processes
