@@ -8,12 +8,11 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from fastq_loader import DataLoader
-from fastq_loader.system import interrupts, process_id
+from fastq_loader.system import process_id
 from tests.support.forking import end_of, fork
 
 pytestmark = pytest.mark.processes
@@ -44,24 +43,6 @@ def test_a_signal_handler_may_close_the_loader_while_an_epoch_starts() -> None:
     sampler.pause = 0.0
     assert list(loader) == list(range(8))
     loader.close()
-
-
-def test_an_interrupt_while_workers_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGINT is blocked during the start, and comes after the last worker was forked."""
-    forks = []
-    loader = DataLoader(list(range(9)), num_workers=2, multiprocessing_context="fork")
-    unblocked = interrupts._signal.pthread_sigmask
-
-    def interrupted(how: int, mask: Any) -> set[int]:
-        forks.append(how)
-        if how == signal.SIG_SETMASK:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        return unblocked(how, mask)
-
-    monkeypatch.setattr(interrupts._signal, "pthread_sigmask", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        iter(loader)
-    assert signal.SIG_SETMASK in forks
 
 
 def test_the_collector_closes_nothing_in_a_child_that_was_just_forked() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fastq_loader import StatefulDataLoader
-from fastq_loader.epoch import resources
 from fastq_loader.extras.insight import auto
 from fastq_loader.workers.kinds import Auto
 from tests.support.datasets import MapDataset
@@ -79,22 +78,6 @@ def test_another_number_ends_the_workers_that_stayed(decisions: list[int]) -> No
         assert loader.num_workers == 0
         list(loader)
         assert loader.num_workers == 2
-
-
-def test_the_real_decision_is_made_from_what_was_counted() -> None:
-    with loader_of(dataset=drawn(200)) as loader:
-        list(loader)
-        chooser = resources.of(loader).chooser
-        assert not chooser.seen, "there was nothing to decide from"
-        for _ in range(3):
-            list(loader)
-        seen = chooser.seen
-        assert len(seen) == 3
-        assert all(epoch.seconds > 0 and epoch.costs.load > 0 for epoch in seen)
-        next(iter(loader))
-        assert len(seen) == 4
-        iter(loader)
-        assert len(seen) == 4, "one batch is too little to tell"
 
 
 @thorough(after=1)

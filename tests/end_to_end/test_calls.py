@@ -274,27 +274,3 @@ def load(scheduler: Scheduler, batch: Batch) -> None:
     answer = Answer(scheduler.epoch, batch.seq, 0, BATCH, 0, 0, (), (), None)
     scheduler.claimant = lambda ticket: 0
     scheduler.answered(batch.worker or 0, answer)
-
-
-@pytest.mark.parametrize("in_order", [False, True])
-def test_an_epoch_in_one_wide_window_costs_what_its_batches_cost(in_order: bool) -> None:
-    """Also when it ends: the window empties, and the sampler has nothing more to fill it with."""
-
-    def epoch(batches: int) -> int:
-        one = scheduler(Window(batches, group=2), in_order=in_order, shared_tasks=True)
-        indices = iter(range(2 * batches))
-
-        def play() -> None:
-            sent = begun(one, indices)
-            handed_out = 0
-            while handed_out < 2 * batches:
-                if sent:  # the last one first: all of them wait for the head of the line
-                    load(one, sent.pop())
-                if isinstance(one.ready() or one.wanted(), Batch):
-                    handed_out += 1
-                    sent += drawn(one, one.to_draw, indices)
-                one.in_flight.upcoming(2)
-
-        return calls(play)
-
-    assert epoch(1000) <= 10 * epoch(100) * 1.1

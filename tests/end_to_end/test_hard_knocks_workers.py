@@ -130,25 +130,6 @@ class Caches(Dataset):
         assert wait_until(lambda: len(contents(self.folder)) == files, LIMIT)
 
 
-@pytest.mark.parametrize("options", [{}, DYNAMIC], ids=str)
-@thorough(after=1)
-def test_8_neither_a_break_nor_the_next_epoch_waits_for_samples_that_are_being_loaded(
-    options: dict[str, Any], folders_of_gates: tuple[Path, Gates]
-) -> None:
-    """`close()` does: they go on when it has begun. So does the end of a process: `test_lifecycle.py`."""
-    folder, gates = folders_of_gates
-    dataset = Caches(folder, gates)
-    loader = DataLoader(dataset, num_workers=2, **options)
-    for files in (2, 4):
-        batches = iter(loader)
-        assert [next(batches).item() for _ in range(2)] == [0, 1]
-        dataset.wait_for(files)
-        del batches
-    with once(lambda: is_inside(DataLoader.close), lambda: gates.open("written")):
-        loader.close()
-    assert contents(folder) == DONE * 2
-
-
 def surroundings() -> dict[str, Any]:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {

@@ -181,28 +181,3 @@ assert hint.filename == __file__, hint.filename
 """,
         head="import warnings, torch, torch.utils.data\n" if before_our_import else HEAD,
     )
-
-
-def test_an_epoch_of_persistent_workers_keeps_its_kind() -> None:
-    run(
-        """
-from unittest.mock import patch
-warnings.simplefilter("ignore", TorchWorkers)
-other = patch.object(TorchsIterator, "_get_data", lambda self: 1 / 0)
-loader = DataLoader(range(8), 4, num_workers=2, persistent_workers=True)
-first = iter(loader)
-with other:
-    assert len(list(first)) == len(list(loader)) == 2  # ours
-    assert [worker.pid for worker in first._workers] == [worker.pid for worker in loader._iterator._workers]
-loader.close()
-original = TorchsIterator._try_put_index
-quiet = patch.object(TorchsIterator, "_try_put_index", lambda self: original(self))
-with quiet:
-    iterator = iter(loader)
-    assert type(iterator) is TorchsIterator and len(list(iterator)) == 2
-assert iter(loader) is iterator and len(list(iterator)) == 2
-loader.close()
-assert not multiprocessing.active_children() and type(iter(loader)) is not TorchsIterator
-loader.close()
-"""
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import random
@@ -29,13 +28,9 @@ from fastq_loader import (
     RoundRobin,
     Skip,
     StatefulDataLoader,
-    ToDevice,
 )
-from fastq_loader.extras.prefetcher.prefetcher import Prefetcher
 from tests.conftest import of_kind
-from tests.support import traces
 from tests.support.datasets import FaultyStream, UnevenBatches
-from tests.support.late_device import late_device
 from tests.support.loaders import MANY_WORKERS, WORKERS
 from tests.support.thorough import seeds, thorough
 
@@ -295,32 +290,6 @@ def test_errors_of_others_are_raised_as_ever(workers: int) -> None:
 
 def fail(data: Any) -> Any:
     return 1 / 0
-
-
-@thorough()
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
-@WORKERS
-def test_a_batch_that_is_left_out_passes_pinning_prefetching_and_a_device(
-    workers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    bad = frozenset([0, *range(4, 12), 17])
-    arguments: dict[str, Any] = {"errors": Skip(limit=None), "num_workers": workers}
-    expected = [[1, 2, 3], [12, 13, 14, 15], [16, 18, 19]]
-    with late_device(monkeypatch, seed=3):
-        devices = {"device": "cpu"}, {"pin_memory": True}, {"device": ToDevice("cuda", prefetch=3)}
-        for options in devices:
-            with DataLoader(Files(20, bad), 4, **arguments, **options) as loader:
-                with loader.trace(tmp_path / "trace"):
-                    assert [values(batch) for batch in loader] == expected
-                traces.check(traces.read(tmp_path / "trace"))
-                assert len(noted(loader)) == 10
-                str(loader.diagnose())
-        loader = StatefulDataLoader(Files(20, bad), 4, **arguments)
-        with loader, Prefetcher(loader, "cuda") as ahead:
-            assert values(next(iter(ahead))) == expected[0]
-            assert '"total": 1' in ahead.state_dict()["rest"]
-            assert loader.statistics().bad_samples > 1
-        gc.collect()
 
 
 def test_a_resumed_epoch_counts_the_samples_that_were_read_before() -> None:

@@ -259,25 +259,6 @@ def test_few_workers_do_the_work_of_many_only_where_they_may(ray: Ray, clock: Cl
     placement.close()
 
 
-NO_TORCH = OSError("Traceback\nOSError: no torch there"), "OSError: no torch there"
-KILLED = ActorDiedError("The actor died because it was killed"), "The actor died because it was killed"
-NOT_MADE = ActorDiedError("The actor died because of an error raised in its creation task, so there"), ""
-NOT_MADE[0].actor_init_failed = True
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["shut down", "and started again"])
-def test_ray_that_was_shut_down_is_not_touched(ray: Ray, placement: RayPlacement, again: bool) -> None:
-    place = ray.actors[0].place(3)
-    placement.find([], 1)
-    ray.running, ray.driver = again, "another one"
-    assert placement.death(place) == "Ray was shut down"
-    for _ in range(2):
-        assert placement.find([place], 2) == [NoPlace("Ray was shut down")] * 2
-    placement.close()
-    assert len(ray.actors) == 1
-    assert not ray.killed
-
-
 @pytest.mark.parametrize(
     ("given", "lacks"),
     [
