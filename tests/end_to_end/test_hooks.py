@@ -18,7 +18,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -358,7 +358,15 @@ def what_iterators_say_of_themselves(kind: Any) -> Any:
         seen += [look(iterator), attempt(lambda: next(iterator))]
         return seen, [again._num_yielded for again in [iter(loader)] for _ in again]
 
-    return each(kind, run)
+    def run_past_an_error(loader: Any) -> Any:  # which does not count
+        iterator, seen = iter(loader), []
+        for _ in range(3):
+            with suppress(TypeError):
+                next(iterator)
+            seen.append(iterator._num_yielded)
+        return seen
+
+    return each(kind, run), each(kind, run_past_an_error, dataset=[0, 1, 2, "x", 4, 5])
 
 
 @row
