@@ -353,10 +353,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         ...     batches = list(loader)
 
         `print(profile)` prints a table of at most 20 lines; its methods `html(path)` and `speedscope(path)`
-        write pages, which need the extra `profile` (pyinstrument). The loading thread is sampled 500 times a
+        write pages, which need the extra `profile` (pyinstrument). The loading thread is sampled 250 times a
         second, by a signal (SIGRTMAX - 7) and by a thread; other threads of the dataset do not count. Code in
         C that does not expect signals may end a wait early. It takes less than 10 % of the time if a batch
-        takes a millisecond or more, and nothing where it is not asked for. An operator of C code that keeps
+        takes several milliseconds, and nothing where it is not asked for. An operator of C code that keeps
         the interpreter to itself, such as `+` of long integers, may count for the line after it.
 
         Raises:

@@ -23,6 +23,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from operator import attrgetter
 from types import FrameType
 
 from fastq_loader.system.unpatched import time
@@ -31,12 +32,15 @@ from fastq_loader.system.unpatched import time
 Stack = tuple[tuple[str, str, int, int], ...]
 
 #: Nanoseconds between two samples, and after which the thread takes one because the signal was delayed.
-_INTERVAL, _DELAYED = 2_000_000, 2_200_000
+_INTERVAL, _DELAYED = 4_000_000, 4_400_000
 #: Seconds for which the sampled thread may keep the interpreter to itself if there is no signal: with
 #: Python's own 5 ms, samples would be taken where it gives way, at the next read or sleep.
 _SWITCH = 5e-5
 #: A signal that nothing else is known to use; 0 on systems without.
 _SIGNAL = getattr(signal, "SIGRTMAX", 7) - 7
+#: Python 3.10 has short names only.
+_name = attrgetter("co_qualname" if sys.version_info >= (3, 11) else "co_name")
+_HERE = globals()
 _SIGEV_THREAD_ID = 4  # <asm-generic/siginfo.h>
 
 
@@ -148,13 +152,15 @@ class _Timer:
 def _stack(frame: FrameType | None) -> Stack:
     """The functions inside of `Reader.load`."""
     found: list[tuple[str, str, int, int]] = []
-    while frame is not None and not (
-        frame.f_code.co_name == "load" and frame.f_globals.get("__name__") == "fastq_loader.reading.reader"
-    ):
-        code = frame.f_code
-        name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the short name only
-        found.append((name, code.co_filename, code.co_firstlineno, frame.f_lineno or code.co_firstlineno))
-        if frame.f_globals is globals():  # the handler of the signal
+    while frame is not None:
+        code, names = frame.f_code, frame.f_globals
+        if code.co_name == "load" and names.get("__name__") == "fastq_loader.reading.reader":
+            break
+        if names is _HERE:  # the handler of the signal
             found.clear()
+        else:
+            found.append(
+                (_name(code), code.co_filename, code.co_firstlineno, frame.f_lineno or code.co_firstlineno)
+            )
         frame = frame.f_back
     return tuple(found[::-1])

@@ -95,6 +95,31 @@ def test_the_slow_line_is_the_first_with_its_share(dataset: Any, workers: int, m
     assert max(map(len, str(profile).splitlines())) <= 80
 
 
+class Spins(Timed):
+    """A sample is the seconds in Python code, and all."""
+
+    def __getitem__(self, index: int) -> Any:
+        began = time.perf_counter()
+        time.sleep(0.02)
+        slept = time.perf_counter()
+        spun(0.02)
+        return time.perf_counter() - slept, time.perf_counter() - began
+
+
+def test_python_code_is_sampled_where_no_other_thread_gets_the_interpreter() -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(5)
+    try:
+        loader = DataLoader(Spins(), 4)
+        with loader.profile() as profile:
+            times = torch.cat([torch.stack(batch, 1) for batch in loader])
+    finally:
+        sys.setswitchinterval(interval)
+    python, whole = times.sum(0).tolist()
+    seen = sum(line.share for line in profile.lines if line.function == "spun")
+    assert seen > python / whole / 2
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_nothing_is_sampled_but_the_epochs_that_begin_in_the_block(workers: int) -> None:
