@@ -177,6 +177,7 @@ class SpdlSubprocess(_Continuous):
             buffer_size=READY,
             mp_context=settings.start_method,
             arena=arena,
+            daemon=True,  # it ends with the bench, whatever state it is in
         )
         self.prefetched = ready + 2 * threads + 2 * READY + 2
         outside: PipelineBuilder[Any, Any] = PipelineBuilder()
