@@ -116,17 +116,6 @@ def test_a_warning_and_the_statistics_say_who_was_replaced(tmp_path: Path) -> No
     assert all(drawn.sum().item() == total for _, drawn, total in kept), "batches outlive who wrote them"
 
 
-@thorough()
-def test_a_warning_that_is_an_error_does_not_cost_a_batch(tmp_path: Path) -> None:
-    found: list[Any] = []
-    iterator = iter(replacing(Doomed(tmp_path, 7)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", WorkerReplaced)
-        with pytest.raises(WorkerReplaced):
-            indices_of(iterator, found)
-        assert indices_of(iterator, found) == PAIRS
-
-
 def test_a_death_too_many_is_torchs_error_at_its_place(tmp_path: Path) -> None:
     loader = replacing(Doomed(tmp_path, 7, times=2), restarts=1)
     found: list[Any] = []

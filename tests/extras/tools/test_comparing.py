@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-import fastq_loader
 from fastq_loader import DataLoader, Skip, compare
 from fastq_loader.extras.tools import comparing
 from fastq_loader.extras.tools.command import main
@@ -258,20 +257,6 @@ class Raises:
 
 def local(samples: Any) -> Any:
     return samples
-
-
-@thorough()
-@pytest.mark.processes
-def test_errors_that_come_later_on_purpose_are_no_fault_and_opaque_parts_have_a_note() -> None:
-    found = compare(TORCHS(range(24), 2, sampler=Raises(ValueError), num_workers=1))  # type: ignore[arg-type]
-    assert not found.equal
-    assert "differ on purpose" in str(found).replace("\n", " ")
-    assert re.findall(r"\S+\.md", str(found)) == ["DIFFERENCES.md"]
-    assert (Path(fastq_loader.__file__).parent / "DIFFERENCES.md").is_file()
-    assert "please report" not in str(found)
-    found = compare(TORCHS(Raises(ValueError), 2, collate_fn=local))  # type: ignore[arg-type]
-    assert found.equal
-    assert "Not compared: the contents of a _thread._local (batch 1 of epoch 0: batch[0])" in str(found)
 
 
 HANGS = """
