@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import random
 import signal
@@ -23,10 +22,10 @@ import torch
 from torch.utils.data import Sampler
 
 from fastq_loader import DataLoader, Dynamic, IteratorInvalid, Processes, RoundRobin
-from fastq_loader.consumer.pool import Pool
 from fastq_loader.epoch.serial import SerialIterator
 from fastq_loader.ipc.sockets import ConsumerSocket
 from fastq_loader.scheduling.schedules import Schedule
+from fastq_loader.workers import stopping
 from tests.conftest import running_script, wait_until
 from tests.support.alarms import Alarm, alarm_after, alarm_while_next_waits, ring
 from tests.support.datasets import Made
@@ -293,9 +292,12 @@ class Large(Masked):
         return torch.zeros(20_000)
 
 
-@pytest.mark.parametrize("mode", ["fork", "restarts"])
-def test_nothing_dies_by_python_code_where_an_interrupt_would_be_lost(mode: str) -> None:
+def test_nothing_dies_by_python_code_where_an_interrupt_would_be_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Python handles signals at the entry of a finalizer and of a callback of weak references, too."""
+    monkeypatch.setattr(stopping, "_INSTANT", LIMIT)  # no worker is left to a thread
+    stopping.wait()  # for other tests' workers
     entered: list[str] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -303,43 +305,13 @@ def test_nothing_dies_by_python_code_where_an_interrupt_would_be_lost(mode: str)
         if is_open and event == "call" and code.co_name in ("__del__", "_remove", "remove"):
             entered.append(f"{code.co_filename}: {code.co_name}")
 
-    loader = DataLoader(Large(), 4, **{"num_workers": 1, **MODES[mode]})
+    loader = DataLoader(Large(), 4, num_workers=1)
     with collector_off():
         for epoch in range(4):
             for _ in loader:
                 sys.setprofile(note if epoch else None)
         sys.setprofile(None)
     assert entered == []
-
-
-@pytest.mark.parametrize("thread", [threading.main_thread, threading.current_thread])
-def test_an_interrupt_while_a_loop_is_left_is_raised_after_it(
-    thread: Callable[[], threading.Thread], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch's loader, whose finalizer ends the workers, too, prints it and goes on. A signal of the process
-    may come to a thread that does not block it."""
-    close = Pool.close
-
-    def interrupted_close(pool: Pool, *arguments: Any) -> None:
-        def interrupt() -> None:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-            signal.pthread_kill(thread().ident or 0, signal.SIGALRM)
-
-        sender = threading.Thread(target=interrupt)
-        sender.start()
-        sender.join()
-        close(pool, *arguments)
-
-    def leave() -> list[int]:
-        for _ in DataLoader(range(8), 4, num_workers=1):
-            break
-        return list(range(9))
-
-    monkeypatch.setattr(Pool, "close", interrupted_close)
-    with alarm_after(LIMIT, ring), pytest.raises(Alarm):
-        leave()
-    assert not multiprocessing.active_children()
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def interrupted(mode: str, count: int) -> list[str]:
