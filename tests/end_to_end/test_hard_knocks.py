@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import random
 import signal
@@ -22,6 +23,7 @@ import torch
 from torch.utils.data import Sampler
 
 from fastq_loader import DataLoader, Dynamic, IteratorInvalid, Processes, RoundRobin
+from fastq_loader.consumer.pool import Pool
 from fastq_loader.epoch.serial import SerialIterator
 from fastq_loader.ipc.sockets import ConsumerSocket
 from fastq_loader.scheduling.schedules import Schedule
@@ -312,6 +314,38 @@ def test_nothing_dies_by_python_code_where_an_interrupt_would_be_lost(
                 sys.setprofile(note if epoch else None)
         sys.setprofile(None)
     assert entered == []
+
+
+@pytest.mark.parametrize("thread", [threading.main_thread, threading.current_thread])
+def test_an_interrupt_while_a_loop_is_left_is_raised_after_it(
+    thread: Callable[[], threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's loader, whose finalizer ends the workers, too, prints it and goes on. A signal of the process
+    may come to a thread that does not block it."""
+    close = Pool.close
+
+    def interrupted_close(pool: Pool, *arguments: Any) -> None:
+        def interrupt() -> None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+            signal.pthread_kill(thread().ident or 0, signal.SIGALRM)
+
+        sender = threading.Thread(target=interrupt)
+        sender.start()
+        sender.join()
+        close(pool, *arguments)
+
+    loader = DataLoader(range(8), 4, num_workers=1)
+
+    def leave() -> list[int]:
+        for _ in loader:
+            break
+        return list(range(9))
+
+    monkeypatch.setattr(Pool, "close", interrupted_close)
+    with alarm_after(LIMIT, ring), pytest.raises(Alarm):
+        leave()
+    assert not multiprocessing.active_children()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def interrupted(mode: str, count: int) -> list[str]:
