@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from fastq_loader import DataLoader, Dynamic, NotCached, Replace, Skip, StatefulDataLoader, cached, compare
 from fastq_loader.images import DecodeImages, Encoded, EncodedBatch, encoded
 from tests.conftest import run_script
+from tests.support.loaders import distinct
 from tests.support.photographs import file_of, photograph
 from tests.support.thorough import thorough
 
@@ -72,9 +73,9 @@ def content(batch: EncodedBatch) -> list[bytes]:
 
 
 def seeds_of(loader: Any) -> list[Any]:
-    return [
+    return distinct(
         (first.seeds.tolist(), second.seeds.tolist(), numbers.tolist()) for first, numbers, second in loader
-    ]
+    )
 
 
 @pytest.mark.parametrize("loader", [TorchDataLoader, DataLoader])
