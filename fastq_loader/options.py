@@ -223,7 +223,7 @@ def plan(
         for_device: whether its batches go to a device.
         saves: whether workers send their states.
         grace: seconds for which workers outlive a signal at least, see `preemption`.
-        interpreters: those that one pool after the other forks its workers from.
+        interpreters: interpreters that one pool after the other forks its workers from.
     """
     options, prefetch, iterable = of(loader), loader.prefetch_factor or 2, is_iterable(loader)
     if saves and options.schedule.save_generators and options.schedule is not LIKE_TORCHDATA:

@@ -196,7 +196,7 @@ FAULTS = (
     Fault(
         "an interrupt that comes while a worker is forked is thrown away",
         "workers/worker_pool.py",
-        "without_signals(*(() if self.forks else BLOCKED))",
+        "without_signals(*(BLOCKED if self.spawns else ()))",
         "without_signals(*BLOCKED)",
         "guarantee: interrupts",
         "end_to_end/test_hard_knocks.py",

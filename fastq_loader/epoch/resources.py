@@ -50,7 +50,7 @@ class Resources:
         bad_samples: records of samples that could not be read, if `errors=` tolerates them.
         begun: the records of the last epochs, the newest last.
         grace: seconds for which the workers of its next pools outlive a signal, see `preemption`.
-        interpreters: those that its next pools reuse, see `Plan`.
+        interpreters: interpreters that its next pools reuse, see `Plan`.
     """
 
     def __init__(self, owner: object | None = None, saved: Any = None) -> None:

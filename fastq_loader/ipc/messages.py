@@ -12,7 +12,7 @@ other index is sent as one opaque pickled value, so that `dataset[i]` receives e
 
 Bytes from a frame or from shared memory are unpickled only if they begin with the pool's token: random bytes
 that the workers were started with. Of a frame, only the kind and the lengths are checked here. Blocks are
-checked where they are used: those of a handle by `Unpacker.check`, and the owners of all by
+checked where they are used: the parts of a handle by `Unpacker.check`, and the owners of all by
 `BlockPool.accept`.
 """
 

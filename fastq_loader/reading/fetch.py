@@ -53,8 +53,8 @@ class Fetcher:
         dataset_iter, ended: the iterator of an iterable dataset, and whether it ended before a batch was
             full.
         stateful: whether the dataset or its iterator can save its position; None until first determined.
-        batch_numbers: those of the epoch and of the batch, set before each batch if an `ErrorPolicy` has made
-            the fetcher.
+        batch_numbers: numbers of the epoch and of the batch, set before each batch by an `ErrorPolicy` that
+            made the fetcher.
         remark: the samples that it could not read, for `ErrorPolicy.judge`; None without any.
     """
 

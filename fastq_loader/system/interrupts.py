@@ -20,14 +20,14 @@ _Handlers = dict[int, Callable[[int, FrameType | None], Any]]
 _SIGSET = 128
 #: The masks of threads that block all signals now, as they were before.
 _before: dict[int, set[int]] = {}
-#: The handlers that the main thread defers now, by signal; those of an outer block first.
+#: The handlers that the main thread defers now, by signal; an outer block's first.
 _deferred: list[_Handlers] = []
 
 
 @contextlib.contextmanager
 def without_signals(*numbers: int) -> Iterator[dict[int, FrameType | None]]:
     """Block these signals (default: all) for this thread inside the `with` block; they arrive after it.
-    Yields those that came, with their frames.
+    Yields the signals that came, with their frames.
 
     A process may be forked inside: a handler would raise in Python's own hooks after the fork, where its
     exception is printed and lost. The child has the mask of before, if all signals are blocked.

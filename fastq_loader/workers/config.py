@@ -67,7 +67,7 @@ class Plan:
         for_device: whether batches go on to a device, and are laid out for it.
         saves: which states workers send with each batch; see `Reader`.
         grace: seconds for which a worker outlives SIGTERM and SIGINT that its consumer did not send.
-        interpreters: those that the loader keeps to fork workers from, by start method.
+        interpreters: interpreters that the loader keeps to fork workers from, by start method.
     """
 
     payload: Payload

@@ -69,6 +69,7 @@ class LocalPool(WorkerPool):
         assert self._setup is not None, "the pool is starting"
         self._setup = replace(self._setup, descriptors=Descriptors(stacks=self._stacks.write_end))
         method = _INTERPRETERS.get(starter(self._context.Process))
+        self.spawns = not self.forks and method is None
         if method is not None:
             interpreter = plan.interpreters[method] = interpreters.interpreter(method)  # the loader keeps it
             moment = interpreters.LaunchEnvironment(method)

@@ -27,7 +27,7 @@ class TaskQueue:
 
     Attributes:
         waiting: the tasks. One that belongs to this worker, or follows the last, may be added there, too.
-        take: takes the next task of those that wait, which then belongs to this worker; None if all shared
+        take: takes the next waiting task, which then belongs to this worker; None if all shared
             ones have gone to others. Not a method, which would be one more call for each batch.
         retired: whether shared tasks are left to the other workers.
     """

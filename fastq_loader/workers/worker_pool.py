@@ -39,9 +39,11 @@ class WorkerPool(ABC):
     Attributes:
         workers: the workers' records, by number.
         forks: whether a worker begins to work as soon as it is started, without importing anything.
+        spawns: whether a start runs a fresh interpreter, which would begin with all signals blocked.
     """
 
     forks = False
+    spawns = False
 
     def __init__(self, plan: Plan) -> None:
         sent = replace(plan.options, device=None, errors=None)  # objects of the user's, of no use here
@@ -135,7 +137,7 @@ class WorkerPool(ABC):
         # Signals are blocked between the fork and the setting of handlers; and all, where Python's own hooks
         # run after the fork, which lose an exception. A fresh interpreter would start with this mask.
         expect_descriptors(_DESCRIPTORS)
-        with without_signals(*BLOCKED), without_signals(*(() if self.forks else BLOCKED)):
+        with without_signals(*BLOCKED), without_signals(*(BLOCKED if self.spawns else ())):
             own = {"worker": worker.number, "space": space}
             worker.child = child = self._child(self._setup_for(own, **line.ends))
             try:

@@ -367,11 +367,10 @@ def interrupted(mode: str, count: int) -> list[str]:
 @thorough(but={"mode": "restarts"})
 def test_interrupts_at_random_moments_are_all_raised(mode: str) -> None:
     """And leave nothing behind. In a program of its own: hypothesis has a callback of the collector."""
-    count = 60 if mode != "restarts" else 15
     text = f"""
         from tests.end_to_end.test_hard_knocks import interrupted
         if __name__ == "__main__":
-            print(interrupted({mode!r}, {count}))
+            print(interrupted({mode!r}, 30))
     """
     with running_script(text) as script:
         result = script.finish(110)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from multiprocessing import reduction
 from multiprocessing.context import get_spawning_popen, set_spawning_popen
 from pathlib import Path
@@ -18,6 +19,7 @@ from fastq_loader import DataLoader, Processes
 from fastq_loader.workers.kinds import read_workers
 from fastq_loader.workers.local_pool import LocalPool
 from fastq_loader.workers.payload import Payload
+from fastq_loader.workers.zygote import Zygote
 from tests.conftest import open_descriptors, run_script
 from tests.support.thorough import is_thorough, thorough
 from tests.support.worker_setup import make_plan
@@ -110,6 +112,20 @@ def test_large_arrays_are_mapped_and_what_is_written_to_them_stays_where_it_is()
 
 
 # ---- the interpreter that workers are forked from ---------------------------------------------------------
+
+
+def test_all_signals_wait_while_a_worker_is_forked_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler that raised there left descriptors of the memory."""
+
+    def start(*_: object) -> None:
+        assert signal.SIGALRM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        raise OSError("no further")
+
+    monkeypatch.setattr(Zygote, "wait", lambda self: None)
+    monkeypatch.setattr(LocalPool, "_start", start)
+    with pytest.raises(OSError, match="no further"):
+        iter(DataLoader(range(2), num_workers=1, multiprocessing_context="spawn"))
+
 
 PROGRAM = """
 import gc, multiprocessing, os, sys

@@ -28,7 +28,7 @@ class BadSamples:
 
     Attributes:
         total: their number, over all epochs.
-        pending_warnings: those that `issue_warnings` has not issued yet.
+        pending_warnings: warnings that `issue_warnings` has not issued yet.
     """
 
     def __init__(self, state: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ _NUMBER_AND_UNIT = re.compile(r"(\d+\.?\d*|\.\d+) *(B|[KMGT]I?B|)", re.IGNORECAS
 
 class CacheOptions(NamedTuple):
     """The arguments of `cached`. `nbytes` is the limit in bytes. The name of the function, and whether its
-    code is in a file, are those of the program: a worker may get the function by value."""
+    code is in a file, are the program's: a worker may get the function by value."""
 
     limit: int | str
     nbytes: int

@@ -151,7 +151,7 @@ class _ValuePickler(pickle.Pickler):
             whole = self._wholes.setdefault(key, whole[low:high])
             return function, (whole, begin - key - low, *about[:-1], strides)
         kind = type(value)
-        if kind is np.ma.MaskedArray:  # its own pickle makes a mask where there is none
+        if kind is np.ma.MaskedArray:  # its own pickle makes a mask of an absent one
             return _masked, (value.data, value.mask, value._fill_value, value.hardmask)
         if kind is torch.UntypedStorage:
             raise pickle.PicklingError("UntypedStorage: the tensors on it would lie elsewhere; return these")
