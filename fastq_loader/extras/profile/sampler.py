@@ -8,8 +8,8 @@ that the user runs in the dataset works beside it, too.
 A signal takes the samples while Python code runs. A thread would get a processor too late on a busy machine,
 often when the sampled thread sleeps, and that line would seem slow. A call of C code delays the signal until
 its end, which may be in the next line: so a thread takes the samples of calls that release the interpreter.
-Each sample stands for the time since the last one. Python handles signals on the main thread: the thread
-takes all samples if another one loads.
+Each sample stands for the whole intervals since the last one. Python handles signals on the main thread: the
+thread takes all samples if another one loads.
 """
 
 from __future__ import annotations
@@ -110,10 +110,11 @@ class Sampler:
         if frame is not None:
             # A long call of C code may have delayed both. The time is read now, because the sampled thread
             # has waited for this one.
-            stack, now = _stack(frame), time.monotonic_ns()
-            if now > self._last:  # else the other took one meanwhile
-                self._seen.append((stack, now - self._last))
-                self._last = now
+            stack, past = _stack(frame), time.monotonic_ns() - self._last
+            past -= past % _INTERVAL  # the rest is the next one's: this one may come as its line ends
+            if past > 0:  # else the other took one meanwhile
+                self._seen.append((stack, past))
+                self._last += past
 
 
 class _Timer:

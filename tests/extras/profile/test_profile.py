@@ -116,8 +116,8 @@ def test_python_code_is_sampled_where_no_other_thread_gets_the_interpreter() -> 
     finally:
         sys.setswitchinterval(interval)
     python, whole = times.sum(0).tolist()
-    seen = sum(line.share for line in profile.lines if line.function == "spun")
-    assert seen > python / whole / 2
+    assert sum(line.share for line in profile.lines if line.function == "spun") > python / whole / 2
+    assert round(profile.seconds * 1e9) % 4_000_000 == 0, "a late sample has time of the next line"
 
 
 @pytest.mark.processes
