@@ -247,7 +247,7 @@ UNPICKLING = "this dataset does not survive the journey", "__setstate__"
         (range(12), 1, INIT, "worker 0 cannot start", "init_raises"),
         (range(12), 2, {**INIT, "persistent_workers": True}, "worker 0 cannot start", "init_raises"),
         (range(12), 2, {"worker_init_fn": crimes.init_raises_in_worker_1}, "worker 1 cannot start", ""),
-        (range(12), 2, {**INIT, "schedule": "dynamic"}, "worker 0 cannot start", "init_raises"),
+        (range(12), 1, {**INIT, "schedule": "dynamic"}, "worker 0 cannot start", "init_raises"),
         (CrimeInIter(), 2, {}, "no stream to read", "__iter__"),
         (FailsToUnpickle(), 2, FORKSERVER, *UNPICKLING),
         pytest.param(FailsToUnpickle(), 2, SPAWN, *UNPICKLING, marks=thorough()),
