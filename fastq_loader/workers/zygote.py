@@ -104,7 +104,7 @@ class Zygote:
         calls.send_message(self._connection.fileno(), message, passed)
         sources = self._connection.fileno(), self._child.descriptor  # no EOF: its children hold its end
         number = 0
-        # With other threads, a signal handler may have raised in the middle of an earlier request.
+        # The answer 0, which ends `wait`, is still there before the first request.
         while number < self._requests:
             ready = readable(sources, _ANSWER) or readable(sources, _ANSWER)
             if self._connection.fileno() not in ready:

@@ -175,7 +175,7 @@ class cached:
             self._pid = process_id.current()
 
     def _begin_checks(self, whose: bytes) -> Checks:
-        """The checks of an object, whose workers write as those of a program of its own."""
+        """Make the checks of an object. Its workers get numbers that no other object's workers have."""
         program = self.program ^ int.from_bytes(whose[:5], "little")
         checks = self._checks[whose] = Checks(program, self._counters, self._options.path is not None)
         return checks
