@@ -362,10 +362,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         Raises:
             RuntimeError: this loader is already being profiled.
         """
-        from fastq_loader.extras.profile.profile import Profiling
+        from fastq_loader.extras.profile.profile import profiled
 
         options.torchs_own(self, asked="profile()")
-        return Profiling(resources_of(self).counters)
+        return profiled(resources_of(self).counters)
 
     def __repr__(self) -> str:
         name = f"{type(self).__module__}.{type(self).__qualname__}"

@@ -10,12 +10,11 @@ import linecache
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastq_loader.extras.profile.sampler import Sampler, Stack
 from fastq_loader.statistics.counters import Counters
@@ -28,22 +27,29 @@ _OWN = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _LIBRARY = re.compile(r".*/(site-packages|dist-packages|lib/python3\.\d+t?)/")
 
 
-@dataclass(frozen=True)
-class ProfiledLine:
+class ProfiledLine(NamedTuple):
     """A line of code, with the share of the time of loading that it takes.
 
     Attributes:
         share: 0 to 1, with all that the line called except for other lines of the user's.
         function, file: where the line is.
-        line: its number in the file; 0 for a function as a whole.
+        line: its number in the file; 0: the function as a whole.
         below: the functions of libraries that it called, the longest first; without their own.
     """
 
     share: float
     function: str
     file: str
-    line: int
+    line: int = 0
     below: tuple[ProfiledLine, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """The function, and the file as briefly as possible."""
+        file = _LIBRARY.sub("", self.file).removeprefix(os.getcwd() + os.sep)
+        if os.path.isabs(file):
+            file = os.path.basename(file)
+        return f"{self.function} ({file}:{self.line})" if self.line else f"{self.function} ({file})"
 
 
 class Profile:
@@ -54,11 +60,11 @@ class Profile:
         seconds: time of loading, of all workers together.
 
     >>> print(Profile())
-    Nothing was sampled: the block needs the begin of an epoch with batches that take some time.
+    Nothing was sampled: no epoch began in the block, or its batches took no time.
     """
 
     def __init__(self) -> None:
-        self._seen: defaultdict[Stack, float] = defaultdict(float)
+        self._seen = defaultdict[Stack, float](float)
         self._samplers: list[Sampler] = []
 
     def add(self, seen: Mapping[Stack, float]) -> None:
@@ -88,42 +94,29 @@ class Profile:
         total, found = self.seconds, defaultdict[Any, Any](lambda: defaultdict(float))
         for stack, seconds in self._seen.items():
             users = [at for at, (_, file, *_) in enumerate(stack) if not _is_library(file)]
-            others = [at for at, (_, file, *_) in enumerate(stack) if not file.startswith(_OWN)]
-            at = users[-1] if users else others[0] if others else len(stack) - 1
-            called = stack[at + 1][:3] if at + 1 < len(stack) else None
-            found[stack[at] if stack else ("all of loading", "", 0, 0)][called] += seconds
-        made = (
-            ProfiledLine(
-                sum(below.values()) / total,
-                name,
-                file,
-                line,
-                tuple(
-                    ProfiledLine(seconds / total, called[0], called[1], 0)
-                    for called, seconds in sorted(below.items(), key=lambda each: -each[1])
-                    if called is not None
-                ),
-            )
-            for (name, file, _, line), below in found.items()
-        )
-        return tuple(sorted(made, key=lambda each: -each.share))
+            others = (at for at, (_, file, *_) in enumerate(stack) if not file.startswith(_OWN))
+            at = users[-1] if users else next(others, len(stack) - 1)
+            called = stack[at + 1][:2] if at + 1 < len(stack) else None
+            found[stack[at] if stack else ("all of loading", "this package", 0, 0)][called] += seconds
+        lines = []
+        for (name, file, _, line), below in found.items():
+            share = sum(below.values()) / total
+            below.pop(None, None)
+            parts = [ProfiledLine(seconds / total, *each) for each, seconds in below.items()]
+            lines.append(ProfiledLine(share, name, file, line, tuple(sorted(parts, reverse=True))))
+        return tuple(sorted(lines, reverse=True))
 
     def __str__(self) -> str:
         if not self._seen:
-            return (
-                "Nothing was sampled: the block needs the begin of an epoch with batches that take some time."
-            )
-        rows = []
+            return "Nothing was sampled: no epoch began in the block, or its batches took no time."
+        rows = [f"Of {self.seconds:.3g} s of loading, in your lines, and in what they call:", ""]
         for line in self.lines:
-            source = linecache.getline(line.file, line.line).strip()
-            rows.append((line, f"{line.share:6.1%}  {line.function}{_where(line)}{source and ': '}{source}"))
-            rows += [
-                (each, f"{each.share:6.1%}      {each.function}{_where(each)}")
-                for each in line.below[:_BELOW]
-            ]
-        shown = [text for line, text in rows if line.share >= _LEAST][: _LINES - 2]
-        head = f"Of {self.seconds:.3g} s of loading, in your lines, and in what they call:"
-        return printable("\n".join([head, "", *(_cut(text) for text in shown)]))
+            if line.share >= _LEAST:
+                source = linecache.getline(line.file, line.line).strip()
+                rows.append(f"{line.share:6.1%}  {line.where}{source and ': '}{source}")
+            below = [each for each in line.below if each.share >= _LEAST]
+            rows += [f"{each.share:6.1%}      {each.where}" for each in below[:_BELOW]]
+        return printable("\n".join(row[:_WIDTH] for row in rows[:_LINES]))
 
     def html(self, path: str | PathLike[str]) -> None:
         """Write a page with the tree of all calls. Raises ImportError without pyinstrument, and OSError."""
@@ -152,21 +145,17 @@ class Profile:
         )
 
 
-class Profiling(AbstractContextManager[Profile]):
-    """Profiles the epochs of a loader that begin in its block, each block anew; see `DataLoader.profile`."""
-
-    def __init__(self, counters: Counters) -> None:
-        self._counters = counters
-
-    def __enter__(self) -> Profile:
-        if self._counters.profile is not None:
-            raise RuntimeError("this loader is being profiled already: end that block first")
-        self._profile = self._counters.profile = Profile()
-        return self._profile
-
-    def __exit__(self, *_: object) -> None:
-        self._counters.profile = None
-        self._profile.end()
+@contextmanager
+def profiled(counters: Counters) -> Iterator[Profile]:
+    """Profile the epochs of a loader that begin while the context lasts; see `DataLoader.profile`."""
+    if counters.profile is not None:
+        raise RuntimeError("this loader is being profiled already: end that block first")
+    profile = counters.profile = Profile()
+    try:
+        yield profile
+    finally:
+        counters.profile = None
+        profile.end()
 
 
 def check_pages() -> None:
@@ -180,17 +169,3 @@ def check_pages() -> None:
 
 def _is_library(file: str) -> bool:
     return file.startswith(("<frozen", "<__", _OWN)) or _LIBRARY.match(file) is not None
-
-
-def _where(line: ProfiledLine) -> str:
-    """The file as briefly as possible, and the line, in parentheses; "" for what has no file."""
-    if not line.file:
-        return ""
-    file = _LIBRARY.sub("", line.file)
-    if file.startswith(os.sep):
-        file = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else os.path.basename(file)
-    return f" ({file}:{line.line})" if line.line else f" ({file})"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"

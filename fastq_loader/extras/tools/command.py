@@ -144,42 +144,24 @@ def _profile(loader: Any, batches: int | None, html: str | None, speedscope: str
         trials.check_loader(loader, comparing.TORCHS, "profile needs a DataLoader")
     if batches is not None and batches < 1:
         raise WrongUse(f"--batches {batches} must be 1 or more")
-    for option, path in (("--html", html), ("--speedscope", speedscope)):
-        if path:
-            _check_file(option, path)
-            with _typed():
-                check_pages()
+    with _typed():
+        for page in filter(None, (html, speedscope)):
+            check_pages()
+            open(page, "ab").close()  # an error of it is raised before anything is loaded
     if not isinstance(loader, DataLoader):
         print("This is torch's DataLoader: fastq_loader's is in its place here, with the same arguments.\n")
         loader = comparing.made_of(loader, DataLoader, {})
-    came, ended = 0, None
     with loader, loader.profile() as profile:
         try:
             for _ in islice(loader, batches):
-                came += 1
-        except (Exception, KeyboardInterrupt) as error:  # what was seen is shown, and then the error
-            ended = error
-    if profile.seconds or came:
-        print(profile, flush=True)
-    elif ended is None:
-        print("Nothing was sampled: the loader gave no batch. Its dataset is empty, or its sampler is.")
-    with _typed():
-        if html:
-            profile.html(html)
-        if speedscope:
-            profile.speedscope(speedscope)
-    if isinstance(ended, Exception):
-        raise ended
-    return 130 if ended else 0
-
-
-def _check_file(option: str, path: str) -> None:
-    """Check, before anything is loaded, that a file can be written."""
-    folder = os.path.dirname(path) or "."
-    if not os.path.isdir(folder):
-        raise WrongUse(f"{option} {path!r}: there is no folder {folder!r}: make it, or name another file")
-    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise WrongUse(f"{option} {path!r} is no file that can be written: name another one")
+                pass
+        finally:  # what was seen is shown, and then the error
+            print(profile, flush=True)
+            if html:
+                profile.html(html)
+            if speedscope:
+                profile.speedscope(speedscope)
+    return 0
 
 
 def _replay(loader: Any, state: str, batch: int, debug: bool, save: str | None) -> int:
