@@ -85,7 +85,7 @@ class DecodeImages(CropRule):
         same_crop: whether all encoded parts of a sample have the crop and flip of the first one: the same
             share of each, if they differ in size.
         exif: whether the orientation in an image's EXIF data is applied, before the crop.
-        draft: whether a JPEG may be decoded at 1/8 to 7/8 of its size, if its crop need not be enlarged then.
+        draft: whether a JPEG may be decoded at 1/8 to 4/8 of its size, if its crop need not be enlarged then.
             This is faster for photographs far larger than `size`; pixels differ slightly, but stay in their
             places. On the CPU only.
         then: function that is applied to the result, in which pixels have replaced the encoded images.

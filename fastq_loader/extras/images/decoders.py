@@ -133,8 +133,8 @@ def decode(
     Args:
         data, name, header: of the file.
         turn: its orientation, or 1 for none.
-        smallest: height and width that the result must reach: a JPEG may be decoded at 1/8 to 7/8 of its
-            size. Zeros decode at full size.
+        smallest: height and width that the result must reach: a JPEG may be decoded at 1/8 to 4/8 of its
+            size (more takes longer than all of it). Zeros decode at full size.
 
     Returns:
         uint8, shape (height, width, 3), RGB, upright; and the place of the image in them: at a part of its
@@ -144,6 +144,8 @@ def decode(
         DecodeError: it cannot be decoded.
     """
     down, across = smallest[::-1] if turn >= 5 else smallest
+    if 2 * down > header.height + 1 or 2 * across > header.width + 1:
+        down = across = 0
     pixels = None
     if header.kind != OTHER and (simplejpeg := library("simplejpeg")) is not None:
         with suppress(ValueError):  # pillow decodes some files that it refuses
@@ -161,9 +163,9 @@ def decode(
 
 def _exact_size(shape: tuple[int, ...], header: Header) -> tuple[float, float]:
     """Height and width of an image in its pixels, whose number libjpeg rounds up."""
-    for eighths in range(7, 0, -1):
+    for eighths in range(4, 0, -1) if shape[:2] != header[:2] else ():
         down, across = header.height * eighths / 8, header.width * eighths / 8
-        if (math.ceil(down), math.ceil(across)) == shape[:2] != header[:2]:
+        if (math.ceil(down), math.ceil(across)) == shape[:2]:
             return down, across
     return shape[0], shape[1]
 

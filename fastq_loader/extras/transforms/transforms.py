@@ -113,11 +113,14 @@ class normalize:
         limit = self._divisor(pixels)
         wide = torch.float64 if torch.float64 in (self.dtype, pixels.dtype) else torch.float32
 
-        # Filled by kernels, anew for each batch: a copy from the host cannot be captured, and cached tensors
-        # would belong to one stream, one graph and one mode of autograd.
+        # On a device filled by kernels, anew for each batch: a copy from the host cannot be captured, and
+        # cached tensors would belong to one stream, one graph and one mode of autograd.
         def factor(values: list[float]) -> torch.Tensor:
+            shape = -1, *[1] * (pixels.dim() - 2)
+            if pixels.is_cpu:
+                return torch.tensor(values, dtype=wide, device="cpu").view(shape)
             parts = [torch.full((1,), value, dtype=wide, device=pixels.device) for value in values]
-            return torch.cat(parts).view(-1, *[1] * (pixels.dim() - 2))
+            return torch.cat(parts).view(shape)
 
         layout = torch.contiguous_format
         if self.channels_last:
