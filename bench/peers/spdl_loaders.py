@@ -144,6 +144,7 @@ class _Continuous(Peer):
         self._pipeline.start()
 
     def _built(self, load: Load, settings: LoaderSettings) -> Pipeline[Any]:
+        """The pipeline of this lane, which each subclass builds."""
         raise NotImplementedError
 
     def epoch(self) -> Iterator[Any]:

@@ -55,7 +55,7 @@ class Lane:
         """Make the loader, look at its first batch, use all its memory once."""
 
     def block(self, part: str) -> list[Row]:
-        """Time one block: the figures for its rows, which may name parts of their own."""
+        """Time one block; of each subclass. The figures for its rows, which may name parts of their own."""
         raise NotImplementedError
 
     def finish(self) -> Row:

@@ -163,7 +163,9 @@ def decode(
 
 def _exact_size(shape: tuple[int, ...], header: Header) -> tuple[float, float]:
     """Height and width of an image in its pixels, whose number libjpeg rounds up."""
-    for eighths in range(4, 0, -1) if shape[:2] != header[:2] else ():
+    if shape[:2] == header[:2]:
+        return shape[0], shape[1]
+    for eighths in range(4, 0, -1):
         down, across = header.height * eighths / 8, header.width * eighths / 8
         if (math.ceil(down), math.ceil(across)) == shape[:2]:
             return down, across

@@ -155,7 +155,7 @@ def _profile(loader: Any, batches: int | None, html: str | None, speedscope: str
         try:
             for _ in islice(loader, batches):
                 pass
-        finally:  # what was seen is shown, and then the error
+        finally:  # the samples are shown before an error
             print(profile, flush=True)
             if html:
                 profile.html(html)
