@@ -25,7 +25,7 @@ def test_too_few_descriptors_are_an_error_that_says_how_to_get_more() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
     assert caught.value.errno == errno.EMFILE
-    assert open_descriptors().keys() == before.keys()
+    assert open_descriptors().keys() <= before.keys()
 
 
 def test_what_runs_on_this_thread_is_no_thread_and_the_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:

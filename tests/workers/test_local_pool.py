@@ -91,7 +91,7 @@ def test_a_tensor_goes_to_every_worker_as_a_descriptor_though_its_owner_is_gone(
     assert late[0] == 7.0
     sent.unseal()
     del late, arrived, sent
-    assert len(open_descriptors()) == before
+    assert len(open_descriptors()) <= before
 
 
 def test_large_arrays_are_mapped_and_what_is_written_to_them_stays_where_it_is() -> None:
@@ -108,7 +108,7 @@ def test_large_arrays_are_mapped_and_what_is_written_to_them_stays_where_it_is()
     sent.unseal()
     assert one[0][1] == 7
     del one, other, arrived
-    assert len(open_descriptors()) == before
+    assert len(open_descriptors()) <= before
 
 
 # ---- the interpreter that workers are forked from ---------------------------------------------------------

@@ -194,7 +194,7 @@ def test_the_second_of_a_name_finds_the_memory_of_the_first_and_sigkill_leaves_n
     assert inodes() - before == {inode}, "this process has held it on"
     del dataset, again
     assert wait_until(lambda: inodes() == before, 30)
-    assert open_descriptors().keys() == descriptors.keys()
+    assert open_descriptors().keys() <= descriptors.keys()
     new = share(Files(), name="a/b")
     assert inodes() - before != {inode}, "nobody held it any more"
     assert len(list(tmp_path.glob("*.shared"))) == 1
