@@ -72,7 +72,7 @@ def test_children_that_are_gone_are_forgotten_at_the_next_fork() -> None:
         Fork().die()
     assert len(os.listdir("/proc/self/fd")) <= before + 1
     assert seen_before() == 0
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_without_descriptors_a_child_counts_for_ever() -> None:

@@ -76,7 +76,7 @@ def test_workers_that_leave_at_once_are_waited_for_and_no_longer(monkeypatch: py
     group = stopped(child(0), child(0.05), told=told)
     assert group.over.is_set()
     assert told == ["first", "then"]
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     group.finish()
     stopping.wait(OWNER)
 

@@ -167,4 +167,4 @@ def test_the_pages_of_large_values_are_unmapped_with_them() -> None:
     kept = [wrapped(1) for _ in range(50)]
     assert mapped() > before
     del kept
-    assert mapped() == before
+    assert mapped() <= before
