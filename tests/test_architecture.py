@@ -42,7 +42,7 @@ ROOMS = {
     "extras.recovery": Room("extras.bad_samples extras.resume epoch options scheduling reading errors"),
     "extras.prefetcher": Room("extras.resume epoch options device packing statistics system errors"),
     "extras.cached": Room(
-        "extras.insight extras.images extras.share workers packing system errors",
+        "extras.insight extras.images extras.share memory workers packing system errors",
         pure="keys",
     ),
     "extras.insight": Room(

@@ -37,7 +37,7 @@ LeafNumber = Callable[[Any], "int | None"]
 _TENSOR, _ARRAY, _STRIDED = torch.Tensor, np.ndarray, torch.strided
 
 
-def _take(leaf: int) -> Any:
+def take(leaf: int) -> Any:
     try:
         return _building.leaves[leaf]
     except IndexError:
@@ -78,7 +78,7 @@ class _Pickler(pickle.Pickler):
             number = self._leaf_number(value) if is_leaf(value) else None
             # Not by protocol 5, with which an array over read-only memory would stay read-only, and one of a
             # foreign byte order foreign.
-            return value.__reduce__() if number is None else (_take, (number,))
+            return value.__reduce__() if number is None else (take, (number,))
         if isinstance(value, torch.UntypedStorage) and value.device.type == "cpu":
             # A tensor of all its bytes shares memory with the tensors over them; an array stays on the host.
             whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(value)
@@ -89,7 +89,7 @@ class _Pickler(pickle.Pickler):
 
     def _reduce_tensor(self, value: torch.Tensor) -> Any:
         if is_leaf(value):
-            return _take, (self._leaf_number(value),)
+            return take, (self._leaf_number(value),)
         if value.device.type not in ("cpu", "meta"):
             return reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]
         if type(value) is not torch.Tensor:
@@ -145,8 +145,8 @@ def _dumped(pickler: Callable[..., pickle.Pickler], value: Any, *arguments: Any)
     return file.getvalue()
 
 
-def load(data: bytes, leaves: Sequence[Any]) -> Any:
-    """Unpickle the result of `dump`, with these leaves in their places.
+def load(data: bytes, leaves: Sequence[Any], buffers: Sequence[Any] = ()) -> Any:
+    """Unpickle the result of `dump`, with these leaves and buffers of pickle's in their places.
 
     Raises:
         Exception: whatever unpickling raises.
@@ -154,7 +154,7 @@ def load(data: bytes, leaves: Sequence[Any]) -> Any:
     before = getattr(_building, "leaves", ())  # unpickling an object may iterate another loader
     _building.leaves = leaves
     try:
-        return pickle.loads(data)
+        return pickle.loads(data, buffers=buffers)
     finally:
         _building.leaves = before
         # Torch keeps each sparse tensor in this list, and so its memory, until the next torch.load.

@@ -206,7 +206,7 @@ class cached:
         try:
             found = self._store.get(key, self._options.copy)
             if found is not None:
-                paid = checks.due(key, *found.writer) if self._options.check else None
+                paid = checks.due(key, found.writer, found.seconds) if self._options.check else None
                 if paid is None:
                     value = values.decode(found, renews=True)
                     counters.add("hits")
@@ -242,7 +242,7 @@ class cached:
                 text += "in every epoch. Wrap only the part that draws no random numbers"
         else:
             try:
-                encoded = values.EncodedValue(value, values.Writer(writer, time.monotonic() - began))
+                encoded = values.encode(value, writer, time.monotonic() - began)
                 became = self._store.add(key, encoded, is_damaged)
                 if became == memory.FULL and encoded.nbytes > self._options.nbytes:
                     text = f"() returns a value of {encoded.nbytes:,} bytes, for which "
@@ -269,7 +269,7 @@ class cached:
         self,
         checks: Checks,
         paid: float,
-        found: values.Found,
+        found: values.EncodedValue,
         stored: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -297,7 +297,7 @@ class cached:
             else:
                 checks.failed_reads = 0
                 where = self._differ(stored, fresh, draws)
-            checks.done(found.writer.number, paid, time.monotonic() - began)
+            checks.done(found.writer, paid, time.monotonic() - began)
             if where:
                 again.keep()
                 self._distrust(where)

@@ -205,16 +205,16 @@ class Folder:
 
     # ---- reading and writing ------------------------------------------------------------------------
 
-    def get(self, key: bytes, copy: bool) -> values.Found | None:
+    def get(self, key: bytes, copy: bool) -> values.EncodedValue | None:
         """Look up the value of a key, in new memory.
 
         Raises:
             ValueError: the value is damaged.
         """
-        found: values.Found | None = self._run(fcntl.LOCK_SH, self._read, key, copy)
+        found: values.EncodedValue | None = self._run(fcntl.LOCK_SH, self._read, key, copy)
         return found
 
-    def _read(self, txn: Any, key: bytes, copy: bool) -> values.Found | None:
+    def _read(self, txn: Any, key: bytes, copy: bool) -> values.EncodedValue | None:
         data = txn.get(_name(key))
         if data is None:
             return None

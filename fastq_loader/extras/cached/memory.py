@@ -93,7 +93,7 @@ class Memory:
 
     # ---- reading ----------------------------------------------------------------------------------
 
-    def get(self, key: bytes, copy: bool) -> values.Found | None:
+    def get(self, key: bytes, copy: bool) -> values.EncodedValue | None:
         """Look up the value of a key: in memory of its own, or without a copy in pages of its own, which are
         the pages of the cache until somebody writes to them."""
         hashed = zlib.crc32(key)

@@ -1,8 +1,7 @@
 """Encodes values as bytes, and decodes them: to a copy that equals the function's result.
 
-Runs in every process that calls a cached function. A value is a form and parts: the bytes of tensors, arrays
-and images, and a pickle of the rest. A tensor or an array alone is one part, and a number or a text has none.
-A record is a value with its key.
+Runs in every process that calls a cached function. A value is a pickle of all but its tensors and arrays, and
+the bytes of these; a contiguous tensor or array alone has an empty pickle. A record is a value with its key.
 
     record      length of the head; the head for marshal: key, form, sizes of the parts, writer; the parts
 """
@@ -13,143 +12,102 @@ import functools
 import io
 import marshal
 import pickle
-import sys
 import zlib
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from fastq_loader.extras.cached.keys import PLAIN
 from fastq_loader.extras.images import sample_seeds
+from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.packing import pickling
 from fastq_loader.packing.flattener import PLAIN_DTYPES, is_leaf
 
 _DTYPES = {name: dtype for dtype, name in PLAIN_DTYPES.items()}
+#: By the bytes of a tensor's number: as what numpy reads it.
+_READ_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+#: In the place of a tensor's dtype: an array; bytes that pickle asks for.
+_ARRAY, _BUFFER = "", "buffer"
 _BYTE = np.dtype(np.uint8)
-#: Bytes of a value from which on it is no part of the head: marshal has 31 bits for a length.
-_LARGEST = 1 << 30
 _WORD, _ALIGNMENT = 8, 16
 #: Bytes of a part from which on mapping its pages takes no more time than a copy: 2 MiB 372 and 362 us,
 #: 1 MiB 159 and 120, on a machine with 2 cores.
 MAPPED = 2 << 20
-#: By the address of memory: the tensors and arrays that lie in it, by their ids, with their addresses.
-_Views = dict[int, dict[int, tuple[int, int]]]
 #: Words of a block of `checksum`, and bytes from which on data have blocks.
 _BLOCK, _LARGE = 512, 1 << 15
 
 
-class Writer(NamedTuple):
-    """Who computed a value.
-
-    Attributes:
-        number: see `checks`.
-        seconds: how long it took.
-    """
-
-    number: int
-    seconds: float
-
-
-NOBODY = Writer(0, 0.0)
-
-
-class Found(NamedTuple):
-    """A value that was read, still as bytes.
-
-    Attributes:
-        form, parts: see `EncodedValue`.
-        writer: who computed it.
-    """
-
-    form: tuple[Any, ...]
-    parts: list[Any]
-    writer: Writer
-
-
-class EncodedValue:
+class EncodedValue(NamedTuple):
     """A value as bytes.
 
-    Args:
-        value: the value.
-        writer: who computed it.
-
     Attributes:
-        form: name of the function that decodes it, and its arguments behind the parts; for marshal.
-        parts: bytes-like objects.
-
-    Raises:
-        UnpicklableError: a part cannot be pickled, or would come back as something else; names the part.
-        RuntimeError: there is a non-leaf tensor that requires grad.
+        form: for marshal; of each tensor and array its dtype for torch, and for numpy, its shape, strides in
+            bytes, part, and where it begins in that.
+        parts: bytes-like objects: the pickle, then the bytes of tensors and arrays.
+        writer: number of who computed it, see `checks`.
+        seconds: how long that took.
     """
 
-    def __init__(self, value: Any, writer: Writer = NOBODY) -> None:
-        self.writer = writer
-        self.parts: list[Any] = []
-        if type(value) in PLAIN and sys.getsizeof(value) < _LARGEST:
-            self.form: tuple[Any, ...] = _itself.__name__, value
-        elif (part := _part(value)) is not None:
-            function, data, *about = part
-            self.form, self.parts = (function.__name__, 0, *about), [data]
-        else:
-            self.form = (_unpickled.__name__,)
-            self.parts = [self._pickled(value), *self.parts]
+    form: list[tuple[Any, ...]]
+    parts: list[Any]
+    writer: int
+    seconds: float
 
     @property
     def nbytes(self) -> int:
         """Bytes of all parts."""
         return sum(memoryview(part).nbytes for part in self.parts)
 
-    def _pickled(self, value: Any) -> memoryview:
-        """Pickle a value; once more if parts of it are views of the same memory, which stay views of it."""
-        seen: _Views = {}
-        try:
-            for views in {}, seen:
-                file = io.BytesIO()
-                self.parts.clear()
-                shared = {key: [*of.values()] for key, of in views.items() if len(of) > 1}
-                _ValuePickler(file, self.parts, seen, shared).dump(value)
-                if all(len(of) == 1 for of in seen.values()):
-                    break
-        except (RuntimeError, MemoryError):
-            raise
-        except Exception as error:
-            raise pickling.explain(value, error, "value") from error
-        return file.getbuffer()
+
+def encode(value: Any, writer: int = 0, seconds: float = 0.0) -> EncodedValue:
+    """Encode a value.
+
+    Raises:
+        UnpicklableError: a part cannot be pickled, or would come back as something else; names the part.
+        RuntimeError: there is a non-leaf tensor that requires grad.
+    """
+    if (alone := _as_array(value)) is not None and alone[1].flags.c_contiguous:
+        name, array = alone
+        form = [(name, array.dtype.str, array.shape, array.strides, 1, 0)]
+        return EncodedValue(form, [b"", array.reshape(-1).view(_BYTE)], writer, seconds)
+    arrays: list[tuple[str, np.ndarray]] = []
+    file = io.BytesIO()
+    try:
+        _ValuePickler(file, arrays).dump(value)
+    except (RuntimeError, MemoryError):
+        raise
+    except Exception as error:
+        raise pickling.explain(value, error, "value") from error
+    return EncodedValue(*_laid_out(file.getbuffer(), arrays), writer, seconds)
+
+
+def _as_array(value: Any) -> tuple[str, np.ndarray] | None:
+    """A tensor or an array as an array over the same memory, with its dtype for torch. None for a value that
+    must be pickled."""
+    if type(value) is torch.Tensor and is_leaf(value) and not vars(value):  # attributes that a user has set
+        return PLAIN_DTYPES[value.dtype], value.view(_READ_AS[value.itemsize]).numpy()
+    # numpy's pickle loses the byte order of times.
+    if type(value) is np.ndarray and (
+        is_leaf(value) or (value.dtype.kind in "mM" and value.dtype.metadata is None)
+    ):
+        return _ARRAY, value
+    return None
 
 
 class _ValuePickler(pickle.Pickler):
-    """Pickles a value without the bytes of its tensors and arrays.
+    """Pickles a value without the bytes of its tensors and arrays, which it adds to `arrays`."""
 
-    Args:
-        file: the pickle.
-        parts: gets these bytes.
-        seen: gets, for the memory that tensors or arrays lie in, the ids of these and where each lies.
-        shared: where they lie in memory that has several of them: from the first to the last is one part.
-    """
+    def __init__(self, file: io.BytesIO, arrays: list[tuple[str, np.ndarray]]) -> None:
+        super().__init__(file, 5, buffer_callback=self._add_buffer)
+        self._arrays = arrays
 
-    def __init__(self, file: io.BytesIO, parts: list[Any], seen: _Views, shared: dict[int, Any]) -> None:
-        super().__init__(file, 5, buffer_callback=lambda buffer: parts.append(buffer.raw()))
-        self._seen, self._shared = seen, shared
-        self._wholes: dict[int, np.ndarray] = {}
+    def _add_buffer(self, buffer: pickle.PickleBuffer) -> None:
+        self._arrays.append((_BUFFER, np.frombuffer(buffer.raw(), _BYTE)))
 
     def reducer_override(self, value: Any) -> Any:
-        if (part := _part(value)) is not None:
-            function, data, *about = part
-            whole = _whole(value)
-            key = whole.__array_interface__["data"][0]
-            if value is self._wholes.get(key):
-                return _itself, (pickle.PickleBuffer(data),)
-            begin, strides, bounds = _layout(value)
-            if data.nbytes:
-                self._seen.setdefault(key, {})[id(value)] = bounds
-            if key not in self._shared or not data.nbytes:
-                return function, (pickle.PickleBuffer(data), 0, *about)
-            low = (min(each[0] for each in self._shared[key]) - key) // _ALIGNMENT * _ALIGNMENT
-            high = max(each[1] for each in self._shared[key]) - key
-            # The same object each time, so that it is pickled once.
-            whole = self._wholes.setdefault(key, whole[low:high])
-            return function, (whole, begin - key - low, *about[:-1], strides)
+        if (array := _as_array(value)) is not None:
+            self._arrays.append(array)
+            return pickling.take, (len(self._arrays) - 1,)
         kind = type(value)
         if kind is np.ma.MaskedArray:  # its own pickle makes a mask of an absent one
             return _masked, (value.data, value.mask, value._fill_value, value.hardmask)
@@ -165,75 +123,80 @@ class _ValuePickler(pickle.Pickler):
         return NotImplemented
 
 
-def _part(value: Any) -> Any:
-    """The function that makes a tensor or an array, its bytes, and plain values for marshal. None for a value
-    that must be pickled."""
-    dense: Any
-    if type(value) is torch.Tensor:
-        if not is_leaf(value) or vars(value):  # attributes that a user has set
-            return None
-        dense = value.detach()
-        if not dense.is_contiguous():
-            dense = dense.clone(memory_format=torch.preserve_format)
-        flat = dense.as_strided((dense.numel(),), (1,))
-        data = flat.view(torch.uint8).numpy()
-        return _tensor, data, PLAIN_DTYPES[value.dtype], tuple(value.shape), dense.stride()
-    # numpy's pickle loses the byte order of times.
-    if type(value) is np.ndarray and (
-        is_leaf(value) or (value.dtype.kind in "mM" and value.dtype.metadata is None)
-    ):
-        dense = value if value.flags.c_contiguous else value.copy("K")
-        order = tuple(sorted(range(dense.ndim), key=lambda axis: -dense.strides[axis]))
-        flat = dense.transpose(order).reshape(-1)
-        return _array, flat.view(np.uint8), value.dtype.str, dense.shape, dense.strides
-    return None
+def _masked(data: Any, mask: Any, fill: Any, is_hard: bool) -> Any:
+    return np.ma.MaskedArray(data, mask, fill_value=fill, hard_mask=is_hard)
 
 
-def _layout(value: Any) -> tuple[int, tuple[int, ...], tuple[int, int]]:
-    """The address of the first number of a tensor or an array, its strides, and where its bytes lie."""
-    if isinstance(value, torch.Tensor):
-        begin, strides, of_bytes = value.data_ptr(), value.stride(), value.itemsize
-    else:
-        begin, strides, of_bytes = value.ctypes.data, value.strides, 1
-    steps = [(size - 1) * step * of_bytes for size, step in zip(value.shape, strides, strict=True)]
-    ends = sum(min(step, 0) for step in steps), sum(max(step, 0) for step in steps) + value.itemsize
-    return begin, strides, (begin + ends[0], begin + ends[1])
+def _laid_out(pickled: Any, arrays: list[tuple[str, np.ndarray]]) -> tuple[list[Any], list[Any]]:
+    """The form and the parts of a value. Arrays that overlap stay views of one part, which has all bytes from
+    the first to the last."""
+    groups: list[tuple[int, int, list[int]]] = []
+    for low, high, number in sorted([(*_span(array), number) for number, (_, array) in enumerate(arrays)]):
+        if groups and low < groups[-1][1]:
+            first, last, members = groups.pop()
+            groups.append((first, max(last, high), [*members, number]))
+        else:
+            groups.append((low, high, [number]))
+    form: list[Any] = [None] * len(arrays)
+    parts = [pickled]
+    for low, high, members in groups:
+        held = [arrays[number] for number in members]
+        if len(held) > 1:
+            low = low // _ALIGNMENT * _ALIGNMENT  # in the page of the first byte
+        elif held[0][1].nbytes != high - low:
+            held = [(held[0][0], held[0][1].copy("K"))]  # each number once, and nothing between
+            low, high = _span(held[0][1])
+        for number, (name, array) in zip(members, held, strict=True):
+            begin = address_of(array) - low
+            form[number] = name, array.dtype.str, array.shape, array.strides, len(parts), begin
+        parts.append(np.asarray(Writable(held, low, high - low)))
+    return form, parts
 
 
-def _whole(value: Any) -> np.ndarray:
-    """All bytes of the memory that a tensor or an array lies in."""
-    if isinstance(value, torch.Tensor):
-        return torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage()).numpy()
-    while isinstance(value.base, np.ndarray) and (
-        value.base.flags.c_contiguous or value.base.flags.f_contiguous
-    ):
-        value = value.base
-    return np.asarray(value.reshape(-1, order="A").view(np.uint8))
+def _span(array: np.ndarray) -> tuple[int, int]:
+    """Where an array lies in memory."""
+    at = address_of(array)
+    if not array.size or array.flags.c_contiguous:
+        return at, at + array.nbytes
+    ends = [(size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)]
+    return at + sum(min(end, 0) for end in ends), at + sum(max(end, 0) for end in ends) + array.itemsize
 
 
 # ---- back ------------------------------------------------------------------------------------------------
 
 
-def decode(found: Found, renews: bool = False) -> Any:
+def decode(encoded: EncodedValue, renews: bool = False) -> Any:
     """Decode a value.
 
     Args:
-        found: from `read`.
+        encoded: from `read`.
         renews: whether encoded images in it are new samples, whose seeds are not the stored ones.
 
     Raises:
         Exception: whatever unpickling raises.
     """
+    pickled = encoded.parts[0]
+    leaves: list[Any] = []
+    buffers: list[Any] = []
+    for name, dtype, shape, strides, part, begin in encoded.form:
+        data = encoded.parts[part]
+        if name in _DTYPES and not data.flags.writeable:  # as arrays are without a copy; tensors are not
+            data = np.asarray(Writable(data, address_of(data), len(data)))
+        array: Any = np.ndarray(shape, _dtype(dtype), data, begin, strides)
+        leaves.append(torch.from_numpy(array).view(_DTYPES[name]) if name in _DTYPES else array)
+        if name == _BUFFER:
+            buffers.append(array)
+    if not len(pickled):
+        return leaves[0]
     reading = sample_seeds.reading
     reading.renews = renews
     try:
-        return _FUNCTIONS[found.form[0]](*found.parts, *found.form[1:])
+        return pickling.load(pickled, leaves, buffers)
     finally:
         reading.renews = False
 
 
-def _itself(value: Any) -> Any:
-    return value
+_dtype = functools.cache(np.dtype)
 
 
 class Writable:
@@ -245,48 +208,22 @@ class Writable:
         self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": where}
 
 
-def _tensor(data: np.ndarray, begin: int, name: str, shape: Any, strides: Any) -> torch.Tensor:
-    dtype = _DTYPES[name]
-    if 0 in shape:
-        return torch.empty_strided(shape, strides, dtype=dtype)
-    count = (len(data) - begin) // dtype.itemsize
-    if not data.flags.writeable:  # as arrays are without a copy; tensors are not, and torch would warn
-        data = np.asarray(Writable(data, data.ctypes.data, len(data)))
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=begin).as_strided(shape, strides)
-
-
-def _array(data: np.ndarray, begin: int, name: str, shape: Any, strides: Any) -> Any:
-    return np.ndarray(shape, _dtype(name), data, begin, strides)
-
-
-def _masked(data: Any, mask: Any, fill: Any, is_hard: bool) -> Any:
-    return np.ma.MaskedArray(data, mask, fill_value=fill, hard_mask=is_hard)
-
-
-def _unpickled(pickled: Any, *buffers: Any) -> Any:
-    return pickle.loads(pickled, buffers=buffers)
-
-
-_dtype = functools.cache(np.dtype)
-_FUNCTIONS: dict[str, Any] = {each.__name__: each for each in (_itself, _tensor, _array, _unpickled)}
-
-
 # ---- records ---------------------------------------------------------------------------------------------
 
 
 def record(key: bytes, encoded: EncodedValue) -> tuple[list[Any], int]:
     """A value with its key. Returns the pieces that follow each other, and their size in bytes."""
-    parts = [memoryview(part).cast("B") for part in encoded.parts]
-    head = marshal.dumps((key, encoded.form, [part.nbytes for part in parts], tuple(encoded.writer)), 2)
+    form, parts, *writer = encoded
+    head = marshal.dumps((key, form, [memoryview(part).nbytes for part in parts], writer), 2)
     pieces: list[Any] = [len(head).to_bytes(_WORD, "little") + head]
     nbytes = _WORD + len(head)
     for part in parts:
         pieces += [bytes(-nbytes % _ALIGNMENT), part]
-        nbytes += -nbytes % _ALIGNMENT + part.nbytes
+        nbytes += -nbytes % _ALIGNMENT + len(part)
     return pieces, nbytes
 
 
-def read(data: memoryview, at: int, key: bytes, copy: bool, private: Any = None) -> Found | None:
+def read(data: memoryview, at: int, key: bytes, copy: bool, private: Any = None) -> EncodedValue | None:
     """Read a value; None if the record is of another key. Runs no code of the user's.
 
     Args:
@@ -310,7 +247,7 @@ def read(data: memoryview, at: int, key: bytes, copy: bool, private: Any = None)
         part.flags.writeable = copy
         parts.append(part)
         end += nbytes
-    return Found(form, parts, Writer(*writer))
+    return EncodedValue(form, parts, *writer)
 
 
 def checksum(data: memoryview) -> int:

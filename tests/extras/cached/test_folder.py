@@ -328,9 +328,7 @@ def test_a_damaged_folder_gives_no_wrong_value(path: Path, seed: int) -> None:
                     there = 0
                 if not there and not turn:
                     try:
-                        store.add(
-                            repr(key).encode(), folders.values.EncodedValue(value_of(key)), replace=True
-                        )
+                        store.add(repr(key).encode(), folders.values.encode(value_of(key)), replace=True)
                     except ValueError:
                         continue
 

@@ -43,7 +43,7 @@ def store() -> Iterator[Memory]:
 
 
 def put(store: Any, key: Any, value: Any) -> str:
-    return str(store.add(repr(key).encode(), values.EncodedValue(value)))
+    return str(store.add(repr(key).encode(), values.encode(value)))
 
 
 def get(store: Any, key: Any) -> Any:
