@@ -59,13 +59,14 @@ class Profile:
     Attributes:
         seconds: time of loading, of all workers together.
 
-    >>> print(Profile())
-    Nothing was sampled: no epoch began in the block, or its batches took no time.
+    >>> print(Profile(Counters()))
+    Nothing was sampled: no epoch began in the block.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counters: Counters) -> None:
+        self._counters, self._first_epoch = counters, counters.epochs
         self._seen = defaultdict[Stack, float](float)
-        self._samplers: list[Sampler] = []
+        self._sampler: Sampler | None = None
 
     def add(self, seen: Mapping[Stack, float]) -> None:
         """Add samples of a reader."""
@@ -75,13 +76,14 @@ class Profile:
     def sampler(self) -> Sampler:
         """A sampler of the calling thread, which loads without workers."""
         self.end()
-        self._samplers.append(Sampler(self.add))
-        return self._samplers[-1]
+        self._sampler = Sampler(self.add)
+        return self._sampler
 
     def end(self) -> None:
-        """End the samplers of this process."""
-        while self._samplers:
-            self._samplers.pop().end()
+        """End the sampler of this process."""
+        if self._sampler is not None:
+            self._sampler.end()
+            self._sampler = None
 
     @property
     def seconds(self) -> float:
@@ -108,8 +110,12 @@ class Profile:
 
     def __str__(self) -> str:
         if not self._seen:
-            return "Nothing was sampled: no epoch began in the block, or its batches took no time."
-        rows = [f"Of {self.seconds:.3g} s of loading, in your lines, and in what they call:", ""]
+            logs = [log for number, log in self._counters.logs.items() if number >= self._first_epoch]
+            loaded = any(log.batches for log in logs)
+            why = "the batches took no time" if loaded else "no batch was loaded"
+            return f"Nothing was sampled: {why if logs else 'no epoch began in the block'}."
+        head = f"Loading took {self.seconds:.3f} s, added up over workers, in these lines of your code:"
+        rows = [head, ""]
         for line in self.lines:
             if line.share >= _LEAST:
                 source = linecache.getline(line.file, line.line).strip()
@@ -150,7 +156,7 @@ def profiled(counters: Counters) -> Iterator[Profile]:
     """Profile the epochs of a loader that begin while the context lasts; see `DataLoader.profile`."""
     if counters.profile is not None:
         raise RuntimeError("this loader is being profiled already: end that block first")
-    profile = counters.profile = Profile()
+    profile = counters.profile = Profile(counters)
     try:
         yield profile
     finally:

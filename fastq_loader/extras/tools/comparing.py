@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 import textwrap
 import time
@@ -344,6 +345,7 @@ class _LoaderRun(trials.ChildTask):
                 for epoch in range(self.epochs):
                     self._epoch(epoch)
         except Exception as raised:  # of user code: both loaders may raise it at the same place
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler may raise that a worker ended
             error = f"{type(raised).__name__}: {raised}".splitlines()[0]
             kind = type(raised)
             self._note(f"a {kind.__module__}.{kind.__qualname__}", "an error")

@@ -151,6 +151,21 @@ def test_the_first_difference_has_its_likely_cause(loader: Any, text: str) -> No
     assert str(found).startswith("Not equal: ")
 
 
+class Late(Exception):
+    """Torch's handler of SIGCHLD, which raises, is called as its text is read."""
+
+    def __str__(self) -> str:
+        signal.raise_signal(signal.SIGCHLD)
+        return "late"
+
+
+def late(index: int) -> int:
+    if index == 8:
+        signal.signal(signal.SIGCHLD, lambda *_: 1 / 0)
+        raise Late
+    return index
+
+
 @thorough(but={"number": [5, 0]})
 @pytest.mark.processes
 @pytest.mark.parametrize(
@@ -160,6 +175,7 @@ def test_the_first_difference_has_its_likely_cause(loader: Any, text: str) -> No
         (DataLoader(Drawn(), 4, pin_memory=True), None, 6, "pin_memory=True: left out; batches stayed"),
         (DataLoader(Endless(), 4), 5, 5, "At most 5 batches of each epoch were read."),
         (DataLoader(Drawn(missing), 4), None, 3, "Both raised FileNotFoundError: 13.png: they were compared"),
+        (DataLoader(Drawn(late), 4), None, 2, "Both raised Late: late"),
         (DataLoader(Drawn(missing), 4, errors=Skip()), None, 3, "errors=Skip"),
         (DataLoader([]), None, 0, ""),
     ],
