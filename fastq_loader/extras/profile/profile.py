@@ -92,14 +92,15 @@ class Profile:
     @property
     def lines(self) -> tuple[ProfiledLine, ...]:
         """The lines that take the time, the slowest first. A sample belongs to the innermost line of user
-        code; without one, to the outermost line of a library."""
+        code; without one, to the outermost line of a library; without that, to this package."""
         total, found = self.seconds, defaultdict[Any, Any](lambda: defaultdict(float))
         for stack, seconds in self._seen.items():
             users = [at for at, (_, file, *_) in enumerate(stack) if not _is_library(file)]
             others = (at for at, (_, file, *_) in enumerate(stack) if not file.startswith(_OWN))
-            at = users[-1] if users else next(others, len(stack) - 1)
+            at = users[-1] if users else next(others, len(stack))
             called = stack[at + 1][:2] if at + 1 < len(stack) else None
-            found[stack[at] if stack else ("all of loading", "this package", 0, 0)][called] += seconds
+            where = stack[at] if at < len(stack) else ("collating, and other work", "fastq_loader", 0, 0)
+            found[where][called] += seconds
         lines = []
         for (name, file, _, line), below in found.items():
             share = sum(below.values()) / total

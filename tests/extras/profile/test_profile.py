@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from fastq_loader import DataLoader
 from fastq_loader.extras.profile.profile import Profile
 from fastq_loader.extras.tools.command import main
+from fastq_loader.reading import collate
 from fastq_loader.statistics.counters import Counters
 from tests.support.thorough import thorough
 
@@ -61,23 +62,9 @@ class Searches(Timed):
         return slow, time.perf_counter() - began
 
 
-class Locks(Timed):
-    """A lock that another thread releases."""
-
-    def __getitem__(self, index: int) -> Any:
-        lock = threading.Lock()
-        lock.acquire()
-        threading.Timer(0.04, lock.release).start()
-        began = time.perf_counter()
-        with lock:  # slow
-            slow = time.perf_counter() - began
-        spun(0.004)
-        return slow, time.perf_counter() - began
-
-
 @pytest.mark.processes
 @thorough(after=3)
-@pytest.mark.parametrize("dataset", [Sleeps(), Searches(), Locks()], ids=["sleep", "search", "lock"])
+@pytest.mark.parametrize("dataset", [Sleeps(), Searches()], ids=["sleep", "search"])
 @pytest.mark.parametrize(("workers", "method"), [(0, None), (2, "fork"), (2, "spawn")])
 def test_the_slow_line_is_the_first_with_its_share(dataset: Any, workers: int, method: Any) -> None:
     loader = DataLoader(dataset, 4, num_workers=workers, multiprocessing_context=method)
@@ -89,7 +76,6 @@ def test_the_slow_line_is_the_first_with_its_share(dataset: Any, workers: int, m
     assert Path(first.file) == Path(__file__)
     # On a machine that does nothing else it is `slow / whole` to 5 points.
     assert first.share > 0.5
-    assert slow < whole
     assert sum(line.share for line in profile.lines) == pytest.approx(1)
     assert profile.seconds > whole / 2
     assert len(str(profile).splitlines()) <= 20
@@ -184,8 +170,8 @@ def test_a_sample_belongs_to_the_innermost_line_of_the_user() -> None:
         " 20.0%  crop (crops.py:2)",
     ]
     profile = Profile(Counters())
-    profile.add({(): 1.0})
-    assert str(profile).endswith("\n100.0%  all of loading (this package)")
+    profile.add({(): 1.0, (("stack_tensors", collate.__file__, 1, 2),): 1.0})
+    assert str(profile).endswith("\n\n100.0%  collating, and other work (fastq_loader)")
 
 
 def make_torchs() -> Any:
