@@ -540,7 +540,7 @@ FAULTS = (
     Fault(
         "two traces write into one file",
         "extras/tracing/trace.py",
-        "        locks.lock_file(fd, wait=False)\n",
+        "        locks.lock_file(fd)\n",
         "        pass\n",
         "row S3",
         "extras/tracing/test_trace.py",

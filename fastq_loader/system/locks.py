@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
+import time
 
 try:
     import fcntl
@@ -63,15 +64,26 @@ def locked_length(fd: int, start: int) -> int:
     return 0 if kind == _UNLOCK else length
 
 
-def lock_file(fd: int, wait: bool = True) -> None:
-    """Lock a whole file until it is closed or unlocked. Has no effect on systems without such locks.
+def lock_file(fd: int, seconds: float = 0.0) -> None:
+    """Lock a whole file until it is unlocked; a child of a fork keeps it locked after it is closed. Has no
+    effect on systems without such locks.
+
+    Args:
+        fd: its descriptor.
+        seconds: how long to wait for another process that has it locked.
 
     Raises:
-        BlockingIOError: another process has it locked, and this one does not wait.
+        BlockingIOError: another process has it locked.
         OSError: the file system has no locks.
     """
-    if fcntl is not None:
-        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    until = time.monotonic() + seconds
+    while fcntl is not None:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(1e-3)
 
 
 def unlock_file(fd: int) -> None:

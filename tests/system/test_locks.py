@@ -1,10 +1,9 @@
-"""Locks on files: on bytes, by their owner; and on whole files."""
+"""Locks on bytes of files, by their owner. Those on whole files: see `share`'s names, and traces."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -38,14 +37,3 @@ def test_a_lock_on_bytes_keeps_other_owners_out_until_it_is_released_or_its_owne
         assert end_of(fork(lambda locked=locked: other(locked))) == 0
         locks.unlock(mine, 7, 3)
     os.close(mine)
-
-
-def test_a_file_is_locked_as_a_whole(tmp_path: Path) -> None:
-    fds = [os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT) for _ in range(2)]
-    locks.lock_file(fds[0])
-    with pytest.raises(BlockingIOError):
-        locks.lock_file(fds[1], wait=False)
-    locks.unlock_file(fds[0])
-    locks.lock_file(fds[1], wait=False)
-    for fd in fds:
-        os.close(fd)

@@ -19,6 +19,9 @@ from typing import Any
 from fastq_loader.memory import mapped
 from fastq_loader.system import locks
 
+#: Seconds to wait for another process that opens a name: it may be stopped.
+PATIENCE = 30.0
+
 
 class NameInUse(ValueError):
     """Other processes share something else under this name.
@@ -43,6 +46,7 @@ def once(name: str, about: dict[str, Any], make: Callable[[], dict[str, Any]]) -
     Raises:
         NameInUse: other processes share something else under this name.
         PermissionError: the file of this name belongs to another user.
+        TimeoutError: another process keeps opening this name.
     """
     fd, source = descriptor(name, about, lambda: mapped.write(make()))
     shared: dict[str, Any] = mapped.read(fd)
@@ -111,9 +115,15 @@ def _registry(path: str, wait: bool = True) -> Iterator[Any]:
         with open(fd, "r+") as file:
             if os.fstat(fd).st_uid != os.getuid():  # the memory it names is unpickled
                 raise PermissionError(f"share(): {path} is another user's; use another name")
-            locks.lock_file(fd, wait)
-            if there := os.fstat(fd).st_nlink > 0:
-                yield file
+            try:
+                locks.lock_file(fd, PATIENCE if wait else 0.0)
+            except BlockingIOError:
+                raise TimeoutError(f"another process has had {path} locked for {PATIENCE:g} s") from None
+            try:
+                if there := os.fstat(fd).st_nlink > 0:
+                    yield file
+            finally:
+                locks.unlock_file(fd)  # a child that another thread forks meanwhile has the file open, too
 
 
 def _read(file: Any) -> tuple[dict[str, Any], list[list[int]]]:

@@ -71,7 +71,7 @@ def _opened(path: str | PathLike[str]) -> int:
     """Open, lock and empty a file. Locked, because two traces in one file would be unreadable."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
-        locks.lock_file(fd, wait=False)
+        locks.lock_file(fd)
     except BlockingIOError:
         os.close(fd)
         raise ValueError(

@@ -166,6 +166,3 @@ def test_keys_that_share_a_digest_are_told_apart(monkeypatch: pytest.MonkeyPatch
 def test_numbers_of_several_types_keep_their_types() -> None:
     for values in ([1, 2.5, 3], [2.5, 1], [True, 2], [0.5, True], [1, None, 2.5]):
         assert same(SharedSequence(values, 0)[:], values)
-        mapping = dict.fromkeys(values, "a")
-        assert same(dict(SharedMapping(mapping, 0)), mapping)
-    assert same(list(SharedMapping({True: 0, 2: 1}, 0)), [True, 2])

@@ -15,8 +15,10 @@ import pytest
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fastq_loader import DataLoader, cached, share, sharing_report
+from fastq_loader.extras.share import named
 from fastq_loader.system import calls
 from tests.conftest import open_descriptors, run_script, running_script, wait_until
+from tests.support.forking import end_of, fork
 from tests.support.thorough import thorough
 
 N = 20_000
@@ -154,7 +156,6 @@ OTHERS: list[tuple[Callable[[], Files], str]] = [
     (changed("samples", lambda of: of[:-1]), "samples"),
     (changed("samples", lambda of: [*of[:-1], ("b", 1)]), "samples"),
     (changed("samples", tuple), "samples"),
-    (changed("index", lambda of: list(of.items())), "index"),
     (changed("classes", lambda of: [f"{number:010}" for number in range(N)]), "classes"),
     (changed("index", len), "index"),
 ]
@@ -201,6 +202,20 @@ def test_the_second_of_a_name_finds_the_memory_of_the_first_and_sigkill_leaves_n
     del new
     gc.collect()
     assert list(tmp_path.iterdir()) == [], "the last one has taken the file along"
+
+
+@pytest.mark.processes
+def test_a_forked_child_keeps_no_lock_and_a_stopped_process_one_for_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "name")
+    with named._registry(path):
+        pid = fork(signal.pause)  # by another thread; it has the file open
+    monkeypatch.setattr(named, "PATIENCE", 0.1)
+    with named._registry(path), pytest.raises(TimeoutError, match=r"name locked for 0\.1 s"):
+        named._registry(path).__enter__()
+    os.kill(pid, signal.SIGKILL)
+    assert end_of(pid) == -signal.SIGKILL
 
 
 def test_a_file_of_another_user_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
