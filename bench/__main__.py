@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import compileall
 import sys
 import tempfile
 import warnings
@@ -13,6 +14,7 @@ import torch
 
 from bench import machine
 from bench.arguments import parse
+from bench.digest import PACKAGE, ROOT
 from bench.peers import PEERS
 from bench.run import perform
 from bench.timing import against, device, steady, training
@@ -26,6 +28,8 @@ NO_GPU = "Nothing was measured, because there is no GPU to measure: torch.cuda.i
 def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         arguments = sys.argv[1:]
+    # Else each process compiles what it imports, on the clock, where PYTHONDONTWRITEBYTECODE is set.
+    compileall.compile_dir(ROOT / PACKAGE, quiet=1)
     if arguments[:1] == ["program"]:
         from bench.programs.command import main as run_programs  # brings pillow and rich only for those
 

@@ -74,6 +74,7 @@ def ratio(values: Series | None, base: Series | None) -> Spread | None:
     """The ratio of the medians; its range is that of the ratios within each round."""
     if values is None or base is None:
         return None
+    values, base = values.align(base, join="inner")  # a tie has more rounds than others
     rounds = spread(values / base)
     return rounds and rounds._replace(median=float(values.median() / base.median()))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import comb
 from typing import NamedTuple
 
 from bench.output.figures import BASELINE, INLINE, OURS, Spread, figure, others
@@ -18,12 +17,11 @@ SAME, OVERLAPS, OTHER = "yes", "overlaps", "NO"
 
 
 class Repeated(NamedTuple):
-    """A figure before and now, and the number of rounds then and now."""
+    """A figure before and now."""
 
     name: str
     before: Spread
     now: Spread | None
-    rounds: tuple[int, int]
 
     @property
     def same(self) -> str:
@@ -31,13 +29,6 @@ class Repeated(NamedTuple):
         if now is None or now.low > before.high or now.high < before.low:
             return OTHER
         return SAME if before.low <= now.median <= before.high else OVERLAPS
-
-    @property
-    def chance(self) -> float:
-        """How probable it is that the median of now lies outside where nothing but chance differs."""
-        then, now = self.rounds
-        beyond = now // 2 + 1  # so many of the rounds of now are below all of those before, or above
-        return 2 * comb(then + now - beyond, then) / comb(then + now, then) if now else 1.0
 
 
 class Comparison(NamedTuple):
@@ -58,10 +49,8 @@ def repeated(before: Results, now: Results) -> Comparison:
         {"figure": each.name, "before": ranged(each.before), "now": ranged(each.now), "same": each.same}
         for each in figures
     ]
-    outside = sum(each.chance for each in figures)
     sentences = [
-        f"{len(by[SAME])} of {len(figures)} figures lie within the spread of those before; where nothing but "
-        f"chance differs, about {len(figures) - outside:.0f} do.",
+        f"{len(by[SAME])} of {len(figures)} figures lie within the spread of those before.",
         f"Outside, with ranges that overlap: {'; '.join(by[OVERLAPS]) or 'none'}.",
         f"Other figures than before: {'; '.join(by[OTHER]) or 'none'}.",
     ]
@@ -74,8 +63,7 @@ def _figures(case: CaseRows, again: CaseRows) -> Iterator[Repeated]:
     for name, measure, unit, scale in _shown(case):
         before, now = (figure(each, name, measure, scale=scale) for each in (case, again))
         if before is not None:
-            label, rounds = case.peers[name].label, (len(case.part(name)), len(again.part(name)))
-            yield Repeated(f"{title}, {label}, {unit}", before, now, rounds)
+            yield Repeated(f"{title}, {case.peers[name].label}, {unit}", before, now)
 
 
 def _shown(case: CaseRows) -> Iterator[tuple[str, str, str, float]]:

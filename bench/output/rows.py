@@ -124,9 +124,10 @@ class Results:
         machine, given = self.machine, self.runs[0]["arguments"]
         first, last = (str(run["machine"]["date"])[:10] for run in (self.runs[0], self.runs[-1]))
         commits = dict.fromkeys(run["revision"]["commit"] for run in self.runs)
+        blocks = " or ".join(str(given[each]) for each in ("blocks", "ties") if each in given)
         return (
             f"Commit {', '.join(commits)}, {machine['cpu']}, {machine['cores']} cores, "
-            f"torch {machine['versions']['torch']}, {given['blocks']} blocks of {given['seconds']:g} s each, "
+            f"torch {machine['versions']['torch']}, {blocks} blocks of {given['seconds']:g} s each, "
             f"{first if first == last else f'{first} to {last}'}"
         )
 

@@ -13,7 +13,6 @@ these SPDL keeps no order. Both have a continuous source, so that they run on fr
 from __future__ import annotations
 
 import gc
-import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +20,7 @@ from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
 
+import spdl.pipeline._pipeline
 from spdl.dataloader import PyTorchDataLoader, get_pytorch_dataloader
 from spdl.pipeline import Pipeline, PipelineBuilder, SharedMemorySegmentPool, run_pipeline_in_subprocess
 from spdl.pipeline.defs import MAIN_PROCESS, ProcessPoolExecutorConfig
@@ -29,8 +29,9 @@ from bench.peers import LoaderSettings, Peer, Unsupported, without_stderr
 from bench.timing.batches import nbytes
 from bench.workloads import Load, whole_batches
 
-# Its finalizers run in forked workers of other loaders, too, and say there that the processes are not theirs.
-logging.getLogger("spdl.pipeline").setLevel(logging.ERROR)
+# SPDL stops its pipelines where Python ends, also in each forked worker of another loader: that sends "shut
+# down" to the processes of a region, which fails or hangs then. The bench closes its pipelines itself.
+setattr(spdl.pipeline._pipeline, "_register_stop_at_exit", lambda pipeline: None)  # noqa: B010 - not known to mypy
 
 # Of batches in an epoch, at most. The heaps of its workers grow by nearly every batch below 32 MB that they
 # pickle: glibc's malloc does not get them back (with MALLOC_MMAP_THRESHOLD_ set they stay as they are). New
@@ -41,6 +42,8 @@ LEAST_EPOCH = 32  # batches
 # From its guide: payloads that an arena is for; items between processes, and batches that are ready.
 ARENA_FROM = 1 << 20
 TRANSFER, READY = 2, 3
+# Seconds that its process may wait for room, instead of 60: a lane rests while others take their turn.
+RESTING_S = 3600.0
 WORKER_READY = 3  # in the sink of the pipeline in each worker, which SPDL chooses
 
 
@@ -171,7 +174,7 @@ class SpdlSubprocess(_Continuous):
             # Before Python 3.13 the tracker complains of segments that two processes know.
             with without_stderr():
                 resource_tracker.ensure_running()
-            arena = SharedMemorySegmentPool(segment_size=size + ARENA_FROM, count=2 * READY + 2)
+            arena = SharedMemorySegmentPool(size + ARENA_FROM, 2 * READY + 2, acquire_timeout=RESTING_S)
         self._source = run_pipeline_in_subprocess(
             inside.get_config(),
             num_threads=threads,

@@ -19,6 +19,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,17 +119,15 @@ class Torchvision:
         return image.as_subclass(Tensor)
 
 
-def with_pillow(
-    folder: Path, device: torch.device, pixels: DecodeImages, schedule: str = "", **options: Any
+def with_torch(
+    decoder: Callable[[], Callable[[Path], Tensor]], folder: Path, device: Any, pixels: Any, **options: Any
 ) -> Any:
     """torch's loader: workers read and decode the files."""
-    return torch.utils.data.DataLoader(Photographs(folder, Pillow(), lambda path: path), **options)
+    del options["schedule"]
+    return torch.utils.data.DataLoader(Photographs(folder, decoder(), lambda path: path), **options)
 
 
-def with_torchvision(
-    folder: Path, device: torch.device, pixels: DecodeImages, schedule: str = "", **options: Any
-) -> Any:
-    return torch.utils.data.DataLoader(Photographs(folder, Torchvision(), lambda path: path), **options)
+with_pillow, with_torchvision = partial(with_torch, Pillow), partial(with_torch, Torchvision)
 
 
 def train(

@@ -26,14 +26,10 @@ def test_what_is_named_is_what_runs(tmp_path: Path) -> None:
     ("line", "named"),
     [
         ("nosuch", "is not a workload"),
-        ("--peers torch,nosuch", "is not a peer"),
         ("--workers two", "whole numbers"),
         ("--json /nosuch/x.json", "folder that exists"),
         ("--against HEAD --rounds 4", "at least 5 rounds to tell noise, got 4"),
-        ("--against HEAD --device cuda", "not allowed"),
         ("--again", "goes with --readme"),
-        ("--train", "goes with --device"),
-        ("program nosuch", "invalid choice"),
         ("program csv_table --data /nosuch", "folder that exists"),
     ],
 )

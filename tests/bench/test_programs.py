@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from bench.__main__ import main
-from bench.peers import LoaderSettings
-from bench.peers.torch_loader import loader_arguments
 from bench.programs import PROGRAMS, case, report, run
 from bench.programs.track import Track
-from bench.workloads import Load
 from tests.support.thorough import thorough
-
-
-def batches(load: Load) -> Iterator[Any]:
-    torch.manual_seed(0)
-    return iter(DataLoader(**loader_arguments(load, LoaderSettings(0, "fork"))))
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +19,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("programs")
 
 
-def program_files(folder: Path, name: str) -> Path:
-    return case.files(folder, name, PROGRAMS[name], few=True)
-
-
 @thorough(after=1)
 @pytest.mark.processes
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_loader_trains_the_same_to_the_bit(name: str, folder: Path) -> None:
-    own = program_files(folder, name)
+    own = case.files(folder, name, PROGRAMS[name], few=True)
     ends = set()
     for loader in PROGRAMS[name].loaders:
         track = Track()
