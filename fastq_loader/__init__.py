@@ -73,6 +73,7 @@ from fastq_loader.statistics.snapshots import BadSample, StagingStatistics
 from fastq_loader.workers.kinds import Processes
 
 if AVAILABLE:  # imported now: a program may give up the right to read files before it iterates
+    from fastq_loader.extras.insight import hints as _hints  # noqa: F401
     from fastq_loader.workers import local_pool as _local_pool  # noqa: F401
 
 __docformat__ = "google"  # for pdoc

@@ -255,7 +255,7 @@ def test_every_module_opens_with_its_rules_and_can_be_read_in_one_sitting() -> N
 
 
 @pytest.mark.processes
-def test_importing_it_starts_and_changes_nothing() -> None:
+def test_importing_it_starts_and_changes_nothing_and_iterating_imports_no_more_of_it() -> None:
     result = run_script(
         """
         import multiprocessing, os, signal, sys, threading
@@ -282,6 +282,9 @@ def test_importing_it_starts_and_changes_nothing() -> None:
         import fastq_loader
         after = state()
         assert before == after and not after["cuda"], (before, after)
+        modules = set(sys.modules)
+        assert len(list(fastq_loader.DataLoader(range(4), num_workers=1))) == 4
+        assert not (more := {name for name in sys.modules if "fastq" in name} - modules), more
         print("nothing happened")
         """,
         warm=not thorough.is_thorough,

@@ -8,13 +8,7 @@ import signal
 import pytest
 
 from tests import conftest
-from tests.conftest import (
-    descendants,
-    process_table,
-    run_script,
-    running_script,
-    wait_until,
-)
+from tests.conftest import descendants, process_table, run_script, running_script, wait_until
 from tests.support import thorough
 from tests.support.forking import end_of, fork
 

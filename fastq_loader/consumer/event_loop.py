@@ -402,6 +402,8 @@ class EventLoop:
             self.answers.staging = None
         self.scheduler.abandon()
         self._drop()
+        for worker in self._counters.workers:  # they are gone when somebody asks
+            worker.look_at_cpu()
         self.group.stop(patience)
         if failure is not None:
             raise failure

@@ -181,12 +181,9 @@ class EpochLog:
             self._cpu = cpu - self._cpu_before
 
     def end(self, now: int, cpu: int) -> None:
-        """Record that `next()` has found no further batch. Workers may be gone when somebody asks for their
-        CPU time, so it is read here."""
+        """Record that `next()` has found no further batch."""
         self.used_cpu(cpu)
         self.over = True
-        for worker in self._counters.workers:
-            worker.look_at_cpu()
         self.record(END, now)
 
     def drop(self, now: int) -> None:

@@ -61,11 +61,7 @@ INHERITED, AFRESH = (torch.float64, False, "changed"), (torch.float32, True, "as
 @pytest.mark.usefixtures("changed", "warm_interpreter")
 @pytest.mark.parametrize(
     ("given", "everywhere", "later", "state"),
-    [
-        ("fork", None, None, INHERITED),
-        (None, "spawn", None, AFRESH),
-        ("spawn", None, "fork", INHERITED),
-    ],
+    [("fork", None, None, INHERITED), (None, "spawn", None, AFRESH), ("spawn", None, "fork", INHERITED)],
 )
 def test_p1_p6b_p11_the_start_method_is_read_when_iteration_starts(
     given: Any, everywhere: str | None, later: Any, state: Any, tmp_path: Path

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from fastq_loader import DataLoader
+from fastq_loader.epoch.resources import of as resources_of
 from fastq_loader.ipc.messages import Indices
 from fastq_loader.statistics import counters as module
 from fastq_loader.statistics.counters import Counters, StagingCounters, WorkerCounters
 from fastq_loader.statistics.records import CLOSE, ITER, NEXT, PACKED, Record
 from fastq_loader.statistics.snapshots import StagingStatistics
+from fastq_loader.system import pages
 from tests.support.crimes import Rows
 
 SECOND = 10**9
@@ -96,6 +100,13 @@ def test_a_new_process_of_a_worker_begins_with_no_cpu_time() -> None:
     worker.pid = 1
     worker.look_at_cpu()  # of another machine
     assert not worker.cpu
+
+
+def test_the_cpu_time_of_workers_that_have_ended_is_known() -> None:
+    loader = DataLoader(Rows(40), num_workers=1)
+    list(loader)
+    (worker,) = resources_of(loader).counters.workers
+    assert worker.cpu > 0 < worker.cpu_busy or not pages.cpu(os.getpid())
 
 
 def test_a_snapshot_of_copies_is_not_changed_by_later_counting() -> None:
