@@ -6,6 +6,7 @@ values lie, and how other processes get them. `checks` says which hits are compu
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import gc
@@ -311,6 +312,9 @@ class cached:
             return f"it drew from {', '.join(drew)}"
         try:
             where = equal.difference(stored, fresh)
+            if where:  # by what pickle loses of the object, or writes in another way for its copy
+                with contextlib.suppress(Exception):
+                    where = equal.difference(stored, values.decode(values.encode(fresh)))
         except equal.Incomparable:
             self._counters.add("unchecked")
             return ""
@@ -328,7 +332,7 @@ class cached:
                 f"{where}. There were {counters.sum('hits')} hits before. If the function draws random "
                 "numbers, wrap only the part that does not; if two objects, shards or versions share the "
                 "values, give each a path= or name= of its own, or version=str(root); if it is right and "
-                "cannot be repeated, pass check=False"
+                "cannot be repeated, as rounding with another number of threads, pass check=False"
             )
             warn_user(f"cached: {self.__qualname__}{text}", NotCached)
 

@@ -158,13 +158,23 @@ class Grams(float):
     pass
 
 
+class Lenient:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __eq__(self, other: Any) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 Pair = collections.namedtuple("Pair", "left right")
 
 
-def named(scale: int) -> torch.Tensor:
-    tensor = torch.zeros(2)
-    tensor.scale = scale  # type: ignore[attr-defined]
-    return tensor
+def named(scale: int, value: Any = None) -> Any:
+    value = torch.zeros(2) if value is None else value
+    value.scale = scale
+    return value
 
 
 VALUES: list[Any] = [1, 1.5, float("nan"), "a", b"b", None, True, 2j, range(3), int, len, slice(1, 2)]
@@ -174,23 +184,10 @@ VALUES += [collections.Counter("aab")]
 VALUES += [np.arange(3), np.float32(2), np.array(["a"]), np.datetime64("NaT"), np.array([1, 2], "m8[s]")]
 VALUES += [np.zeros(()), np.ma.masked_array([1.0, 2.0], [True, False]), np.array([1, "a", None], object)]
 VALUES += [np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]), torch.eye(3).to_sparse(), torch.zeros(0)]
-VALUES += [
-    torch.ones(3, device="meta"),
-    torch.arange(3.0),
-    torch.ones(3).half(),
-    torch.ones(3).bfloat16(),
-    Sample(np.arange(3.0)),
-]
+VALUES += [torch.ones(3, device="meta"), torch.arange(3.0), torch.ones(3).half(), torch.ones(3).bfloat16()]
 # Those that are not equal to their copy.
-VALUES += [
-    {float("nan"), 1},
-    {Itself(), 2},
-    Itself(),
-    Remembering(),
-    {float("nan"): 1},
-    Grams("nan"),
-    Decimal("nan"),
-]
+VALUES += [{float("nan"), 1}, {Itself(), 2}, Itself(), Remembering(), {float("nan"): 1}, Grams("nan")]
+VALUES += [Decimal("nan"), Sample(np.arange(3.0))]
 VALUES += [array.array("f", [1.0, float("nan")]), [torch.strided, np.ma.masked]]
 
 
@@ -215,8 +212,11 @@ DIFFERENCES: list[Any] = [
     (torch.zeros(2), torch.zeros(1, 2), r"\(2,\).*\(1, 2\)"),
     (torch.zeros(2), torch.zeros(2).half(), "float32.*float16"),
     (named(1), named(2), r"value\.__dict__\['scale'\]: 1 and 2"),
-    (Sample(np.arange(3.0)), Sample(np.arange(3.0) + 1), r"value\.image\[0\]: 0\.0 and 1\.0"),
+    (Sample(np.arange(3.0)), Sample(np.arange(3.0) + 1), r"value\['image'\]\[0\]: 0\.0 and 1\.0"),
     *((Held(3), Held(4), r"\['value'\]: 3 and 4"), (Pair(1, 2), Pair(1, 3), "2 and 3")),
+    (np.array([3e38, 0.3, 0.7]), np.array([3e38, 0.4, 0.6]), r"value\[1\]: 0\.3 and 0\.4"),
+    *((np.array([1e9 + 1j]), np.array([1e9 + 2j]), "1.0 and 2.0"), (Lenient(1), Lenient(2), "1 and 2")),
+    *((named(1, kind()), named(2, kind()), "1 and 2") for kind in (Grams, type("Of", (dict,), {}))),
     (collections.deque([1]), collections.deque([2]), r"value\[0\]: 1 and 2"),
     (*MASKED, r"value\.mask\[0\]: True and False"),
 ]
@@ -230,7 +230,9 @@ def test_a_difference_is_found_and_its_place_named(stored: Any, fresh: Any, wher
 
 def test_numbers_may_differ_by_rounding() -> None:
     assert difference(0.1 + 0.2, 0.3) == ""
-    assert difference(np.array([1e-9, 1.0]), np.array([2e-9, 1.0])) == "", "beside the largest"
+    row = np.array([1.0, 2.0, 3.0, 1e-9])
+    assert difference(row, row * (1 + 1e-9) + 1e-9) == "", "beside the largest"
+    assert difference(np.eye(3), np.eye(3) + 1e-15) == "", "by last bits"
     assert difference(np.float32(1), np.float32(1.0001)) != ""
     assert difference(torch.ones(2).half(), torch.ones(2).half() + 0.005) == ""
     assert difference(torch.ones(2).half(), torch.ones(2).half() + 0.05) != ""
