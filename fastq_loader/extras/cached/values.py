@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.ma import MaskedArray  # numpy would at its first use, while another thread may fork
 
 from fastq_loader.extras.images import sample_seeds
 from fastq_loader.memory.nontemporal import address_of
@@ -109,7 +110,7 @@ class _ValuePickler(pickle.Pickler):
             self._arrays.append(array)
             return pickling.take, (len(self._arrays) - 1,)
         kind = type(value)
-        if kind is np.ma.MaskedArray:  # its own pickle makes a mask of an absent one
+        if kind is MaskedArray:  # its own pickle makes a mask of an absent one
             return _masked, (value.data, value.mask, value._fill_value, value.hardmask)
         if kind is torch.UntypedStorage:
             raise pickle.PicklingError("UntypedStorage: the tensors on it would lie elsewhere; return these")
@@ -124,7 +125,7 @@ class _ValuePickler(pickle.Pickler):
 
 
 def _masked(data: Any, mask: Any, fill: Any, is_hard: bool) -> Any:
-    return np.ma.MaskedArray(data, mask, fill_value=fill, hard_mask=is_hard)
+    return MaskedArray(data, mask, fill_value=fill, hard_mask=is_hard)
 
 
 def _laid_out(pickled: Any, arrays: list[tuple[str, np.ndarray]]) -> tuple[list[Any], list[Any]]:
