@@ -44,6 +44,8 @@ _PREFIX = struct.Struct("<QQ")
 _LONGEST_KEY = 511  # of LMDB
 #: Errors of opening a file whose values are as they were: no memory or addresses, no room, no rights.
 _NO_DAMAGE = lmdb.MemoryError, lmdb.DiskError, lmdb.LockError, lmdb.ReadonlyError
+#: Errors of a damaged file; a full disk has others.
+_DAMAGE = lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PageFullError, lmdb.PanicError
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 #: The folders that are open in this process, by the device and inode of their mark.
@@ -69,6 +71,7 @@ class Folder:
         self._env: Any = None
         self._pid = 0  # the process that has LMDB open; negative: it is opened anew at the next use
         self._is_busy = False  # in this process; a forked child has its parent's
+        self._is_damaged = False  # LMDB said so: the next process that opens it begins anew
         self._thread = threading.RLock()
         self._lock = os.open(os.path.join(path, marks.MARK), _FLAGS, 0o600)
 
@@ -110,7 +113,8 @@ class Folder:
         _opened[marks.identity(self._lock)] = self
 
     def _mark(self, about: dict[str, Any]) -> None:
-        marks.write(self._lock, {**about, "using": marks.using(self._data)})
+        using = [] if self._is_damaged else marks.using(self._data)
+        marks.write(self._lock, {**about, "using": using})
 
     def _open(self) -> None:
         """Open LMDB in this process, which has locked the opening."""
@@ -197,6 +201,7 @@ class Folder:
                 return FULL
             except lmdb.Error as error:
                 self._pid = -process_id.pid
+                self._is_damaged |= isinstance(error, _DAMAGE)
                 raise ValueError(f"LMDB: {error}") from None
             finally:
                 self._is_busy = False

@@ -46,7 +46,9 @@ def read(file: int) -> Any:
 def write(file: int, mark: dict[str, Any]) -> None:
     """Write a mark, and sync it. Whole pages: a process that is killed has written all of one, or nothing."""
     data = json.dumps(mark).encode()
-    os.pwrite(file, data + b" " * (-len(data) % mmap.PAGESIZE), 0)
+    data += b" " * (-len(data) % mmap.PAGESIZE)
+    os.pwrite(file, data, 0)
+    os.ftruncate(file, len(data))
     os.fsync(file)
 
 
@@ -68,7 +70,7 @@ def lost(path: str, mark: Any) -> str:
     if mark is None:
         return "its mark is damaged"
     is_whole = mark["using"] in (None, using(values))
-    return "" if is_whole else "the machine went down, or it was copied, while it was written to"
+    return "" if is_whole else "it was damaged; or copied, or the machine went down, while it was written to"
 
 
 def compare(path: str, mark: Any, about: dict[str, Any]) -> None:
