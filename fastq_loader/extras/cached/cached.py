@@ -60,9 +60,11 @@ class cached:
 
     Args:
         function: function of arguments of type int, str, bytes, float, Path, None and tuples of these, which
-            with their exact types, and as they are passed, are the key. Its values are tensors, arrays,
-            numbers, texts, PIL images (of a PNG, GIF or TIFF file their `copy()`), and lists, tuples, dicts
-            and dataclasses of these; other objects are pickled, which is slower.
+            with their exact types, by position or by name, are the key; the order of names is not part of it.
+            Its values are tensors, arrays, numbers, texts, PIL images (of a PNG, GIF, TIFF, WEBP or AVIF file
+            their `copy()`), and lists, tuples, dicts and dataclasses of these; other objects are pickled,
+            which is slower. One that seeds itself draws from `torch.Generator().manual_seed(index)`, not from
+            a global generator: values of that are stored.
         limit: largest total size of the values: bytes, a text such as "8GB", or a fraction ("0.5") of the
             available memory of the machine or its container, divided by its ranks; with a path, largest size
             of the file, and a fraction of the free disk space. A full cache stores nothing more: the stored
