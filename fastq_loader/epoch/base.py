@@ -18,10 +18,7 @@ from typing import Any, NoReturn
 
 from torch.autograd import profiler
 from torch.utils.data import IterDataPipe
-from torch.utils.data.dataloader import (
-    _BaseDataLoaderIter,
-    _DatasetKind,
-)
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from fastq_loader import options
 from fastq_loader.consumer.outcomes import Delivered, Ended, Outcome, Raised

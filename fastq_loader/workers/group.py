@@ -15,13 +15,7 @@ from typing import Any
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.claim_table import Busy, ClaimTable
-from fastq_loader.ipc.messages import (
-    TOKEN_BYTES,
-    BeginEpoch,
-    Hello,
-    Stop,
-    encode,
-)
+from fastq_loader.ipc.messages import TOKEN_BYTES, BeginEpoch, Hello, Stop, encode
 from fastq_loader.ipc.sockets import ConsumerSocket, Line
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.pool import BlockPool
