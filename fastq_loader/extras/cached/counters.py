@@ -3,25 +3,21 @@
 Runs in every process that calls a cached function. Each process adds to its own row. Two processes whose ids
 are equal in their last bits share one, and may lose a count when both add at once.
 
-    rows      counts, one row for a process
-    words     see `_word`
-    checks    a table of hashes: which worker numbers have checked a hit on the values of which writer
+    counts    rows of counts, one row for a process
+    words     about all processes
+    pairs     a table of hashes: which worker numbers have checked a hit on the values of which writer
 """
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, fields
-from typing import Any
 
 from fastq_loader.system import process_id
 
 _ROW_WORDS, _ROWS = 16, 2048
-_WORDS = _ROWS * _ROW_WORDS
-_CHECKS, _CHECK_WORDS = _WORDS + 8, 4096
-#: Bytes of all of it.
-NBYTES = (_CHECKS + _CHECK_WORDS) * 8 + (-(_CHECKS + _CHECK_WORDS) * 8) % 4096
-#: Words of the table that are looked at for one hash.
-_PROBES = 16
+#: Words of the table of pairs: with the three before it, whole pages.
+_PAIRS = (1 << 16) - 3
 
 
 @dataclass(frozen=True)
@@ -82,43 +78,34 @@ NAMES = [
 _INDEX = {name: at for at, name in enumerate([*NAMES, "hinted", "warned"])}
 
 
-def _word(at: int, text: str) -> property:
-    """A word that all processes read and write."""
-
-    def get(self: CacheCounters) -> int:
-        return int(self._words[at])
-
-    def set_(self: CacheCounters, value: int) -> None:
-        self._words[at] = value
-
-    return property(get, set_, doc=text)
-
-
-class CacheCounters:
-    """Counts of all processes that have the same memory.
+class CacheCounters(ctypes.Structure):
+    """Counts of all processes that have the same memory: `from_buffer` of `NBYTES` writable bytes, or more.
 
     Every word is written at once, by itself. Of two processes that add to one word at the same time, one may
     get lost: then one hit more is checked.
 
-    Args:
-        memory: `NBYTES` writable bytes, or more.
+    Attributes:
+        is_marked: whether a hit was found to be wrong.
+        first: how many of the first hits were checked.
+        since: when the last check was made, and paid for; in nanoseconds.
     """
 
-    is_marked = _word(_WORDS, "Whether a hit was found to be wrong.")
-    first = _word(_WORDS + 1, "How many of the first hits were checked.")
-    since = _word(_WORDS + 2, "When the last check was made, and paid for; in nanoseconds.")
-
-    def __init__(self, memory: Any) -> None:
-        self._words = memoryview(memory)[:NBYTES].cast("Q")
-        self.enter()
+    is_marked: int
+    first: int
+    since: int
+    _fields_ = (
+        ("_counts", ctypes.c_uint64 * (_ROWS * _ROW_WORDS)),
+        *((name, ctypes.c_uint64) for name in ("is_marked", "first", "since")),
+        ("_pairs", ctypes.c_uint64 * _PAIRS),
+    )
+    _row = 0
 
     def enter(self) -> None:
         """Take the row of this process; a forked child has its parent's."""
-        at = process_id.pid % _ROWS * _ROW_WORDS
-        self._row = self._words[at : at + _ROW_WORDS]
+        self._row = process_id.pid % _ROWS * _ROW_WORDS
 
     def add(self, name: str) -> None:
-        self._row[_INDEX[name]] += 1
+        self._counts[self._row + _INDEX[name]] += 1
 
     def add_first(self, name: str) -> bool:
         """Whether no process has added to this counter before."""
@@ -127,16 +114,16 @@ class CacheCounters:
         return is_first
 
     def sum(self, name: str) -> int:
-        return sum(self._words[_INDEX[name] : _WORDS : _ROW_WORDS])
+        return sum(self._counts[_INDEX[name] :: _ROW_WORDS])
 
     def has(self, pair: int) -> bool:
         """Whether a worker number and a writer, as a hash that is not 0, were noted."""
-        return any(self._words[at] == pair for at in self._slots(pair))
+        return bool(self._pairs[pair % _PAIRS] == pair)
 
     def note(self, pair: int) -> None:
-        """Note a worker number and a writer. A full part of the table begins anew."""
-        slots = self._slots(pair)
-        self._words[next((at for at in slots if self._words[at] in (0, pair)), slots[0])] = pair
+        """Note a worker number and a writer, in the place of another pair if that has it."""
+        self._pairs[pair % _PAIRS] = pair
 
-    def _slots(self, pair: int) -> list[int]:
-        return [_CHECKS + (pair + number) % _CHECK_WORDS for number in range(_PROBES)]
+
+#: Bytes of all of it.
+NBYTES = ctypes.sizeof(CacheCounters)

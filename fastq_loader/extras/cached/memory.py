@@ -85,7 +85,7 @@ class Memory:
         self._region = calls.MmapRegion(fd, nbytes)  # Python's own has a descriptor more
         self._map = calls.view(self._region.address, nbytes)
         self._words = self._map[_HEADER:_INDEX].cast("Q")
-        self.counters = counters.CacheCounters(self._map)
+        self.counters = counters.CacheCounters.from_buffer(self._map)
 
     def __del__(self) -> None:
         if self.fd >= 0:

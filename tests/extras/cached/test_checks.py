@@ -32,7 +32,7 @@ from tests.support.forking import end_of, fork
 
 def counts(first: int = checks.FIRST) -> counters.CacheCounters:
     """Of a cache whose first checks are over."""
-    shared = counters.CacheCounters(bytearray(counters.NBYTES))
+    shared = counters.CacheCounters.from_buffer(bytearray(counters.NBYTES))
     shared.first = first
     return shared
 
