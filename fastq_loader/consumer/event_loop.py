@@ -12,6 +12,7 @@ way up.
 from __future__ import annotations
 
 import pickle
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -402,7 +403,8 @@ class EventLoop:
             self.answers.staging = None
         self.scheduler.abandon()
         self._drop()
-        for worker in self._counters.workers:  # they are gone when somebody asks
+        # They are gone when somebody asks. At the end of the interpreter nobody will, and `open` is gone.
+        for worker in () if sys.is_finalizing() else self._counters.workers:
             worker.look_at_cpu()
         self.group.stop(patience)
         if failure is not None:
