@@ -125,8 +125,7 @@ class cached:
         """Remove the folder of a cache. Processes that have it open can use it until they end.
 
         Raises:
-            ValueError: this is no folder of a cache.
-            FileNotFoundError: there is no such folder.
+            FileNotFoundError: there is no such folder, or it is not one of a cache.
         """
         mark.remove(mark.absolute(path))
 
@@ -235,7 +234,7 @@ class cached:
             draws = StatesBeforeCall()
             value = self._function(*args, **kwargs)
             drew, is_ours = draws.since()
-        text, kind = "", NotCached  # of a warning
+        text = ""  # of a warning
         if drew:
             became = "random" if is_ours else memory.BUSY
             if is_ours:
@@ -256,14 +255,11 @@ class cached:
             except (UnpicklableError, RuntimeError) as error:
                 became = "refused"
                 text = f"() returns a value that cannot be pickled, so its values are not stored: {error}"
-            except ValueError as error:
-                became, kind = memory.FULL, UserWarning  # type: ignore[assignment]
-                text = f": a value of the folder {self._options.path!r} cannot be stored: {error}"
-            except (OSError, MemoryError):
+            except (ValueError, OSError, MemoryError):
                 became = memory.FULL
         self._counters.add(became)
         if text:
-            self._warn_once(text, kind)
+            self._warn_once(text)
         return value
 
     # ---- checks ---------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """The mark of a folder of values: whose they are, and whether they survived. Read before LMDB is opened.
 
-Runs in the processes that open or remove a folder, under its lock. The mark is JSON, in the file whose bytes
-are locked; a process that opened and closed this file once more would lose its locks, so these functions get
-its descriptor. While a folder is open, its mark has this boot of the machine and the file of the values,
-because these are not synced; the last process that closes it syncs them, and removes both from the mark. A
-folder whose mark has another boot or file may have lost values, and begins empty.
+Runs in the processes that open or remove a folder, and before a value is stored, under the folder's lock. The
+mark is JSON, in the file that is locked; a process that opened and closed this file once more would lose its
+locks, so these functions get its descriptor. Values are not synced when they are stored; so the mark says
+first, by this boot of the machine and the file of the values, that there are such ones. The last process that
+closes the folder syncs them, and marks it with the number of the last transaction and the size of the file. A
+folder whose mark has something else may have lost values, or be a copy of some of them, and begins empty.
 """
 
 from __future__ import annotations
@@ -13,25 +14,20 @@ import contextlib
 import json
 import mmap
 import os
+from pathlib import Path
 from typing import Any
 
-FORMAT = 5
+FORMAT = 6
 VALUES, MARK = "fastq_loader.values", "fastq_loader.mark"
-_FIELDS = {"format", "function", "version", "limit", "using"}
+_FIELDS = {"format", "function", "version", "limit", "state"}
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 #: File systems of networks, beside those in user space.
 _REMOTE = " nfs nfs4 cifs smb3 smbfs 9p ceph lustre beegfs gpfs afs glusterfs "
 
 
-class Differs(ValueError):
-    """The folder belongs to another function or version, or is not ours; the text names the difference."""
-
-
 def absolute(path: str | os.PathLike[str]) -> str:
-    """The path of a folder that a user named, from the root on. Raises ValueError: it is empty."""
-    text = os.fsdecode(path)
-    if not text:
-        raise ValueError(f"cached: path={path!r} names no folder")
-    return os.path.abspath(os.path.expanduser(text))
+    """The path of a folder that a user named, from the root on."""
+    return os.path.abspath(os.path.expanduser(os.fsdecode(path)))
 
 
 def read(file: int) -> Any:
@@ -52,60 +48,39 @@ def write(file: int, mark: dict[str, Any]) -> None:
     os.fsync(file)
 
 
-def using(values: Any) -> list[Any]:
-    """What an open folder is marked with: this boot of the machine, and the file of its values."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-    except OSError:
-        boot = ""
-    return [boot, *identity(values)]
+def using(values: int | str) -> list[Any]:
+    """What a folder with values that are not synced is marked with: this boot, and the file of the values."""
+    return [_BOOT.read_text().strip() if _BOOT.exists() else "", *identity(values)]
 
 
-def lost(path: str, mark: Any) -> str:
-    """Why the values may not have survived; "" if they have, or there are none."""
-    values = os.path.join(path, VALUES)
-    if not os.path.exists(values):
-        return ""
-    if mark is None:
-        return "its mark is damaged"
-    is_whole = mark["using"] in (None, using(values))
-    return "" if is_whole else "it was damaged; or copied, or the machine went down, while it was written to"
-
-
-def compare(path: str, mark: Any, about: dict[str, Any]) -> None:
-    """Compare the mark with this function.
-
-    Raises:
-        Differs: it belongs to another function or version.
-    """
+def compare(path: str, mark: dict[str, Any], about: dict[str, Any]) -> None:
+    """Compare a mark with this function. Raises ValueError: it is of another function or version."""
     for name, here in {"format": FORMAT, **about}.items():
-        if mark is not None and mark[name] != here:
-            raise Differs(
+        if mark[name] != here:
+            raise ValueError(
                 f"cached: path={path!r} holds something else: its {name} is {mark[name]!r}, and here it is "
                 f"{here!r}. Use another path, or remove the folder with cached.clear(path)"
             )
 
 
-def identity(file: Any) -> tuple[int, ...]:
+def identity(file: int | str) -> tuple[int, ...]:
     """Device and inode of a file; nothing if it does not exist."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         found = os.stat(file)
-    except FileNotFoundError:
-        return ()
-    return found.st_dev, found.st_ino
+        return found.st_dev, found.st_ino
+    return ()
 
 
 def refuse_others(path: str) -> None:
     """Refuse a folder that has something else, or that somebody else may write to, whose pickles would be
     read; and one on a network."""
     found = os.stat(path)
-    if found.st_uid != os.geteuid():
-        raise PermissionError(f"cached: path={path!r} is another user's; values are not shared between users")
-    if found.st_mode & 0o022:
-        raise PermissionError(f"cached: others may write to path={path!r}: chmod go-w, or use another folder")
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        text = f"cached: path={path!r} is another user's, or others may write to it: chmod go-w"
+        raise PermissionError(f"{text}, or use another folder")
     if others := set(os.listdir(path)) - {VALUES, MARK}:
-        raise _foreign(path, min(others))
+        text = f"cached: path={path!r} is not a cache of this library, and has a {min(others)!r}"
+        raise ValueError(f"{text}: use another path")
     device = f"{os.major(found.st_dev)}:{os.minor(found.st_dev)}"
     with contextlib.suppress(OSError), open("/proc/self/mountinfo") as file:
         for line in file:
@@ -115,23 +90,16 @@ def refuse_others(path: str) -> None:
                 raise ValueError(f"cached: path={path!r} is on {kind}; use a disk of this machine")
 
 
-def _foreign(path: str, name: str) -> Differs:
-    text = f"cached: path={path!r} is not a cache of this library, and has a {name!r}"
-    return Differs(f"{text}: use another path, or remove its contents yourself")
-
-
 def remove(path: str) -> None:
     """Remove a folder. Processes that have it open can use it until they end.
 
     Raises:
-        FileNotFoundError: there is no such folder.
-        Differs: it is not a cache.
+        FileNotFoundError: there is no such folder, or it is not a cache.
     """
-    there = os.listdir(path)
-    if there and MARK not in there:
-        raise _foreign(path, min(there))
-    for name in (VALUES, MARK):  # in this order: after a kill, the rest is recognised
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(path, name))
+    mark = os.path.join(path, MARK)
+    os.stat(mark)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(path, VALUES))
+    os.unlink(mark)  # in this order: after a kill, the rest is recognised
     with contextlib.suppress(OSError):  # something else is in it, or it is a mount
         os.rmdir(path)

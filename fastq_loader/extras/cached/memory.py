@@ -10,9 +10,9 @@ Runs in every process that calls a cached function, on any of its threads. Freed
 A word of the index is 24 bits of the key's hash and the offset of a record; the record has the whole key. A
 key lies in the first level whose bucket had a free word, so the index grows with the number of values.
 Readers take no lock, because a word is written after its record, and the kernel writes it at once. A writer
-first locks its key, so that processes in step store no copies; then the header, for microseconds, to reserve
-room, and again to write the word. The kernel releases the locks of a process that dies. A writer that does
-not get a lock soon stores nothing.
+locks the memory until its word is written: the kernel, too, lets one process at a time write to a file. It
+releases the lock of a process that dies, and the next writer uses that one's room. A writer that does not get
+the lock soon stores nothing.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _PLACE_MASK = (1 << _OFFSET_BITS) - 1
 _SHARE = 4
 #: Seconds that a writer waits for another one, which may be off the CPU, and seconds between two attempts.
 PATIENCE, GLANCE = 0.1, 50e-6
-#: Offsets of locks: of the header, and of the first key. No bytes are there.
-_HEADER_LOCK, _KEY_LOCKS = 0, 1 << 62
+#: Offset of the byte that a writer locks.
+_LOCK = 0
 
 #: Held while this process opens a cache, or begins to use one.
 entering = threading.RLock()
@@ -130,70 +130,45 @@ class Memory:
     # ---- writing ----------------------------------------------------------------------------------
 
     def add(self, key: bytes, encoded: values.EncodedValue, replace: bool = False) -> str:
-        """Store a value, unless another process or thread stores this key.
+        """Store a value.
 
         Returns:
-            STORED; FULL: no room; BUSY: it is there already, or a lock was not free in time, which another
+            STORED; FULL: no room; BUSY: it is there already, or the lock was not free in time, which another
             thread has, or the code that a signal handler interrupted.
 
         Raises:
             OSError: memory is used up.
         """
+        pieces, nbytes = values.record(key, encoded)
         # Opened and closed by `with`, in C: no interrupt leaves a lock.
         with io.FileIO(f"/proc/self/fd/{self.fd}", "r+") as file:
-            owner = file.fileno()
+            attempt = partial(locks.try_lock, file.fileno(), _LOCK, 1)
             try:
-                if not locks.try_lock(owner, _KEY_LOCKS + zlib.crc32(key), 1) or self.get(key, copy=False):
+                # As long as computing took it is worth to wait.
+                if not in_time(attempt, max(PATIENCE, encoded.seconds)) or self.get(key, copy=False):
                     return BUSY
-                return self._store(owner, key, *values.record(key, encoded))
+                return self._store(zlib.crc32(key), pieces, nbytes)
             finally:
-                locks.unlock(owner, 0, 0)  # all: a child of a fork may have the descriptor
+                locks.unlock(file.fileno(), _LOCK, 1)  # a child of a fork may have the descriptor
 
-    def _store(self, owner: int, key: bytes, pieces: list[Any], nbytes: int) -> str:
-        nbytes += -nbytes % _ALIGNMENT
-        if not _lock_header(owner):
-            return BUSY
-        at = self._words[_END]
-        if at + nbytes > self.limit:
-            return FULL
-        self._set(_END, at + nbytes)
-        locks.unlock(owner, _HEADER_LOCK, 1)
-        offset, became = self._words[_DATA] + at, BUSY
-        try:
-            write_all(self.fd, pieces, offset)
-            if _lock_header(owner):
-                became = self._enter(zlib.crc32(key), offset)
-            return became
-        finally:
-            # Room goes back to the system; and to the cache, if it is the last. Not if an interrupt came
-            # after the word was written, because others may read the value.
-            if became != STORED and self.get(key, copy=False) is None:
-                calls.punch_hole(self.fd, offset, nbytes)
-                if _lock_header(owner) and self._words[_END] == at + nbytes:
-                    self._set(_END, at)
-
-    def _enter(self, hashed: int, offset: int) -> str:
-        """Write the word of a record into the index."""
-        levels = self._words[_LEVELS]
-        for level in range(levels + 2):
-            at = _bucket(level, hashed)
-            if at + _BUCKET.size > self._words[_DATA]:
+    def _store(self, hashed: int, pieces: list[Any], nbytes: int) -> str:
+        """Write a record, and then its word into the index."""
+        words, at = self._words, self._words[_END]
+        end = at + nbytes + -nbytes % _ALIGNMENT
+        for level in range(words[_LEVELS] + 2):
+            bucket = _bucket(level, hashed)
+            if end > self.limit or bucket + _BUCKET.size > words[_DATA]:
                 break
-            words = _BUCKET.unpack_from(self._map, at)
-            if 0 in words:
-                if level > levels:
-                    self._set(_LEVELS, level)
-                self._set(_COUNT, self._words[_COUNT] + 1)
+            free = _BUCKET.unpack_from(self._map, bucket)
+            if 0 in free:
+                offset = words[_DATA] + at
+                write_all(self.fd, pieces, offset)
+                words[_END], words[_COUNT] = end, words[_COUNT] + 1
+                words[_LEVELS] = max(words[_LEVELS], level)
                 word = _tag(hashed) << _OFFSET_BITS | offset // _ALIGNMENT
-                self._write_word(at + words.index(0) * _WORD, word)
+                os.pwrite(self.fd, word.to_bytes(_WORD, "little"), bucket + free.index(0) * _WORD)
                 return STORED
         return FULL
-
-    def _set(self, which: int, word: int) -> None:
-        self._write_word(_HEADER + which * _WORD, word)
-
-    def _write_word(self, at: int, word: int) -> None:
-        os.pwrite(self.fd, word.to_bytes(_WORD, "little"), at)
 
 
 def create(limit: int) -> int:
@@ -215,10 +190,6 @@ def in_time(attempt: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(GLANCE)
     return True
-
-
-def _lock_header(owner: int) -> bool:
-    return in_time(partial(locks.try_lock, owner, _HEADER_LOCK, 1), PATIENCE)
 
 
 def _tag(hashed: int) -> int:

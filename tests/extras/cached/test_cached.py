@@ -219,9 +219,7 @@ def test_a_path_is_taken_as_users_write_it(tmp_path: Path, monkeypatch: pytest.M
         cached.clear(path)
         assert not (tmp_path / "values").exists()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="path='' names no folder"):
-        cached(read, limit="1MB", path="")
-    with pytest.raises(FileNotFoundError, match=r"nvme/values' cannot be opened: No such file"):
+    with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*nvme/values"):
         cached(read, limit="1MB", path="nvme/values")
     assert not list(tmp_path.iterdir())
 

@@ -135,7 +135,7 @@ def test_a_writer_that_is_stopped_in_its_turn_holds_nobody_up(
 
     def child() -> None:
         owner = locks.open_anew(store.fd)
-        assert locks.try_lock(owner, memory._HEADER_LOCK, 1)
+        assert locks.try_lock(owner, memory._LOCK, 1)
         os.write(said, b"!")
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -206,5 +206,6 @@ def left_usable(store: Any) -> None:
 
 
 @pytest.mark.processes
-def test_an_interrupt_at_any_moment_leaves_no_lock(store: Memory) -> None:
+def test_an_interrupt_at_any_moment_leaves_no_lock(store: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "PATIENCE", 0.001)  # of the handler, for what it has interrupted
     left_usable(store)
