@@ -166,7 +166,6 @@ def test_who_has_a_folder_that_was_begun_anew_stores_no_more(path: Path) -> None
 
     assert end_of(fork(child)) == 0
     assert put(store, 3, value_of(3)) == BUSY
-    assert check(store, [1]) == 1
     store.finish()
     assert not is_clean(path), "of the other one"
 
@@ -285,8 +284,9 @@ def test_a_copy_is_used_unless_its_values_are_of_another_moment_than_its_mark(pa
             assert put(opened(path), 40, value_of(40)) == STORED
             shutil.copy(path / "fastq_loader.values", copy)
         with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             assert check(opened(copy), range(40)) == stored
-        assert ["was copied, while" in str(each.message) for each in caught] == ([] if stored else [True])
+        assert ["or copied" in str(each.message) for each in caught] == ([] if stored else [True])
 
 
 @pytest.mark.processes
@@ -420,8 +420,6 @@ def test_a_folder_that_is_removed_serves_those_that_have_it(path: Path) -> None:
     assert (check(store, [1]), check(other, [1])) == (1, 0)
     assert put(store, 2, value_of(2)) == put(other, 3, value_of(3)) == STORED
     assert (check(store, range(5)), check(other, range(5))) == (2, 1)
-    store.finish()
-    assert not is_clean(path), "of the other one"
 
 
 def test_without_lmdb_the_error_says_what_to_install(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
