@@ -41,6 +41,7 @@ _OPENING_PATIENCE = 30.0
 #: Before a record: number of its transaction, and checksum of the record.
 _PREFIX = struct.Struct("<QQ")
 _LONGEST_KEY = 511  # of LMDB
+_MOST_SEEN = 1 << 26  # a damaged file has numbers of any size
 #: Errors of a damaged file. Others are of the machine: no memory or addresses, no rights, a full disk.
 _DAMAGE = (
     *(lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.CorruptedError),
@@ -214,7 +215,7 @@ class Folder:
         if not (number < len(seen) and seen[number]):
             if values.checksum(data[_PREFIX.size :]) != checksum:
                 raise ValueError("the checksum of a value is wrong")
-            if number <= txn.id():
+            if number <= min(txn.id(), _MOST_SEEN):
                 seen.extend(bytes(max(0, number + 1 - len(seen))))
                 seen[number] = True
         return values.read(data, _PREFIX.size, key, copy)
