@@ -10,7 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import struct
-import time
+
+from fastq_loader.system.unpatched import time
 
 try:
     import fcntl
