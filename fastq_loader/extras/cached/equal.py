@@ -19,8 +19,8 @@ import torch
 #: By how much a number may differ, as a part of the largest one beside it; of half precision 1e-2.
 _CLOSE, _HALF_CLOSE = 1e-5, 1e-2
 _HALF = (torch.float16, torch.bfloat16, torch.complex32, np.float16)
-#: Numbers that are nearly 0 beside what they are a sum of may differ by more than the root of that, of
-#: themselves: this part of those that differ; all of them, if by at most so many last bits of their largest.
+#: A sum that is nearly 0 has lost its last digits: it may differ by more than the root of that, of itself. So
+#: may this part of the numbers that differ; and all, if each does by only so many last bits of the largest.
 _CANCELLED, _LAST_BITS = 0.25, 64
 #: Parts of an object that are missing in the other one.
 _NONE: Any = object()

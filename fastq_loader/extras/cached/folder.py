@@ -47,7 +47,7 @@ _DAMAGE = (
     *(lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.CorruptedError),
     *(lmdb.PageNotFoundError, lmdb.PageFullError, lmdb.PanicError),
 )
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 #: The folders that are open in this process, by the device and inode of their mark.
 _opened: weakref.WeakValueDictionary[Any, Folder] = weakref.WeakValueDictionary()
@@ -101,12 +101,13 @@ class Folder:
                 fcntl.lockf(self._lock, fcntl.LOCK_UN, 1, _OPERATION)
         _opened[marks.identity(self._lock)] = self
 
-    def _open(self, file: str) -> None:
-        """Open LMDB, under the lock. Raises ValueError: the file is damaged."""
+    def _open(self, file: str | None = None) -> None:
+        """Open LMDB, under the lock: on a file, or anew on its own. Raises ValueError: it is damaged."""
         fcntl.lockf(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _OPEN)
         self._close_values()
-        before, self._data = self._data, os.open(file, _FLAGS, 0o600)
-        _close(before)
+        if file is not None:
+            before, self._data = self._data, os.open(file, _FLAGS, 0o600)
+            _close(before)
         self._using = marks.using(self._data)
         options: Any = {"subdir": False, "lock": False, "sync": False, "metasync": False}
         try:
@@ -183,7 +184,7 @@ class Folder:
                 if not _wait_for(self._lock, _OPERATION, kind, PATIENCE):
                     return None
                 if self._env is None:
-                    self._open(f"/proc/self/fd/{self._data}")
+                    self._open()
                 with self._env.begin(write=kind == fcntl.LOCK_EX, buffers=True) as txn:
                     return work(txn, *args)
             except lmdb.MapFullError:
