@@ -214,7 +214,7 @@ def pickles(value: Any) -> bool:
 # setup came by cloudpickle also use it for answers: a class from the consumer becomes the same class there.
 
 _HINT = (
-    "; with cloudpickle (pip install '.[notebook]' in a clone) lambdas, local classes and a notebook's work"
+    "; with cloudpickle (pip install 'fastq-loader[notebook]') lambdas, local classes and a notebook's work"
 )
 
 #: Whether the answers of this process may need cloudpickle, too. Set in workers.

@@ -145,7 +145,7 @@ class RayWorkers(WorkerKind):
             if tuple(map(int, re.findall(r"\d+", version)[:2])) >= RAY:
                 return ""
             found = f"is {version} here"
-        install = "pip install '.[ray]' in a clone of fastq_loader"
+        install = "pip install 'fastq-loader[ray]'"
         return f"ray {RAY[0]}.{RAY[1]} or newer, which {found}: {install}"
 
     def make_pool(self, plan: Plan) -> WorkerPool:

@@ -59,7 +59,7 @@ def share(dataset: T, *attributes: str, name: str | None = None) -> T:
     try:
         from fastq_loader.extras.share import containers
     except ImportError as error:
-        raise ImportError(f"share() needs pyarrow ({error}): pip install '.[share]' in a clone") from error
+        raise ImportError(f"share() needs pyarrow ({error}): pip install 'fastq-loader[share]'") from error
     chosen = _chosen(dataset, attributes)
     values = {id(value): value for _, _, value in chosen}  # one object may have several names
     # Datasets in a ConcatDataset have attributes of the same names.

@@ -76,7 +76,7 @@ def test_without_ray_the_error_says_what_to_install(
     found: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version(monkeypatch, found)
-    text = re.escape("pip install '.[ray]' in a clone of fastq_loader")
+    text = re.escape("pip install 'fastq-loader[ray]'")
     for workers in ("ray", RayWorkers()):
         with pytest.raises(RuntimeError, match=f"needs ray 2.52 or newer, .*{text}"):
             DataLoader(range(4), num_workers=2, workers=workers)

@@ -105,7 +105,7 @@ def test_without_pyarrow_the_error_says_what_to_install() -> None:
         warm=True,
     )
     assert result.stdout.startswith("share() needs pyarrow (")
-    assert "pip install '.[share]'" in result.stdout
+    assert "pip install 'fastq-loader[share]'" in result.stdout
 
 
 class Cached(Files):
