@@ -33,6 +33,10 @@ from bench.workloads import Load, whole_batches
 # down" to the processes of a region, which fails or hangs then. The bench closes its pipelines itself.
 setattr(spdl.pipeline._pipeline, "_register_stop_at_exit", lambda pipeline: None)  # noqa: B010 - not known to mypy
 
+# Before Python 3.13 the tracker complains, with a traceback each, of segments that two processes know.
+with without_stderr():
+    resource_tracker.ensure_running()
+
 # Of batches in an epoch, at most. The heaps of its workers grow by nearly every batch below 32 MB that they
 # pickle: glibc's malloc does not get them back (with MALLOC_MMAP_THRESHOLD_ set they stay as they are). New
 # processes begin anew; an endless epoch would be the end of the machine.
@@ -171,9 +175,6 @@ class SpdlSubprocess(_Continuous):
         size = nbytes(next(load.share()))
         arena = None
         if size > ARENA_FROM:  # one item fits into a segment
-            # Before Python 3.13 the tracker complains of segments that two processes know.
-            with without_stderr():
-                resource_tracker.ensure_running()
             arena = SharedMemorySegmentPool(size + ARENA_FROM, 2 * READY + 2, acquire_timeout=RESTING_S)
         self._source = run_pipeline_in_subprocess(
             inside.get_config(),
