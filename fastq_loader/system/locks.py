@@ -84,7 +84,7 @@ def lock_file(fd: int, seconds: float = 0.0) -> None:
         except BlockingIOError:
             if time.monotonic() >= until:
                 raise
-        time.sleep(1e-3)
+        time.sleep(50e-6)
 
 
 def unlock_file(fd: int) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from fastq_loader.errors import NotCached, UnpicklableError, warn_user
-from fastq_loader.extras.cached import equal, handover, instances, mark, memory, storage, values
+from fastq_loader.extras.cached import equal, folder, handover, instances, memory, storage, values
 from fastq_loader.extras.cached.checks import Checks
 from fastq_loader.extras.cached.counters import NAMES, CacheStatistics
 from fastq_loader.extras.cached.draws import StatesBeforeCall
@@ -72,7 +72,7 @@ class cached:
         name: name of a cache in memory that all processes of this user on this machine share under it; it
             ends with the last of them.
         path: folder for the values, which outlives the program, on a disk of this machine, which can be
-            written to. `~` is the home folder. Needs lmdb.
+            written to. `~` is the home folder.
         version: version of the data or the function, text or number; a cache of another version is refused.
             With a name or a path, needed for a function of a notebook.
         copy: False makes arrays read-only, and avoids copies of large ones. Writing to them all the
@@ -111,7 +111,7 @@ class cached:
             raise ValueError(
                 f"cached: name={name!r} and path={str(path)!r}: give one, the memory's name or a folder"
             )
-        path = None if path is None else mark.absolute(path)
+        path = None if path is None else folder.absolute(path)
         nbytes = storage.bytes_of(limit, path, is_shared=name is not None or path is not None)
         whose = storage.name_of(function), storage.is_in_file(function)
         self._options = CacheOptions(limit, nbytes, name, path, version, copy, check, *whose)
@@ -127,7 +127,7 @@ class cached:
         Raises:
             FileNotFoundError: there is no such folder, or it is not one of a cache.
         """
-        mark.remove(mark.absolute(path))
+        folder.remove(folder.absolute(path))
 
     def _begin(self, handed_as: Any) -> None:
         """Open the storage of the values. `handed_as` is the name of this cache in other processes, if these
@@ -204,7 +204,7 @@ class cached:
                     counters.add("unshared")
         checks = self._checks.get(whose) or self._begin_checks(whose)
         key = key_of(given, kwargs, self.__qualname__)
-        paid, is_damaged = None, False
+        paid = None
         try:
             found = self._store.get(key, self._options.copy)
             if found is not None:
@@ -216,7 +216,8 @@ class cached:
                 with sample_seeds.again():
                     value = values.decode(found)
         except Exception as error:  # also of a class that cannot be found any more
-            found, is_damaged = None, True
+            found = None
+            self._store.forget(key)
             counters.add("damaged")
             where = f" of the folder {self._options.path!r}" if self._options.path else ""
             text = f": a value{where} cannot be read and is computed again: {type(error).__name__}: {error}"
@@ -224,11 +225,9 @@ class cached:
         if paid is not None and found is not None:
             return self._check(checks, paid, found, value, args, kwargs)
         counters.add("misses")
-        return self._compute(checks.writer, key, args, kwargs, is_damaged)
+        return self._compute(checks.writer, key, args, kwargs)
 
-    def _compute(
-        self, writer: int, key: bytes, args: tuple[Any, ...], kwargs: dict[str, Any], is_damaged: bool
-    ) -> Any:
+    def _compute(self, writer: int, key: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         began = time.monotonic()
         with sample_seeds.watched():
             draws = StatesBeforeCall()
@@ -245,7 +244,7 @@ class cached:
         else:
             try:
                 encoded = values.encode(value, writer, time.monotonic() - began)
-                became = self._store.add(key, encoded, is_damaged)
+                became = self._store.add(key, encoded)
                 if became == memory.FULL and encoded.nbytes > self._options.nbytes:
                     text = f"() returns a value of {encoded.nbytes:,} bytes, for which "
                     text += f"limit={self._options.limit!r} is too low"

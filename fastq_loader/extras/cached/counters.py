@@ -28,7 +28,7 @@ class CacheStatistics:
         hits: calls whose value was read from the cache.
         misses: calls that computed their value.
         stored: values that were stored.
-        bytes: size of the stored values; with `path=`, of the file, which LMDB fills page by page.
+        bytes: size of the stored values, with what finds them.
         full: values that were not stored, because there was no room.
         busy: values that were not stored this time: another process was storing the same, or was stopped
             while it stored, or another thread drew from a global generator meanwhile.

@@ -1,18 +1,18 @@
-"""The memory of a cache, which all processes share that inherit its descriptor: a memfd.
+"""The values of a cache, in memory that all processes share that inherit its descriptor: a memfd.
 
-Runs in every process that calls a cached function, on any of its threads. Freed with its last process.
+Runs in every process that calls a cached function, on any of its threads. Freed with its last process. A
+`folder` has the same in a file.
 
-    counters    of `counters.CacheCounters`
-    header      one page of 64-bit words: see `_DATA` and what follows it
-    index       levels of buckets of eight words; level k has twice as many as level k - 1
-    data        records (`values.record`), one after the other
+    counters    of `counters.CacheCounters`; a file has none
+    header      64-bit words, see `_LIMIT` and what follows it; then whose it is, as JSON; whole pages
+    then        levels of the index, and records (`values.record`), as they come
 
 A word of the index is 24 bits of the key's hash and the offset of a record; the record has the whole key. A
-key lies in the first level whose bucket had a free word, so the index grows with the number of values.
-Readers take no lock, because a word is written after its record, and the kernel writes it at once. A writer
-locks the memory until its word is written: the kernel, too, lets one process at a time write to a file. It
-releases the lock of a process that dies, and the next writer uses that one's room. A writer that does not get
-the lock soon stores nothing.
+key lies in the first level whose bucket of eight words had a free one. Level k has twice as many buckets as
+level k - 1, and is made when it is needed. Readers take no lock, because a word is written after its record,
+and the kernel writes it at once. Records are never overwritten. A writer locks the file until its word is
+written: the kernel, too, lets one process at a time write to a file. It releases the lock of a process that
+dies; what that one had written stays unused. A writer that does not get the lock soon stores nothing.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ import mmap
 import os
 import struct
 import threading
-import time
 import zlib
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -37,22 +35,20 @@ from fastq_loader.system import calls, locks, process_id
 STORED, FULL, BUSY = "stored", "full", "busy"
 
 _PAGE, _WORD, _ALIGNMENT = 4096, 8, 16
-_HEADER, _INDEX = counters.NBYTES, counters.NBYTES + _PAGE
-#: Words of the header: where the data begin, their bytes, the levels of the index beyond the first, the
-#: limit, and the number of values.
-_DATA, _END, _LEVELS, _LIMIT, _COUNT = range(5)
-_BUCKET, _BUCKETS = struct.Struct("<8Q"), 64  # a bucket, and how many are in level 0
+#: Words of the header: the limit, the number of values, and from then on where each level lies.
+_LIMIT, _COUNT, _LEVELS = range(3)
+HEADER = 64 * _WORD
+_BUCKET, _BUCKETS = struct.Struct("8Q"), 64  # a bucket, and how many are in level 0, which is a page
 _OFFSET_BITS = 40
 _PLACE_MASK = (1 << _OFFSET_BITS) - 1
-#: The index may take this part of the limit, of addresses; of memory it takes some 16 bytes for a value. The
-#: memory may take this part of the limits of the system on addresses of a process and bytes of a file.
+_CHECK_BITS = 20
+_LARGEST = 1 << 43  # so far a word of the index reaches
+#: The memory may take this part of the limit of the system on addresses of a process.
 _SHARE = 4
-#: Seconds that a writer waits for another one, which may be off the CPU, and seconds between two attempts.
-PATIENCE, GLANCE = 0.1, 50e-6
-#: Offset of the byte that a writer locks.
-_LOCK = 0
+#: Seconds that a writer waits for another one, which may be off the CPU.
+PATIENCE = 0.1
 
-#: Held while this process opens a cache, or begins to use one.
+#: Held while this process begins to use a cache.
 entering = threading.RLock()
 
 
@@ -74,38 +70,70 @@ class Memory:
     Attributes:
         fd: the same.
         counters: counts of calls.
+        limit: largest total size of the records and the levels of the index beyond the first.
 
     Raises:
         MemoryError: the address space is used up.
+        ValueError: a file is damaged.
     """
+
+    _begin = counters.NBYTES
 
     def __init__(self, fd: int, source: Any = None) -> None:
         self.fd, self._source = fd, source
-        nbytes = os.fstat(fd).st_size
+        header = memoryview(os.pread(fd, HEADER, self._begin).ljust(HEADER, b"\0")).cast("Q")
+        self.limit = _number_in(header[_LIMIT])
+        self._first = _number_in(header[_LEVELS]) + _PAGE  # where the first record lies
+        nbytes = self._first + self.limit
         self._region = calls.MmapRegion(fd, nbytes)  # Python's own has a descriptor more
         self._map = calls.view(self._region.address, nbytes)
-        self._words = self._map[_HEADER:_INDEX].cast("Q")
-        self.counters = counters.CacheCounters.from_buffer(self._map)
+        self._words = self._map[self._begin : self._begin + HEADER].cast("Q")
+        self._levels = self._find_levels()
+        if self._begin:
+            self.counters = counters.CacheCounters.from_buffer(self._map)
 
     def __del__(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
 
-    # ---- reading ----------------------------------------------------------------------------------
+    # ---- the index ----------------------------------------------------------------------------------
+
+    def _find_levels(self) -> list[int]:
+        """Offsets of the levels that there are now. Raises ValueError: a file is damaged."""
+        found: list[int] = []
+        while word := self._words[_LEVELS + len(found)]:
+            found.append(_number_in(word))
+            if os.fstat(self.fd).st_size < found[-1] + (_PAGE << len(found) - 1):
+                raise ValueError("the file ends before its index")
+        self._levels = found
+        return found
+
+    def _words_of(self, key: bytes) -> Iterator[tuple[int, int, int]]:
+        """The words that may be of a key: offset and number of each, and offset of its record."""
+        hashed, levels = zlib.crc32(key), self._levels
+        if self._words[_LEVELS + len(levels)]:
+            levels = self._find_levels()
+        for level in range(len(levels) - 1, -1, -1):
+            bucket = hashed % (_BUCKETS << level)
+            at = levels[level] + bucket * _BUCKET.size
+            for place, word in enumerate(_BUCKET.unpack_from(self._map, at)):
+                if word >> _OFFSET_BITS == (hashed >> 8) | 1:  # never 0, which is a free word
+                    number = ((_BUCKETS << level) - _BUCKETS + bucket) * 8 + place
+                    yield at + place * _WORD, number, (word & _PLACE_MASK) * _ALIGNMENT
+
+    # ---- reading ------------------------------------------------------------------------------------
 
     def get(self, key: bytes, copy: bool) -> values.EncodedValue | None:
         """Look up the value of a key: in memory of its own, or without a copy in pages of its own, which are
-        the pages of the cache until somebody writes to them."""
-        hashed = zlib.crc32(key)
-        tag = _tag(hashed)
-        for level in range(self._words[_LEVELS], -1, -1):
-            for word in _BUCKET.unpack_from(self._map, _bucket(level, hashed)):
-                if word >> _OFFSET_BITS == tag:
-                    at = (word & _PLACE_MASK) * _ALIGNMENT
-                    found = values.read(self._map, at, key, copy, self._private)
-                    if found is not None:
-                        return found
+        the pages of the cache until somebody writes to them. Raises Exception: it is damaged."""
+        for _, number, at in self._words_of(key):
+            found = self._read(number, at, key, copy)
+            if found is not None:
+                return found
         return None
+
+    def _read(self, number: int, at: int, key: bytes, copy: bool) -> values.EncodedValue | None:
+        return values.read(self._map, at, key, copy, self._private)
 
     def _private(self, begin: int, end: int) -> Any:
         """An array of these bytes in pages of its own; None if there are no addresses for them."""
@@ -118,18 +146,13 @@ class Memory:
         # The last view unmaps the pages.
         return np.asarray(values.Writable(region, region.address + begin - start, end - begin))
 
-    @property
-    def limit(self) -> int:
-        """Largest total size of the records, in bytes."""
-        return self._words[_LIMIT]
-
     def usage(self) -> tuple[int, int, int]:
-        """Bytes of the records, their number, and the limit."""
-        return self._words[_END], self._words[_COUNT], self.limit
+        """Bytes of the records and the index, the number of values, and the limit."""
+        return os.fstat(self.fd).st_size - self._first, self._words[_COUNT], self.limit
 
-    # ---- writing ----------------------------------------------------------------------------------
+    # ---- writing ------------------------------------------------------------------------------------
 
-    def add(self, key: bytes, encoded: values.EncodedValue, replace: bool = False) -> str:
+    def add(self, key: bytes, encoded: values.EncodedValue) -> str:
         """Store a value.
 
         Returns:
@@ -137,70 +160,91 @@ class Memory:
             thread has, or the code that a signal handler interrupted.
 
         Raises:
-            OSError: memory is used up.
+            OSError: memory is used up, or the disk is full.
         """
-        pieces, nbytes = values.record(key, encoded)
+        pieces, nbytes = self._record(key, encoded)
         # Opened and closed by `with`, in C: no interrupt leaves a lock.
         with io.FileIO(f"/proc/self/fd/{self.fd}", "r+") as file:
-            attempt = partial(locks.try_lock, file.fileno(), _LOCK, 1)
             try:
                 # As long as computing took it is worth to wait.
-                if not in_time(attempt, max(PATIENCE, encoded.seconds)) or self.get(key, copy=False):
-                    return BUSY
-                return self._store(zlib.crc32(key), pieces, nbytes)
+                locks.lock_file(file.fileno(), max(PATIENCE, encoded.seconds))
+                return BUSY if self.get(key, copy=False) else self._store(zlib.crc32(key), pieces, nbytes)
+            except BlockingIOError:
+                return BUSY
             finally:
-                locks.unlock(file.fileno(), _LOCK, 1)  # a child of a fork may have the descriptor
+                locks.unlock_file(file.fileno())  # a child of a fork may have the descriptor
+
+    def _record(self, key: bytes, encoded: values.EncodedValue) -> tuple[list[Any], int]:
+        return values.record(key, encoded)
 
     def _store(self, hashed: int, pieces: list[Any], nbytes: int) -> str:
         """Write a record, and then its word into the index."""
-        words, at = self._words, self._words[_END]
-        end = at + nbytes + -nbytes % _ALIGNMENT
-        for level in range(words[_LEVELS] + 2):
-            bucket = _bucket(level, hashed)
-            if end > self.limit or bucket + _BUCKET.size > words[_DATA]:
-                break
+        for level, at in enumerate(self._find_levels()):
+            bucket = at + hashed % (_BUCKETS << level) * _BUCKET.size
             free = _BUCKET.unpack_from(self._map, bucket)
             if 0 in free:
-                offset = words[_DATA] + at
-                write_all(self.fd, pieces, offset)
-                words[_END], words[_COUNT] = end, words[_COUNT] + 1
-                words[_LEVELS] = max(words[_LEVELS], level)
-                word = _tag(hashed) << _OFFSET_BITS | offset // _ALIGNMENT
+                if (offset := self._append(pieces, nbytes)) is None:
+                    return FULL
+                word = ((hashed >> 8) | 1) << _OFFSET_BITS | offset // _ALIGNMENT
+                self._write_word(_COUNT, self._words[_COUNT] + 1)
                 os.pwrite(self.fd, word.to_bytes(_WORD, "little"), bucket + free.index(0) * _WORD)
                 return STORED
-        return FULL
+        zeros = bytes(_PAGE << level + 1)  # no hole, for which a full disk may have no room when it is read
+        if (offset := self._append([zeros], len(zeros))) is None:
+            return FULL
+        self._write_word(_LEVELS + level + 1, _with_check(offset))
+        return self._store(hashed, pieces, nbytes)
+
+    def _write_word(self, number: int, word: int) -> None:
+        os.pwrite(self.fd, word.to_bytes(_WORD, "little"), self._begin + number * _WORD)
+
+    def _append(self, pieces: list[Any], nbytes: int) -> int | None:
+        """Write all of this at the end, or nothing. Returns where; None if the limit has no room for it."""
+        size = os.fstat(self.fd).st_size
+        at = size + -size % _ALIGNMENT
+        if at + nbytes > len(self._map):
+            return None
+        try:
+            write_all(self.fd, pieces, at)
+        except BaseException:
+            os.ftruncate(self.fd, size)
+            raise
+        return at
+
+    def forget(self, key: bytes) -> None:
+        """Forget the value of a key, which cannot be read."""
+        for place, _, _ in self._words_of(key):
+            os.pwrite(self.fd, bytes(_WORD), place)
 
 
 def create(limit: int) -> int:
     """Make memory for counters, and for so many bytes of records. Returns a descriptor."""
-    allowed = [most // _SHARE for name in ("AS", "FSIZE") if (most := calls.limit_of(name)) is not None]
-    limit = min(limit, *allowed, 1 << 43)  # so far a word of the index reaches
+    if (most := calls.limit_of("AS")) is not None:
+        limit = min(limit, most // _SHARE)
     fd = calls.memfd_create("fastq_loader.cache")
-    data = _INDEX + (_PAGE << max(2, (limit // _SHARE // _PAGE).bit_length()))
-    os.ftruncate(fd, data + limit)  # so that it can be mapped; only written pages take memory
-    os.pwrite(fd, struct.pack("<5Q", data, 0, 0, limit, 0), _HEADER)  # as `_DATA`, ... say
+    write_header(fd, counters.NBYTES, limit)
     return fd
 
 
-def in_time(attempt: Callable[[], bool], seconds: float) -> bool:
-    """Repeat an attempt until it succeeds; False if it does not for so long."""
-    until = time.monotonic() + seconds
-    while not attempt():
-        if time.monotonic() >= until:
-            return False
-        time.sleep(GLANCE)
-    return True
+def write_header(fd: int, begin: int, limit: int, about: bytes = b"") -> None:
+    """Make an empty cache in an empty file, from an offset on."""
+    level = begin + HEADER + len(about)
+    level += -level % _PAGE
+    words = {_LIMIT: _with_check(min(limit, _LARGEST)), _COUNT: 0, _LEVELS: _with_check(level)}
+    header = b"".join(word.to_bytes(_WORD, "little") for word in words.values()).ljust(HEADER, b"\0")
+    write_all(fd, [(header + about).ljust(level - begin, b"\0"), bytes(_PAGE)], begin)
 
 
-def _tag(hashed: int) -> int:
-    """The part of a hash that the index has. Never 0, which is a free word."""
-    return (hashed >> 8) | 1
+def _with_check(number: int) -> int:
+    """A number with some bits of its checksum: in a file it may be damaged, and then nobody writes there."""
+    return number << _CHECK_BITS | zlib.crc32(b"%d" % number) >> 32 - _CHECK_BITS
 
 
-def _bucket(level: int, hashed: int) -> int:
-    """Offset of the bucket for a key in a level."""
-    buckets = _BUCKETS << level
-    return _INDEX + (buckets - _BUCKETS + hashed % buckets) * _BUCKET.size
+def _number_in(word: int) -> int:
+    number = word >> _CHECK_BITS
+    if word != _with_check(number):
+        raise ValueError("its first page is damaged")
+    return number
 
 
 def write_all(fd: int, pieces: list[Any], at: int) -> None:

@@ -16,7 +16,7 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 from fastq_loader.errors import warn_user
-from fastq_loader.extras.cached import memory
+from fastq_loader.extras.cached import folder, memory
 from fastq_loader.extras.insight.machine import local_ranks, memory_bytes
 
 _NUMBER_AND_UNIT = re.compile(r"(\d+\.?\d*|\.\d+) *(B|[KMGT]I?B|)", re.IGNORECASE)
@@ -60,11 +60,6 @@ def open_storage(options: CacheOptions) -> tuple[memory.Memory, Any]:
     if options.path is None:
         store = counts = _named(str(options.name), about, options.nbytes)
     else:
-        try:
-            from fastq_loader.extras.cached import folder
-        except ImportError as error:
-            text = "cached: path= needs lmdb: pip install 'lmdb>=3', or the extra [cached]"
-            raise ImportError(text) from error
         store = folder.open_at(options.path, about, options.nbytes)
         counts = memory.Memory(memory.create(0))
     if not is_part(options.limit) and store.limit != options.nbytes:

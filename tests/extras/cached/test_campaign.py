@@ -25,8 +25,6 @@ import pytest
 import torch
 from torch.utils.data._utils import worker as torchs
 
-pytest.importorskip("lmdb")
-
 from fastq_loader import cached
 from fastq_loader.extras.images.encoded import encoded
 from tests.support.forking import end_of, fork

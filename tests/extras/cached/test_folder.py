@@ -1,32 +1,25 @@
-"""The folder of a cache: kills, stopped writers, forks, full disks, boots, copies, damage, other people."""
+"""The folder of a cache: kills, copies, damage, full disks, other people. `test_memory` has all else."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
-import resource
 import shutil
 import signal
-import sys
 import threading
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("lmdb")
-
-from fastq_loader import cached
 from fastq_loader.extras.cached import folder as folders
-from fastq_loader.extras.cached import mark as marks
+from fastq_loader.extras.cached import memory
 from fastq_loader.extras.cached.folder import Folder
-from fastq_loader.extras.cached.memory import BUSY, STORED
-from tests.extras.cached.test_memory import check, get, left_usable, put, value_of
+from fastq_loader.extras.cached.memory import STORED
+from tests.extras.cached.test_memory import check, get, put, value_of
 from tests.support.forking import end_of, fork, in_child
 from tests.support.sandbox import mounted
 from tests.support.thorough import seeds
@@ -37,7 +30,7 @@ LIMIT = 1 << 22
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "PATIENCE", 30.0)
+    monkeypatch.setattr(memory, "PATIENCE", 30.0)
 
 
 def opened(path: Path, limit: int = LIMIT, **about: Any) -> Folder:
@@ -49,40 +42,10 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "values"
 
 
-@pytest.fixture
-def store(path: Path) -> Iterator[Folder]:
-    store = opened(path)
-    yield store
-    store.finish()
-
-
 def filled(path: Path) -> None:
-    """By a process that ends; clean."""
-
-    def fill() -> None:
-        store = opened(path)
-        for key in range(40):
-            assert put(store, key, value_of(key)) == STORED
-        store.finish()
-
-    assert end_of(fork(fill)) == 0
-
-
-def mark_of(path: Path) -> dict[str, Any]:
-    mark: dict[str, Any] = json.loads((path / "fastq_loader.mark").read_text())
-    return mark
-
-
-def is_clean(path: Path) -> bool:
-    return mark_of(path)["state"] != marks.using(str(path / "fastq_loader.values"))
-
-
-def test_what_was_put_is_there_and_it_is_full_when_no_room_is_left(store: Folder) -> None:
-    stored = [key for key in range(3000) if put(store, key, value_of(key)) == STORED]
-    used, count, limit = store.usage()
-    assert limit * 0.97 < used <= limit == LIMIT
-    assert check(store, range(3000)) == len(stored) == count
-    assert put(store, stored[0], value_of(stored[0])) == BUSY, "it is there"
+    store = opened(path)
+    for key in range(40):
+        assert put(store, key, value_of(key)) == STORED
 
 
 # ---- processes and threads ------------------------------------------------------------------------------
@@ -122,98 +85,7 @@ def test_processes_with_threads_that_are_killed_leave_no_wrong_value(path: Path,
     assert check(store, keys) == len(keys), f"seed {seed}"
 
 
-@pytest.mark.processes
-def test_a_child_of_a_thread_that_reads_has_no_values(store: Folder) -> None:
-    """It cannot know what the other thread of its parent had begun."""
-    put(store, 1, value_of(1))
-
-    def child() -> None:
-        assert get(store, 1) is None
-        assert put(store, 2, value_of(2)) == BUSY
-        assert store.usage()[1:] == (0, LIMIT)
-
-    def read(transaction: Any) -> str:
-        assert end_of(fork(child)) == 0
-        return "read"
-
-    assert store._run(folders.fcntl.LOCK_SH, read) == "read"
-    assert check(store, [1]) == 1
-
-
-def test_who_stores_after_another_program_has_synced_marks_that_first(path: Path) -> None:
-    store = opened(path)
-    for key in range(2):
-        marks.write(store._lock, {**mark_of(path), "state": store._synced()})
-        assert put(store, key, value_of(key)) == STORED
-        assert not is_clean(path), "its values are not synced"
-    store.finish()
-    assert is_clean(path)
-
-
-@pytest.mark.processes
-def test_who_has_a_folder_that_was_begun_anew_stores_no_more(path: Path) -> None:
-    store = opened(path)
-    put(store, 1, value_of(1))
-
-    def child() -> None:
-        del folders._opened[marks.identity(str(path / "fastq_loader.mark"))]
-        store._close_values()
-        (path / "fastq_loader.mark").write_bytes(b"")
-        warnings.simplefilter("ignore")
-        other = opened(path)
-        assert put(other, 2, value_of(2)) == STORED
-        os._exit(0)
-
-    assert end_of(fork(child)) == 0
-    assert put(store, 3, value_of(3)) == BUSY
-    store.finish()
-    assert not is_clean(path), "of the other one"
-
-
-@pytest.mark.processes
-def test_a_writer_that_is_stopped_in_its_transaction_holds_nobody_up(
-    store: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(folders, "PATIENCE", 0.05)
-    put(store, 1, value_of(1))
-    ready, said = os.pipe()
-
-    def child() -> None:
-        def stop(transaction: Any) -> None:
-            transaction.put(b"half", b"a value")
-            os.write(said, b"!")
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-        store._run(folders.fcntl.LOCK_EX, stop)
-
-    pid = fork(child)
-    os.read(ready, 1)
-    assert put(store, 2, value_of(2)) == BUSY
-    assert get(store, 1) is None
-    assert store.usage()[1:] == (0, LIMIT)
-    os.kill(pid, signal.SIGKILL)
-    end_of(pid)
-    assert put(store, 2, value_of(2)) == STORED
-    assert check(store, [1, 2]) == 2
-    os.close(ready)
-    os.close(said)
-
-
-@pytest.mark.processes
-def test_an_interrupt_at_any_moment_leaves_no_lock(store: Folder) -> None:
-    left_usable(store)
-
-
-def test_a_folder_is_opened_once_in_a_process_and_by_any_name(path: Path) -> None:
-    store = opened(path)
-    put(store, 1, value_of(1))
-    (path.parent / "link").symlink_to(path)
-    assert opened(path.parent / "link") is store
-    with pytest.raises(ValueError, match="its version is 1, and here it is 2"):
-        opened(path, version=2)
-
-
-# ---- disks and boots ------------------------------------------------------------------------------------
+# ---- disks, copies and damage -----------------------------------------------------------------------------
 
 
 @pytest.mark.processes
@@ -231,62 +103,16 @@ def test_a_full_disk_costs_no_value(path: Path) -> None:
                 stored.append(key)
         assert 20 < len(stored) < 150
         assert check(store, range(200)) == len(stored)
-        store.finish()
         assert check(opened(path), range(200)) == len(stored)
 
     run()
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("using", "values"),
-    [
-        (["boot", "device", "inode"], 40),
-        (["another boot", "device", "inode"], 0),
-        (["boot", 0, 0], 0),
-    ],
-    ids=str,
-)
-def test_what_may_not_have_survived_is_begun_anew(path: Path, using: list[Any], values: int) -> None:
+def test_a_copy_has_the_values_and_a_moved_folder_too(path: Path) -> None:
     filled(path)
-    here = dict(zip(("boot", "device", "inode"), marks.using(path / "fastq_loader.values"), strict=True))
-    used = [here.get(each, each) for each in using]
-    (path / "fastq_loader.mark").write_text(json.dumps({**mark_of(path), "state": used}))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        store = opened(path)
-    assert [f"{path}" in str(each.message) for each in caught] == ([] if values else [True])
-    assert check(store, range(40)) == values
-
-
-@pytest.mark.processes
-def test_a_folder_that_does_not_fit_into_memory_is_left_as_it_is(path: Path) -> None:
-    filled(path)
-
-    def with_few_addresses() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (1 << 34, resource.RLIM_INFINITY))
-        with pytest.raises(OSError, match=r"cannot be opened: .*Cannot allocate memory"):
-            opened(path)
-
-    mark = mark_of(path)
-    (path / "fastq_loader.mark").write_text(json.dumps({**mark, "limit": 1 << 40}))
-    assert end_of(fork(with_few_addresses)) == 0
-    (path / "fastq_loader.mark").write_text(json.dumps(mark))
-    assert check(opened(path), range(40)) == 40
-
-
-@pytest.mark.processes
-def test_a_copy_is_used_unless_its_values_are_of_another_moment_than_its_mark(path: Path) -> None:
-    filled(path)
-    for copy, stored in (path.parent / "a", 40), (path.parent / "b", 0):
-        shutil.copytree(path, copy)
-        if not stored:
-            assert put(opened(path), 40, value_of(40)) == STORED
-            shutil.copy(path / "fastq_loader.values", copy)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            assert check(opened(copy), range(40)) == stored
-        assert ["or copied" in str(each.message) for each in caught] == ([] if stored else [True])
+    shutil.copytree(path, path.parent / "copy")
+    path.rename(path.parent / "moved")
+    assert [check(opened(path.parent / name), range(40)) for name in ("copy", "moved")] == [40, 40]
 
 
 @pytest.mark.processes
@@ -308,9 +134,7 @@ def test_a_copy_made_while_writing_gives_no_wrong_value(path: Path, seed: int) -
     shutil.copytree(path, copy)
     os.kill(pid, signal.SIGKILL)
     end_of(pid)
-    with pytest.warns(UserWarning, match="begun anew: .*copied, .* while it was written to"):
-        store = opened(copy)
-    check(store, rng.sample(range(1000), 100))
+    repaired(opened(copy), range(1000), rng)
     assert check(opened(path), range(20)) == 20
     os.close(ready)
     os.close(said)
@@ -322,7 +146,7 @@ def test_a_damaged_folder_gives_no_wrong_value(path: Path, seed: int) -> None:
     """Bytes of a file were lost, or it was cut short or has grown."""
     filled(path)
     rng = random.Random(seed)
-    file = path / f"fastq_loader.{rng.choice(['values', 'values', 'values', 'mark'])}"
+    file = path / "fastq_loader.values"
     size = file.stat().st_size
     with open(file, "r+b") as opened_file:
         if seed % 2:
@@ -332,21 +156,39 @@ def test_a_damaged_folder_gives_no_wrong_value(path: Path, seed: int) -> None:
                 opened_file.seek(rng.randrange(size))
                 opened_file.write(rng.randbytes(rng.randrange(2000)))
 
-    def look(wanted: int) -> None:
-        warnings.simplefilter("ignore")
-        store = opened(path)
-        assert not wanted or check(store, range(40)) == wanted
-        for key in range(40):
-            there = 0
-            with contextlib.suppress(ValueError, OSError):
-                there = check(store, [key])
-            if not there:
-                with contextlib.suppress(ValueError, OSError):
-                    store.add(repr(key).encode(), folders.values.encode(value_of(key)), replace=True)
+    warnings.simplefilter("ignore")
+    repaired(opened(path), range(40), rng)
+    assert check(opened(path), range(40)) == 40, f"seed {seed}"
 
-        store.finish()
 
-    assert [end_of(fork(partial(look, wanted))) for wanted in (0, 0, 40)] == [0, 0, 0], f"seed {seed}"
+def repaired(store: Folder, keys: range, rng: random.Random) -> None:
+    """What can be read is right; the rest is stored anew."""
+    for key in rng.sample(keys, len(keys)):
+        there = 0
+        try:
+            there = check(store, [key])
+        except ValueError:
+            store.forget(repr(key).encode())
+        assert there or put(store, key, value_of(key)) == STORED
+        assert check(store, [key]) == 1
+
+
+@pytest.mark.parametrize("number", [memory._LIMIT, memory._LEVELS, memory._LEVELS + 1])
+def test_nobody_writes_where_a_damaged_first_page_says(path: Path, number: int) -> None:
+    """The index would lie in a value, which another process has compared."""
+    filled(path)
+    with open(path / "fastq_loader.values", "r+b") as file:
+        file.seek(8 * number)
+        file.write(((1 << 14) << memory._CHECK_BITS).to_bytes(8, "little"))
+    with pytest.warns(UserWarning, match="is begun anew: its first page is damaged"):
+        assert check(opened(path), range(40)) == 0
+
+
+def test_nobody_writes_beyond_the_end_of_a_file_that_was_cut(path: Path) -> None:
+    filled(path)
+    os.truncate(path / "fastq_loader.values", 5000)
+    with pytest.warns(UserWarning, match="is begun anew: the file ends before its index"):
+        assert check(opened(path), range(40)) == 0
 
 
 # ---- whose folder it is -----------------------------------------------------------------------------------
@@ -357,17 +199,19 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(path: Path) -> 
     (path / "data.mdb").write_text("a file of the user's")
     with pytest.raises(ValueError, match=r"not a cache of this library, and has a 'data.mdb'"):
         opened(path)
-    with pytest.raises(FileNotFoundError, match=r"fastq_loader\.mark"):
-        marks.remove(str(path))
+    with pytest.raises(FileNotFoundError, match=r"fastq_loader\.values"):
+        folders.remove(str(path))
     assert [each.name for each in path.iterdir()] == ["data.mdb"]
 
 
-@pytest.mark.parametrize("left", [[], ["mark"], ["values"], ["mark", "values"]])
+@pytest.mark.parametrize("left", [None, 0, 4000, 5000])
 @pytest.mark.filterwarnings("ignore:.*is begun anew")
-def test_an_empty_folder_is_taken_and_what_a_killed_maker_left(path: Path, left: list[str]) -> None:
-    path.mkdir()
-    for name in left:
-        (path / f"fastq_loader.{name}").touch()
+def test_an_empty_folder_is_taken_and_what_a_killed_maker_left(path: Path, left: int | None) -> None:
+    if left is None:
+        path.mkdir()
+    else:
+        filled(path)
+        os.truncate(path / "fastq_loader.values", left)
     assert put(opened(path), 1, value_of(1)) == STORED
 
 
@@ -379,9 +223,7 @@ def test_processes_that_make_a_folder_at_once_have_one(path: Path, seed: int) ->
 
     for pid in [fork(partial(child, key)) for key in range(6)]:
         assert end_of(pid) == 0
-    store = opened(path)
-    assert check(store, range(6)) == 6
-    store.finish()
+    assert check(opened(path), range(6)) == 6
 
 
 def test_folders_that_others_may_write_to_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,18 +256,9 @@ def test_a_folder_on_a_network_is_refused(path: Path, monkeypatch: pytest.Monkey
 def test_a_folder_that_is_removed_serves_those_that_have_it(path: Path) -> None:
     store = opened(path)
     put(store, 1, value_of(1))
-    marks.remove(str(path))
+    folders.remove(str(path))
     assert not path.exists()
     other = opened(path)
     assert (check(store, [1]), check(other, [1])) == (1, 0)
     assert put(store, 2, value_of(2)) == put(other, 3, value_of(3)) == STORED
     assert (check(store, range(5)), check(other, range(5))) == (2, 1)
-
-
-def test_without_lmdb_the_error_says_what_to_install(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lmdb", None)
-    monkeypatch.delitem(sys.modules, folders.__name__)
-    monkeypatch.delattr(sys.modules[folders.__package__], "folder")
-    with pytest.raises(ImportError, match=r"path= needs lmdb: pip install"):
-        cached(value_of, limit="1MB", path=path)
-    assert not path.exists()

@@ -1,4 +1,4 @@
-"""The memory of a cache: filled by several at once, by who is killed at any moment, and full."""
+"""The values of a cache, in memory and in a folder: filled by several at once, by who is killed, and full."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fastq_loader.extras.cached import memory, values
+from fastq_loader.extras.cached import folder, memory, values
 from fastq_loader.extras.cached.memory import BUSY, FULL, STORED, Memory
 from fastq_loader.system import locks
 from tests.support.forking import end_of, fork
@@ -30,13 +31,15 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "PATIENCE", 30.0)
 
 
-def opened(limit: int = LIMIT) -> Memory:
-    return Memory(memory.create(limit))
+def opened(place: str, path: Path, limit: int = LIMIT) -> Memory:
+    if place == "memory":
+        return Memory(memory.create(limit))
+    return folder.open_at(str(path / "values"), {"function": "read", "version": 1}, limit)
 
 
-@pytest.fixture
-def store() -> Iterator[Memory]:
-    store = opened()
+@pytest.fixture(params=["memory", "folder"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Memory]:
+    store = opened(request.param, tmp_path)
     yield store
     os.close(store.fd)
     store.fd = -1
@@ -65,9 +68,9 @@ def check(store: Any, keys: Any) -> int:
 
 
 @pytest.mark.parametrize(("nbytes", "share"), [(20, 0.1), (1000, 0.8), (150_000, 0.97)])
-def test_values_can_use_their_share_of_a_limit(store: Memory, nbytes: int, share: float) -> None:
-    if nbytes > 1000:
-        store = opened(20 * LIMIT)
+@pytest.mark.parametrize("place", ["memory", "folder"])
+def test_values_can_use_their_share_of_a_limit(place: str, nbytes: int, share: float, tmp_path: Path) -> None:
+    store = opened(place, tmp_path, 20 * LIMIT if nbytes > 1000 else LIMIT)
     number = 0
     while (stored := put(store, number, np.full(nbytes, number % 251, np.uint8))) == STORED:
         number += 1
@@ -134,8 +137,7 @@ def test_a_writer_that_is_stopped_in_its_turn_holds_nobody_up(
     ready, said = os.pipe()
 
     def child() -> None:
-        owner = locks.open_anew(store.fd)
-        assert locks.try_lock(owner, memory._LOCK, 1)
+        locks.lock_file(locks.open_anew(store.fd))
         os.write(said, b"!")
         os.kill(os.getpid(), signal.SIGSTOP)
 
