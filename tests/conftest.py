@@ -51,7 +51,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 ROOT = Path(__file__).resolve().parents[1]
 SETTLE_SECONDS = 30.0  # a limit: what is left settles in milliseconds on an idle machine
 SCRIPT_SECONDS = 120.0  # a limit, too: most scripts take a second or two
-LEFT_SECONDS = 4.0  # after which what a script left is killed; torch's workers notice its end after 5
+LEFT_SECONDS = 30.0  # another one, after which what a script left is killed
 
 
 def _read(path: str) -> str:
@@ -159,9 +159,10 @@ def live_threads() -> set[str]:
 
 
 def held_memory() -> int:
-    """Bytes of memory that this process and its children hold; a shared page is counted once."""
+    """Bytes of memory that this process and its children hold; a shared page is counted once. Without pages
+    of files: our share of torch's grows when a stranger ends."""
     rollups = "".join(_read(f"/proc/{pid}/smaps_rollup") for pid in (os.getpid(), *descendants()))
-    return 1024 * sum(int(kib) for kib in re.findall(r"^Pss: +(\d+)", rollups, re.MULTILINE))
+    return 1024 * sum(int(kib) for kib in re.findall(r"^Pss_(?:Anon|Shmem): +(\d+)", rollups, re.MULTILINE))
 
 
 def new_shared_memory(before: Iterable[str]) -> set[str]:
@@ -508,8 +509,6 @@ class Script:
             raise AssertionError(text) from None
         finished = time.monotonic()
         wait_until(lambda: not self.processes(), LEFT_SECONDS)
-        if all(map(_is_helper, self.processes())):  # Python's own take a second to end, with torch in them
-            wait_until(lambda: not self.processes(), 30)
         left = tuple(map(str, self.processes()))
         _kill(entry.pid for entry in self.processes())
         output = (_read(str(path)) for path in (self._stdout, self._stderr))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -18,7 +19,7 @@ from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, Processes
 from fastq_loader.errors import WorkerDied, WorkerReplaced
-from fastq_loader.workers import main
+from fastq_loader.workers import main, stopping
 from tests.conftest import running_script, wait_until
 from tests.support.crimes import kill_itself
 from tests.support.datasets import Sized, identity
@@ -105,7 +106,9 @@ def test_a_death_costs_the_batch_that_was_being_loaded(
 
 @contextmanager
 def few_descriptors(left: int) -> Iterator[None]:
-    """All but some are in use."""
+    """All but some are in use, when earlier loaders have given theirs back."""
+    gc.collect()
+    stopping.wait()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
     opened: list[int] = []

@@ -18,8 +18,9 @@ import torch
 from torch.utils.data import default_collate
 
 from fastq_loader import DataLoader
-from tests.conftest import descendants, held_memory
+from tests.conftest import descendants, held_memory, wait_until
 from tests.support.datasets import Made, assert_same, identity
+from tests.support.gates import LIMIT
 from tests.support.loaders import IMAGE, WORKERS, exactly, image, image_and_label
 from tests.support.thorough import thorough
 
@@ -180,7 +181,7 @@ def test_b9_a_batch_outlives_its_loader(closing: str) -> None:
     del loader, iterator
     gc.collect()
     assert gone() is None
-    assert not descendants()
+    assert wait_until(lambda: not descendants(), LIMIT)
     for position, batch in enumerate(kept):
         assert_same(default_collate([everything(4 * position + i) for i in range(4)]), batch)
         batch["large"].add_(1)

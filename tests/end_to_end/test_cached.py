@@ -63,7 +63,8 @@ def test_epochs_have_the_same_bits_and_samples_are_decoded_once(
     plain = {**options, "multiprocessing_context": "fork" if workers else None}
     assert epochs(dataset, **options) == epochs(Decoded(LENGTH, None), **plain)
     counts: Any = dataset.decode.statistics()  # type: ignore[attr-defined]
-    assert (counts.hits, counts.stored, counts.damaged) == (2 * LENGTH, LENGTH, 0)
+    # On a busy machine a writer may give up, and the value is stored in the next epoch.
+    assert (counts.hits + counts.busy, counts.stored, counts.damaged) == (2 * LENGTH, LENGTH, 0)
 
 
 @thorough(but={"method": "spawn"})

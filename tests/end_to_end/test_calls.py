@@ -26,16 +26,10 @@ from torch.utils.data import Dataset, Subset
 
 from fastq_loader import DataLoader
 from fastq_loader.extras.tracing import trace
-from fastq_loader.ipc.messages import BATCH, Answer
 from fastq_loader.memory.arena import AVAILABLE
-from fastq_loader.memory.pool import BlockPool
-from fastq_loader.scheduling.in_flight import Batch
-from fastq_loader.scheduling.scheduler import Scheduler
-from fastq_loader.scheduling.schedules import Window
 from tests.conftest import wait_until
 from tests.support.loaders import MANY_WORKERS, collector_off
 from tests.support.pair import LARGE, Pair, paired
-from tests.support.simulation import SimulatedArena
 from tests.support.thorough import is_thorough, thorough
 
 WARM, COUNTED, GROUP, EPOCH = 100, 160 if is_thorough else 80, 16, 1400  # batches
@@ -244,33 +238,3 @@ def test_a_batch_costs_what_its_leaves_cost(pair: Pair, elements: int) -> None:
     ten = costs[1] - costs[0]
     assert costs[2] - costs[1] <= ten * 1.1
     assert costs[3] - costs[2] <= 18 * ten * 1.1
-
-
-def scheduler(window: Window, **keywords: Any) -> Scheduler:
-    """One over two workers."""
-    arena: Any = SimulatedArena()
-    return Scheduler(2, BlockPool(arena), window, **keywords)
-
-
-def drawn(scheduler: Scheduler, times: int, indices: Iterator[int]) -> list[Batch]:
-    """Draw so many indices; the batches whose tasks are sent."""
-    sent: list[Batch] = []
-    for _ in range(times):
-        index = next(indices, None)
-        if index is None:
-            scheduler.exhausted()
-        elif (batch := scheduler.drawn(index)) is not None:
-            sent.append(batch)
-    return sent
-
-
-def begun(scheduler: Scheduler, indices: Iterator[int]) -> list[Batch]:
-    """The first batches of an epoch."""
-    return drawn(scheduler, scheduler.begin_epoch(1), indices)
-
-
-def load(scheduler: Scheduler, batch: Batch) -> None:
-    """The answer to a batch's task has come."""
-    answer = Answer(scheduler.epoch, batch.seq, 0, BATCH, 0, 0, (), (), None)
-    scheduler.claimant = lambda ticket: 0
-    scheduler.answered(batch.worker or 0, answer)

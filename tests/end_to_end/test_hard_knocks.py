@@ -344,7 +344,7 @@ def test_an_interrupt_while_a_loop_is_left_is_raised_after_it(
     monkeypatch.setattr(Pool, "close", interrupted_close)
     with alarm_after(LIMIT, ring), pytest.raises(Alarm):
         leave()
-    assert not multiprocessing.active_children()
+    assert wait_until(lambda: not multiprocessing.active_children(), LIMIT)
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 

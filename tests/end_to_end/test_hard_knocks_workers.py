@@ -127,7 +127,7 @@ class Caches(Dataset):
 
     def wait_for(self, files: int) -> None:
         """Until so many samples are being written, or were."""
-        assert wait_until(lambda: len(contents(self.folder)) == files, LIMIT)
+        assert wait_until(lambda: len(contents(self.folder)) >= files, LIMIT)
 
 
 def surroundings() -> dict[str, Any]:
@@ -361,7 +361,7 @@ def test_10_streams_may_be_missing(change: str, method: str, restarts: int, tmp_
     source = SILENT.format(
         change=CHANGES[change], folder=str(folder), method=method, restarts=restarts, out=str(out)
     )
-    result = run_script(source, timeout=60, warm=True)
+    result = run_script(source, warm=True)
     assert out.read_text() == "good"
     assert (result.returncode, result.left) == (0, ())
     assert "Traceback" not in result.stderr

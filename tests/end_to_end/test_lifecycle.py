@@ -28,6 +28,7 @@ from tests.conftest import (
     open_descriptors,
     run_script,
     running_script,
+    torchs_segments_removed,
     wait_until,
 )
 from tests.end_to_end.test_hard_knocks_workers import DONE, contents
@@ -85,7 +86,7 @@ def test_p1_p6b_p11_the_start_method_is_read_when_iteration_starts(
     assert dataset.pickled == (state is AFRESH), "once for all workers"
     if state is AFRESH:
         dropped = {f"{pid} None" for pid in workers}  # modules are there, and `get_worker_info()` is None
-        assert wait_until(lambda: path.exists() and set(path.read_text().splitlines()) == dropped, 10)
+        assert wait_until(lambda: path.exists() and set(path.read_text().splitlines()) == dropped, 30)
 
 
 #: What the scripts below begin with.
@@ -125,7 +126,7 @@ KILLED_PARENT = f"""
     ids=["fork", "fork with restarts", "spawn with restarts", "forkserver"],
 )
 @thorough(after=2)
-def test_p3_a_killed_parent_leaves_nothing_after_a_second(method: str, options: str, tmp_path: Path) -> None:
+def test_p3_a_killed_parent_leaves_nothing(method: str, options: str, tmp_path: Path) -> None:
     memory = set(os.listdir("/dev/shm"))
 
     def files() -> set[str]:
@@ -136,8 +137,6 @@ def test_p3_a_killed_parent_leaves_nothing_after_a_second(method: str, options: 
         script.wait_for("ready")
         assert len(script.processes()) >= 3
         os.kill(script.pid, signal.SIGKILL)
-        server = method == "forkserver"  # multiprocessing's, which has exit handlers of its own
-        assert wait_until(lambda: len(script.processes()) <= server, 4), script.processes()
         assert wait_until(lambda: not script.processes(), 30), script.processes()
         assert wait_until(lambda: not files(), 30), files()
         assert wait_until(lambda: not new_shared_memory(memory), 30), new_shared_memory(memory)
@@ -145,7 +144,7 @@ def test_p3_a_killed_parent_leaves_nothing_after_a_second(method: str, options: 
 
 STOPPED_PARENT = f"""
     {IMPORTS}
-    loader = DataLoader(Slow(24, 0.02), batch_size=4, num_workers=2, timeout=2, {{options}})
+    loader = DataLoader(Slow(24, 0.02), batch_size=4, num_workers=2, timeout=5, {{options}})
     for number, batch in enumerate(loader):
         print("ready", batch.tolist(), flush=True)
     print("done", loader.statistics().worker_restarts)
@@ -158,7 +157,7 @@ def test_p3_a_parent_that_is_stopped_for_longer_than_its_timeout_goes_on(options
     with running_script(STOPPED_PARENT.format(options=options), warm=True) as script:
         script.wait_for("ready")
         os.kill(script.pid, signal.SIGSTOP)
-        time.sleep(2.2)
+        time.sleep(5.2)
         os.kill(script.pid, signal.SIGCONT)
         result = script.finish()
     assert (result.stderr, result.returncode, result.left) == ("", 0, ())
@@ -433,7 +432,7 @@ def test_p10_ranks_side_by_side() -> None:
     for rank, (process, answer) in enumerate(zip(ranks, answers, strict=True)):
         assert answer.get() == [list(range(100 * rank, 100 * rank + 40))] * 2
         answer.close()
-        process.join(10)
+        process.join(60)
         assert process.exitcode == 0
         process.close()
 
@@ -458,13 +457,14 @@ def test_p6c_workers_of_a_loader_in_a_cycle_end_when_the_collector_runs(
 ) -> None:
     resource_tracker.ensure_running()  # which stays
     before = running()
-    trainer = Trainer(kind, multiprocessing_context=method, **options)
-    watched = weakref.ref(trainer)
-    assert len(running() - before) >= 2
-    del trainer
-    gc.collect()
-    assert watched() is None
-    assert wait_until(lambda: running() == before, 30), running() - before
+    with torchs_segments_removed():
+        trainer = Trainer(kind, multiprocessing_context=method, **options)
+        watched = weakref.ref(trainer)
+        assert len(running() - before) >= 2
+        del trainer
+        gc.collect()
+        assert watched() is None
+        assert wait_until(lambda: running() == before, 30), running() - before
 
 
 #: Its workers do not import it: another user may not read it.
@@ -539,7 +539,7 @@ def test_p3_a_program_that_is_killed_while_its_workers_interpreter_imports_lets_
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as program:
-        assert wait_until((tmp_path / "importing").exists, 60)
+        assert wait_until((tmp_path / "importing").exists, 120)
         program.kill()
         killed = time.monotonic()
         assert program.stdout is not None

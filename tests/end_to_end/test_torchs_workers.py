@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import run_script
+from tests.conftest import run_script, torchs_segments_removed
 from tests.support.sandbox import NEEDED
 from tests.support.thorough import is_thorough
 
@@ -23,7 +23,8 @@ ANOTHER_SYSTEM = "calls.AVAILABLE = False"
 
 
 def run(source: str, head: str = HEAD) -> None:
-    result = run_script(f"{head}\n{source}", warm=head is HEAD)
+    with torchs_segments_removed():
+        result = run_script(f"{head}\n{source}", warm=head is HEAD)
     assert (result.returncode, result.stderr, result.left) == (0, "", ())
 
 

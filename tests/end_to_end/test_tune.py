@@ -30,10 +30,13 @@ def test_it_measures_more_workers_for_a_dataset_that_waits() -> None:
     generator = torch.Generator().manual_seed(1)
     loader = DataLoader(Made(wait, 10_000), 4, shuffle=True, num_workers=1, generator=generator)
     before = generator.get_state(), torch.get_rng_state()
-    found = tune(loader, seconds=2, schedules=["round_robin"], max_workers=3, progress=False)
-    assert all(map(torch.equal, before, (generator.get_state(), torch.get_rng_state())))
-    measured = {row.settings["num_workers"] for row in found.rows if row.batches_per_second}
+    for seconds in (2, 20, 100):  # on a busy machine there is no time for more
+        found = tune(loader, seconds=seconds, schedules=["round_robin"], max_workers=3, progress=False)
+        measured = {row.settings["num_workers"] for row in found.rows if row.batches_per_second}
+        if measured > {1}:
+            break
     assert measured > {1}, str(found)
+    assert all(map(torch.equal, before, (generator.get_state(), torch.get_rng_state())))
     assert loader.statistics().epochs == 0
     assert loader.num_workers == 1
     found.loader.num_workers = 1

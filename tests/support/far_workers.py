@@ -27,7 +27,7 @@ from fastq_loader.workers.zygote import Zygote, copy_of_consumer, fork_copy
 from tests.conftest import wait_until
 
 #: Seconds that a far worker has to end in after its connection, and to open its dataset in.
-ENDS, OPENS = 1, 60
+ENDS, OPENS = 30, 60
 
 
 class Far:
