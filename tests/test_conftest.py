@@ -51,7 +51,7 @@ def test_descendants_are_found_below_helpers_too_and_helpers_are_none() -> None:
     run_script("print()", warm=True)  # the server of scripts runs, and is a helper
 
     def found() -> list[int]:
-        assert descendants().keys() == descendants(os.getpid()).keys()
+        assert wait_until(lambda: descendants().keys() == descendants(os.getpid()).keys(), 30)
         return [*descendants()]
 
     assert wait_until(lambda: found() == [], 30)

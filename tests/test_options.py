@@ -30,9 +30,6 @@ from fastq_loader.system import calls
 from tests.support.datasets import Stream
 from tests.support.subclasses import SUBCLASSES
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-
-
 STREAM = Stream("tensors", [1])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 
@@ -18,29 +17,31 @@ from tests.support.forking import end_of, fork
 pytestmark = pytest.mark.processes
 
 
-class SlowSampler:
-    pause = 0.0
+class Signalling:
+    """A sampler during which a signal comes."""
+
+    signals = False
 
     def __iter__(self) -> Iterator[int]:
-        for index in range(8):
-            time.sleep(self.pause)
-            yield index
+        yield 0
+        if self.signals:
+            signal.raise_signal(signal.SIGALRM)
+        yield from range(1, 8)
 
 
 def test_a_signal_handler_may_close_the_loader_while_an_epoch_starts() -> None:
-    sampler = SlowSampler()
+    sampler = Signalling()
     loader = DataLoader(range(8), None, sampler=sampler, num_workers=2, persistent_workers=True)
     assert list(loader) == list(range(8))
-    sampler.pause = 0.03
+    sampler.signals = True
     before = signal.signal(signal.SIGALRM, lambda signum, frame: loader.close())
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
         batches = iter(loader)
         with pytest.raises(RuntimeError, match="its loader was closed"):
             next(batches)
     finally:
         signal.signal(signal.SIGALRM, before)
-    sampler.pause = 0.0
+    sampler.signals = False
     assert list(loader) == list(range(8))
     loader.close()
 

@@ -33,10 +33,7 @@ from tests.support.late_device import Late, image_and_label
 from tests.support.loaders import exactly
 from tests.support.thorough import seeds
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # more workers than cores
-]
+pytestmark = pytest.mark.processes
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
 

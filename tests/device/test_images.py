@@ -21,7 +21,7 @@ from fastq_loader.extras.images import gpu
 from fastq_loader.images import DecodeError, DecodeImages, EncodedBatch
 from tests.conftest import wait_until
 from tests.extras.images.test_decode_images import FILES, Photos, loaded
-from tests.support.alarms import Alarm, alarm_after, ring
+from tests.support.alarms import Alarm, alarm_while_next_waits, ring
 from tests.support.late_device import Late
 from tests.support.loaders import distinct, exactly
 
@@ -174,7 +174,7 @@ def test_an_interrupt_does_not_wait_for_the_thread(late: Late, monkeypatch: pyte
             patch.setattr(gpu, "PATIENCE", 0.1)
             batches = iter(loader)
             assert wait_until(lambda: batches.poll() or decoded, 20)
-            with alarm_after(0.3, ring), pytest.raises(Alarm):
+            with alarm_while_next_waits(ring), pytest.raises(Alarm):
                 next(batches)
             with pytest.raises(IteratorInvalid, match="this iterator cannot go on"):
                 next(batches)

@@ -145,7 +145,7 @@ ONE_THREAD = """
     torch.empty_like = lambda tensor, pin_memory=True: empty_like(tensor)
     page_locked({"fields": [large] * 3, "others": OrderedDict(one=UserDict(two=large))})
     TorchBackend.fill(None, torch.empty_like(large), 0, large.data_ptr(), large.nbytes)
-    assert threads() == before, "a copy started threads"
+    assert threads() <= before, "a copy started threads"
     torch.empty_like(large).copy_(large)
     assert threads() > before, "this torch copies with one thread, so the test shows nothing"
 """

@@ -20,8 +20,6 @@ from tests.support.staging_runs import options_for
 
 KIB = 1024
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-
 
 class Pool:
     def __init__(self, in_blocks: bool, refuse: tuple[str, ...] = (), **options: Any) -> None:

@@ -24,8 +24,6 @@ from tests.support.loaders import collector_off
 from tests.support.staging_runs import choose, run, run_buffers
 from tests.support.thorough import examples
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-
 
 @pytest.mark.filterwarnings("ignore::fastq_loader.PinFallback")
 @examples(600)
@@ -156,7 +154,7 @@ def test_a_broken_epoch_leaves_nothing_under_way(persistent: bool, beside: str, 
 @pytest.mark.processes
 @pytest.mark.parametrize("ending", ["close", "drop"])
 def test_copies_are_drained_before_memory_goes(ending: str, late: Late) -> None:
-    device, dataset = late(), MapDataset("large", 30)
+    device, dataset = late(runs=False), MapDataset("large", 30)
     loader = DataLoader(dataset, 2, num_workers=2, device="cuda")
     iterator = iter(loader)
     batch = next(iterator)
@@ -172,7 +170,7 @@ def test_copies_are_drained_before_memory_goes(ending: str, late: Late) -> None:
 
 @pytest.mark.processes
 def test_an_interrupted_drain_is_left_to_the_next_close(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = late()
+    device = late(runs=False)
     loader = DataLoader(MapDataset("large", 40), 2, num_workers=2, device="cuda")
     iterator = iter(loader)
     next(iterator)

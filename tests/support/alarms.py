@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -36,12 +37,15 @@ def alarm_after(seconds: float, handler: Callable[[int, FrameType | None], Any])
         signal.signal(signal.SIGALRM, before)
 
 
+_WAITS = [each.__code__ for each in (Future.result, TorchIterator.__next__, Gates.wait_at)]
+
+
 def next_waits(frame: FrameType | None) -> bool:
-    """Whether a loader's `next()` sleeps, or torch's is anywhere."""
+    """Whether a loader's `next()` sleeps, or waits for its thread, or torch's is anywhere."""
     while frame is not None:
         if isinstance(loop := frame.f_locals.get("self"), EventLoop):
             return loop._gate.phase == WAITING
-        if frame.f_code in (TorchIterator.__next__.__code__, Gates.wait_at.__code__):
+        if frame.f_code in _WAITS:
             return True
         frame = frame.f_back
     return False

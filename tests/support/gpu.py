@@ -38,7 +38,6 @@ BATCH_BYTES = BATCH * WIDTH * 4
 MARKS = [
     pytest.mark.gpu,
     pytest.mark.timeout(60),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
 ]
 
 

@@ -40,9 +40,10 @@ class LateBackend(TorchBackend):
     Args:
         seed: of the moments at which copies run.
         refuse: what cannot be page-locked: "register", "pinned".
+        runs: whether copies run now and then, and not only where something waits for them.
     """
 
-    def __init__(self, seed: int = 0, refuse: tuple[str, ...] = ()) -> None:
+    def __init__(self, seed: int = 0, refuse: tuple[str, ...] = (), runs: bool = True) -> None:
         self.device = torch.device("cpu")
         self.side = "side"
         self.current = "consumer"
@@ -51,6 +52,7 @@ class LateBackend(TorchBackend):
         self.copies: list[int] = []  # bytes of each
         self._refuse = refuse
         self._random = random.Random(seed)
+        self._often = 0.3 * runs
         self.queued: deque[Callable[[], None]] = deque()
 
     def current_stream(self) -> str:
@@ -86,7 +88,7 @@ class LateBackend(TorchBackend):
             self.synchronize(event)
 
     def query(self, event: Any) -> bool:
-        while self.queued and self._random.random() < 0.3:
+        while self.queued and self._random.random() < self._often:
             self.queued.popleft()()
         return bool(event.over)
 

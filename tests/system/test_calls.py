@@ -66,7 +66,7 @@ def test_a_process_is_watched_and_signalled_by_its_descriptor() -> None:
     descriptor = calls.pidfd_open(pid)
     assert calls.readable([descriptor], 0) == []
     calls.pidfd_send_signal(descriptor, signal.SIGKILL)
-    assert calls.readable([descriptor], 5) == [descriptor]
+    assert calls.readable([descriptor], 60) == [descriptor]
     assert end_of(pid) == -signal.SIGKILL
     with pytest.raises(ProcessLookupError):
         calls.pidfd_send_signal(descriptor, signal.SIGKILL)

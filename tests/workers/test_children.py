@@ -40,7 +40,7 @@ def started(target: Any = time.sleep, *arguments: Any) -> Child:
 
 
 def ended(child: Child) -> bool:
-    return calls.readable([child.descriptor], 5) == [child.descriptor]
+    return calls.readable([child.descriptor], 60) == [child.descriptor]
 
 
 def test_its_descriptor_says_when_it_has_ended(means: str) -> None:
@@ -72,7 +72,7 @@ def test_where_somebody_else_reaps_it_nobody_knows_how_it_ended(
     request.addfinalizer(lambda: signal.signal(signal.SIGCHLD, previous))
     child = started(os._exit, 3)
     assert ended(child)
-    assert not reaps or wait_until(lambda: child.pid in taken, 10)
+    assert not reaps or wait_until(lambda: child.pid in taken, 60)
     text, cause = child.death()
     assert text == "ended, its exit code is unknown"
     assert cause == f"DataLoader worker (pid {child.pid}) exited unexpectedly"

@@ -60,7 +60,7 @@ def test_its_children_look_like_the_consumers_own() -> None:
     with zygote() as one:
         leaves, hangs = forked(one, 7), forked(one, 0, 60)
         assert hangs.process in multiprocessing.active_children()
-        assert readable([leaves.descriptor], 5)
+        assert readable([leaves.descriptor], 60)
         assert leaves.death()[0] == "exited with code 7"
         assert hangs.process.exitcode is None
         hangs.process.kill()
@@ -77,7 +77,7 @@ def test_a_lost_exit_code_and_a_descriptor_that_cannot_be_sent_end_no_zygote() -
         with pytest.raises(OSError, match="Bad file descriptor"):
             one.ask(((7, 0), None), [0, -1])
         child = forked(one, 7)
-        assert readable([child.descriptor], 5)
+        assert readable([child.descriptor], 60)
         assert one.ask(child.process.pid) == 7  # and an interrupt drops it
         assert child.death()[0] == "ended, its exit code is unknown"
         another = forked(one, 3)
@@ -93,7 +93,7 @@ def test_what_the_consumer_does_at_the_end_of_a_child_takes_no_exit_code_from_th
     try:
         with zygote() as one:
             child = forked(one, 7)
-            assert readable([child.descriptor], 5)
+            assert readable([child.descriptor], 60)
             assert child.death()[0] == "exited with code 7"
             child.release()
     finally:
@@ -134,7 +134,7 @@ def test_a_signal_in_the_middle_of_a_request_leaves_no_answer_to_the_next_one(
             with pytest.raises(KeyError):
                 forked(one, 3)
             child = forked(one, 7)
-            assert readable([child.descriptor], 5)
+            assert readable([child.descriptor], 60)
             assert child.death()[0] == "exited with code 7"
             child.release()
     finally:
@@ -167,9 +167,9 @@ def test_one_that_was_stopped_or_killed_holds_nobody_up_and_takes_exit_codes_alo
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a child of it, which holds its end of the connection, goes on."""
-    monkeypatch.setattr("fastq_loader.workers.zygote._ANSWER", 0.1 if number == signal.SIGSTOP else 60)
     with zygote() as one:
         held = forked(one, 0, 60)
+        monkeypatch.setattr(zygotes, "_ANSWER", 0.1 if number == signal.SIGSTOP else 60)
         os.kill(one._child.pid, number)
         with pytest.raises(OSError, match="the process that starts new workers was killed by SIGKILL"):
             forked(one, 7)

@@ -31,13 +31,12 @@ from fastq_loader import (
 )
 from tests.conftest import of_kind
 from tests.support.datasets import FaultyStream, UnevenBatches
-from tests.support.loaders import MANY_WORKERS, WORKERS
+from tests.support.loaders import WORKERS
 from tests.support.thorough import seeds, thorough
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.filterwarnings("ignore::fastq_loader.BadSampleFound"),
-    MANY_WORKERS,
 ]
 
 

@@ -367,7 +367,8 @@ def test_a_folder_of_a_module_has_one_count_of_hits_in_all_workers(
         loader = DataLoader(Called(decode), 4, num_workers=2, multiprocessing_context="spawn")
         assert torch.cat(list(loader)).tolist() == [*range(32)]
     found = decode.statistics()
-    assert (found.misses, found.hits, 16 <= found.checked < 30) == (32, 32, True)
+    # Where a worker loses its CPU in the middle of a store, the other one may miss the value.
+    assert (found.misses + found.hits, 24 <= found.hits <= 32, 16 <= found.checked < 30) == (64, True, True)
     del sys.modules["reads_a_folder"]  # closes the folder
 
 

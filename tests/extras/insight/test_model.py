@@ -21,7 +21,6 @@ from fastq_loader.extras.insight.model import (
 )
 from fastq_loader.statistics.records import ITER
 from fastq_loader.system import pages
-from tests.support.loaders import MANY_WORKERS
 from tests.support.records import counted, folded, gives, record
 from tests.support.thorough import examples
 
@@ -67,7 +66,6 @@ def test_turns_wait_for_a_slow_batch_and_dynamic_goes_on() -> None:
     assert seconds_per_batch(costs, Setting(2, dynamic=True), MANY) == pytest.approx(0.29 / 20, rel=0.1)
 
 
-@MANY_WORKERS
 @pytest.mark.parametrize("schedule", ["round_robin", "dynamic", Dynamic(window=9)])
 @pytest.mark.parametrize("batch_bytes", [0.0, 38.5e6, 1e12])
 def test_the_window_is_as_wide_as_the_loaders_becomes(schedule: Any, batch_bytes: float) -> None:

@@ -21,7 +21,6 @@ from tests.support.thorough import thorough
 
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore::fastq_loader.BadSampleFound"),
 ]
 ITEMS, SIZE, EPOCHS = 90, 7, 3

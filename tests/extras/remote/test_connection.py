@@ -190,7 +190,7 @@ def test_a_server_that_is_no_far_worker_is_given_up() -> None:
     with listen("127.0.0.1") as listener:
         address = Address(*listener.getsockname())
         with pytest.raises(Lost, match="does not answer: timed out"):
-            connect(address, TOKEN, REQUEST, patience=0.05)
+            connect(address, TOKEN, REQUEST, patience=0.5)
     with pytest.raises(Lost, match="cannot be reached"):
         connect(address, TOKEN, REQUEST)
 

@@ -129,7 +129,7 @@ def test_it_answers_one_proxy_and_ends_when_it_is_told(started: Started) -> None
 
 @pytest.mark.parametrize("index", [7, "slow"])
 def test_it_ends_with_its_proxy_also_in_the_middle_of_a_batch(index: Any) -> None:
-    with patched("_OUTLIVES", 0.3) as started:
+    with patched("_OUTLIVES", SECONDS if index == 7 else 0.3) as started:
         connection = started.connect()
         tell(connection, EPOCH, TASK._replace(index=index))
         if index == 7:
@@ -162,7 +162,7 @@ def test_another_version_is_refused_with_what_differs() -> None:
 
 
 def test_a_silent_client_is_refused_in_time_but_not_a_silent_proxy() -> None:
-    with patched("PATIENCE", 0.5) as started:
+    with patched("PATIENCE", 2.0) as started:
         connection = started.connect()
         with socket.create_connection(started.address, SECONDS) as stranger:
             assert stranger.recv(1) == b""

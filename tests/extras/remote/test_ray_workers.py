@@ -11,8 +11,6 @@ import pytest
 
 from fastq_loader import DataLoader, RayWorkers, options
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-
 EVERYTHING: dict[str, Any] = {
     "num_cpus": 0.5,
     "num_gpus": 2,

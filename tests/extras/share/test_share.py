@@ -128,7 +128,8 @@ def test_workers_read_shared_containers(method: str, workers: int) -> None:
     with DataLoader(dataset, 100, num_workers=workers, multiprocessing_context=method, **options) as shared:
         found = [sample for batch in shared for sample in batch]
     assert found == [plain[at] for at in range(N - 1000, N)]
-    assert dataset.read.statistics().stored == 1000
+    # Where a worker loses its CPU in the middle of a store, the other one may do without that.
+    assert 900 < dataset.read.statistics().stored <= 1000
 
 
 # ---- names ------------------------------------------------------------------------------------------

@@ -101,8 +101,7 @@ def test_equal_loaders_are_equal_and_stay_as_they_are(kind: Any, workers: int) -
     for row in found.rows:
         assert row.batches == 12
         assert row.batches_per_second == pytest.approx(12 / row.seconds)
-        assert 0.012 < row.seconds < 200
-        assert 0 < row.first_batch_seconds < row.seconds
+        assert 0 < row.first_batch_seconds < row.seconds > 0.012
         assert row.cpu_seconds > 0
         assert 1e6 < row.memory_bytes < 1e10
     head, speed, *_ = str(found).splitlines()

@@ -101,11 +101,9 @@ def test_a_loader_like_another_one_differs_in_its_setting_only() -> None:
 def test_it_measures_the_rate_and_the_costs_of_a_batch(workers: int, persistent: bool) -> None:
     loader: DataLoader[Any] = DataLoader(Made(image, 60), 4, num_workers=2, persistent_workers=persistent)
     found = measure(loader, Setting(workers, 2), step=0.001, seconds=0.1)
-    assert found.batches > 0
-    assert found.seconds >= found.batches * 0.001
+    assert 0 < found.batches * 0.001 <= found.seconds
     assert found.costs is not None
-    assert found.costs.step == 0.001
-    assert found.costs.load > 0
+    assert (found.costs.step, found.costs.load > 0) == (0.001, True)
     if workers:
         assert found.costs.batch_bytes >= 4 * 196_608
         assert found.worker_bytes > 1 << 20
@@ -193,13 +191,13 @@ def test_it_ends_with_its_workers_when_the_consumer_is_interrupted_or_dies(end: 
         """
         import os
         from fastq_loader import DataLoader
-        from tests.conftest import acquired, belongings
+        from tests.conftest import acquired, belongings, wait_until
         from tests.extras.tools.test_trials import TWO, Sleeping, measure
         before = belongings()
         try:
             measure(DataLoader(Sleeping(), num_workers=2))
         except KeyboardInterrupt:
-            print("interrupted", acquired(before))
+            print("interrupted", wait_until(lambda: not acquired(before), 30))
         """,
         warm=True,
     ) as script:
@@ -207,6 +205,6 @@ def test_it_ends_with_its_workers_when_the_consumer_is_interrupted_or_dies(end: 
         assert len(script.processes()) == 4, "it, the trial and two workers"
         end(script.pid, number)
         result = script.finish()
-    code, said = (-9, "") if number == signal.SIGKILL else (0, "interrupted {}\n")
+    code, said = (-9, "") if number == signal.SIGKILL else (0, "interrupted True\n")
     assert result[:3] == (code, f"asleep\nasleep\n{said}", "")
     assert not result.left

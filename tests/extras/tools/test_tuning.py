@@ -21,9 +21,6 @@ from fastq_loader.extras.tools.tuning import Search
 from tests.support.datasets import Made, Stream
 from tests.support.thorough import examples
 
-# torch's, which counts the CPUs of the machine that the tests run on.
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
 OWN = Setting(2, 2)
 EIGHT = Made(float, 8)
 
