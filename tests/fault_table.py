@@ -590,7 +590,7 @@ FAULTS = (
     Fault(
         "a damaged value of a cache is handed out",
         "extras/cached/folder.py",
-        "if values.checksum(self._map[begin : begin + nbytes]) != checksum:",
+        "if values.checksum(self._map[at : at + nbytes]) != checksum:",
         "if False:",
         "row K3",
         "extras/cached/test_cached.py",

@@ -217,7 +217,6 @@ class cached:
                     value = values.decode(found)
         except Exception as error:  # also of a class that cannot be found any more
             found = None
-            self._store.forget(key)
             counters.add("damaged")
             where = f" of the folder {self._options.path!r}" if self._options.path else ""
             text = f": a value{where} cannot be read and is computed again: {type(error).__name__}: {error}"

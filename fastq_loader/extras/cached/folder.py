@@ -19,6 +19,8 @@ import os
 import struct
 from typing import Any
 
+import numpy as np
+
 from fastq_loader.errors import warn_user
 from fastq_loader.extras.cached import memory, values
 from fastq_loader.extras.cached.memory import Memory
@@ -28,6 +30,8 @@ _VALUES, _FORMAT = "fastq_loader.values", 7
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 #: Before a record: its size, and its checksum.
 _PREFIX = struct.Struct("<QQ")
+#: So many words of the index can be noted, one in each place; a prime number.
+_SEEN = (1 << 22) - 3
 #: Seconds to wait for the lock when a folder is opened.
 _PATIENCE = 30.0
 #: File systems of networks, beside those in user space.
@@ -51,22 +55,22 @@ class Folder(Memory):
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd)
-        self.about = json.loads(bytes(self._map[memory.HEADER : self._levels[0]]).rstrip(b"\0"))
-        self._seen = bytearray()  # by the number of a word: whether the checksum of its record was compared
+        self.about = json.loads(bytes(self._map[memory.HEADER : self._levels[-1][0]]).rstrip(b"\0"))
+        self._seen = np.zeros(_SEEN, np.uint64).data  # words whose records were compared
 
-    def _read(self, number: int, at: int, key: bytes, copy: bool) -> values.EncodedValue | None:
-        if not (number < len(self._seen) and self._seen[number]):
+    def _read(self, word: int, key: bytes, copy: bool) -> values.EncodedValue | None:
+        at = (word & memory.PLACE_MASK) * memory.ALIGNMENT + _PREFIX.size
+        if self._seen[word % _SEEN] != word:
             self._compare_checksum(at)
-            self._seen.extend(bytes(max(0, number + 1 - len(self._seen))))
-            self._seen[number] = True
-        return super()._read(number, at + _PREFIX.size, key, copy)
+            self._seen[word % _SEEN] = word
+        return values.read(self._map, at, key, copy, self._private)
 
     def _compare_checksum(self, at: int) -> None:
-        begin, size = at + _PREFIX.size, min(os.fstat(self.fd).st_size, len(self._map))
-        nbytes, checksum = _PREFIX.unpack_from(self._map, at) if begin <= size else (size, 0)
-        if begin + nbytes > size:
+        size = min(os.fstat(self.fd).st_size, len(self._map))
+        nbytes, checksum = _PREFIX.unpack_from(self._map, at - _PREFIX.size) if at <= size else (size, 0)
+        if at + nbytes > size:
             raise ValueError("the file ends before a value")
-        if values.checksum(self._map[begin : begin + nbytes]) != checksum:
+        if values.checksum(self._map[at : at + nbytes]) != checksum:
             raise ValueError("the checksum of a value is wrong")
 
     def _record(self, key: bytes, encoded: values.EncodedValue) -> tuple[list[Any], int]:

@@ -23,7 +23,6 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -34,13 +33,13 @@ from fastq_loader.system import calls, locks, process_id
 #: What became of a value.
 STORED, FULL, BUSY = "stored", "full", "busy"
 
-_PAGE, _WORD, _ALIGNMENT = 4096, 8, 16
+_PAGE, _WORD, ALIGNMENT = 4096, 8, 16
 #: Words of the header: the limit, the number of values, and from then on where each level lies.
 _LIMIT, _COUNT, _LEVELS = range(3)
 HEADER = 64 * _WORD
 _BUCKET, _BUCKETS = struct.Struct("8Q"), 64  # a bucket, and how many are in level 0, which is a page
 _OFFSET_BITS = 40
-_PLACE_MASK = (1 << _OFFSET_BITS) - 1
+PLACE_MASK = (1 << _OFFSET_BITS) - 1
 _CHECK_BITS = 20
 _LARGEST = 1 << 43  # so far a word of the index reaches
 #: The memory may take this part of the limit of the system on addresses of a process.
@@ -88,7 +87,7 @@ class Memory:
         self._region = calls.MmapRegion(fd, nbytes)  # Python's own has a descriptor more
         self._map = calls.view(self._region.address, nbytes)
         self._words = self._map[self._begin : self._begin + HEADER].cast("Q")
-        self._levels = self._find_levels()
+        self._find_levels()
         if self._begin:
             self.counters = counters.CacheCounters.from_buffer(self._map)
 
@@ -96,44 +95,45 @@ class Memory:
         if self.fd >= 0:
             os.close(self.fd)
 
-    # ---- the index ----------------------------------------------------------------------------------
-
-    def _find_levels(self) -> list[int]:
-        """Offsets of the levels that there are now. Raises ValueError: a file is damaged."""
-        found: list[int] = []
+    def _find_levels(self) -> None:
+        """Note where each level lies, the newest first, and how many buckets it has."""
+        found: list[tuple[int, int]] = []
         while word := self._words[_LEVELS + len(found)]:
-            found.append(_number_in(word))
-            if os.fstat(self.fd).st_size < found[-1] + (_PAGE << len(found) - 1):
+            begin, buckets = _number_in(word), _BUCKETS << len(found)
+            if os.fstat(self.fd).st_size < begin + buckets * _BUCKET.size:
                 raise ValueError("the file ends before its index")
-        self._levels = found
-        return found
-
-    def _words_of(self, key: bytes) -> Iterator[tuple[int, int, int]]:
-        """The words that may be of a key: offset and number of each, and offset of its record."""
-        hashed, levels = zlib.crc32(key), self._levels
-        if self._words[_LEVELS + len(levels)]:
-            levels = self._find_levels()
-        for level in range(len(levels) - 1, -1, -1):
-            bucket = hashed % (_BUCKETS << level)
-            at = levels[level] + bucket * _BUCKET.size
-            for place, word in enumerate(_BUCKET.unpack_from(self._map, at)):
-                if word >> _OFFSET_BITS == (hashed >> 8) | 1:  # never 0, which is a free word
-                    number = ((_BUCKETS << level) - _BUCKETS + bucket) * 8 + place
-                    yield at + place * _WORD, number, (word & _PLACE_MASK) * _ALIGNMENT
+            found.insert(0, (begin, buckets))
+        self._levels, self._next = found, _LEVELS + len(found)
 
     # ---- reading ------------------------------------------------------------------------------------
 
     def get(self, key: bytes, copy: bool) -> values.EncodedValue | None:
         """Look up the value of a key: in memory of its own, or without a copy in pages of its own, which are
-        the pages of the cache until somebody writes to them. Raises Exception: it is damaged."""
-        for _, number, at in self._words_of(key):
-            found = self._read(number, at, key, copy)
-            if found is not None:
-                return found
+        the pages of the cache until somebody writes to them.
+
+        Raises:
+            ValueError: the value is damaged. It is forgotten.
+        """
+        if self._words[self._next]:
+            self._find_levels()
+        hashed = zlib.crc32(key)
+        tag = _tag(hashed)
+        for begin, buckets in self._levels:
+            bucket = begin + hashed % buckets * _BUCKET.size
+            words = _BUCKET.unpack_from(self._map, bucket)
+            for word in words:
+                if word >> _OFFSET_BITS == tag:
+                    try:
+                        found = self._read(word, key, copy)
+                    except ValueError:
+                        os.pwrite(self.fd, bytes(_WORD), bucket + words.index(word) * _WORD)
+                        raise
+                    if found is not None:
+                        return found
         return None
 
-    def _read(self, number: int, at: int, key: bytes, copy: bool) -> values.EncodedValue | None:
-        return values.read(self._map, at, key, copy, self._private)
+    def _read(self, word: int, key: bytes, copy: bool) -> values.EncodedValue | None:
+        return values.read(self._map, (word & PLACE_MASK) * ALIGNMENT, key, copy, self._private)
 
     def _private(self, begin: int, end: int) -> Any:
         """An array of these bytes in pages of its own; None if there are no addresses for them."""
@@ -179,20 +179,22 @@ class Memory:
 
     def _store(self, hashed: int, pieces: list[Any], nbytes: int) -> str:
         """Write a record, and then its word into the index."""
-        for level, at in enumerate(self._find_levels()):
-            bucket = at + hashed % (_BUCKETS << level) * _BUCKET.size
+        self._find_levels()
+        for begin, buckets in reversed(self._levels):
+            bucket = begin + hashed % buckets * _BUCKET.size
             free = _BUCKET.unpack_from(self._map, bucket)
             if 0 in free:
                 if (offset := self._append(pieces, nbytes)) is None:
                     return FULL
-                word = ((hashed >> 8) | 1) << _OFFSET_BITS | offset // _ALIGNMENT
+                word = _tag(hashed) << _OFFSET_BITS | offset // ALIGNMENT
                 self._write_word(_COUNT, self._words[_COUNT] + 1)
                 os.pwrite(self.fd, word.to_bytes(_WORD, "little"), bucket + free.index(0) * _WORD)
                 return STORED
-        zeros = bytes(_PAGE << level + 1)  # no hole, for which a full disk may have no room when it is read
+        # No hole, for which a full disk may have no room when it is read.
+        zeros = bytes(2 * buckets * _BUCKET.size)
         if (offset := self._append([zeros], len(zeros))) is None:
             return FULL
-        self._write_word(_LEVELS + level + 1, _with_check(offset))
+        self._write_word(self._next, _with_check(offset))
         return self._store(hashed, pieces, nbytes)
 
     def _write_word(self, number: int, word: int) -> None:
@@ -201,7 +203,7 @@ class Memory:
     def _append(self, pieces: list[Any], nbytes: int) -> int | None:
         """Write all of this at the end, or nothing. Returns where; None if the limit has no room for it."""
         size = os.fstat(self.fd).st_size
-        at = size + -size % _ALIGNMENT
+        at = size + -size % ALIGNMENT
         if at + nbytes > len(self._map):
             return None
         try:
@@ -210,11 +212,6 @@ class Memory:
             os.ftruncate(self.fd, size)
             raise
         return at
-
-    def forget(self, key: bytes) -> None:
-        """Forget the value of a key, which cannot be read."""
-        for place, _, _ in self._words_of(key):
-            os.pwrite(self.fd, bytes(_WORD), place)
 
 
 def create(limit: int) -> int:
@@ -245,6 +242,11 @@ def _number_in(word: int) -> int:
     if word != _with_check(number):
         raise ValueError("its first page is damaged")
     return number
+
+
+def _tag(hashed: int) -> int:
+    """The part of a hash that the index has. Never 0, which is a free word."""
+    return (hashed >> 8) | 1
 
 
 def write_all(fd: int, pieces: list[Any], at: int) -> None:
