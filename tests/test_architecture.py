@@ -34,6 +34,10 @@ ROOMS = {
     "__main__": Room("extras.tools"),
     "integrations": Room("extras.frameworks"),
     "images": Room("extras.images"),
+    "extras.cached": Room(
+        "extras.insight extras.images extras.share extras.tools memory workers packing system errors",
+        pure="keys",
+    ),
     "extras.tools": Room(
         "extras.insight extras.images extras.profile extras.resume loader epoch options workers packing "
         "reading ipc system errors"
@@ -41,10 +45,6 @@ ROOMS = {
     "extras.frameworks": Room("extras.prefetcher loader epoch options"),
     "extras.recovery": Room("extras.bad_samples extras.resume epoch options scheduling reading errors"),
     "extras.prefetcher": Room("extras.resume epoch options device packing statistics system errors"),
-    "extras.cached": Room(
-        "extras.insight extras.images extras.share memory workers packing system errors",
-        pure="keys",
-    ),
     "extras.insight": Room(
         "epoch options workers scheduling statistics system errors", pure="model chooser advice snapshots"
     ),

@@ -6,7 +6,6 @@ values lie, and how other processes get them. `checks` says which hits are compu
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import functools
 import gc
@@ -306,12 +305,9 @@ class cached:
         drew, is_ours = draws.since()
         if is_ours:
             return f"it drew from {', '.join(drew)}"
-        try:
-            where = equal.difference(stored, fresh)
-            if where:  # by what pickle loses of the object, or writes in another way for its copy
-                with contextlib.suppress(Exception):
-                    where = equal.difference(stored, values.decode(values.encode(fresh)))
-        except equal.Incomparable:
+        try:  # without what pickle loses of the fresh value, too
+            where = equal.difference(stored, values.decode(values.encode(fresh)))
+        except Exception:  # of user code
             self._counters.add("unchecked")
             return ""
         self._counters.add("checked")

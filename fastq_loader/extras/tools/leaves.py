@@ -5,11 +5,13 @@ Runs wherever batches are compared. A part is plain data, so it can be sent betw
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 import io
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +20,14 @@ import torch
 from fastq_loader.packing.pickling import parts_of
 
 #: Types whose `repr` is their whole value.
-_ATOMS = (bool, int, float, complex, str, bytes, type(None), np.generic, type)
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), type, FunctionType)
 #: Containers that have no parts only if they are empty.
 _EMPTY = (list, tuple, dict, set, frozenset, deque, np.ndarray)
 #: Depth to which nested objects are taken apart.
-_DEEPEST = 20
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_DEEPEST = 50
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+#: Methods by which a class says how it is pickled.
+_PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__")
 
 
 #: A part of an object: the form of its place, the key in that, and the part.
@@ -52,13 +56,18 @@ class ComparedLeaf(NamedTuple):
 
 def leaves(value: Any, path: str = "batch", above: tuple[int, ...] = ()) -> Iterator[ComparedLeaf]:
     """Take a batch apart, containers before their contents. `above`: ids of the objects around `value`."""
+    if type(value) in (bool, int, float, str):  # most parts of annotations
+        yield ComparedLeaf(path, type(value).__name__, repr(value).encode(errors="surrogatepass"))
+        return
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     inner: list[_Part] = []
     if isinstance(value, torch.Tensor):
         yield _tensor(value, path, kind)
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+    elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         about = f"{kind} {value.dtype}{list(value.shape)}, strides {value.strides}"
-        yield ComparedLeaf(path, about, value.tobytes(), value.dtype, value.shape)
+        # Under a mask, which is compared as an attribute, may be anything.
+        data = value.filled(0) if isinstance(value, np.ma.MaskedArray) else value
+        yield ComparedLeaf(path, about, data.tobytes(), value.dtype, value.shape)
     else:
         leaf, inner = _object(value, path, kind, above)
         yield leaf
@@ -72,7 +81,7 @@ def _object(value: Any, path: str, kind: str, above: tuple[int, ...]) -> tuple[C
     known = isinstance(value, _ATOMS) or id(value) in above
     inner = [] if known else _inside(value)
     reduced = None if known or inner or type(value) in _EMPTY else _reduced(value, above)
-    text = f"of {len(inner)}" if inner else _ADDRESS.sub("", repr(value))
+    text = f"of {len(inner)}" if inner else "" if reduced else _ADDRESS.sub("", repr(value))
     leaf = ComparedLeaf(path, kind, text.encode(errors="surrogatepass"), opaque=reduced == ())
     return leaf, [*inner, (" as it is pickled", "", reduced)] if reduced else inner
 
@@ -81,8 +90,9 @@ def _reduced(value: Any, above: tuple[int, ...]) -> Any:
     """Parts from which a pickle of the object would be made; () if it cannot be pickled."""
     if len(above) > _DEEPEST:
         return ()
+    registered: Any = copyreg.dispatch_table.get(type(value))
     try:
-        parts = value.__reduce_ex__(4)
+        parts = value.__reduce_ex__(4) if registered is None else registered(value)
     except Exception:  # of user code
         return ()
     return (
@@ -93,13 +103,21 @@ def _reduced(value: Any, above: tuple[int, ...]) -> Any:
 
 
 def _inside(value: Any) -> list[_Part]:
-    """Parts of a container, in an order that does not depend on hashes."""
+    """Parts of a container, in an order that depends on no hash and no address; attributes of an object."""
+    kind = type(value)
     if isinstance(value, np.ndarray):  # of objects
         return [("", "", value.tolist())]
     if isinstance(value, (set, frozenset, deque)):
-        value = list(value) if isinstance(value, deque) else sorted(value, key=repr)
-    left_out = getattr(type(value), "_not_compared", ())  # as the seeds of encoded images
+        value = list(value) if isinstance(value, deque) else sorted(value, key=_content)
+    left_out = getattr(kind, "_not_compared", ())  # as the seeds of encoded images
+    is_plain = all(getattr(kind, name, None) is getattr(object, name, None) for name in _PICKLING)
+    if not is_plain and not left_out and not isinstance(value, _EMPTY):
+        return []
     return [part for part in parts_of(value) if part[1] not in left_out]
+
+
+def _content(value: Any) -> list[tuple[str, bytes]]:
+    return [(leaf.kind, leaf.data) for leaf in leaves(value)]
 
 
 def _tensor(tensor: torch.Tensor, path: str, kind: str) -> ComparedLeaf:
@@ -128,17 +146,22 @@ def digest(parts: Iterable[ComparedLeaf]) -> bytes:
 
 def difference(one: list[ComparedLeaf], other: list[ComparedLeaf], names: tuple[str, str]) -> str:
     """Describe the first difference of two batches; "" if equal. `names` tell the two apart in the text."""
-    first, second = next(((a, b) for a, b in zip(one, other, strict=False) if a != b), (None, None))
-    if first is None or second is None:
-        return ""
+    pair = next((pair for pair in zip(one, other, strict=False) if pair[0] != pair[1]), None)
+    return "" if pair is None else describe(*pair, names)
+
+
+def describe(first: ComparedLeaf, second: ComparedLeaf, names: tuple[str, str], number: int = -1) -> str:
+    """Describe the difference of two parts. `number`: the element to show; by default the first one whose
+    bytes differ."""
     where = first.path
     if first.path != second.path:
         where, shown = "the next part", [f"{first.path!r}", f"{second.path!r}"]
     elif first.kind != second.kind or first.dtype is None:
         shown = [each.kind if each.dtype else _text(each) for each in (first, second)]
     else:
-        differing = np.frombuffer(first.data, np.uint8) != np.frombuffer(second.data, np.uint8)
-        number = int(differing.argmax()) // first.dtype.itemsize
+        if number < 0:
+            differing = np.frombuffer(first.data, np.uint8) != np.frombuffer(second.data, np.uint8)
+            number = int(differing.argmax()) // first.dtype.itemsize
         at = np.unravel_index(number, first.shape)
         where += f"[{', '.join(map(str, at))}]" if at else ""
         shown = [_element(leaf, number) for leaf in (first, second)]

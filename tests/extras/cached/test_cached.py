@@ -388,7 +388,7 @@ def test_a_method_that_is_cached_in_its_class_may_have_a_folder(tmp_path: Path) 
     kept = Kept(2)
     assert [kept.decode(number) for _ in range(3) for number in range(8)] == [*range(0, 16, 2)] * 3
     assert Kept.decode.statistics().checked == 16, "the first ones"
-    with pytest.warns(NotCached, match=r"14 and 21.*version=str\(root\)"):
+    with pytest.warns(NotCached, match=r"int 14 in the cache, and int 21 now.*version=str\(root\)"):
         assert Kept(3).decode(7) == 21
 
 

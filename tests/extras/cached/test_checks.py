@@ -9,6 +9,7 @@ import importlib
 import itertools
 import pickle
 import random
+import re
 import sys
 import warnings
 from decimal import Decimal
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 
 from fastq_loader import DataLoader, NotCached, cached
 from fastq_loader.extras.cached import checks, counters
-from fastq_loader.extras.cached.equal import Incomparable, difference
+from fastq_loader.extras.cached.equal import difference
 from tests.support.forking import end_of, fork
 
 # ---- which hits -------------------------------------------------------------------------------------------
@@ -134,26 +135,6 @@ class Held:
         self.value, self.mean = value, np.arange(3.0)
 
 
-class Itself:
-    """As a class that compares by identity, and says so."""
-
-    def __eq__(self, other: Any) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return 1
-
-
-class Remembering:
-    """As an array of pandas that notes what `==` found."""
-
-    def __eq__(self, other: Any) -> Any:
-        self.noted = True
-        return [True]
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 class Grams(float):
     pass
 
@@ -184,41 +165,45 @@ VALUES += [collections.Counter("aab")]
 VALUES += [np.arange(3), np.float32(2), np.array(["a"]), np.datetime64("NaT"), np.array([1, 2], "m8[s]")]
 VALUES += [np.zeros(()), np.ma.masked_array([1.0, 2.0], [True, False]), np.array([1, "a", None], object)]
 VALUES += [np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]), torch.eye(3).to_sparse(), torch.zeros(0)]
-VALUES += [torch.ones(3, device="meta"), torch.arange(3.0), torch.ones(3).half(), torch.ones(3).bfloat16()]
+VALUES += [torch.arange(3.0), torch.ones(3).half(), torch.ones(3).bfloat16()]
 # Those that are not equal to their copy.
-VALUES += [{float("nan"), 1}, {Itself(), 2}, Itself(), Remembering(), {float("nan"): 1}, Grams("nan")]
+VALUES += [{float("nan"), 1}, {float("nan"): 1}, Grams("nan")]
 VALUES += [Decimal("nan"), Sample(np.arange(3.0))]
+VALUES += [{Held(number) for number in range(9)}, [Held({1}), {"a": {Held(2), Held(3)}}]]
 VALUES += [array.array("f", [1.0, float("nan")]), [torch.strided, np.ma.masked]]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_a_value_equals_itself_after_its_way_through_pickle(value: Any) -> None:
-    assert difference(pickle.loads(pickle.dumps(value)), value) == ""
+    stored, fresh = (pickle.loads(pickle.dumps(value)) for _ in range(2))
+    assert difference(stored, fresh) == ""
 
 
 MASKED = [np.ma.masked_array([1.0, 2.0], [first, False]) for first in (True, False)]
 DIFFERENCES: list[Any] = [
-    *((1, 2, "value: 1 and 2"), (1, True, "value: 1 and True"), (1.0, 1.001, r"value: 1\.0 and 1\.001")),
-    *(([1, [2]], [1, [3]], r"value\[1\]\[0\]: 2 and 3"), ([1], [1, 2], r"value\[1\]: nothing and 2")),
-    ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "the keys"),
-    ({"a": {"b": 1.0}}, {"a": {"b": 2.0}}, r"value\['a'\]\['b'\]: 1\.0 and 2\.0"),
-    ({1, 2}, {1, 3}, r"value\[1\]: 2 and 3"),
-    ({1.0, float("nan")}, {2.0, float("nan")}, r": 1\.0 and 2\.0"),
-    *((Decimal(1), Decimal(2), "'1' and '2'"), (np.arange(3), np.arange(4), r"int64\[3\] and int64\[4\]")),
-    (np.arange(3), np.arange(3.0), "int64.* and float64"),
-    (np.array([1, np.inf]), np.array([1, -np.inf]), r"value\[1\]: inf and -inf"),
-    (np.zeros((2, 2)), np.array([[0, 0], [1, 0]], float), r"value\[1, 0\]: 0\.0 and 1\.0"),
-    (torch.zeros(2), torch.ones(2), r"value\[0\]: 0\.0 and 1\.0"),
-    (torch.zeros(2), torch.zeros(1, 2), r"\(2,\).*\(1, 2\)"),
+    *((1, 2, "value is int 1 in the cache, and int 2 now"), (1, True, "int 1 .* bool True")),
+    *((1.0, 1.001, r"float 1\.001"), ([1, [2]], [1, [3]], r"value\[1\]\[0\] is int 2")),
+    *(([1], [1, 2], "of 2"), ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "the next part")),
+    ({1.0, float("nan"), 2}, {2.0, float("nan")}, r"1\.0 .* 2\.0"),
+    ({"a": {"b": 1.0}}, {"a": {"b": 2.0}}, r"value\['a'\]\['b'\] is float 1\.0 .* float 2\.0"),
+    (Decimal(1), Decimal(2), "str '1' .* str '2'"),
+    *((np.arange(3), np.arange(4), r"int64\[3\]"), (np.arange(3), np.arange(3.0), "int64.* float64")),
+    (np.array([1, np.inf]), np.array([1, -np.inf]), r"value\[1\] is inf .* -inf"),
+    (np.array([1e3, 0.0]), np.array([1e3 + 1e-9, 1.0]), r"value\[1\] is 0\.0 .* 1\.0"),
+    (np.zeros((2, 2)), np.array([[0, 0], [1, 0]], float), r"value\[1, 0\] is 0\.0 .* 1\.0"),
+    (torch.zeros(2), torch.ones(2), r"value\[0\] is 0\.0 .* 1\.0"),
+    (torch.zeros(2), torch.zeros(1, 2), r"\[2\].*\[1, 2\]"),
     (torch.zeros(2), torch.zeros(2).half(), "float32.*float16"),
-    (named(1), named(2), r"value\.__dict__\['scale'\]: 1 and 2"),
-    (Sample(np.arange(3.0)), Sample(np.arange(3.0) + 1), r"value\['image'\]\[0\]: 0\.0 and 1\.0"),
-    *((Held(3), Held(4), r"\['value'\]: 3 and 4"), (Pair(1, 2), Pair(1, 3), "2 and 3")),
-    (np.array([3e38, 0.3, 0.7]), np.array([3e38, 0.4, 0.6]), r"value\[1\]: 0\.3 and 0\.4"),
-    *((np.array([1e9 + 1j]), np.array([1e9 + 2j]), "1.0 and 2.0"), (Lenient(1), Lenient(2), "1 and 2")),
-    *((named(1, kind()), named(2, kind()), "1 and 2") for kind in (Grams, type("Of", (dict,), {}))),
-    (collections.deque([1]), collections.deque([2]), r"value\[0\]: 1 and 2"),
-    (*MASKED, r"value\.mask\[0\]: True and False"),
+    (named(1), named(2), r"value\.__dict__\['scale'\] is int 1 .* int 2"),
+    (Sample(np.arange(3.0)), Sample(np.arange(3.0) + 1), r"value\.image\[0\] is 0\.0 .* 1\.0"),
+    *((Held(3), Held(4), r"value\.value is int 3 .* 4"), (Pair(1, 2), Pair(1, 3), "2 .* 3")),
+    (np.array([3e38, 0.3, 0.7]), np.array([3e38, 0.4, 0.6]), r"value\[1\] is 0\.3 .* 0\.4"),
+    (np.array([1e9 + 1j]), np.array([1e9 + 2j]), r"value\[0\] is .*\+1j"),
+    (Lenient(1), Lenient(2), r"value\.value is int 1 .* int 2"),
+    *((named(1, kind()), named(2, kind()), "1 .* 2") for kind in (Grams, type("Of", (dict,), {}))),
+    (collections.deque([1]), collections.deque([2]), r"value\[0\] is int 1 .* int 2"),
+    (*MASKED, r"value\[0\] is 0\.0 .* 1\.0"),
+    (re.compile("a" * 300), re.compile("a" * 300 + "b"), "as it is pickled"),
 ]
 
 
@@ -251,8 +236,6 @@ def test_what_cannot_be_compared_is_given_as_stored_and_counted() -> None:
     comparing = True
     assert type(wrapped(1)) is Closed
     assert (wrapped.statistics().unchecked, wrapped.statistics().distrusted) == (1, 0)
-    with pytest.raises(Incomparable, match="closed"):
-        difference(Closed(), Closed())
 
 
 # ---- a cache that was wrong -------------------------------------------------------------------------------
@@ -265,7 +248,7 @@ def test_a_wrong_hit_gives_the_fresh_value_and_ends_the_cache_with_one_hint() ->
         values = [wrapped(1)["crop"].tolist() for _ in range(4)]
     (text,) = [str(each.message) for each in seen]
     assert text.startswith("cached: ")
-    for part in ("lambda", "value['crop'][0]: ", "0 hits before", "version=str(root)", "check=False"):
+    for part in ("lambda", "value['crop'][0] is 0.", "0 hits before", "version=str(root)", "check=False"):
         assert part in text
     assert seen[0].filename == __file__
     assert values == [np.random.default_rng(0).random((4, 3))[number].tolist() for number in range(4)]
