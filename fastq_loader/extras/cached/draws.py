@@ -1,49 +1,67 @@
 """Whether a call drew from a global generator, of torch, numpy or Python.
 
 Runs in every process that calls a cached function. The states are read from memory where their place in it
-is known, which takes a tenth of the time. A normal number that waits in a generator is not seen: the checks
-of hits find it.
+is known, which takes a tenth of the time. A normal number that waits in numpy's or Python's generator is not
+seen: the checks of hits find it.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
+import functools
+import os
 import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from fastq_loader.extras.images import sample_seeds
+from fastq_loader.system import calls
 
 _WORDS = 624  # of a Mersenne twister; its position is beside them
-_INDEX_AND_WORDS = (_WORDS + 1) * 4
-_PYTHONS: Any = getattr(random, "_inst", None)
+_NUMPYS: Any = np.random.mtrand._rand
 
 
-def _numpys() -> bytes:
-    bits: Any = np.random.mtrand._rand._bit_generator
-    known = type(bits) is np.random.MT19937  # else the checks of hits find it
-    return ctypes.string_at(bits.ctypes.state_address, _INDEX_AND_WORDS) if known else b""
+def _memory_of(generator: Any, words: Any, before: int, after: int) -> memoryview | None:
+    """The memory of a generator's words, with bytes before and after them: in its object, or where the first
+    word of that points to. None if they are not there: reading at a wrong address is an error."""
+    sought, nbytes = np.array(words[:_WORDS], np.uint32).tobytes(), 2 * _WORDS * 4
+    start = id(generator) + object.__basicsize__
+    with contextlib.suppress(OSError, OverflowError), open("/proc/self/mem", "rb", 0) as memory:
+        pointer = int.from_bytes(os.pread(memory.fileno(), 8, start), "little")
+        for place in (start, pointer):
+            found = os.pread(memory.fileno(), nbytes, place).find(sought)
+            if found >= before:
+                return calls.view(place + found - before, before + len(sought) + after)
+    return None
 
 
-def _pythons_in_memory() -> bytes:
-    return ctypes.string_at(id(_PYTHONS) + object.__basicsize__, _INDEX_AND_WORDS)
+def _torchs() -> bytes:
+    return torch.default_generator.get_state().numpy().tobytes()
 
 
-def _is_where_expected() -> bool:
-    """Whether Python's own generator lies in memory as in CPython: an index of 32 bits, then the words."""
-    if type(_PYTHONS) is not random.Random or random.Random.__basicsize__ < _INDEX_AND_WORDS:
-        return False
-    words = _PYTHONS.getstate()[1]
-    return _pythons_in_memory() == np.array((words[-1], *words[:-1]), np.uint32).tobytes()
+def _torchs_in_memory() -> Any:
+    """The position before the words, the words, and whether a float or a double waits after them."""
+    memory = _memory_of(torch.default_generator, np.frombuffer(_torchs(), np.uint64)[3:], 4, 28)
+    return memory and (lambda words=memory[:-28], waits=memory[-20::12]: words.tobytes() + waits.tobytes())
 
 
-_READ = {
-    "torch": lambda: torch.default_generator.get_state().numpy().tobytes(),
-    "numpy": _numpys,
-    "random": _pythons_in_memory if _is_where_expected() else random.getstate,
+@functools.lru_cache(1)
+def _reader_of(bits: Any) -> Callable[[], bytes]:
+    """Reads the state of numpy's generator, with the position after it; nothing of one that is not known,
+    which the checks of hits find."""
+    known = type(bits) is np.random.MT19937
+    return calls.view(bits.ctypes.state_address, (_WORDS + 1) * 4).tobytes if known else bytes
+
+
+_PYTHONS = _memory_of(getattr(random, "_inst", None), random.getstate()[1], 4, 0)
+_READ: dict[str, Callable[[], Any]] = {
+    "torch": _torchs_in_memory() or _torchs,
+    "numpy": lambda: _reader_of(_NUMPYS._bit_generator)(),
+    "random": _PYTHONS.tobytes if _PYTHONS else random.getstate,
 }
 
 

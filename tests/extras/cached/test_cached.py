@@ -93,11 +93,11 @@ def test_none_is_a_value_and_errors_are_raised_each_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "draw", [torch.rand, random.random, np.random.rand], ids=["torch", "random", "numpy"]
+    "draw", [lambda: torch.rand(1), lambda: torch.randn(1), random.random, np.random.rand]
 )
 def test_a_function_that_draws_is_not_stored_and_named(draw: Any) -> None:
-    def augmented(index: int) -> Any:
-        return index + float(draw(1) if draw is torch.rand else draw())
+    def augmented(index: int) -> Any:  # every second number of `randn` has waited in the generator
+        return index + float(draw())
 
     wrapped = cached(augmented, limit="1MB")
     with pytest.warns(NotCached, match=r"augmented\(\) draws from .*the same in every epoch") as seen:
@@ -105,7 +105,13 @@ def test_a_function_that_draws_is_not_stored_and_named(draw: Any) -> None:
     assert len(values) == 3
     assert [each.filename for each in seen if each.category is NotCached] == [__file__]
     assert wrapped.statistics().random == 3
-    assert wrapped.statistics().stored == 0
+
+
+def test_a_function_that_puts_the_state_back_is_stored() -> None:
+    torch.randn(1)
+    wrapped = cached(torch.random.fork_rng([])(torch.manual_seed), limit="1MB")
+    wrapped(1)
+    assert wrapped.statistics().stored == 1
 
 
 def test_a_value_that_cannot_be_pickled_comes_as_it_is_and_is_named() -> None:
