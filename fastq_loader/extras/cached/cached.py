@@ -81,7 +81,7 @@ class cached:
 
     Raises:
         ValueError: the limit is malformed; or the cache of this name or path belongs to another function or
-            version (named in the text), or the path to something else, or to a network. `cached.clear(path)`
+            version (named in the text), or the path is on a network. `cached.clear(path)`
             removes a folder.
         TypeError: an argument of a call cannot be part of a key.
         OSError: the folder cannot be opened, the one above it does not exist, or others may write to it.
@@ -162,18 +162,17 @@ class cached:
     # ---- calls ----------------------------------------------------------------------------------------
 
     def _enter(self) -> None:
-        """Begin to use the cache in this process."""
-        with memory.entering:
-            if self._pid == process_id.current() or self.memory is None:
-                return
-            if (handed := handover.received(self._handed_as)) is not None:
-                self.memory, self.program = memory.Memory(handed[0]), handed[1]
-                if self._options.path is None:  # of a folder, the memory has the counters alone
-                    self._store = self.memory
-            self._counters = self.memory.counters
-            self._counters.enter()
-            self._checks: dict[bytes, Checks] = {}  # by the numbers of objects
-            self._pid = process_id.current()
+        """Begin to use the cache in this process. Several threads may at once."""
+        if self.memory is None:
+            return
+        if self._handed_as in handover.handed:
+            self.memory, self.program = handover.handed[self._handed_as]
+            if self._options.path is None:  # of a folder, the memory has the counters alone
+                self._store = self.memory
+        self._counters = self.memory.counters
+        self._counters.enter()
+        self._checks: dict[bytes, Checks] = {}  # by the numbers of objects
+        self._pid = process_id.current()
 
     def _begin_checks(self, whose: bytes) -> Checks:
         """Make the checks of an object. Its workers get numbers that no other object's workers have."""

@@ -28,7 +28,6 @@ class CacheStatistics:
         hits: calls whose value was read from the cache.
         misses: calls that computed their value.
         stored: values that were stored.
-        bytes: size of the stored values, with what finds them.
         full: values that were not stored, because there was no room.
         busy: values that were not stored this time: another process was storing the same, or was stopped
             while it stored, or another thread drew from a global generator meanwhile.
@@ -41,6 +40,7 @@ class CacheStatistics:
         unshared: objects with a method that was cached in its class, which a worker alone has: the loader did
             not find them in its dataset.
         function: module and name of the function.
+        bytes: size of the stored values, with what finds them.
         values: number of values in the cache.
         limit: largest value of `bytes`.
 
@@ -55,7 +55,6 @@ class CacheStatistics:
     hits: int = 0
     misses: int = 0
     stored: int = 0
-    bytes: int = 0
     full: int = 0
     busy: int = 0
     random: int = 0
@@ -66,15 +65,12 @@ class CacheStatistics:
     distrusted: int = 0
     unshared: int = 0
     function: str = ""
+    bytes: int = 0
     values: int = 0
     limit: int = 0
 
 
-NAMES = [
-    field.name
-    for field in fields(CacheStatistics)
-    if field.name not in ("function", "bytes", "values", "limit")
-]
+NAMES = [field.name for field in fields(CacheStatistics)][:-4]
 _INDEX = {name: at for at, name in enumerate([*NAMES, "hinted", "warned"])}
 
 

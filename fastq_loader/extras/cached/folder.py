@@ -89,7 +89,7 @@ def open_at(path: str, about: dict[str, Any], limit: int) -> Folder:
         limit: largest size of the values, in bytes; a folder that is there keeps its own.
 
     Raises:
-        ValueError: it belongs to another function or version, is not a cache, or on a network.
+        ValueError: it belongs to another function or version, or is on a network.
         PermissionError: it is another user's, or others may write to it.
         OSError: it cannot be opened, or the disk is full.
         TimeoutError: another process is stopped while it uses it.
@@ -131,15 +131,11 @@ def _opened(path: str, about: dict[str, Any], limit: int) -> Folder | None:
 
 
 def _refuse_others(path: str) -> None:
-    """Refuse a folder that has something else, or that somebody else may write to, whose pickles would be
-    read; and one on a network."""
+    """Refuse a folder that somebody else may write to, whose pickles would be read; and one on a network."""
     found = os.stat(path)
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
         text = f"cached: path={path!r} is another user's, or others may write to it: chmod go-w"
         raise PermissionError(f"{text}, or use another folder")
-    if others := set(os.listdir(path)) - {_VALUES}:
-        text = f"cached: path={path!r} is not a cache of this library, and has a {min(others)!r}"
-        raise ValueError(f"{text}: use another path")
     device = f"{os.major(found.st_dev)}:{os.minor(found.st_dev)}"
     with contextlib.suppress(OSError), open("/proc/self/mountinfo") as file:
         for line in file:

@@ -8,21 +8,21 @@ number, in the order in which a process makes them; those of methods by a number
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import Counter
 from multiprocessing import reduction
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
+from fastq_loader.extras.cached.memory import Memory
 from fastq_loader.system import process_id
 from fastq_loader.workers.payload import BESIDE
 
 #: The caches of this process, by their names in others.
 caches: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 _made: Counter[str] = Counter()
-#: In a worker: the consumer's descriptors, and the numbers of its caches' programs.
-_handed: dict[Any, tuple[int, int]] = {}
+#: In a worker: the consumer's memory of a cache, and its program.
+handed: dict[Any, tuple[Memory, int]] = {}
 
 
 def next_of(function: str) -> tuple[str, int]:
@@ -31,30 +31,20 @@ def next_of(function: str) -> tuple[str, int]:
     return function, _made[function]
 
 
-def received(handed_as: Any) -> tuple[int, int] | None:
-    """A copy of the descriptor for a cache, and its program; None if the consumer has no such cache."""
-    if handed_as not in _handed:
-        return None
-    fd, program = _handed[handed_as]
-    return os.dup(fd), program
-
-
 class _HandOver:
     def __reduce__(self) -> Any:
         held = [(name, each) for name, each in caches.items() if each.memory is not None]
         if get_spawning_popen() is None:
             held = []
-        handed = {name: (reduction.DupFd(each.memory.fd), each.program) for name, each in held}
-        return _receive, (process_id.pid, handed)
+        given = {name: (reduction.DupFd(each.memory.fd), each.program) for name, each in held}
+        return _receive, (process_id.pid, given)
 
 
-def _receive(consumer: int, handed: dict[Any, Any]) -> None:
-    for name, (duplicate, program) in handed.items():
-        fd = duplicate.detach()
-        if consumer == process_id.pid or name in _handed:
-            os.close(fd)
-        else:
-            _handed[name] = fd, program
+def _receive(consumer: int, given: dict[Any, Any]) -> None:
+    for name, (duplicate, program) in given.items():
+        received = Memory(duplicate.detach()), program
+        if consumer != process_id.pid:
+            handed.setdefault(name, received)
 
 
 BESIDE.append(_HandOver())

@@ -21,14 +21,13 @@ import io
 import mmap
 import os
 import struct
-import threading
 import zlib
 from typing import Any
 
 import numpy as np
 
 from fastq_loader.extras.cached import counters, values
-from fastq_loader.system import calls, locks, process_id
+from fastq_loader.system import calls, locks
 
 #: What became of a value.
 STORED, FULL, BUSY = "stored", "full", "busy"
@@ -46,17 +45,6 @@ _LARGEST = 1 << 43  # so far a word of the index reaches
 _SHARE = 4
 #: Seconds that a writer waits for another one, which may be off the CPU.
 PATIENCE = 0.1
-
-#: Held while this process begins to use a cache.
-entering = threading.RLock()
-
-
-def _forget() -> None:
-    global entering
-    entering = threading.RLock()  # another thread of the parent may have it
-
-
-process_id.in_forked_children(_forget)
 
 
 class Memory:

@@ -107,19 +107,13 @@ def bytes_of(limit: Any, path: str | None, is_shared: bool) -> int:
     if is_part(limit):
         if not 0 < count < 1:
             raise ValueError(wrong)
-        free = memory_bytes() if path is None else shutil.disk_usage(_there(path)).free
+        if path is not None and not os.path.exists(path):  # it will be made in the one above
+            path = os.path.dirname(path)
+        free = memory_bytes() if path is None else shutil.disk_usage(path).free
         count *= free / (1 if is_shared else local_ranks())
     if not 0 < count < 1 << 62:
         raise ValueError(wrong)
     return int(count)
-
-
-def _there(path: str) -> str:
-    """The folder that the values lie in, or will lie in: through links and mounts."""
-    path = os.path.realpath(path)
-    while not os.path.exists(path):
-        path = os.path.dirname(path)
-    return path
 
 
 def base_of(function: Any) -> Any:
