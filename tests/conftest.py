@@ -29,7 +29,7 @@ from warnings import WarningMessage
 
 import pytest
 import torch
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests.support import thorough
 from tests.support.script_server import SERVER, WarmProcess
@@ -37,11 +37,11 @@ from tests.support.script_server import SERVER, WarmProcess
 # A commit is judged by the same examples every time. New ones are looked for on purpose, as long as one
 # likes: pytest --hypothesis-profile=search --hypothesis-seed=N.
 # None has a deadline: a busy machine is no defect.
-settings.register_profile("repeatable", derandomize=True, deadline=None)
-settings.register_profile("search", derandomize=False, print_blob=True, deadline=None)
+slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeatable", slow, derandomize=True)
+settings.register_profile("search", slow, derandomize=False, print_blob=True)
 # For a mutation run: a mutant is dead with the first failure, however large its example.
-phases = (Phase.explicit, Phase.generate)
-settings.register_profile("mutation", derandomize=True, deadline=None, phases=phases)
+settings.register_profile("mutation", slow, derandomize=True, phases=(Phase.explicit, Phase.generate))
 settings.load_profile("repeatable")
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and their scripts inherit it.
@@ -165,13 +165,21 @@ def held_memory() -> int:
     return 1024 * sum(int(kib) for kib in re.findall(r"^Pss_(?:Anon|Shmem): +(\d+)", rollups, re.MULTILINE))
 
 
+#: What other programs leave in /dev/shm (SPDL, joblib), and what torch does, with the id of its process.
+_OTHERS_MEMORY = re.compile(r"psm_|sem\.loky-|torch_(\d+)_")
+
+
 def new_shared_memory(before: Iterable[str]) -> set[str]:
-    """Entries of /dev/shm that were not there before, without those that strangers' processes use."""
+    """Entries of /dev/shm that were not there before, without those that strangers' processes use, or have
+    left. Those of torch's workers that were killed count as such: see below."""
     inodes: dict[str, str] = {}
+    own = {os.getpid(), *descendants()}
     for name in set(os.listdir("/dev/shm")) - set(before):
         with suppress(FileNotFoundError):
-            inodes[str(os.stat(f"/dev/shm/{name}").st_ino)] = name
-    strangers = {entry.pid for entry in process_table()} - {os.getpid(), *descendants()} if inodes else ()
+            made = _OTHERS_MEMORY.match(name)
+            if made is None or int(made[1] or 0) in own:
+                inodes[str(os.stat(f"/dev/shm/{name}").st_ino)] = name
+    strangers = {entry.pid for entry in process_table()} - own if inodes else ()
     for pid in strangers:
         # By inode: a semaphore is mapped under a name that it has lost since.
         for inode in re.findall(r" (\d+) +/dev/shm/", _read(f"/proc/{pid}/maps")):
