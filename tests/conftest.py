@@ -294,6 +294,8 @@ def _nothing_left_behind(request: pytest.FixtureRequest, _own_temporary_folder: 
     """Compare what the process holds before and after a test marked `processes`."""
     if request.node.get_closest_marker("processes") is None:
         yield
+        if stopping := sys.modules.get("fastq_loader.workers.stopping"):
+            stopping.wait()  # for workers that end in the background: the next test may count processes
         return
     cuda, failures = torch.cuda.is_initialized(), request.session.testsfailed
     before = belongings()

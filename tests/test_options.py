@@ -202,7 +202,9 @@ def test_a_stream_goes_with_the_default_of_ray_and_not_with_another_number(
         loader(dataset=STREAM, num_workers=2, workers=RayWorkers(max_restarts=1))
 
 
-def test_a_search_for_generators_that_did_not_see_all_is_said_once() -> None:
+def test_a_search_for_generators_that_did_not_see_all_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "_issued", set())
+
     def planned(dataset: Any) -> None:
         saved = RoundRobin(save_generators=True)
         options.plan(StatefulDataLoader(dataset, num_workers=1, schedule=saved), saves=True)
