@@ -184,7 +184,7 @@ DIFFERENCES: list[Any] = [
     *((1, 2, "value is int 1 in the cache, and int 2 now"), (1, True, "int 1 .* bool True")),
     *((1.0, 1.001, r"float 1\.001"), ([1, [2]], [1, [3]], r"value\[1\]\[0\] is int 2")),
     *(([1], [1, 2], "of 2"), ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "the next part")),
-    ({1.0, float("nan"), 2}, {2.0, float("nan")}, r"1\.0 .* 2\.0"),
+    ({1.0, float("nan"), 3}, {2.0, float("nan"), 3}, r"1\.0 .* 2\.0"),
     ({"a": {"b": 1.0}}, {"a": {"b": 2.0}}, r"value\['a'\]\['b'\] is float 1\.0 .* float 2\.0"),
     (Decimal(1), Decimal(2), "str '1' .* str '2'"),
     *((np.arange(3), np.arange(4), r"int64\[3\]"), (np.arange(3), np.arange(3.0), "int64.* float64")),
