@@ -66,7 +66,7 @@ class Folder(Memory):
         return values.read(self._map, at, key, copy, self._private)
 
     def _compare_checksum(self, at: int) -> None:
-        size = min(os.fstat(self.fd).st_size, len(self._map))
+        size = min(self._size(), len(self._map))
         nbytes, checksum = _PREFIX.unpack_from(self._map, at - _PREFIX.size) if at <= size else (size, 0)
         if at + nbytes > size:
             raise ValueError("the file ends before a value")

@@ -88,10 +88,13 @@ class Memory:
         found: list[tuple[int, int]] = []
         while word := self._words[_LEVELS + len(found)]:
             begin, buckets = _number_in(word), _BUCKETS << len(found)
-            if os.fstat(self.fd).st_size < begin + buckets * _BUCKET.size:
+            if self._size() < begin + buckets * _BUCKET.size:
                 raise ValueError("the file ends before its index")
             found.insert(0, (begin, buckets))
         self._levels, self._next = found, _LEVELS + len(found)
+
+    def _size(self) -> int:
+        return os.fstat(self.fd).st_size
 
     # ---- reading ------------------------------------------------------------------------------------
 
@@ -136,7 +139,7 @@ class Memory:
 
     def usage(self) -> tuple[int, int, int]:
         """Bytes of the records and the index, the number of values, and the limit."""
-        return os.fstat(self.fd).st_size - self._first, self._words[_COUNT], self.limit
+        return self._size() - self._first, self._words[_COUNT], self.limit
 
     # ---- writing ------------------------------------------------------------------------------------
 
@@ -167,7 +170,6 @@ class Memory:
 
     def _store(self, hashed: int, pieces: list[Any], nbytes: int) -> str:
         """Write a record, and then its word into the index."""
-        self._find_levels()
         for begin, buckets in reversed(self._levels):
             bucket = begin + hashed % buckets * _BUCKET.size
             free = _BUCKET.unpack_from(self._map, bucket)
@@ -183,6 +185,7 @@ class Memory:
         if (offset := self._append([zeros], len(zeros))) is None:
             return FULL
         self._write_word(self._next, _with_check(offset))
+        self._find_levels()
         return self._store(hashed, pieces, nbytes)
 
     def _write_word(self, number: int, word: int) -> None:
@@ -190,7 +193,7 @@ class Memory:
 
     def _append(self, pieces: list[Any], nbytes: int) -> int | None:
         """Write all of this at the end, or nothing. Returns where; None if the limit has no room for it."""
-        size = os.fstat(self.fd).st_size
+        size = self._size()
         at = size + -size % ALIGNMENT
         if at + nbytes > len(self._map):
             return None
@@ -213,11 +216,11 @@ def create(limit: int) -> int:
 
 def write_header(fd: int, begin: int, limit: int, about: bytes = b"") -> None:
     """Make an empty cache in an empty file, from an offset on."""
-    level = begin + HEADER + len(about)
-    level += -level % _PAGE
-    words = {_LIMIT: _with_check(min(limit, _LARGEST)), _COUNT: 0, _LEVELS: _with_check(level)}
-    header = b"".join(word.to_bytes(_WORD, "little") for word in words.values()).ljust(HEADER, b"\0")
-    write_all(fd, [(header + about).ljust(level - begin, b"\0"), bytes(_PAGE)], begin)
+    nbytes = HEADER + len(about)
+    nbytes += -nbytes % _PAGE
+    header = struct.pack("3Q", _with_check(min(limit, _LARGEST)), 0, _with_check(begin + nbytes))
+    # The first level is a page of zeros.
+    write_all(fd, [(header.ljust(HEADER, b"\0") + about).ljust(nbytes + _PAGE, b"\0")], begin)
 
 
 def _with_check(number: int) -> int:
