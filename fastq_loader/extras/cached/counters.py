@@ -94,14 +94,14 @@ class CacheCounters(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("is_marked", "first", "since")),
         ("_pairs", ctypes.c_uint64 * _PAIRS),
     )
-    _row = 0
 
     def enter(self) -> None:
         """Take the row of this process; a forked child has its parent's."""
-        self._row = process_id.pid % _ROWS * _ROW_WORDS
+        row = process_id.pid % _ROWS * _ROW_WORDS
+        self._row = memoryview(self._counts).cast("B").cast("Q")[row : row + _ROW_WORDS]
 
     def add(self, name: str) -> None:
-        self._counts[self._row + _INDEX[name]] += 1
+        self._row[_INDEX[name]] += 1
 
     def add_first(self, name: str) -> bool:
         """Whether no process has added to this counter before."""

@@ -45,16 +45,16 @@ def place() -> tuple[int, ...] | None:
     return *reader.numbers, size - left if size else 0
 
 
-@contextmanager
-def watched() -> Iterator[None]:
+class watched:
     """Context in which seeds advance torch's generator at its end only. A cache compares the generator before
     and after a call, and stores a sample without its seed."""
-    around, reading.owed = reading.owed, reading.owed or 0
-    try:
-        yield
-    finally:
-        owed, reading.owed = reading.owed, around
-        for _ in range(owed if around is None else 0):
+
+    def __enter__(self) -> None:
+        self._around, reading.owed = reading.owed, reading.owed or 0
+
+    def __exit__(self, *error: object) -> None:
+        owed, reading.owed = reading.owed or 0, self._around
+        for _ in range(owed if self._around is None else 0):
             torch.randint(2, (), device="cpu")
 
 
