@@ -47,7 +47,7 @@ class Sleeps(Timed):
         began = time.perf_counter()
         time.sleep(0.04)  # slow
         slow = time.perf_counter() - began
-        spun(0.004)
+        time.sleep(0.004)
         return slow, time.perf_counter() - began
 
 
