@@ -98,19 +98,20 @@ def test_threads_of_one_process_may_fill_it_at_once(store: Memory) -> None:
 
 
 def fill_and_die(store: Memory, keys: range, calls: int, rng: random.Random, write: Any) -> None:
-    """Be killed in the middle of a write, after so many."""
+    """Be killed in the middle of a write, after so many. Each writes a part of what it is given, or all."""
     left = [calls]
 
-    def killing(fd: int, data: Any, at: int) -> int:
+    def killing(fd: int, pieces: Any, at: int) -> int:
         left[0] -= 1
+        data = b"".join(pieces) if isinstance(pieces, list) else pieces
+        nbytes = len(data)  # the kernel writes a word at once
+        nbytes = rng.choice([0, 8]) if nbytes == 8 else rng.randrange(nbytes + 1)
+        written: int = write(fd, data[:nbytes] if left[0] < 0 or data is not pieces else data, at)
         if left[0] < 0:
-            nbytes = len(bytes(data))  # the kernel writes a word at once
-            write(fd, bytes(data)[: rng.choice([0, 8]) if nbytes == 8 else rng.randrange(nbytes + 1)], at)
             os.kill(os.getpid(), signal.SIGKILL)
-        written: int = write(fd, data, at)
         return written
 
-    memory.os.pwrite = killing  # type: ignore[attr-defined]
+    memory.os.pwrite = memory.os.pwritev = killing  # type: ignore[attr-defined]
     for key in keys:
         put(store, key, value_of(key))
 
@@ -155,14 +156,12 @@ def test_a_writer_that_is_stopped_in_its_turn_holds_nobody_up(
 def test_room_is_given_back_where_a_write_fails(store: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     put(store, 1, value_of(1))
     before = store.usage()
-    write = os.pwrite
 
-    def full(fd: int, data: Any, at: int) -> int:
-        if len(data) > 1000:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(fd, data, at)
+    def full(fd: int, pieces: Any, at: int) -> int:
+        os.pwrite(fd, pieces[0], at)
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(OSError, match="No space"):
         put(store, 100, value_of(100))
     monkeypatch.undo()
