@@ -190,14 +190,14 @@ class cached:
             counters.add("distrusted")
             return self._function(*args, **kwargs)
         # In memory, values belong to one object; a folder and a name are shared by all objects, and each of
-        # them checks the values of the others.
+        # them checks the values of the others. Each has first checks of its own, in memory each of the first.
         given, whose = args, b""
         if self._in_class:
             number, is_new = instances.number_of(args[0])
             if self._options.is_shared:
                 given, whose = args[1:], number
             else:
-                given = (number, *args[1:])
+                given, whose = (number, *args[1:]), number[:1]
                 if is_new and get_worker_info() is not None:
                     counters.add("unshared")
         checks = self._checks.get(whose) or self._begin_checks(whose)

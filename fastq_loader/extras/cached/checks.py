@@ -3,7 +3,8 @@
 Runs in every process that calls a cached function. What a value depends on cannot be found by looking at the
 function; it can be found by computing the value again. Draws from no generator.
 
-- The first `FIRST` hits of the cache, over all processes.
+- The first `FIRST` hits of the cache, over all processes; of a method that is cached in its class, for each
+  of the first objects.
 - The first hit of each worker's number on the values of each writer: once in a program, not again in new
   workers, and not if both were found to agree with the first worker. A writer is a program and the number of
   its worker; of a folder, all writers of one earlier program are one. Where computing takes more than `SLOW`
@@ -48,6 +49,7 @@ class Checks:
         self._counters, self._joins_earlier = counters, joins_earlier
         # Writers whose values this worker's number has checked, once the first hits of the cache have been.
         self._known: set[int] = set()
+        self._firsts = 0  # of the first hits, how many some process is known to have checked
         # Hits until one may be checked, and how many were; new workers choose others on the same keys.
         self._left, self._picked = hash(b"%d" % process_id.pid) % _MOST + 1, process_id.pid
         self.failed_reads = 0  # in turn, while computing again
@@ -62,7 +64,7 @@ class Checks:
             seconds: how long computing it took.
         """
         if writer not in self._known:
-            is_first, agrees = self._counters.first < FIRST, self._agrees(writer)
+            is_first, agrees = self._first() > 0, self._agrees(writer)
             if is_first or not agrees:
                 return math.inf if is_first or seconds <= SLOW else self._pay(seconds)
             self._known.add(writer)
@@ -78,8 +80,8 @@ class Checks:
         counters = self._counters
         if paid < math.inf:  # the record's time may be that of a cold disk
             counters.since += int((seconds - paid) / BUDGET * _NANOSECONDS)
-        if counters.first < FIRST:
-            counters.first += 1
+        if first := self._first():
+            counters.note(first)
         if writer not in self._known:
             counters.note(self._pair(self.writer, writer))
             if counters.has(self._pair(self.writer, self._first_worker)):
@@ -91,6 +93,15 @@ class Checks:
             return None
         self._counters.since = now
         return seconds
+
+    def _first(self) -> int:
+        """A hash for the next one of the first hits; 0 if all are checked."""
+        while self._firsts < FIRST:
+            first = zlib.crc32(f"{self._first_worker} first {self._firsts}".encode()) or 1
+            if not self._counters.has(first):
+                return first
+            self._firsts += 1
+        return 0
 
     def _agrees(self, writer: int) -> bool:
         """Whether this worker has checked the writer's values, or both agree with the first worker."""

@@ -5,7 +5,8 @@ are equal in their last bits share one, and may lose a count when both add at on
 
     counts    rows of counts, one row for a process
     words     about all processes
-    pairs     a table of hashes: which worker numbers have checked a hit on the values of which writer
+    pairs     a table of hashes: which worker numbers have checked a hit on the values of which writer, and
+              which of the first hits were checked
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from dataclasses import dataclass, fields
 from fastq_loader.system import process_id
 
 _ROW_WORDS, _ROWS = 16, 2048
-#: Words of the table of pairs: with the three before it, whole pages.
-_PAIRS = (1 << 16) - 3
+#: Words of the table of pairs: with the two before it, whole pages.
+_PAIRS = (1 << 16) - 2
 
 
 @dataclass(frozen=True)
@@ -82,16 +83,14 @@ class CacheCounters(ctypes.Structure):
 
     Attributes:
         is_marked: whether a hit was found to be wrong.
-        first: how many of the first hits were checked.
         since: when the last check was made, and paid for; in nanoseconds.
     """
 
     is_marked: int
-    first: int
     since: int
     _fields_ = (
         ("_counts", ctypes.c_uint64 * (_ROWS * _ROW_WORDS)),
-        *((name, ctypes.c_uint64) for name in ("is_marked", "first", "since")),
+        *((name, ctypes.c_uint64) for name in ("is_marked", "since")),
         ("_pairs", ctypes.c_uint64 * _PAIRS),
     )
 

@@ -6,6 +6,7 @@ that a dataset holds, so that they are the same in all workers. A copy of an obj
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from fastq_loader.system import attributes
 _NAME = "_fastq_loader_number_in_caches"
 #: The numbers of objects with slots.
 _of_slots: weakref.WeakKeyDictionary[Any, _Number] = weakref.WeakKeyDictionary()
+_made, _KINDS = itertools.count(), 16
 #: How far a dataset is searched: objects in objects, and members of a container.
 _DEPTH, _MEMBERS = 3, 100
 
@@ -27,14 +29,15 @@ class _Number:
     """The number of one object. A deep copy of that, and a pickle, get another one; only a worker's does not.
 
     Attributes:
-        bytes: the number, drawn from the system.
+        bytes: the number: one of `_KINDS`, and seven bytes drawn from the system. Objects of one kind
+            share the first checks in memory, so that these are few for a dataset of many objects.
         owner: weak reference to the object, by which its shallow copies are told from it; None at first.
     """
 
     __slots__ = ("__weakref__", "bytes", "owner")
 
     def __init__(self, number: bytes = b"") -> None:
-        self.bytes, self.owner = number or os.urandom(8), None
+        self.bytes, self.owner = number or bytes((next(_made) % _KINDS,)) + os.urandom(7), None
 
     def __reduce__(self) -> Any:
         return type(self), (self.bytes if get_spawning_popen() is not None else b"",)

@@ -398,6 +398,19 @@ def test_a_method_that_is_cached_in_its_class_may_have_a_folder(tmp_path: Path) 
         assert Kept(3).decode(7) == 21
 
 
+def test_the_hits_of_a_second_object_are_checked_from_the_first_one_on() -> None:
+    class Noisy(Plain):
+        @functools.partial(cached, limit="1MB")
+        def decode(self, index: int) -> float:
+            return index + self.scale * noise.random()
+
+    noise, validation, training = random.Random(1), Noisy(0), Noisy(1)
+    assert [validation.decode(number) for _ in range(3) for number in range(20)] == [*range(20)] * 3
+    training.decode(1)
+    with pytest.warns(NotCached, match=r"There were 40 hits before"):
+        assert training.decode(1) != training.decode(1)
+
+
 def test_objects_that_cannot_be_told_apart_are_refused() -> None:
     class Alike:
         __slots__ = ()

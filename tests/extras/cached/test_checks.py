@@ -31,19 +31,18 @@ from tests.support.forking import end_of, fork
 # ---- which hits -------------------------------------------------------------------------------------------
 
 
-def counts(first: int = checks.FIRST) -> counters.CacheCounters:
-    """Of a cache whose first checks are over."""
-    shared = counters.CacheCounters.from_buffer(bytearray(counters.NBYTES))
-    shared.first = first
-    return shared
+def counts() -> counters.CacheCounters:
+    return counters.CacheCounters.from_buffer(bytearray(counters.NBYTES))
 
 
 def process(shared: counters.CacheCounters, number: int | None = None) -> checks.Checks:
-    """The checks of a new worker, or of the program."""
+    """The checks of a new worker, or of the program, after the first hits of the cache."""
     with pytest.MonkeyPatch.context() as patch:
         info = None if number is None else SimpleNamespace(id=number)
         patch.setattr(checks, "get_worker_info", lambda: info)
-        return checks.Checks(1, shared, joins_earlier=False)
+        made = checks.Checks(2, shared, joins_earlier=False)
+        made._firsts = checks.FIRST
+        return made
 
 
 def test_the_first_hit_on_each_writer_is_checked_once_in_a_program() -> None:
@@ -65,9 +64,9 @@ def test_workers_that_the_first_one_was_not_compared_with_are_compared_with_each
     shared = counts()
     for number, writer in itertools.product((2, 3), (3, 4)):
         reader = process(shared, number)
-        paid = reader.due(b"key", 1 << 16 | writer, 0.1)
+        paid = reader.due(b"key", 2 << 16 | writer, 0.1)
         assert paid is not None
-        reader.done(1 << 16 | writer, paid, 0.1)
+        reader.done(2 << 16 | writer, paid, 0.1)
 
 
 def test_a_check_of_a_slow_value_waits_for_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
