@@ -90,7 +90,7 @@ class LoaderTimeout(RuntimeError):
 
     >>> list(DataLoader(range(4), num_workers=1, timeout=0.1, collate_fn=lambda samples: time.sleep(0.5)))
     Traceback (most recent call last):
-    fastq_loader.errors.LoaderTimeout: DataLoader timed out after 0.1 seconds: worker 0 ... batch 0 ...
+    fastq_loader.errors.LoaderTimeout: DataLoader timed out after 0.1 seconds: worker 0 ...
     """
 
 

@@ -20,6 +20,7 @@ from fastq_loader.extras.profile.profile import Profile
 from fastq_loader.extras.tools.command import main
 from fastq_loader.reading import collate
 from fastq_loader.statistics.counters import Counters
+from tests.conftest import wait_until
 from tests.support.thorough import thorough
 
 #: The slow lines end in this mark.
@@ -111,13 +112,15 @@ def test_python_code_is_sampled_where_no_other_thread_gets_the_interpreter() -> 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_nothing_is_sampled_but_the_epochs_that_begin_in_the_block(workers: int) -> None:
     persistent, interval = workers > 0, sys.getswitchinterval()
-    loader = DataLoader(Threads(), 1, num_workers=workers, persistent_workers=persistent)
+    dataset = Threads()
+    loader = DataLoader(dataset, 1, num_workers=workers, persistent_workers=persistent)
     before, _ = list(loader), loader.statistics()
     with loader.profile() as profile:
         during = list(loader)
         assert profile.seconds > 0
         with pytest.raises(RuntimeError, match="this loader is being profiled already"), loader.profile():
             pass
+    dataset.is_over.fill_(1)
     seconds, after = profile.seconds, list(loader)
     assert [sum(map(int, each)) for each in (before, during, after)] == [0, 8, 0]
     assert profile.seconds == seconds
@@ -130,9 +133,14 @@ class Threads(Timed):
 
     def __init__(self) -> None:
         super().__init__(8)
+        self.is_over = torch.zeros(1).share_memory_()  # then one that ends is waited for
 
     def __getitem__(self, index: int) -> int:
         time.sleep(0.01)
+        wait_until(lambda: not self.is_over or not self.count(), 60)
+        return self.count()
+
+    def count(self) -> int:
         return [thread.name for thread in threading.enumerate()].count("fastq_profile")
 
 
