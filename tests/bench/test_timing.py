@@ -23,7 +23,7 @@ def test_the_steady_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "grain", None)  # as if it were not installed
     monkeypatch.setattr(rounds, "level", lambda lanes: lanes[1:3])  # torch and ours
     peers = ["torch", "fastq_loader", "grain", "torch_0"]
-    options = Namespace(peers=peers, start_method="fork", blocks=2, seconds=0.03)
+    options = Namespace(peers=peers, start_method="fork", blocks=2, seconds=0.1)
     found = rounds.measure(steady.case("rows", 1, options, tmp_path)._replace(ties=3))
     path = tmp_path / "rows.jsonl"
     rows.append(path, [rows.run_row({"cpu": "A CPU"}, {}, {}), *found])

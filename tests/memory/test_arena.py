@@ -171,7 +171,7 @@ def limited(limit: int, nbytes: int) -> Iterator[None]:
 @pytest.mark.parametrize("limit", [resource.RLIMIT_AS, resource.RLIMIT_FSIZE], ids=["address space", "files"])
 def test_no_room_at_all_is_an_error_that_leaves_nothing_open(limit: int) -> None:
     before = set(os.listdir("/proc/self/fd"))
-    with limited(limit, 1 << 19), pytest.raises(OSError, match=r"need 1,048,576 bytes.*ulimit"):
+    with pytest.raises(OSError, match=r"need 1,048,576 bytes.*ulimit"), limited(limit, 1 << 19):
         Arena(1)
     assert set(os.listdir("/proc/self/fd")) <= before
 
