@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, Processes
 from fastq_loader.memory.arena import AVAILABLE
-from tests.conftest import ROOT, open_descriptors, run_script
+from tests.conftest import ROOT, open_descriptors, run_script, wait_until
 from tests.support.datasets import Sized
 from tests.support.forking import end_of, fork, in_child
 from tests.support.loaders import MANY_WORKERS
@@ -250,7 +250,7 @@ def test_p8_too_few_threads_are_an_error_and_the_process_lives(monkeypatch: pyte
             resource.setrlimit(resource.RLIMIT_NPROC, (used + extra, most))
             with pytest.raises(OSError, match=r"the loader needs 10 threads.*`ulimit -u`"):
                 list(OURS(range(3)))
-            assert len(os.listdir("/proc/self/task")) == used
+            assert wait_until(lambda: len(os.listdir("/proc/self/task")) == used, 30)
         resource.setrlimit(resource.RLIMIT_NPROC, (used + 10, most))
         assert list(OURS(range(3))) == [0, 1, 2]
 
