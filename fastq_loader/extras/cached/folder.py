@@ -27,7 +27,6 @@ from fastq_loader.extras.cached.memory import Memory
 from fastq_loader.system import locks
 
 _VALUES, _FORMAT = "fastq_loader.values", 7
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 #: Before a record: its size, and its checksum.
 _PREFIX = struct.Struct("<QQ")
 #: So many words of the index can be noted, one in each place; a prime number.
@@ -111,7 +110,8 @@ def open_at(path: str, about: dict[str, Any], limit: int) -> Folder:
 
 def _opened(path: str, about: dict[str, Any], limit: int) -> Folder | None:
     """Open the file, or make it; None if it was removed meanwhile, or is damaged, and is removed."""
-    fd = os.open(file := os.path.join(path, _VALUES), _FLAGS, 0o600)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(file := os.path.join(path, _VALUES), flags, 0o600)
     try:
         locks.lock_file(fd, _PATIENCE)
         if not os.fstat(fd).st_nlink:
