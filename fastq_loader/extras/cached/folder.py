@@ -67,8 +67,8 @@ class Folder(Memory):
     def _compare_checksum(self, at: int) -> None:
         size = min(self._size(), len(self._map))
         nbytes, checksum = _PREFIX.unpack_from(self._map, at - _PREFIX.size) if at <= size else (size, 0)
-        if at + nbytes > size:
-            raise ValueError("the file ends before a value")
+        if not nbytes or at + nbytes > size:  # pages that were lost are read as zeros
+            raise ValueError("a value is missing in the file")
         if values.checksum(self._map[at : at + nbytes]) != checksum:
             raise ValueError("the checksum of a value is wrong")
 

@@ -124,13 +124,11 @@ def base_of(function: Any) -> Any:
 
 
 def name_of(function: Any) -> str:
-    """Module and name. A script counts as the module that its spec or its file's stem names."""
+    """Module and name. A script counts as the module that its file's stem names."""
     base = base_of(function)
     module = getattr(base, "__module__", None) or ""
     if module in ("__main__", "__mp_main__"):
-        main = vars(sys.modules.get(module, sys))
-        spec, file = main.get("__spec__"), main.get("__file__")
-        module = spec.name if spec is not None else Path(file).stem if file else module
+        module = Path(getattr(sys.modules.get(module), "__file__", None) or module).stem
     return f"{module}.{base.__qualname__}"
 
 

@@ -161,6 +161,17 @@ def test_a_damaged_folder_gives_no_wrong_value(path: Path, seed: int) -> None:
     assert check(opened(path), range(40)) == 40, f"seed {seed}"
 
 
+def test_values_that_a_power_cut_has_lost_are_stored_anew(path: Path) -> None:
+    """The file has their index, and zeros."""
+    filled(path)
+    file = path / "fastq_loader.values"
+    file.write_bytes(file.read_bytes()[:8192].ljust(file.stat().st_size, b"\0"))
+    store = opened(path)
+    with pytest.raises(ValueError, match="a value is missing"):
+        check(store, [1])
+    repaired(store, range(40), random.Random(1))
+
+
 def repaired(store: Folder, keys: range, rng: random.Random) -> None:
     """What can be read is right; the rest is stored anew."""
     for key in rng.sample(keys, len(keys)):
