@@ -12,12 +12,12 @@ import functools
 import io
 import marshal
 import pickle
+import sys
 import zlib
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.ma import MaskedArray  # numpy would at its first use, while another thread may fork
 
 from fastq_loader.extras.images import sample_seeds
 from fastq_loader.memory.nontemporal import address_of
@@ -110,22 +110,24 @@ class _ValuePickler(pickle.Pickler):
             self._arrays.append(array)
             return pickling.take, (len(self._arrays) - 1,)
         kind = type(value)
-        if kind is MaskedArray:  # its own pickle makes a mask of an absent one
-            return _masked, (value.data, value.mask, value._fill_value, value.hardmask)
         if kind is torch.UntypedStorage:
             raise pickle.PicklingError("UntypedStorage: the tensors on it would lie elsewhere; return these")
-        if kind.__module__.startswith("PIL.") and hasattr(value, "palette"):
-            has_frames = hasattr(kind, "n_frames") or "n_frames" in vars(value)
-            if has_frames or (value.palette is not None and value.palette.mode != "RGB"):
-                raise pickle.PicklingError(
-                    f"{kind.__name__}: PIL's pickle loses the frames and texts of a file, and a palette's "
-                    "transparency; return image.copy(), or image.convert('RGB')"
-                )
+        if kind.__module__.startswith("PIL.") and hasattr(value, "palette") and not _survives_pickle(value):
+            raise pickle.PicklingError(
+                f"{kind.__name__}: PIL's pickle loses frames, texts, changes by getexif(), and an empty or "
+                "transparent palette; return image.copy(), image.convert('RGBA'), or set info['exif']"
+            )
         return NotImplemented
 
 
-def _masked(data: Any, mask: Any, fill: Any, is_hard: bool) -> Any:
-    return MaskedArray(data, mask, fill_value=fill, hard_mask=is_hard)
+def _survives_pickle(image: Any) -> bool:
+    unpickled, palette = sys.modules["PIL.Image"].Image(), image.palette
+    unpickled.info = image.info
+    return (
+        not (hasattr(type(image), "n_frames") or "n_frames" in vars(image))
+        and (palette is None or (palette.mode == "RGB" and len(palette.palette) > 0))
+        and (vars(image).get("_exif") is None or dict(unpickled.getexif()) == dict(image.getexif()))
+    )
 
 
 def _laid_out(pickled: Any, arrays: list[tuple[str, np.ndarray]]) -> tuple[list[Any], list[Any]]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.ma import MaskedArray  # numpy would at its first use, while another thread may fork
 
 from fastq_loader.packing.pickling import parts_of
 
@@ -66,7 +67,7 @@ def leaves(value: Any, path: str = "batch", above: tuple[int, ...] = ()) -> Iter
     elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         about = f"{kind} {value.dtype}{list(value.shape)}, strides {value.strides}"
         # Under a mask, which is compared as an attribute, may be anything.
-        data = value.filled(0) if isinstance(value, np.ma.MaskedArray) else value
+        data = value.filled(0) if isinstance(value, MaskedArray) else value
         yield ComparedLeaf(path, about, data.tobytes(), value.dtype, value.shape)
     else:
         leaf, inner = _object(value, path, kind, above)
