@@ -42,7 +42,7 @@ class CacheOptions(NamedTuple):
         return self.name is not None or self.path is not None
 
 
-def open_storage(options: CacheOptions) -> tuple[memory.Memory, Any]:
+def open_storage(options: CacheOptions) -> tuple[memory.Memory, memory.Memory]:
     """Make or open the memory of a cache, which has its counters, and the storage of its values: the same
     memory, or a folder.
 
@@ -56,7 +56,7 @@ def open_storage(options: CacheOptions) -> tuple[memory.Memory, Any]:
     if not options.is_in_file and options.version is None:
         raise ValueError(f"cached: {name} is in no file: a path= or name= needs version= with it")
     about = {"function": name, "version": options.version}
-    store: Any
+    store: memory.Memory
     if options.path is None:
         store = counts = _named(str(options.name), about, options.nbytes)
     else:
@@ -85,7 +85,7 @@ def is_part(limit: int | str) -> bool:
     return isinstance(limit, str) and "." in limit and limit.strip()[-1:] in "0123456789."
 
 
-def bytes_of(limit: Any, path: str | None, is_shared: bool) -> int:
+def bytes_of(limit: int | str, path: str | None, is_shared: bool) -> int:
     """A limit as a number of bytes.
 
     Args:
@@ -94,25 +94,20 @@ def bytes_of(limit: Any, path: str | None, is_shared: bool) -> int:
         is_shared: whether the ranks of this machine share the cache; else each has its part.
 
     Raises:
-        TypeError, ValueError: it is malformed.
+        ValueError: it is malformed.
     """
-    wrong = f"cached: limit={limit!r} must be bytes (8_000_000_000, '8GB') or a part of free space ('0.5')"
-    if isinstance(limit, bool) or not isinstance(limit, (int, str)):
-        raise TypeError(wrong)
     found = _NUMBER_AND_UNIT.fullmatch(str(limit).strip())
-    if found is None:
-        raise ValueError(wrong)
-    number, unit = found.groups()
+    number, unit = found.groups() if found is not None else ("0", "")
     count = float(number) * (1024 if len(unit) == 3 else 1000) ** "BKMGT".index(unit[:1].upper() or "B")
+    if not (0 < count < 1 if is_part(limit) else 1 <= count < 1 << 62):
+        raise ValueError(
+            f"cached: limit={limit!r} must be bytes (8_000_000_000, '8GB') or a part of free space ('0.5')"
+        )
     if is_part(limit):
-        if not 0 < count < 1:
-            raise ValueError(wrong)
         if path is not None and not os.path.exists(path):  # it will be made in the one above
             path = os.path.dirname(path)
         free = memory_bytes() if path is None else shutil.disk_usage(path).free
         count *= free / (1 if is_shared else local_ranks())
-    if not 0 < count < 1 << 62:
-        raise ValueError(wrong)
     return int(count)
 
 
