@@ -65,19 +65,23 @@ _READ: dict[str, Callable[[], Any]] = {
 }
 
 
+def _states() -> list[Any]:
+    return [read() for read in _READ.values()]
+
+
 class StatesBeforeCall:
     """The states of the global generators before a call."""
 
     def __init__(self) -> None:
-        self._states = [read() for read in _READ.values()]
+        self._states = _states()
         self._seeds_used = sample_seeds.reading.used
 
     def since(self) -> tuple[list[str], bool]:
         """The generators that were drawn from since, and whether it was this call: another thread may have
         drawn from a global one."""
-        moved = [
-            name for (name, read), state in zip(_READ.items(), self._states, strict=True) if read() != state
-        ]
+        now, moved = _states(), []
+        if now != self._states:
+            moved = [name for name, *both in zip(_READ, now, self._states, strict=True) if both[0] != both[1]]
         seeds = ["the seed of a sample"] * (sample_seeds.reading.used > self._seeds_used)
         return seeds + moved, bool(seeds) or (bool(moved) and _is_only_thread())
 

@@ -33,11 +33,13 @@ from fastq_loader.system import calls, locks
 STORED, FULL, BUSY = "stored", "full", "busy"
 
 _PAGE, _WORD, ALIGNMENT = 4096, 8, 16
-#: Words of the header: the limit, the number of values, and from then on where each level lies.
-_LIMIT, _COUNT, _LEVELS = range(3)
+#: Words of the header: the limit, and from then on where each level lies.
+_LIMIT, _LEVELS = range(2)
 HEADER = 64 * _WORD
-_BUCKET, _BUCKETS = struct.Struct("8Q"), 64  # a bucket, and how many are in level 0, which is a page
-_OFFSET_BITS = 40
+_BUCKET, _BYTES = struct.Struct("8Q"), struct.Struct("64s")  # of a bucket
+_BUCKETS = 1024  # of level 0: few levels to look into
+_LEVEL_0 = _BUCKETS * _BUCKET.size
+_OFFSET_BITS, _TAG_BYTES = 40, 3
 PLACE_MASK = (1 << _OFFSET_BITS) - 1
 _CHECK_BITS = 20
 _LARGEST = 1 << 43  # so far a word of the index reaches
@@ -70,7 +72,7 @@ class Memory:
         self.fd, self._source = fd, source
         header = memoryview(os.pread(fd, HEADER, self._begin).ljust(HEADER, b"\0")).cast("Q")
         self.limit = _number_in(header[_LIMIT])
-        self._first = _number_in(header[_LEVELS]) + _PAGE  # where the first record lies
+        self._first = _number_in(header[_LEVELS]) + _LEVEL_0  # where the first record lies
         nbytes = self._first + self.limit
         self._region = calls.MmapRegion(fd, nbytes)  # Python's own has a descriptor more
         self._map = calls.view(self._region.address, nbytes)
@@ -109,15 +111,17 @@ class Memory:
             self._find_levels()
         hashed = zlib.crc32(key)
         tag = _tag(hashed)
+        sought = tag.to_bytes(_TAG_BYTES, "little")
         for begin, buckets in self._levels:
             bucket = begin + hashed % buckets * _BUCKET.size
-            words = _BUCKET.unpack_from(self._map, bucket)
+            (data,) = _BYTES.unpack_from(self._map, bucket)
+            words = _BUCKET.unpack(data) if sought in data else ()
             for word in words:
                 if word >> _OFFSET_BITS == tag:
                     try:
                         found = self._read(word, key, copy)
                     except ValueError:
-                        os.pwrite(self.fd, bytes(_WORD), bucket + words.index(word) * _WORD)
+                        self._write_word(bucket + words.index(word) * _WORD, 0)
                         raise
                     if found is not None:
                         return found
@@ -139,7 +143,8 @@ class Memory:
 
     def usage(self) -> tuple[int, int, int]:
         """Bytes of the records and the index, the number of values, and the limit."""
-        return self._size() - self._first, self._words[_COUNT], self.limit
+        parts = [np.frombuffer(self._map, np.uint64, buckets * 8, begin) for begin, buckets in self._levels]
+        return self._size() - self._first, sum(map(np.count_nonzero, parts)), self.limit
 
     # ---- writing ------------------------------------------------------------------------------------
 
@@ -177,19 +182,18 @@ class Memory:
                 if (offset := self._append(pieces, nbytes)) is None:
                     return FULL
                 word = _tag(hashed) << _OFFSET_BITS | offset // ALIGNMENT
-                self._write_word(_COUNT, self._words[_COUNT] + 1)
-                os.pwrite(self.fd, word.to_bytes(_WORD, "little"), bucket + free.index(0) * _WORD)
+                self._write_word(bucket + free.index(0) * _WORD, word)
                 return STORED
         # No hole, for which a full disk may have no room when it is read.
         zeros = bytes(2 * buckets * _BUCKET.size)
         if (offset := self._append([zeros], len(zeros))) is None:
             return FULL
-        self._write_word(self._next, _with_check(offset))
+        self._write_word(self._begin + self._next * _WORD, _with_check(offset))
         self._find_levels()
         return self._store(hashed, pieces, nbytes)
 
-    def _write_word(self, number: int, word: int) -> None:
-        os.pwrite(self.fd, word.to_bytes(_WORD, "little"), self._begin + number * _WORD)
+    def _write_word(self, at: int, word: int) -> None:
+        os.pwrite(self.fd, word.to_bytes(_WORD, "little"), at)
 
     def _append(self, pieces: list[Any], nbytes: int) -> int | None:
         """Write all of this at the end, or nothing. Returns where; None if the limit has no room for it."""
@@ -218,9 +222,9 @@ def write_header(fd: int, begin: int, limit: int, about: bytes = b"") -> None:
     """Make an empty cache in an empty file, from an offset on."""
     nbytes = HEADER + len(about)
     nbytes += -nbytes % _PAGE
-    header = struct.pack("3Q", _with_check(min(limit, _LARGEST)), 0, _with_check(begin + nbytes))
-    # The first level is a page of zeros.
-    write_all(fd, [(header.ljust(HEADER, b"\0") + about).ljust(nbytes + _PAGE, b"\0")], begin)
+    header = struct.pack("2Q", _with_check(min(limit, _LARGEST)), _with_check(begin + nbytes))
+    # Level 0 is zeros.
+    write_all(fd, [(header.ljust(HEADER, b"\0") + about).ljust(nbytes + _LEVEL_0, b"\0")], begin)
 
 
 def _with_check(number: int) -> int:
@@ -241,10 +245,11 @@ def _tag(hashed: int) -> int:
 
 
 def write_all(fd: int, pieces: list[Any], at: int) -> None:
-    while pieces:
+    left = sum(map(len, pieces))
+    while left:
         written = os.pwritev(fd, pieces[:1000], at)  # of so many, Linux takes 1,024
-        at += written
-        while pieces and written >= len(pieces[0]):
+        at, left = at + written, left - written
+        while left and written >= len(pieces[0]):
             written -= len(pieces.pop(0))
-        if written:
+        if left:
             pieces[0] = memoryview(pieces[0])[written:]

@@ -217,7 +217,7 @@ class Writable:
 def record(key: bytes, encoded: EncodedValue) -> tuple[list[Any], int]:
     """A value with its key. Returns the pieces that follow each other, and their size in bytes."""
     form, parts, *writer = encoded
-    head = marshal.dumps((key, form, [memoryview(part).nbytes for part in parts], writer), 2)
+    head = marshal.dumps((key, form, [*map(len, parts)], writer), 2)
     pieces: list[Any] = [len(head).to_bytes(_WORD, "little") + head]
     nbytes = _WORD + len(head)
     for part in parts:

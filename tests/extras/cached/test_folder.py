@@ -165,7 +165,7 @@ def test_values_that_a_power_cut_has_lost_are_stored_anew(path: Path) -> None:
     """The file has their index, and zeros."""
     filled(path)
     file = path / "fastq_loader.values"
-    file.write_bytes(file.read_bytes()[:8192].ljust(file.stat().st_size, b"\0"))
+    file.write_bytes(file.read_bytes()[: 4096 + (1 << 16)].ljust(file.stat().st_size, b"\0"))
     store = opened(path)
     with pytest.raises(ValueError, match="a value is missing"):
         check(store, [1])
