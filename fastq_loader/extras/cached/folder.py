@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import struct
 from typing import Any
-
-import numpy as np
 
 from fastq_loader.errors import warn_user
 from fastq_loader.extras.cached import memory, values
@@ -55,7 +54,8 @@ class Folder(Memory):
     def __init__(self, fd: int) -> None:
         super().__init__(fd)
         self.about = json.loads(bytes(self._map[memory.HEADER : self._levels[-1][0]]).rstrip(b"\0"))
-        self._seen = np.zeros(_SEEN, np.uint64).data  # words whose records were compared
+        # Words whose records were compared, also by forked children; untouched pages take no memory.
+        self._seen = memoryview(mmap.mmap(-1, 8 * _SEEN)).cast("Q")
 
     def _read(self, word: int, key: bytes, copy: bool) -> values.EncodedValue | None:
         at = (word & memory.PLACE_MASK) * memory.ALIGNMENT + _PREFIX.size
