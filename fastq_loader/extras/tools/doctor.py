@@ -38,8 +38,8 @@ OK, CHANGE, NOTE = "ok", "change", "note"
 _DESCRIPTORS, _THREADS = (64, 5), (2, 4)
 #: Bytes of data, of a file and of memory below which batches soon run out of room.
 _LEAST_DATA, _LEAST_FILE, _LEAST_MEMORY = 2 << 30, 1 << 30, 512 << 20
-#: Seconds that the workers of `_batches` have for a batch, also where they import torch first.
-_PATIENCE = 6
+#: Seconds that the workers of `_batches` have for a batch, also where they import torch on a busy machine.
+_PATIENCE = 60
 
 
 class Finding(NamedTuple):
