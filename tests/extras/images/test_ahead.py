@@ -24,6 +24,11 @@ from tests.support.alarms import alarm_after, ring
 from tests.support.photographs import file_of, photograph
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "PATIENCE", 60.0)
+
+
 @pytest.mark.processes
 def test_a_process_ends_in_the_middle_of_a_batch() -> None:
     result = run_script(
