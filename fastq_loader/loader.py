@@ -313,12 +313,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co], Owner):
         >>> print(DataLoader(range(8)).diagnose())
         Nothing can be said yet: ...
         """
-        from fastq_loader.extras.cached.cached import caches_of
+        from fastq_loader.extras.cached import handover
         from fastq_loader.extras.insight import facts, verdict
 
         options.torchs_own(self, asked="diagnose()")
-        is_cached = bool(caches_of(vars(self).get("dataset")))
-        return verdict.diagnose(facts.profile_of(self, epoch, is_cached))
+        return verdict.diagnose(facts.profile_of(self, epoch, is_cached=len(handover.caches) > 0))
 
     def trace(self, path: str | PathLike[str]) -> AbstractContextManager[None]:
         """Write a trace of this loader to a file while the context lasts.

@@ -606,8 +606,8 @@ FAULTS = (
     Fault(
         "objects of one class share the values of a cache",
         "extras/cached/instances.py",
-        "number is None or (number.owner is not None and number.owner() is not instance)",
-        "number is None",
+        "number.owner is not None and number.owner() is instance:",
+        "number.owner is not None:",
         "row K2",
         "extras/cached/test_cached.py",
     ),

@@ -77,7 +77,7 @@ ROOMS = {
 }
 #: Where the core imports an extra, inside of a function: for what a user has asked for, and for hints.
 ASKED_FOR = {
-    "loader": "cached.cached insight insight.auto insight.facts insight.snapshots insight.verdict "
+    "loader": "cached.handover insight insight.auto insight.facts insight.snapshots insight.verdict "
     "profile.profile recovery.replay tracing.trace",
     "workers.reader": "profile.sampler",
     "epoch.base": "insight.hints transforms.transforms",

@@ -28,7 +28,6 @@ from fastq_loader.extras.cached.storage import CacheOptions
 from fastq_loader.extras.images import sample_seeds
 from fastq_loader.packing import pickling
 from fastq_loader.system import calls, process_id
-from fastq_loader.workers.payload import PREPARE
 
 #: Bytes of a cache that may be garbage, for which a new one of its function calls the garbage collector.
 _LARGE = 1 << 26
@@ -131,8 +130,6 @@ class cached:
     def _begin(self, handed_as: Any) -> None:
         """Open the storage of the values. `handed_as` is the name of this cache in other processes, if these
         are to have the same values."""
-        if prepare not in PREPARE:
-            PREPARE.append(prepare)
         functools.update_wrapper(self, self._function, updated=())
         self.__qualname__ = storage.base_of(self._function).__qualname__
         self._pid = 0  # of the process that has used it
@@ -155,6 +152,7 @@ class cached:
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._in_class = True
+        instances.classes.add(owner)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
@@ -362,16 +360,3 @@ class cached:
         parts, self._options, self._in_class, handed_as = state
         self._function = parts[0] if len(parts) == 1 else MethodType(*parts)
         self._begin(handed_as)
-
-
-def caches_of(dataset: Any) -> list[cached]:
-    """The caches that a dataset, its class and its datasets hold. Runs none of their code."""
-    return [*dict.fromkeys(cache for _, cache in instances.held_by(dataset, cached))]
-
-
-def prepare(dataset: Any) -> None:
-    """Give the objects of a dataset, whose methods are cached in their classes, the numbers that they have in
-    its workers."""
-    for holder, cache in instances.held_by(dataset, cached):
-        if cache._in_class:
-            instances.number_of(holder)

@@ -38,8 +38,7 @@ class CacheStatistics:
         checked: hits whose value was computed again and compared.
         unchecked: hits whose value was computed again, and could not be compared.
         distrusted: calls that computed their value because an earlier hit was found to be wrong.
-        unshared: objects with a method that was cached in its class, which a worker alone has: the loader did
-            not find them in its dataset.
+        unshared: objects with a method that was cached in its class, which were made in a worker.
         function: module and name of the function.
         bytes: size of the stored values, with what finds them.
         values: number of values in the cache.

@@ -52,7 +52,7 @@ def profile_of(loader: Any, epoch: int | str | None, is_cached: bool) -> RunProf
     Args:
         loader: the loader.
         epoch: its number, "all" for all together, or None for the newest one long enough for a diagnosis.
-        is_cached: whether the dataset has a cache.
+        is_cached: whether the program has a cache.
 
     Raises:
         ValueError: there is no such epoch.

@@ -192,7 +192,7 @@ class RunProfile:
         loader: the loader's arguments.
         free_bytes: memory available to a cache.
         private_bytes: memory that each worker does not share, where it is known.
-        is_cached: whether the dataset has a cache.
+        is_cached: whether the program has a cache.
     """
 
     epoch: EpochStatistics = field(default=EpochStatistics())

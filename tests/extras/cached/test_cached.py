@@ -19,7 +19,7 @@ import torch
 
 from fastq_loader import NotCached, cached
 from fastq_loader.extras.cached import cached as of_cached
-from fastq_loader.extras.cached import storage
+from fastq_loader.extras.cached import instances, storage
 from fastq_loader.system import calls
 from tests.conftest import open_descriptors
 
@@ -356,19 +356,8 @@ class InClass:
     __hash__ = None  # type: ignore[assignment]
 
 
-class InSlots:
-    __slots__ = ("__weakref__", "scale")
-
-    def __init__(self, scale: Any) -> None:
-        self.scale = scale
-
-    @functools.partial(cached, limit="1MB")
-    def decode(self, index: int) -> Any:
-        return index * self.scale
-
-
-@pytest.mark.parametrize("kind", [InClass, InSlots])
-def test_a_method_may_be_cached_in_its_class(kind: Any) -> None:
+def test_a_method_may_be_cached_in_its_class() -> None:
+    kind = InClass
     before = kind.decode.statistics().hits
     one, other = kind(2), kind(3)
     one.decode(1)  # it has its number
@@ -382,6 +371,13 @@ def test_a_method_may_be_cached_in_its_class(kind: Any) -> None:
     assert [fourth.decode(7), fourth.decode(7)] == [42, 42]
     assert pickle.loads(pickle.dumps(one)).decode(7) == 14
     assert pickle.loads(pickle.dumps(kind.decode)) is kind.decode
+
+
+def test_objects_have_their_numbers_before_workers_start_however_deep_they_are_held() -> None:
+    held = [[[[[[InClass(3)]]]]]]
+    instances.prepare(held)
+    found = held[0][0][0][0][0][0]
+    assert instances.number_of(found) == (instances.number_of(found)[0], False)
 
 
 def test_a_method_that_is_cached_in_its_class_may_have_a_folder(tmp_path: Path) -> None:
@@ -422,6 +418,7 @@ def test_objects_that_cannot_be_told_apart_are_refused() -> None:
         TypeError, match=r"a method of Alike is cached in its class, whose objects have slots"
     ):
         Alike().decode(1)
+    instances.prepare(Alike())
 
 
 # ---- what draws -------------------------------------------------------------------------------------------
