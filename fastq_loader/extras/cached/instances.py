@@ -66,9 +66,11 @@ def number_of(instance: Any) -> tuple[bytes, bool]:
 def prepare(dataset: Any) -> None:
     """Give the dataset, and all other objects that the garbage collector knows, the numbers that they have in
     the workers, if they are of these classes. Runs none of their code."""
-    kinds: set[type] = {*classes}
-    while more := set(itertools.chain(*map(type.__subclasses__, kinds))) - kinds:
+    kinds: set[type] = set()
+    more: set[type] = {*classes}
+    while more:
         kinds |= more
+        more = {*itertools.chain(*map(type.__subclasses__, more))} - kinds
     for each in itertools.chain([dataset], gc.get_objects() if kinds else []):
         if type(each) in kinds:
             with contextlib.suppress(TypeError):  # of slots, which a call is told
