@@ -241,12 +241,15 @@ def read(data: memoryview, at: int, key: bytes, copy: bool, private: Any = None)
     its_key, form, sizes, writer = marshal.loads(data[at + _WORD : end])
     if its_key != key:
         return None
-    parts: list[Any] = []
-    for nbytes in sizes:
+    pickled, *arrays = sizes
+    end += (at - end) % _ALIGNMENT
+    parts: list[Any] = [bytes(data[end : end + pickled])]
+    end += pickled
+    for nbytes in arrays:
         end += (at - end) % _ALIGNMENT
-        part: np.ndarray = np.ndarray((nbytes,), _BYTE, data, end)
-        mapped = None if copy or private is None or nbytes < MAPPED else private(end, end + nbytes)
-        part = part.copy() if mapped is None else mapped
+        part = None if copy or private is None or nbytes < MAPPED else private(end, end + nbytes)
+        if part is None:
+            part = np.ndarray((nbytes,), _BYTE, data, end).copy()
         part.flags.writeable = copy
         parts.append(part)
         end += nbytes
