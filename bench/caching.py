@@ -108,8 +108,8 @@ def run(kind: type[Files], folder: Path, contender: str, workers: int, path: str
     for _ in range(EPOCHS):
         for batch in loader:
             assert len(batch)
-        held = proportional(os.getpid()) / 1e6
         seconds.append(time.perf_counter() - begun)
+        held = proportional(os.getpid()) / 1e6
         begun = time.perf_counter()
     return seconds, held
 
