@@ -137,7 +137,7 @@ class cached:
         self.program = int.from_bytes(os.urandom(6), "little") >> 1
         # A method's object and its cache hold each other. The collector does not see how large they are.
         others = [each for each in handover.caches.values() if each.__qualname__ == self.__qualname__]
-        if any(each.memory is not None and each.memory.usage()[0] > _LARGE for each in others):
+        if any(each.memory is not None and os.fstat(each.memory.fd).st_size > _LARGE for each in others):
             del others
             gc.collect()
         self._handed_as = handed_as or self.program
