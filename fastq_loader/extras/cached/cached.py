@@ -31,8 +31,6 @@ from fastq_loader.system import calls, process_id
 
 #: Bytes of a cache that may be garbage, for which a new one of its function calls the garbage collector.
 _LARGE = 1 << 26
-#: Checks in turn that could not read their source, after which a hint says so.
-_FAILED_READS = 4
 
 
 class cached:
@@ -142,12 +140,12 @@ class cached:
             gc.collect()
         self._handed_as = handed_as or self.program
         handover.caches[self._handed_as] = self
+        self.memory: memory.Memory | None = None
+        self._store: Any = None
         if lacking := calls.missing(for_workers=False):
             text = f"values are not stored: this system or sandbox lacks {lacking}"
             warn_user(f"cached: {self.__qualname__}: {text}", NotCached)
-        self.memory: memory.Memory | None = None
-        self._store: Any = None
-        if not lacking:
+        else:
             self.memory, self._store = storage.open_storage(self._options)
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -217,25 +215,27 @@ class cached:
             where = f" of the folder {self._options.path!r}" if self._options.path else ""
             text = f": a value{where} cannot be read and is computed again: {type(error).__name__}: {error}"
             self._warn_once(text, UserWarning)
+        compute = functools.partial(self._function, *args, **kwargs)
         if paid is not None and found is not None:
-            return self._check(checks, paid, found, value, args, kwargs)
+            return self._check(checks, paid, found, value, compute)
         counters.add("misses")
-        return self._compute(checks.writer, key, args, kwargs)
+        return self._compute(checks.writer, key, compute)
 
-    def _compute(self, writer: int, key: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compute(self, writer: int, key: bytes, compute: Callable[[], Any]) -> Any:
         began = time.monotonic()
         with sample_seeds.watched():
             draws = StatesBeforeCall()
-            value = self._function(*args, **kwargs)
+            value = compute()
             drew, is_ours = draws.since()
         text = ""  # of a warning
-        if drew:
-            became = "random" if is_ours else memory.BUSY
-            if is_ours:
-                text = (
-                    f"() draws from {', '.join(drew)}, so its values are not stored: they would be the same "
-                )
-                text += "in every epoch. Wrap only the part that draws no random numbers"
+        if is_ours:
+            became, text = (
+                "random",
+                f"() draws from {', '.join(drew)}, so its values are not stored: they would ",
+            )
+            text += "be the same in every epoch. Wrap only the part that draws no random numbers"
+        elif drew:
+            became = memory.BUSY
         else:
             try:
                 encoded = values.encode(value, writer, time.monotonic() - began)
@@ -259,13 +259,7 @@ class cached:
     # ---- checks ---------------------------------------------------------------------------------------
 
     def _check(
-        self,
-        checks: Checks,
-        paid: float,
-        found: values.EncodedValue,
-        stored: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, checks: Checks, paid: float, found: values.EncodedValue, stored: Any, compute: Callable[[], Any]
     ) -> Any:
         """Compute the value of a hit again. Return that if the two differ; else the hit, with the place and
         the seeds of the sample as if nothing had been computed."""
@@ -273,22 +267,16 @@ class cached:
         with sample_seeds.again() as again:
             draws = StatesBeforeCall()
             try:
-                fresh = self._function(*args, **kwargs)
+                fresh = compute()
             except (TimeoutError, InterruptedError, MemoryError):
                 raise
             except OSError as error:
-                checks.failed_reads += 1
-                if checks.failed_reads == _FAILED_READS:
-                    text = (
-                        f"(): {_FAILED_READS} values in turn could not be computed again: {error}. The "
-                        "stored ones are returned: the source is gone, or it is another one"
-                    )
-                    self._warn_once(text)
+                text = f"(): a value could not be computed again: {error}. Such values are returned as stored"
+                self._warn_once(f"{text}: the source is gone, or it is another one")
             except Exception as error:
                 self._distrust(f"computing it again raised {type(error).__name__}: {error}")
                 raise
             else:
-                checks.failed_reads = 0
                 where = self._differ(stored, fresh, draws)
             checks.done(found.writer, paid, time.monotonic() - began)
             if where:
@@ -313,9 +301,8 @@ class cached:
     def _distrust(self, where: str) -> None:
         """Compute every value from now on, and say why."""
         counters = self._counters
-        counters.add("distrusted")
-        was, counters.is_marked = counters.is_marked, True
-        if not was:
+        counters.is_marked = True
+        if counters.add_first("distrusted"):
             text = (
                 "(): a stored value is not what computing it again gives, so the cache is not used any more: "
                 f"{where}. There were {counters.sum('hits')} hits before. If the function draws random "
