@@ -678,8 +678,8 @@ FAULTS = (
     Fault(
         "values that were drawn at random are cached",
         "extras/cached/cached.py",
-        "        if drew:\n",
-        "        if False:\n",
+        "drew, is_ours = draws.since()\n        text",
+        "drew, is_ours = [], False\n        text",
         "row K1",
         "extras/cached/test_cached.py",
     ),
