@@ -50,7 +50,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTLE_SECONDS = 30.0  # a limit: what is left settles in milliseconds on an idle machine
-SCRIPT_SECONDS = 120.0  # a limit, too: most scripts take a second or two
+SCRIPT_SECONDS = 180.0  # a limit, too: most scripts take a second or two
 LEFT_SECONDS = 30.0  # another one, after which what a script left is killed
 
 

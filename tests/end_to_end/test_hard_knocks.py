@@ -373,6 +373,6 @@ def test_interrupts_at_random_moments_are_all_raised(mode: str) -> None:
             print(interrupted({mode!r}, 30))
     """
     with running_script(text) as script:
-        result = script.finish(110)
+        result = script.finish()
     assert (result.returncode, result.left) == (0, ()), result
     assert result.stdout == "[]\n", result

@@ -248,7 +248,7 @@ def test_a_process_that_ends_with_an_epoch_under_way_leaves_nothing_anywhere(num
         if warm:
             assert len(script.processes()) >= 6
             (os.killpg if number == signal.SIGINT else os.kill)(script.pid, number)
-        result = script.finish(100)
+        result = script.finish()
     assert (result.returncode, result.left) == (-number if warm else 0, ())
     assert result.stderr.count("Traceback") == result.stderr.count("\nKeyboardInterrupt")
     assert result.stderr.count("Traceback") == (number == signal.SIGINT)
@@ -280,7 +280,7 @@ PULLED = """
 def test_a_cable_that_is_pulled_is_noticed() -> None:
     """Nobody says anything: the kernel asks, and gives up."""
     with running_script(UNSHARED + RUNNING + PULLED, warm=True) as script:
-        result = script.finish(100)
+        result = script.finish()
     assert "Connection timed out" in result.stdout
     assert "its connection broke" in result.stdout
     assert (result.stderr, result.left) == ("", ())
