@@ -144,7 +144,7 @@ class Memory:
     def usage(self) -> tuple[int, int, int]:
         """Bytes of the records and the index, the number of values, and the limit."""
         parts = [np.frombuffer(self._map, np.uint64, buckets * 8, begin) for begin, buckets in self._levels]
-        return self._size() - self._first, sum(map(np.count_nonzero, parts)), self.limit
+        return self._size() - self._first, int(sum(map(np.count_nonzero, parts))), self.limit
 
     # ---- writing ------------------------------------------------------------------------------------
 
