@@ -31,6 +31,8 @@ from fastq_loader.system import calls, process_id
 
 #: Bytes of a cache that may be garbage, for which a new one of its function calls the garbage collector.
 _LARGE = 1 << 26
+#: Checks in turn that could not read their source, after which a hint says so.
+_FAILED_READS = 4
 
 
 class cached:
@@ -229,11 +231,9 @@ class cached:
             drew, is_ours = draws.since()
         text = ""  # of a warning
         if is_ours:
-            became, text = (
-                "random",
-                f"() draws from {', '.join(drew)}, so its values are not stored: they would ",
-            )
-            text += "be the same in every epoch. Wrap only the part that draws no random numbers"
+            became = "random"
+            text = f"() draws from {', '.join(drew)}, so its values are not stored: they would be the same "
+            text += "in every epoch. Wrap only the part that draws no random numbers"
         elif drew:
             became = memory.BUSY
         else:
@@ -271,12 +271,16 @@ class cached:
             except (TimeoutError, InterruptedError, MemoryError):
                 raise
             except OSError as error:
-                text = f"(): a value could not be computed again: {error}. Such values are returned as stored"
-                self._warn_once(f"{text}: the source is gone, or it is another one")
+                checks.failed_reads += 1
+                if checks.failed_reads == _FAILED_READS:
+                    text = f"(): {_FAILED_READS} values in turn could not be computed again: {error}. "
+                    text += "The stored ones are returned: the source is gone, or it is another one"
+                    self._warn_once(text)
             except Exception as error:
                 self._distrust(f"computing it again raised {type(error).__name__}: {error}")
                 raise
             else:
+                checks.failed_reads = 0
                 where = self._differ(stored, fresh, draws)
             checks.done(found.writer, paid, time.monotonic() - began)
             if where:

@@ -52,6 +52,7 @@ class Checks:
         self._firsts = 0  # of the first hits, how many some process is known to have checked
         # Hits until one may be checked, and how many were; new workers choose others on the same keys.
         self._left, self._picked = hash(b"%d" % process_id.pid) % _MOST + 1, process_id.pid
+        self.failed_reads = 0  # in turn, while computing again
         counters.since = counters.since or time.monotonic_ns()
 
     def due(self, key: bytes, writer: int, seconds: float) -> float | None:

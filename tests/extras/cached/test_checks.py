@@ -281,7 +281,9 @@ def test_a_source_that_is_gone_gives_the_stored_values_and_is_said(tmp_path: Pat
         wrapped(number)
     for file in files:
         file.unlink()
-    with pytest.warns(NotCached, match=r"a value could not be computed again: .*No such file") as seen:
+    with pytest.warns(
+        NotCached, match=r"4 values in turn could not be computed again: .*No such file"
+    ) as seen:
         assert [wrapped(number) for number in range(6)] == list("012345")
     assert len(seen) == 1
     assert wrapped.statistics().hits == 6
