@@ -146,7 +146,9 @@ def _refuse_others(path: str) -> None:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """The path of a folder that a user named, from the root on."""
+    """The path of a folder that a user named, from the root on. Raises ValueError: it is empty."""
+    if not os.fspath(path):
+        raise ValueError("cached: path='' is no folder: give one, or None for memory")
     return os.path.abspath(os.path.expanduser(os.fsdecode(path)))
 
 

@@ -169,6 +169,8 @@ def test_a_wrong_limit_is_named(limit: Any) -> None:
 def test_arguments_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"name='a' and path=.*give one"):
         cached(read, limit=1, name="a", path=tmp_path / "b")
+    with pytest.raises(ValueError, match="path='' is no folder"):
+        cached(read, limit=1, path="")
     function: Any = 3
     with pytest.raises(TypeError, match=r"function=None cannot be called; a decorator is @partial\(cached"):
         cached(limit="1MB")
