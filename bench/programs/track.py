@@ -19,8 +19,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench.timing.processes import Owners, cpu_seconds
-from fastq_loader import DataLoader
-from fastq_loader.extras.cached import handover
+from fastq_loader import DataLoader, cached
 from fastq_loader.extras.insight.processes import proportional
 
 LOOK_S = 0.5
@@ -101,7 +100,8 @@ class Track:
         this.idle_cpu = sum(map(cpu_seconds, others)) - idle
         self._pids[name] = self._owners.of(name)
         if isinstance(batches, DataLoader):
-            for cache in (each.statistics() for each in handover.caches.values()):
+            attributes = vars(batches.dataset).values()
+            for cache in (each.statistics() for each in attributes if isinstance(each, cached)):
                 samples = len(batches.dataset)  # type: ignore[arg-type]  # a program's dataset has a length
                 self._caches[name] = (cache.values, samples, cache.bytes, cache.limit)
         self._look()
