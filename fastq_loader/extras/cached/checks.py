@@ -97,7 +97,7 @@ class Checks:
     def _first(self) -> int:
         """A hash for the next one of the first hits; 0 if all are checked."""
         while self._firsts < FIRST:
-            first = zlib.crc32(f"{self._first_worker} first {self._firsts}".encode()) or 1
+            first = _hashed(f"{self._first_worker} first {self._firsts}")
             if not self._counters.has(first):
                 return first
             self._firsts += 1
@@ -114,4 +114,9 @@ class Checks:
         program = writer >> _WORKER_BITS
         if self._joins_earlier and program != self.writer >> _WORKER_BITS:
             writer = program << _WORKER_BITS
-        return zlib.crc32(f"{reader} {writer}".encode()) or 1
+        return _hashed(f"{reader} {writer}")
+
+
+def _hashed(text: str) -> int:
+    """As the counters note it: not 0."""
+    return zlib.crc32(text.encode()) or 1
