@@ -51,7 +51,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 ROOT = Path(__file__).resolve().parents[1]
 SETTLE_SECONDS = 30.0  # a limit: what is left settles in milliseconds on an idle machine
 SCRIPT_SECONDS = 180.0  # a limit, too: most scripts take a second or two
-LEFT_SECONDS = 30.0  # another one, after which what a script left is killed
+LEFT_SECONDS = 30.0  # a limit, too: then the processes that a script left are killed
 
 
 def _read(path: str) -> str:
@@ -170,8 +170,8 @@ _OTHERS_MEMORY = re.compile(r"psm_|sem\.loky-|torch_(\d+)_")
 
 
 def new_shared_memory(before: Iterable[str]) -> set[str]:
-    """Entries of /dev/shm that were not there before, without those that strangers' processes use, or have
-    left. Those of torch's workers that were killed count as such: see below."""
+    """Entries of /dev/shm that were not there before. Those that another program uses, or has left, do not
+    count; nor does the memory of a torch worker that was killed."""
     inodes: dict[str, str] = {}
     own = {os.getpid(), *descendants()}
     for name in set(os.listdir("/dev/shm")) - set(before):

@@ -23,6 +23,8 @@ _FLOCK = struct.Struct("hhqqi4x")
 _WRITE, _UNLOCK = 1, 2
 # Numbers of <asm-generic/fcntl.h>: not every Python has names for them.
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
+#: Seconds between two attempts to lock a file: a process that stores a value has it for some 100 us.
+_GLANCE = 50e-6
 
 
 def open_anew(fd: int) -> int:
@@ -84,7 +86,7 @@ def lock_file(fd: int, seconds: float = 0.0) -> None:
         except BlockingIOError:
             if time.monotonic() >= until:
                 raise
-        time.sleep(50e-6)
+        time.sleep(_GLANCE)
 
 
 def unlock_file(fd: int) -> None:

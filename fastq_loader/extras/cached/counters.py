@@ -70,6 +70,7 @@ class CacheStatistics:
     limit: int = 0
 
 
+#: What is counted: all but the function, and what the storage says of itself.
 NAMES = [field.name for field in fields(CacheStatistics)][:-4]
 _INDEX = {name: at for at, name in enumerate([*NAMES, "hinted", "warned"])}
 

@@ -98,7 +98,7 @@ def test_threads_of_one_process_may_fill_it_at_once(store: Memory) -> None:
 
 
 def fill_and_die(store: Memory, keys: range, calls: int, rng: random.Random, write: Any) -> None:
-    """Be killed in the middle of a write, after so many. Each writes a part of what it is given, or all."""
+    """Store the keys; SIGKILL strikes within a write, after so many calls. A call may write a part only."""
     left = [calls]
 
     def killing(fd: int, pieces: Any, at: int) -> int:
